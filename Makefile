@@ -1,0 +1,73 @@
+# Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
+# and made again only when pyproject.toml changes.
+.DELETE_ON_ERROR:
+.PHONY: help install demo test test-aot lint format hooks clean
+
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+# Installed before everything else, so that no dependency brings in another build of torch.
+TORCH ?= torch==2.13.0
+# The published implementation, only for parity tests. Its own pins conflict with ours.
+REFERENCE ?= dflash==0.1.0
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Stamps: empty files whose age says when a part of the environment was installed.
+INSTALLED := $(VENV)/.installed
+WITH_REFERENCE := $(VENV)/.installed-$(REFERENCE)
+WITH_LIBTPU := $(VENV)/.installed-libtpu
+# Two OpenMP threads on busy cores are many times slower than one.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+help:
+	@echo "make demo      decode a real question with and without drafting"
+	@echo "make test      run the tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
+	@echo "make lint      check format, style and types;  make format  rewrite"
+	@echo "make hooks     run the lint checks before every git commit"
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/torch-dflash demo
+
+test: $(WITH_REFERENCE)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+hooks: $(INSTALLED)
+	$(BIN)/pre-commit install
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Order-only: the age of the interpreter's link says nothing about what is installed.
+$(INSTALLED): pyproject.toml | $(BIN)/python
+	$(PIP) install "$(TORCH)"
+	$(PIP) install -e ".[demo,dev]"
+	@touch $@
+
+$(WITH_REFERENCE): $(INSTALLED)
+	$(PIP) install --no-deps "$(REFERENCE)"
+	@touch $@
+
+# The compiler that the installed jax asks for, without the rest of its tpu extra.
+$(WITH_LIBTPU): $(INSTALLED)
+	$(PIP) install --no-deps "$$($(BIN)/python -c 'from importlib.metadata import requires; \
+	    print(next(r.split(";")[0].strip() for r in requires("jax") if r.startswith("libtpu")))')"
+	@touch $@
