@@ -1,0 +1,162 @@
+"""The drafter's config.json in z-lab's layout, read into one frozen, hashable dataclass."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_bridge.reference.rope import Rope, read_rope
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """What a block row may see in one layer.
+
+    Attributes:
+        causal: later block rows are hidden. Context rows always precede the block.
+        window: a key is visible when it is fewer than this many positions back from the query
+            (and, when not causal, fewer than this many ahead); None sees everything.
+    """
+
+    causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Everything the forward needs besides the tensors. Counts are plain numbers.
+
+    Attributes:
+        target_layer_ids: 0-based target layers whose outputs are the context feature, n of them.
+        masks: one ``LayerMask`` per drafter layer.
+        block_size: W the drafter was trained with, anchor included.
+        mask_token_id: vocabulary id standing at the rows to be drafted.
+        input_embedding_scale: factor on the target's raw embedding weight.
+        output_multiplier: factor on the logits, before the soft cap.
+        final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None or 0 for no cap.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    masks: tuple[LayerMask, ...]
+    rope: Rope
+    target_layer_ids: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    input_embedding_scale: float
+    output_multiplier: float
+    final_logit_softcapping: float | None
+
+    def __post_init__(self) -> None:
+        """Checks what would otherwise surface as a shape error or as silent low acceptance."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        if self.block_size < 2:
+            raise ValueError(f"block_size is {self.block_size}; it counts the anchor: at least 2")
+        if not self.target_layer_ids or min(self.target_layer_ids) < 0:
+            raise ValueError(
+                f"target_layer_ids is {list(self.target_layer_ids)}; give 0-based layer indices"
+            )
+
+
+def default_taps(num_target_layers: int, num_hidden_layers: int) -> tuple[int, ...]:
+    """Tapped target layers when the config names none: evenly from 1 to N - 3, one per layer.
+
+    Source: the authors' implementation; a single-layer drafter taps the middle layer.
+    """
+    if num_hidden_layers == 1:
+        return (num_target_layers // 2,)
+    step = (num_target_layers - 4) / (num_hidden_layers - 1)
+    return tuple(round(1 + i * step) for i in range(num_hidden_layers))
+
+
+def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DrafterConfig:
+    """Reads a config.json, given as its path or already parsed.
+
+    DFlash fields may stand in ``dflash_config`` or at top level; the nested one wins.
+
+    Raises:
+        ValueError: a missing, contradictory or unsupported field, by name with the fix.
+    """
+    raw = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    nested = raw.get("dflash_config") or {}
+
+    def top(name: str, default: Any = _REQUIRED, values: Mapping[str, Any] = raw) -> Any:
+        value = default if values.get(name) is None else values[name]
+        if value is _REQUIRED:
+            raise ValueError(f"config.json: {name} is missing; add it")
+        return value
+
+    def own(name: str, default: Any = _REQUIRED) -> Any:
+        return top(name, default, nested if name in nested else raw)
+
+    if top("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act is {raw['hidden_act']!r}; the drafter's MLP is SwiGLU: silu")
+    taps = own("target_layer_ids", None)
+    if taps is None:
+        taps = default_taps(top("num_target_layers"), top("num_hidden_layers"))
+    softcap = own("final_logit_softcapping", None)
+    return DrafterConfig(
+        hidden_size=top("hidden_size"),
+        intermediate_size=top("intermediate_size"),
+        num_hidden_layers=top("num_hidden_layers"),
+        num_attention_heads=top("num_attention_heads"),
+        num_key_value_heads=top("num_key_value_heads"),
+        head_dim=top("head_dim"),
+        rms_norm_eps=float(top("rms_norm_eps")),
+        attention_bias=bool(top("attention_bias", False)),
+        masks=_masks(raw, top("num_hidden_layers")),
+        rope=read_rope(raw, top("head_dim")),
+        target_layer_ids=tuple(taps),
+        block_size=int(own("block_size", 16)),
+        mask_token_id=int(own("mask_token_id")),
+        input_embedding_scale=float(own("input_embedding_scale", 1.0)),
+        output_multiplier=float(own("output_multiplier", 1.0)),
+        final_logit_softcapping=None if softcap is None else float(softcap),
+    )
+
+
+def _masks(raw: Mapping[str, Any], layers: int) -> tuple[LayerMask, ...]:
+    kinds = raw.get("layer_types")
+    window = raw.get("sliding_window")
+    if kinds is None:
+        # transformers derives the kinds from these fields when a config does not list them.
+        sliding = bool(raw.get("use_sliding_window")) and window is not None
+        first = raw.get("max_window_layers", 28) if sliding else layers
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries; num_hidden_layers is {layers}")
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layer_types has {unknown}; known: full_attention, sliding_attention")
+    # With listed sliding layers use_sliding_window is not asked: the authors' loop cannot run
+    # such a config without a window at all, and dropping a stated one costs most of acceptance.
+    if "sliding_attention" in kinds and not (window and window > 0):
+        raise ValueError(
+            f"sliding_window is {window} and layer_types has sliding_attention; give the window, "
+            "at least 1"
+        )
+    explicit = raw.get("is_causal")
+
+    def mask(kind: str) -> LayerMask:
+        sliding = kind == "sliding_attention"
+        # An explicit is_causal holds for full layers too; without it sliding layers are causal.
+        causal = sliding if explicit is None else bool(explicit)
+        return LayerMask(causal, window if sliding else None)
+
+    return tuple(mask(kind) for kind in kinds)

@@ -1,0 +1,136 @@
+"""The DFlash v1 drafter as pure functions of (params, config, arrays): arXiv 2602.06036.
+
+Queries come from the block only. Keys and values come from the context feature and the block,
+through the same projections; the context feature is shared by all layers and skips their
+input norms, their output projections and their MLPs.
+"""
+
+import jax.numpy as jnp
+from jax.lax import Precision
+from jaxtyping import Array, Float, Int
+
+from jax_bridge.reference.config import DrafterConfig
+from jax_bridge.reference.layers import Params, Rows, attention, linear, rms_norm, swiglu
+from jax_bridge.reference.rope import rotary_tables
+
+Cache = list[Rows]
+
+
+def forward(
+    params: Params,
+    config: DrafterConfig,
+    noise_embeds: Float[Array, "B W H"],
+    context_hidden_states: Float[Array, "B n_rows nH"],
+    position_ids: Int[Array, "B S"],
+    cache: Cache | None = None,
+) -> tuple[Float[Array, "B W H"], Cache]:
+    """One drafter call: new context rows and the block in, hidden states of the block out.
+
+    Args:
+        params: tensors by checkpoint name, from ``load``.
+        config: from ``load``.
+        noise_embeds: embeddings of [anchor, MASK, ...], in the parameters' dtype.
+        context_hidden_states: outputs of the tapped target layers for the context rows committed
+            since the last call, concatenated on the last axis (n*H); n_rows may be 0.
+        position_ids: [B, n_rows + W] absolute positions, of the new context rows, then of the
+            block. Rows must be contiguous with the cache: windows count rows, not positions.
+        cache: the second result of the previous call; None for an empty context.
+
+    Returns:
+        Hidden states after the final norm, in the parameters' dtype, and a new cache: per layer
+        K and V [B, G, S, D] of all context rows so far, K normed and rotated. Block rows are
+        never kept. The cache passed in is unchanged.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit the config, by argument name.
+    """
+    _check(params, config, noise_embeds, context_hidden_states, position_ids, cache)
+    context = rms_norm(
+        params, "hidden_norm", linear(params, "fc", context_hidden_states), config.rms_norm_eps
+    )
+    tables = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
+    hidden = noise_embeds
+    kept: Cache = []
+    for layer, mask in enumerate(config.masks):
+        name = f"layers.{layer}"
+        block = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
+        past = cache[layer] if cache is not None else None
+        mixed, rows = attention(
+            params, f"{name}.self_attn", config, mask, block, context, tables, past
+        )
+        kept.append(rows)
+        hidden = hidden + mixed
+        inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
+        hidden = hidden + swiglu(params, f"{name}.mlp", inner)
+    return rms_norm(params, "norm", hidden, config.rms_norm_eps), kept
+
+
+def noise_embeddings(
+    config: DrafterConfig,
+    embed_weight: Float[Array, "V H"],
+    anchor: Int[Array, " B"],
+    width: int | None = None,
+) -> Float[Array, "B W H"]:
+    """Block inputs: the target's raw embedding rows of [anchor, MASK x (W - 1)], scaled.
+
+    Args:
+        config: names the mask token and ``input_embedding_scale``.
+        embed_weight: the target's embedding weight; not its module, which may scale by itself.
+        anchor: last committed token of each sequence, ids in [0, V).
+        width: W, for a block cut short; ``config.block_size`` by default.
+
+    Raises:
+        ValueError: width below 1, or a mask token outside the embedding.
+    """
+    width = config.block_size if width is None else width
+    if width < 1:
+        raise ValueError(f"width is {width}; it counts the anchor: at least 1")
+    if not 0 <= config.mask_token_id < embed_weight.shape[0]:
+        # jax clamps an index out of range to the last row instead of failing.
+        raise ValueError(
+            f"mask_token_id is {config.mask_token_id}, outside the {embed_weight.shape[0]} rows of "
+            "embed_weight; pass the embedding of this drafter's target"
+        )
+    block = ((0, 0), (0, width - 1))
+    ids = jnp.pad(anchor[:, None], block, constant_values=config.mask_token_id)
+    return embed_weight[ids] * config.input_embedding_scale
+
+
+def logits(
+    config: DrafterConfig,
+    hidden: Float[Array, "B W H"],
+    head_weight: Float[Array, "V H"],
+) -> Float[Array, "B W V"]:
+    """Draft logits through the target's head, multiplied, then soft-capped.
+
+    Row k scores the token at row k's own position, so row 0 (the anchor) is of no use.
+    """
+    scores = jnp.einsum("bwh,vh->bwv", hidden, head_weight, precision=Precision.HIGHEST)
+    scores = scores * config.output_multiplier
+    cap = config.final_logit_softcapping
+    return scores if not cap or cap < 0 else jnp.tanh(scores / cap) * cap
+
+
+def _check(params, config, noise_embeds, context, position_ids, cache) -> None:
+    batch, width = noise_embeds.shape[:2]
+    features = len(config.target_layer_ids) * config.hidden_size
+    rows = context.shape[1]
+    expected = {
+        "noise_embeds": (noise_embeds, (batch, width, config.hidden_size)),
+        "context_hidden_states": (context, (batch, rows, features)),
+        "position_ids": (position_ids, (batch, rows + width)),
+    }
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; this call asks for {shape}")
+    dtype = params["fc.weight"].dtype
+    for name in ("noise_embeds", "context_hidden_states"):
+        if expected[name][0].dtype != dtype:
+            raise ValueError(
+                f"{name} is {expected[name][0].dtype}, the parameters are {dtype}; cast one of them"
+            )
+    if cache is not None and len(cache) != config.num_hidden_layers:
+        raise ValueError(
+            f"cache has {len(cache)} layers, the drafter {config.num_hidden_layers}; "
+            "pass the cache that forward returned"
+        )
