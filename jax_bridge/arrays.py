@@ -1,0 +1,77 @@
+"""torch tensors to JAX arrays and back, for any tree of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+_NARROW = {torch.int64: torch.int32, torch.float64: None}
+
+
+def to_jax(tree: Any, *, copy: bool = True, device: jax.Device | None = None) -> Any:
+    """Every torch tensor in ``tree`` as a JAX array on ``device`` (JAX's default).
+
+    int64 becomes int32 unless ``jax_enable_x64`` is set; everything else keeps its dtype.
+
+    Args:
+        tree: any pytree; leaves that are no tensors stay.
+        copy: False gives zero-copy views of CPU tensors where memory allows: read-only, and never to be
+            donated, for JAX would not own what it gives away.
+
+    Raises:
+        ValueError: an int64 that does not fit int32, or float64, without ``jax_enable_x64``.
+    """
+    leaf = lambda x: _tensor_to_jax(x, copy, device) if isinstance(x, torch.Tensor) else x  # noqa: E731
+    return jax.tree.map(leaf, tree)
+
+
+def to_torch(tree: Any, *, copy: bool = True, device: torch.device | str = "cpu") -> Any:
+    """Every JAX array in ``tree`` as a torch tensor on ``device``; dtypes are kept.
+
+    ``copy=False`` gives views of host arrays where memory allows: do not write to them.
+    """
+    leaf = lambda x: _array_to_torch(x, copy).to(device) if isinstance(x, jax.Array) else x  # noqa: E731
+    return jax.tree.map(leaf, tree)
+
+
+def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: jax.Device | None) -> jax.Array:
+    tensor = tensor.detach()
+    if tensor.dtype in _NARROW and not jax.config.read("jax_enable_x64"):
+        tensor = _narrow(tensor)
+    host = tensor.cpu().contiguous()
+    if copy and host.data_ptr() == tensor.data_ptr():
+        host = host.clone()  # JAX may keep the memory it is handed, and it must not be the user's
+    array = jax.dlpack.from_dlpack(host) if host.numel() else jnp.zeros(host.shape, _dtype(host))
+    target = device or jax.devices()[0]
+    # The clone is aliased by `array` alone; a donated array must also be JAX's own allocation.
+    return jnp.array(array, copy=True, device=target) if copy else jax.device_put(array, target)
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    narrow = _NARROW[tensor.dtype]
+    if narrow is None:
+        raise ValueError(
+            f"a {tensor.dtype} tensor needs jax_enable_x64; set it, or pass tensor.float() if that is meant."
+        )
+    limits = torch.iinfo(narrow)
+    if tensor.numel() and (tensor.min() < limits.min or tensor.max() > limits.max):
+        raise ValueError(
+            f"an int64 tensor holds values up to {int(tensor.max())}, beyond int32; set jax_enable_x64."
+        )
+    return tensor.to(narrow)
+
+
+def _dtype(tensor: torch.Tensor) -> np.dtype:
+    return jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+
+
+def _array_to_torch(array: jax.Array, copy: bool) -> torch.Tensor:
+    host = jax.device_put(array, jax.devices("cpu")[0])
+    if not host.size:
+        return torch.empty(host.shape, dtype=getattr(torch, host.dtype.name))
+    tensor = torch.from_dlpack(host)
+    return tensor.clone() if copy else tensor

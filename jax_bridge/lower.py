@@ -1,0 +1,87 @@
+"""torch steps as jitted JAX programs: parameters as an argument, state donated, compilations counted."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_bridge.ops  # noqa: F401 - registers the lowerings
+from jax_bridge._torchax import call_torch
+from torch_dflash.decode import Pair, begin, decode_round, prefill
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_counter = threading.local()
+
+
+def _count(event: str, duration: float, **_) -> None:
+    if event == _COMPILED:
+        _counter.value = compilations() + 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def compilations() -> int:
+    """XLA programs compiled by this thread so far."""
+    return getattr(_counter, "value", 0)
+
+
+def lower_begin(pair: Pair) -> Callable:
+    """``(params, rows) -> state``."""
+    return partial(call_torch, partial(begin, pair))
+
+
+def lower_prefill(pair: Pair) -> Callable:
+    """``(params, state, chunk) -> state``."""
+    return partial(call_torch, partial(prefill, pair))
+
+
+def lower_rounds(pair: Pair) -> Callable:
+    """``(params, state) -> state``: rounds on the device until all rows are done or the chunk is full."""
+
+    def rounds(params: Any, state: Any) -> Any:
+        def unfinished(carry):
+            count, state = carry
+            return (count < pair.plan.rounds_per_chunk) & ~jnp.all(state.done)
+
+        def one_round(carry):
+            count, state = carry
+            return count + 1, call_torch(partial(decode_round, pair), params, state)
+
+        return jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
+
+    return rounds
+
+
+class Programs:
+    """Compiled programs of one pair, by step and argument shapes. Compiling is locked, running is not."""
+
+    def __init__(self, matmul_precision: str):
+        self._precision = matmul_precision
+        self._compiled: dict[Any, Callable] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Callable:
+        """The program of ``step`` for arguments shaped like ``args``; arguments ``donate`` are consumed."""
+        key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
+        program = self._compiled.get(key)
+        if program is None:
+            with self._lock, jax.default_matmul_precision(self._precision):
+                program = self._compiled.get(key)
+                if program is None:
+                    with warnings.catch_warnings():
+                        # torch indexes with int64, which JAX narrows; every index here fits int32.
+                        warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
+                        program = jax.jit(step, donate_argnums=donate).lower(*args).compile()
+                    self._compiled[key] = program
+        return program
+
+
+def _signature(leaf) -> tuple:
+    return leaf.shape, str(leaf.dtype)

@@ -1,0 +1,92 @@
+"""The XLA runtime: prompt buckets, `lax.while_loop` of rounds, one host read per chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_bridge.arrays import to_jax
+from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill, lower_rounds
+from jax_bridge.state import register_states
+from jax_bridge.weights import Weights
+from torch_dflash.decode import Pair, RowRequests
+from torch_dflash.runtime import Progress
+from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling
+
+Arrays = dict[str, jax.Array]
+
+
+class XlaRuntime:
+    """Steps of one pair on JAX's default device (`torch_dflash.runtime.Runtime`)."""
+
+    def __init__(self, pair: Pair, plan: DecodePlan):
+        register_states()
+        self.plan = plan
+        self._weights = Weights()
+        self._programs = Programs(plan.matmul_precision)
+        self._begin = lower_begin(pair)
+        self._prefill = lower_prefill(pair)
+        self._rounds = lower_rounds(pair)
+
+    @property
+    def compilations(self) -> int:
+        """XLA programs this thread has compiled so far."""
+        return compilations()
+
+    def refresh(self, tensors: dict[str, torch.Tensor]) -> Arrays:
+        """Device arrays of the live weights; only changed ones are converted."""
+        return self._weights.refresh(tensors)
+
+    def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
+        """An empty state on the device."""
+        return self._run("begin", self._begin, (params, to_jax(rows)))
+
+    def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
+        """Append a prompt chunk; consumes ``state``."""
+        return self._run("prefill", self._prefill, (params, state, to_jax(chunk)), donate=(1,))
+
+    def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
+        """A chunk of rounds without a host read; consumes ``state``."""
+        return self._run("rounds", self._rounds, (params, state), donate=(1,))
+
+    def read(self, state: DecodeState) -> Progress:
+        """Fetch what the host needs, in one transfer."""
+        # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
+        fields = self._run("read", _copy, (Progress.fields(state),))
+        return Progress(*jax.device_get(fields))
+
+    def warmup(self, params: Arrays, buckets: list[int]) -> None:
+        """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
+        size = self.plan.batch_size
+        state = self.begin(params, _idle_rows(self.plan))
+        for width in buckets:
+            chunk = PromptChunk(
+                ids=torch.zeros(size, width, dtype=torch.int32),
+                count=torch.zeros(size, dtype=torch.int32),
+                following=torch.full((size,), -1, dtype=torch.int32),
+            )
+            state = self.prefill(params, state, chunk)
+        self.read(self.advance(params, state))
+
+    def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
+        return self._programs.get(name, step, args, donate)(*args)
+
+
+def _copy(fields: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(field) for field in fields]
+
+
+def _idle_rows(plan: DecodePlan) -> RowRequests:
+    """A request in which no row is used."""
+    zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
+    floats = torch.zeros(plan.batch_size)
+    return RowRequests(
+        prompt_length=zeros,
+        limit=zeros,
+        stop_ids=torch.full((plan.batch_size, plan.stop_slots), -1, dtype=torch.int32),
+        done=torch.ones(plan.batch_size, dtype=torch.bool),
+        sampling=Sampling(temperature=floats, top_k=zeros, top_p=floats + 1, min_p=floats, seed=zeros),
+    )

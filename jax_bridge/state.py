@@ -1,0 +1,33 @@
+"""A `DecodeState` on either side of the border, in mid-generation."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_bridge.arrays import to_jax, to_torch
+from torch_dflash.state import PYTREES, DecodeState
+
+_registered: set[type] = set()
+
+
+def register_states() -> None:
+    """Make every state dataclass of torch_dflash a JAX pytree; those added later, on the next call."""
+    for cls, fields in PYTREES:
+        if cls not in _registered:
+            jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
+            _registered.add(cls)
+
+
+def state_to_jax(state: DecodeState, device: jax.Device | None = None) -> DecodeState:
+    """The same state with JAX arrays it owns: it may be donated. Lossless; runs no model."""
+    register_states()
+    return to_jax(state, device=device)
+
+
+def state_to_torch(state: DecodeState, device="cpu") -> DecodeState:
+    """The same state with torch tensors of its own memory. Lossless; runs no model."""
+    register_states()
+    return to_torch(state, device=device)
+
+
+register_states()

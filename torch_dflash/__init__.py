@@ -1,0 +1,22 @@
+"""DFlash for PyTorch: block-diffusion speculative decoding, batched, static-shaped and lossless.
+
+Shape alphabet, used in every signature: B batch, T prompt length, W block width (anchor included),
+M verify rows, N drafted nodes, S capacity, L layers, H hidden, Q query heads, G kv heads, D head dim,
+V vocabulary, P pages, n tapped layers, C prompt-chunk width, R rows of any other kind, E stop ids.
+
+This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
+"""
+
+from torch_dflash.config import DFlashConfig as DFlashConfig
+from torch_dflash.drafter import DFlashDraftModel as DFlashDraftModel
+from torch_dflash.engine import Engine as Engine
+from torch_dflash.generation import compile as compile
+from torch_dflash.generation import dflash as dflash
+from torch_dflash.generation import generate as generate
+from torch_dflash.outputs import GenerateOutput as GenerateOutput
+from torch_dflash.proposers import NGramProposer as NGramProposer
+from torch_dflash.state import DecodePlan as DecodePlan
+from torch_dflash.state import DecodeState as DecodeState
+from torch_dflash.stats import DecodeStats as DecodeStats
+
+__version__ = "0.1.0"

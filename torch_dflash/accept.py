@@ -1,0 +1,38 @@
+"""Acceptance: which drafted tokens a round keeps. Pure functions on integers."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from torch_dflash.state import Commit, Draft
+
+
+def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Commit:
+    """Longest prefix of a chain that equals the target's own choices, then the bonus token.
+
+    ``target[b, i]`` is the token the target picks (argmax, or its sample) after verify row i. A draft is
+    kept while it equals that pick, and the first pick that differs is the bonus, so every committed
+    token is the target's own: lossless for any proposal (arXiv 2602.06036 section 3; at temperature > 0
+    this is exact rejection sampling of a point-mass proposal).
+    """
+    rows = target.shape[1]
+    match = (draft.tokens[:, : rows - 1] == target[:, :-1]).to(torch.int32)
+    step = torch.arange(rows - 1, device=target.device, dtype=torch.int32)
+    match = match * (step < draft.valid[:, None]).to(torch.int32)
+    kept = torch.cumprod(match, dim=1).sum(dim=1, dtype=torch.int32)
+    bonus = target.gather(1, kept.long()[:, None])[:, 0]
+    path = torch.arange(rows, device=target.device, dtype=torch.int32).expand(target.shape)
+    return Commit(path=path, count=kept + 1, bonus=bonus)
+
+
+def trim_at_stop(
+    tokens: Int[Tensor, "B M"], count: Int[Tensor, " B"], stop_ids: Int[Tensor, "B E"]
+) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
+    """Cut the first ``count`` of ``tokens`` after the first stop id: (new count, whether one was hit)."""
+    at = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int32)
+    is_stop = (tokens[:, :, None] == stop_ids[:, None, :]).any(dim=2) & (at < count[:, None])
+    stopped = is_stop.any(dim=1)
+    first = torch.where(is_stop, at, tokens.shape[1]).amin(dim=1).to(torch.int32)
+    return torch.where(stopped, first + 1, count), stopped

@@ -1,0 +1,79 @@
+"""Grouped-query attention over one or several K/V parts, without repeating K/V heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+class KeyValue(NamedTuple):
+    """Keys and values with the mask that says who may see them.
+
+    Shapes: ``key`` [B, G, S, D], ``value`` [B, G, S, Dv]; ``mask`` bool [B, 1, M, S] (True = visible) or None.
+    """
+
+    key: Float[Tensor, "B G S D"]
+    value: Float[Tensor, "B G S Dv"]
+    mask: Bool[Tensor, "B one M S"] | None
+
+
+def grouped_attention(
+    query: Float[Tensor, "B Q M D"],
+    parts: list[KeyValue],
+    scale: float,
+    sinks: Float[Tensor, " Q"] | None = None,
+    softcap: float | None = None,
+) -> Float[Tensor, "B M Q Dv"]:
+    """Softmax attention of M query rows over the concatenation of ``parts``.
+
+    The parts are joined at the scores, never at the K/V, so a long cache is read where it lies. Query
+    heads that share a K/V head become rows of one product, so no K/V head is repeated in memory.
+
+    Args:
+        query: query rows; ``Q`` is a multiple of the K/V heads ``G``.
+        scale: factor on the scores.
+        sinks: one learned logit per query head that takes part in the softmax and carries no value.
+        softcap: ``c`` in ``c * tanh(score / c)``.
+    """
+    batch, heads, rows, dim = query.shape
+    groups = parts[0].key.shape[1]
+    stacked = query.reshape(batch, groups, heads // groups * rows, dim)
+    scores = []
+    for key, _, mask in parts:
+        score = (stacked @ key.transpose(2, 3) * scale).view(batch, groups, heads // groups, rows, -1)
+        if softcap is not None:
+            score = torch.tanh(score / softcap) * softcap
+        if mask is not None:
+            # finfo.min, not -inf: a padded row may see nothing, and its softmax must stay finite.
+            score = torch.where(mask[:, None], score, torch.finfo(score.dtype).min)
+        scores.append(score)
+    if sinks is not None:
+        sink = sinks.to(query.dtype).view(1, groups, -1, 1, 1)
+        scores.append(sink.expand(batch, groups, heads // groups, rows, 1))
+    weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32).to(query.dtype)
+    out, start = 0, 0
+    for _, value, _ in parts:
+        share = weights[..., start : start + value.shape[2]]
+        out = out + share.reshape(batch, groups, -1, value.shape[2]) @ value
+        start += value.shape[2]
+    return out.view(batch, heads, rows, -1).transpose(1, 2)
+
+
+def visible(
+    query_position: Tensor, key_position: Tensor, window: int | None, causal: bool
+) -> Bool[Tensor, "B one M S"]:
+    """Who sees whom by position: [B, M] query and [B or 1, S] key positions -> [B, 1, M, S].
+
+    A causal window counts back from each query; a non-causal one is symmetric (``dflash_config``'s
+    explicit ``is_causal: false``).
+    """
+    gap = query_position[:, :, None] - key_position[:, None, :]
+    mask = gap >= 0 if causal else torch.ones_like(gap, dtype=torch.bool)
+    if window is not None:
+        mask = mask & (gap < window)
+        if not causal:
+            mask = mask & (gap > -window)
+    return mask[:, None]

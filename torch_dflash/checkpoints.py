@@ -1,0 +1,87 @@
+"""Does this drafter fit this target? Asked before anything is built."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
+
+
+def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
+    """Raise ``ValueError`` naming the first field in which ``drafter`` does not fit ``target``."""
+    config, base = drafter.config, target.config.get_text_config()
+    embedding = target.get_input_embeddings().weight
+    layers = base.num_hidden_layers
+    if config.hidden_size != embedding.shape[1]:
+        raise ValueError(
+            f"hidden_size={config.hidden_size} of the drafter, but the target's is {embedding.shape[1]}; "
+            "use the drafter trained for this target."
+        )
+    if config.num_target_layers not in (None, layers):
+        raise ValueError(
+            f"num_target_layers={config.num_target_layers} in the drafter, but the target has {layers} "
+            "layers; use the drafter trained for this target."
+        )
+    outside = [tap for tap in config.target_layer_ids if not 0 <= tap < layers]
+    if outside:
+        raise ValueError(
+            f"target_layer_ids={config.target_layer_ids}: {outside} lie outside the target's {layers} layers "
+            "(ids are 0-based block indices; speculators' aux_hidden_state_layer_ids are one higher)."
+        )
+    taps = drafter.fc.in_features / config.hidden_size
+    if taps != len(config.target_layer_ids):
+        raise ValueError(
+            f"target_layer_ids names {len(config.target_layer_ids)} taps, but fc takes {taps:g}; "
+            "the config and the weights are of different drafters."
+        )
+    if config.vocab_size != base.vocab_size:
+        raise ValueError(
+            f"vocab_size={config.vocab_size} of the drafter, but the target's is {base.vocab_size}; "
+            "the two must share the vocabulary."
+        )
+    if config.mask_token_id is None:
+        raise ValueError(
+            "mask_token_id is missing from the drafter's config; set the id it was trained with "
+            "(config.mask_token_id = ...)."
+        )
+    if not 0 <= config.mask_token_id < embedding.shape[0]:
+        raise ValueError(
+            f"mask_token_id={config.mask_token_id} has no row in the target's embedding "
+            f"({embedding.shape[0]} rows); set the id the drafter was trained with."
+        )
+    if drafter.device != target.device:
+        raise ValueError(
+            f"the drafter is on {drafter.device}, the target on {target.device}; move them together."
+        )
+
+
+def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> Proposer:
+    """The proposer for what a user passes as ``drafter``: a drafter model, a proposer, or None.
+
+    Raises:
+        TypeError, ValueError: not something that drafts, or it does not fit the target.
+    """
+    if isinstance(drafter, DFlashDraftModel):
+        check_pair(target, drafter)
+        if block_size is not None and block_size < 2:
+            raise ValueError(
+                f"block_size={block_size}: a block is the anchor and at least one draft; pass drafter=None "
+                "to decode without drafting."
+            )
+        return DFlashProposer(drafter, block_size)
+    # A copy without weights: an engine must not keep the user's module alive, nor touch it.
+    proposer = PlainProposer() if drafter is None else copy.deepcopy(drafter)
+    if not (isinstance(proposer, nn.Module) and hasattr(proposer, "propose")):
+        raise TypeError(
+            f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (DFlashDraftModel.from_pretrained), a "
+            "proposer such as NGramProposer(), or None for plain decoding."
+        )
+    if block_size not in (None, proposer.width):
+        raise ValueError(
+            f"block_size={block_size}, but {type(proposer).__name__} drafts {proposer.width}; set it there."
+        )
+    return proposer.to("meta")

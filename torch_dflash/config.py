@@ -1,0 +1,130 @@
+"""The drafter's configuration: one class for z-lab's published v1 layout, nested or flat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+NESTED_FIELDS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
+# Rope types whose frequencies depend on data seen at run time cannot be traced once and reused.
+DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
+
+
+def default_target_layer_ids(num_target_layers: int, taps: int) -> list[int]:
+    """The layers z-lab taps when a checkpoint names none: evenly from 1 to ``num_target_layers - 3``.
+
+    Ids are 0-based block indices; the tap is the block's output (Hugging Face ``hidden_states[id + 1]``).
+    """
+    if taps == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
+
+
+class DFlashConfig(Qwen3Config):
+    """Configuration of a DFlash v1 drafter (arXiv 2602.06036), a Qwen3-style stack without embedding or head.
+
+    The fields of ``NESTED_FIELDS`` are read from ``dflash_config`` or from the top level, and written to
+    both, so z-lab's loader, transformers' native DFlash and ours read the same directory.
+
+    Args:
+        num_target_layers: layers of the target model; gives the default taps.
+        block_size: tokens drafted at once, the anchor included (W).
+        mask_token_id: id whose embedding stands for a token to be drafted.
+        target_layer_ids: tapped target layers, 0-based block indices.
+        is_causal: causality inside the block. Absent (None) means causal on sliding layers only; an
+            explicit value holds for every layer, and ``False`` makes sliding windows symmetric.
+        input_embedding_scale: factor on the target's raw embedding weight.
+        output_multiplier: factor on the draft logits, applied before ``final_logit_softcapping``.
+
+    Raises:
+        ValueError: a field is missing or cannot be honoured; the message names it and the fix.
+    """
+
+    model_type = "qwen3"
+
+    num_target_layers: int | None = None
+    block_size: int = 16
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    is_causal: bool | None = None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    dflash_config: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs):
+        for name in NESTED_FIELDS:
+            if self.dflash_config and name in self.dflash_config:
+                setattr(self, name, self.dflash_config[name])
+        if self.layer_types and "sliding_attention" in self.layer_types:
+            self.use_sliding_window = True  # Qwen3Config drops the window without it
+        super().__post_init__(**kwargs)
+        if self.target_layer_ids is None and self.num_target_layers is not None:
+            self.target_layer_ids = default_target_layer_ids(
+                self.num_target_layers, self.num_hidden_layers
+            )
+        self.dflash_config = dict(self.dflash_config or {}) | {
+            name: getattr(self, name) for name in NESTED_FIELDS
+        }
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """Read ``config.json``; refuse what is not a DFlash v1 drafter before any weight is read."""
+        config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        architectures = config.get("architectures") or []
+        nested = config.get("dflash_config") or {}
+        if "DFlash2DraftModel" in architectures or "selector_rank" in nested:
+            raise ValueError(
+                f"architectures={architectures} in {pretrained_model_name_or_path}: DFlash2 drafters "
+                "(convolutions and candidate selector) are not supported; use a DFlash v1 checkpoint."
+            )
+        if config and "dflash_config" not in config and "target_layer_ids" not in config:
+            if "DFlashDraftModel" not in architectures:
+                raise ValueError(
+                    f"architectures={architectures} in {pretrained_model_name_or_path}: not a DFlash "
+                    "drafter (no dflash_config, no target_layer_ids); pass the drafter's directory or id."
+                )
+        config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
+        config.pop("auto_map", None)  # points at remote code that we neither need nor re-publish
+        return config, kwargs
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a field that the network cannot be built from."""
+        if not self.target_layer_ids:
+            raise ValueError(
+                f"target_layer_ids={self.target_layer_ids!r}: give the tapped target layers, or "
+                "num_target_layers to tap z-lab's default ones."
+            )
+        if self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size}: a block is the anchor and at least one draft.")
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries for num_hidden_layers="
+                f"{self.num_hidden_layers}; give one per layer."
+            )
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError(
+                f"sliding_window={self.sliding_window!r} with sliding layers in layer_types; set the window."
+            )
+        check_static_rope(self)
+
+
+def check_static_rope(config) -> None:
+    """Refuse rope types that branch on the data (they cannot be compiled once for all lengths)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        kind = rope.get("rope_type", "default")
+        if kind in DYNAMIC_ROPE_TYPES:
+            raise ValueError(
+                f"rope_type={kind!r}: its frequencies change with the length seen at run time, which one "
+                "compiled program cannot follow; use a static type (default, linear, yarn, llama3)."
+            )

@@ -1,0 +1,190 @@
+"""The DFlash v1 drafter: a Qwen3-style stack that denoises a block against projected target features.
+
+Source: arXiv 2602.06036 section 3. Context rows enter every layer as keys and values only: they get no
+query, no input norm, no MLP. The block's rows see the context and (unless causal) each other.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    rotate_half,
+)
+
+from torch_dflash.attention import KeyValue, grouped_attention, visible
+from torch_dflash.config import DFlashConfig
+
+
+class DFlashAttention(nn.Module):
+    """Queries from the block; keys and values from context rows and block rows through one projection."""
+
+    def __init__(self, config: DFlashConfig, index: int):
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        sliding = config.layer_types[index] == "sliding_attention"
+        self.window = config.sliding_window if sliding else None
+        self.causal = sliding if config.is_causal is None else config.is_causal
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (-1, self.head_dim))
+
+    def query(self, block: Float[Tensor, "B W H"], rope) -> Float[Tensor, "B Q W D"]:
+        """Rotated queries of the block rows."""
+        return _rotate(self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2), rope)
+
+    def key_value(self, rows: Float[Tensor, "B R H"], rope) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [B, G, R, D] of any rows, context or block."""
+        key = _rotate(self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2), rope)
+        return key, self._heads(self.v_proj(rows)).transpose(1, 2)
+
+    def forward(self, block, rope, parts: list[KeyValue]) -> Float[Tensor, "B W H"]:
+        """Attend from the block over ``parts`` and project back."""
+        out = grouped_attention(self.query(block, rope), parts, self.scale)
+        return self.o_proj(out.flatten(2))
+
+
+class DFlashLayer(nn.Module):
+    """One Qwen3 block; ``memory`` turns this layer's fresh keys and values into the parts to attend to."""
+
+    def __init__(self, config: DFlashConfig, index: int):
+        super().__init__()
+        self.self_attn = DFlashAttention(config, index)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, block, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
+        """``rope`` covers context rows then block rows; ``block_rope`` the block rows alone."""
+        normed = self.input_layernorm(block)  # the context is already normed, and must not be twice
+        key, value = self.self_attn.key_value(torch.cat([context, normed], dim=1), rope)
+        parts = memory(self.self_attn, key, value)
+        block = block + self.self_attn(normed, block_rope, parts)
+        return block + self.mlp(self.post_attention_layernorm(block))
+
+
+class DFlashDraftModel(PreTrainedModel):
+    """A DFlash v1 drafter. It has no embedding and no head: both are the target's.
+
+    ``from_pretrained`` reads z-lab's published layout (a directory or a hub id) without remote code.
+    """
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["DFlashLayer"]
+
+    def __init__(self, config: DFlashConfig):
+        config.check()
+        super().__init__(config)
+        taps, hidden = len(config.target_layer_ids), config.hidden_size
+        self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
+        self.fc = nn.Linear(taps * hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """Load a drafter; as ``PreTrainedModel.from_pretrained``, but a missing weight is an error.
+
+        Raises:
+            ValueError: not a DFlash v1 checkpoint, or weights missing or of another shape.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+            if info.get(problem):
+                raise ValueError(
+                    f"{problem}={sorted(map(str, info[problem]))[:5]} in {args[0] if args else kwargs}: the "
+                    "weights are not those of a DFlash v1 drafter with this config; check both files."
+                )
+        return (model, info) if wants_info else model
+
+    def project(self, features: Float[Tensor, "B R nH"]) -> Float[Tensor, "B R H"]:
+        """Target features to context rows: ``hidden_norm(fc(features))``, once per token for all layers."""
+        return self.hidden_norm(self.fc(features))
+
+    def block(
+        self,
+        noise: Float[Tensor, "B W H"],
+        context: Float[Tensor, "B R H"],
+        position: Int[Tensor, "B R+W"],
+        memory,
+    ) -> Float[Tensor, "B W H"]:
+        """The stack on a block, given projected context rows new to this pass, up to the final norm.
+
+        ``position`` holds absolute positions of the context rows, then of the block rows.
+        ``memory(attention, key, value)`` stores what a cache keeps and returns the K/V parts to attend to.
+        """
+        rope = self.rotary_emb(noise, position)
+        block_rope = tuple(table[:, context.shape[1] :] for table in rope)
+        for layer in self.layers:
+            noise = layer(noise, context, rope, block_rope, memory)
+        return self.norm(noise)
+
+    def forward(
+        self,
+        noise_embeds: Float[Tensor, "B W H"],
+        context_hidden_states: Float[Tensor, "B R nH"],
+        position_ids: Int[Tensor, "B R+W"],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """One draft pass on a growing cache: the contract of transformers' native DFlash.
+
+        Args:
+            noise_embeds: target embeddings of ``[anchor, mask, ...]``.
+            context_hidden_states: tapped target features of the tokens committed since the last pass.
+            position_ids: absolute positions of the context rows, then of the block.
+            attention_mask: 2-D padding mask over all keys (1 = real), or None.
+            past_key_values: cache holding earlier context; the caller crops the block's rows off again.
+
+        Returns:
+            ``.last_hidden_state`` [B, W, H]; row i is the state of the token at the block's position i.
+        """
+
+        def memory(attention, key, value):
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, attention.index)
+            end = position_ids[:, -1:]
+            at = end + 1 - key.shape[2] + torch.arange(key.shape[2], device=end.device)
+            block = position_ids[:, -noise_embeds.shape[1] :]
+            mask = visible(block, at, attention.window, attention.causal)
+            if attention_mask is not None:
+                mask = mask & attention_mask[:, None, None, -key.shape[2] :].bool()
+            return [KeyValue(key, value, mask)]
+
+        context = self.project(context_hidden_states)
+        hidden = self.block(noise_embeds, context, position_ids, memory)
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
+        """Draft logits through the target's ``head``, with the checkpoint's multiplier and soft cap."""
+        logits = head(hidden) * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _rotate(rows: Float[Tensor, "B heads R D"], rope) -> Float[Tensor, "B heads R D"]:
+    cos, sin = (table[:, None] for table in rope)
+    return rows * cos + rotate_half(rows) * sin
+

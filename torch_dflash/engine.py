@@ -1,0 +1,248 @@
+"""A compiled pair that serves many requests: buffers, chunks and host reads, never the algorithm."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from torch_dflash.checkpoints import make_proposer
+from torch_dflash.decode import Pair, Params, RowRequests
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.options import UNSET, Request, resolve
+from torch_dflash.outputs import GenerateOutput, collect
+from torch_dflash.prompts import bucket, prompt_chunks, split_rows
+from torch_dflash.runtime import EagerRuntime, Progress, Runtime
+from torch_dflash.skeleton import collect_tensors
+from torch_dflash.state import DecodePlan, Sampling
+from torch_dflash.target import Target
+
+RUNTIMES = ("xla", "eager")
+LARGEST_CHUNK = 512
+
+
+class Engine:
+    """Built once for a pair and a capacity, then immutable: any thread may call it, each call has its state.
+
+    Made by `torch_dflash.compile`; see there for the arguments.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter,
+        *,
+        runtime: str = "xla",
+        max_length: int = 1024,
+        batch_size: int = 1,
+        block_size: int | None = None,
+        verify_width: int | None = None,
+        rounds_per_chunk: int | None = None,
+        stop_slots: int = 8,
+        filters: bool = True,
+        prefill_chunk_size: int = LARGEST_CHUNK,
+        matmul_precision: str = "highest",
+    ):
+        if runtime not in RUNTIMES:
+            raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
+        if prefill_chunk_size != bucket(prefill_chunk_size):
+            raise ValueError(
+                f"prefill_chunk_size={prefill_chunk_size}: must be a power of two of at least 16."
+            )
+        skeleton = Target(target)
+        _check_context(target, max_length)
+        proposer = make_proposer(target, drafter, block_size)
+        width = proposer.width
+        self.plan = DecodePlan(
+            batch_size=batch_size,
+            capacity=max_length,
+            block_size=width,
+            verify_width=width if verify_width is None else verify_width,
+            stop_slots=stop_slots,
+            # A chunk ends in one host read: worth batching on a device, free in eager mode.
+            rounds_per_chunk=rounds_per_chunk or (16 if runtime == "xla" else 1),
+            filters=filters,
+            matmul_precision=matmul_precision,
+        )
+        self.largest_chunk = prefill_chunk_size
+        self.pair = Pair(skeleton, proposer, self.plan)
+        self._target = weakref.ref(target)
+        self._drafter = None if drafter is None else weakref.ref(drafter)
+        self.tensors()  # refuses a model that its config does not describe
+        self.runtime: Runtime = _make_runtime(runtime, self.pair, self.plan)
+
+    def tensors(self) -> Params:
+        """The user's live weights under the pair's names; fetched per call, so changes are seen."""
+        target = self._target()
+        if target is None:
+            raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
+        tensors = collect_tensors(self.pair.target.model, target, "target.model.")
+        if self._drafter is not None:
+            drafter = self._drafter()
+            if drafter is None:
+                raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
+            if isinstance(drafter, DFlashDraftModel):
+                tensors |= collect_tensors(self.pair.proposer.drafter, drafter, "proposer.drafter.")
+            else:
+                tensors |= collect_tensors(self.pair.proposer, drafter, "proposer.")
+        return tensors
+
+    def warmup(self) -> Engine:
+        """Compile every prompt bucket and the decoding loop, so that no later call compiles."""
+        buckets, width = [], 16
+        while width <= min(self.largest_chunk, bucket(self.plan.capacity)):
+            buckets.append(width)
+            width *= 2
+        self.runtime.warmup(self.runtime.refresh(self.tensors()), buckets)
+        return self
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        streamer=None,
+        return_dict_in_generate: bool = False,
+        **options: Any,
+    ) -> torch.LongTensor | GenerateOutput:
+        """Decode a batch; arguments and result as in `torch_dflash.generate`."""
+        started = time.perf_counter()
+        compiled = self.runtime.compilations
+        rows, request = self._prepare(input_ids, attention_mask, options)
+        lengths = [len(row) for row in rows]
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        times, shown = [], 0
+        for progress in self._run(rows, request):
+            times.append(time.perf_counter() - started)
+            if streamer is not None:
+                shown = _put_new(streamer, progress, lengths[0], shown)
+        if streamer is not None:
+            streamer.end()
+        compiled = self.runtime.compilations - compiled
+        output = collect(input_ids, lengths, progress, request.pad_token_id, times, compiled)
+        return output if return_dict_in_generate else output.sequences
+
+    def stream(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> Iterator[list[list[int]]]:
+        """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
+        rows, request = self._prepare(input_ids, attention_mask, options)
+        shown = [len(row) for row in rows]
+        for progress in self._run(rows, request):
+            ends = [int(progress.length[row]) + 1 for row in range(len(rows))]
+            yield [
+                progress.tokens[row, start:end].tolist()
+                for row, (start, end) in enumerate(zip(shown, ends, strict=True))
+            ]
+            shown = ends
+
+    def _prepare(self, input_ids, attention_mask, options) -> tuple[list[np.ndarray], Request]:
+        target = self._target()
+        if target is None:
+            raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
+        rows, request = read_request(target, input_ids, attention_mask, options)
+        plan = self.plan
+        if len(rows) > plan.batch_size:
+            raise ValueError(
+                f"input_ids has {len(rows)} rows, the engine was compiled for batch_size={plan.batch_size}."
+            )
+        for row, (prompt, budget) in enumerate(zip(rows, request.max_new_tokens, strict=True)):
+            if len(prompt) + budget > plan.capacity:
+                raise ValueError(
+                    f"row {row}: a prompt of {len(prompt)} tokens and max_new_tokens={budget} exceed "
+                    f"max_length={plan.capacity}; shorten them or compile with a larger max_length."
+                )
+        most = max(map(len, request.stop_ids))
+        if most > plan.stop_slots:
+            raise ValueError(
+                f"eos_token_id has {most} ids, the engine keeps stop_slots={plan.stop_slots}; compile with more."
+            )
+        if request.filters and not plan.filters:
+            raise ValueError(
+                "top_k, top_p or min_p was asked for, but the engine was compiled with filters=False."
+            )
+        return rows, request
+
+    def _run(self, rows: list[np.ndarray], request: Request) -> Iterator[Progress]:
+        """Prefill, then chunks of rounds until every row is done; the host reads once after each."""
+        runtime, plan = self.runtime, self.plan
+        params = runtime.refresh(self.tensors())
+        state = runtime.begin(params, _row_requests(rows, request, plan))
+        for chunk in prompt_chunks(rows, plan.batch_size, self.largest_chunk, plan.slots):
+            state = runtime.prefill(params, state, chunk)
+        progress = runtime.read(state)
+        yield progress
+        while not progress.done.all():
+            state = runtime.advance(params, state)
+            progress = runtime.read(state)
+            yield progress
+
+
+def read_request(
+    target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+) -> tuple[list[np.ndarray], Request]:
+    """Validate a call against the target alone: its ragged rows and its resolved options."""
+    config = target.generation_config
+    eos = options.get("eos_token_id", UNSET)
+    stops = config.eos_token_id if eos is UNSET else eos
+    stops = stops if isinstance(stops, list | tuple) else [stops]
+    pad = options.get("pad_token_id")
+    pad = config.pad_token_id if pad is None else pad
+    vocab = target.get_input_embeddings().weight.shape[0]
+    rows = split_rows(input_ids, attention_mask, vocab, None if pad in stops else pad)
+    lengths = [len(row) for row in rows]
+    return rows, resolve(config, lengths, input_ids.shape[1], dict(options))
+
+
+def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) -> RowRequests:
+    def column(values, dtype, fill=0):
+        return torch.tensor([*values, *[fill] * (plan.batch_size - len(rows))], dtype=dtype)
+
+    lengths = [len(row) for row in rows]
+    limits = [a + b for a, b in zip(lengths, request.max_new_tokens, strict=True)]
+    stops = [[*ids, *[-1] * (plan.stop_slots - len(ids))] for ids in request.stop_ids]
+    # A 64-bit seed is folded to the row's 32-bit key here, where Python's integers do not overflow.
+    seeds = [(seed ^ (seed >> 32)) & 0xFFFFFFFF for seed in request.seed]
+    return RowRequests(
+        prompt_length=column(lengths, torch.int32),
+        limit=column(limits, torch.int32),
+        stop_ids=column(stops, torch.int32, fill=[-1] * plan.stop_slots),
+        done=column([False] * len(rows), torch.bool, fill=True),
+        sampling=Sampling(
+            temperature=column(request.temperature, torch.float32),
+            top_k=column(request.top_k, torch.int32),
+            top_p=column(request.top_p, torch.float32, fill=1.0),
+            min_p=column(request.min_p, torch.float32),
+            seed=column([seed - (seed >> 31 << 32) for seed in seeds], torch.int32),
+        ),
+    )
+
+
+def _put_new(streamer, progress: Progress, prompt_length: int, shown: int) -> int:
+    start, end = prompt_length + shown, int(progress.length[0]) + 1
+    if end > start:
+        streamer.put(torch.from_numpy(progress.tokens[0, start:end].astype(np.int64)))
+    return end - prompt_length
+
+
+def _check_context(target: PreTrainedModel, max_length: int) -> None:
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and max_length > context:
+        raise ValueError(
+            f"max_length={max_length} is beyond the target's max_position_embeddings={context}; lower it."
+        )
+
+
+def _make_runtime(name: str, pair: Pair, plan: DecodePlan) -> Runtime:
+    if name == "eager":
+        return EagerRuntime(pair, plan)
+    from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
+
+    return XlaRuntime(pair, plan)

@@ -1,0 +1,189 @@
+"""The front doors: `generate`, `compile`, and `dflash` for transformers' ``custom_generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from torch_dflash.engine import Engine, read_request
+from torch_dflash.engine_cache import cached_engine
+from torch_dflash.options import UNSET, refuse_unsupported
+from torch_dflash.outputs import GenerateOutput
+
+
+def compile(target: PreTrainedModel, drafter, **options: Any) -> Engine:
+    """A reusable engine for ``target`` and ``drafter``. It keeps both alive.
+
+    Args:
+        target: a transformers causal LM; stays untouched and usable.
+        drafter: a `DFlashDraftModel`, another proposer (`NGramProposer`), or None for plain decoding.
+        runtime: "xla" (one compiled program on JAX's default device) or "eager" (PyTorch, on the models').
+        max_length: most positions a row may fill, prompt and new tokens.
+        batch_size: rows; a request with fewer is padded.
+        block_size: drafted block, the anchor included; unset: the trained one.
+        verify_width: how much of the block is verified, the anchor included; unset: all of it.
+        rounds_per_chunk: rounds between host reads; unset: 16 for "xla", 1 for "eager".
+        stop_slots: most stop ids a row may have.
+        filters: compile top-k, top-p and min-p in.
+        prefill_chunk_size: largest piece of a prompt, a power of two.
+        matmul_precision: XLA matmul precision; "highest" keeps fp32 exact on TPU and GPU.
+
+    Raises:
+        TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
+    """
+    engine = Engine(target, drafter, **options)
+    engine.keeps_alive = (target, drafter)
+    return engine
+
+
+def generate(
+    target: PreTrainedModel,
+    drafter,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int | list[int] | None = None,
+    do_sample: bool | None = None,
+    temperature: float | list[float] | None = None,
+    seed: int | list[int] | None = None,
+    eos_token_id: Any = UNSET,
+    pad_token_id: int | None = None,
+    block_size: int | None = None,
+    verify_width: int | None = None,
+    rounds_per_chunk: int | None = None,
+    runtime: str = "xla",
+    return_dict_in_generate: bool = False,
+    streamer=None,
+    **options: Any,
+) -> torch.LongTensor | GenerateOutput:
+    """Generate exactly the target's own tokens, drafted in blocks.
+
+    Options left unset come from ``target.generation_config``, as in transformers' ``generate``. Those that
+    may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``,
+    ``eos_token_id`` as a list of lists) take one value or one per row.
+
+    Args:
+        target: a transformers causal LM.
+        drafter: a `DFlashDraftModel`, another proposer, or None for plain autoregressive decoding.
+        input_ids: LongTensor [B, T], padded on either side.
+        attention_mask: [B, T], 1 = real token.
+        max_new_tokens: hard cap.
+        temperature: 0 is greedy.
+        seed: row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
+        eos_token_id: unset: the model's; None or []: never stop.
+        pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
+        block_size, verify_width, rounds_per_chunk, runtime: see `compile`.
+        return_dict_in_generate: return an output with ``.sequences`` and ``.stats``.
+        streamer: a transformers streamer, for one row.
+
+    Returns:
+        LongTensor [B, T + new]: the prompt as given, new tokens (stop id included), then padding; or
+        `GenerateOutput`.
+
+    Raises:
+        TypeError, ValueError: bad input, before any generation starts.
+    """
+    options |= {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "seed": seed,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
+    if streamer is not None and input_ids.shape[0] != 1:
+        raise ValueError(f"streamer with {input_ids.shape[0]} rows: streamers take one row.")
+    if options["seed"] is None:  # drawn once: the dry run below must not move the user's generator
+        options["seed"] = int(torch.randint(0, 2**31 - 1, (1,)).item())
+    rows, request = read_request(target, input_ids, attention_mask, options)
+    needed = max(len(row) + new for row, new in zip(rows, request.max_new_tokens, strict=True))
+    engine = cached_engine(
+        target,
+        drafter,
+        runtime=runtime,
+        max_length=_capacity(needed, target),
+        # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
+        batch_size=len(rows) if runtime == "eager" else 1 << (len(rows) - 1).bit_length(),
+        block_size=block_size,
+        verify_width=verify_width,
+        rounds_per_chunk=rounds_per_chunk,
+        stop_slots=max(8, *map(len, request.stop_ids)),
+        filters=request.filters,
+    )
+    return engine.generate(
+        input_ids,
+        attention_mask,
+        streamer=streamer,
+        return_dict_in_generate=return_dict_in_generate,
+        **options,
+    )
+
+
+class dflash:  # noqa: N801 - reads as the keyword it is passed for
+    """Block decoding for ``target.generate(..., custom_generate=dflash(drafter))``.
+
+    transformers drops ``streamer`` on its way to a custom generate: pass it here.
+
+    Args:
+        drafter: as in `generate`. **engine: ``runtime``, ``block_size``, ``verify_width``,
+            ``rounds_per_chunk``, ``seed``, ``streamer``.
+    """
+
+    def __init__(self, drafter, **engine: Any):
+        self.drafter = drafter
+        self.engine = engine
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor=None,
+        stopping_criteria=None,
+        generation_config: GenerationConfig | None = None,
+        attention_mask: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> torch.LongTensor | GenerateOutput:
+        """transformers' contract: prepared ids and a resolved ``generation_config``."""
+        config = generation_config or model.generation_config
+        refuse_unsupported(config, already_done=("num_return_sequences",))
+        _refuse_classes("logits_processor", logits_processor, _PROCESSORS)
+        _refuse_classes("stopping_criteria", stopping_criteria, _CRITERIA)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)  # transformers passes None for "all real"
+        names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "pad_token_id")
+        options = {name: getattr(config, name) for name in names}
+        return generate(
+            model,
+            self.drafter,
+            input_ids,
+            attention_mask,
+            max_new_tokens=config.max_length - input_ids.shape[1],
+            eos_token_id=config.eos_token_id,
+            return_dict_in_generate=bool(config.return_dict_in_generate),
+            **(options | self.engine),
+        )
+
+
+# What transformers builds from options that a round honours itself.
+_PROCESSORS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
+_CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+
+
+def _refuse_classes(argument: str, objects, known: tuple[str, ...]) -> None:
+    for item in objects or ():
+        if type(item).__name__ not in known:
+            raise ValueError(
+                f"{argument} holds {type(item).__name__}, which is written for one token at a time; block "
+                f"decoding honours {', '.join(known)}: remove it."
+            )
+
+
+def _capacity(needed: int, target: PreTrainedModel) -> int:
+    """Round up to one of four sizes per octave, so that few programs serve all lengths."""
+    step = max(64, (1 << (needed - 1).bit_length()) // 8)
+    rounded = -(-needed // step) * step
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or rounded
+    return max(needed, min(rounded, context))

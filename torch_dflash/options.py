@@ -1,0 +1,207 @@
+"""From a user's call and the model's ``generation_config`` to what each row asks for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
+
+# Options that change the text and that a round cannot honour yet: refused by name unless neutral.
+_NEUTRAL = {
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1.0,),
+    "top_h": (),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "bad_words_ids": (),
+    "force_words_ids": (),
+    "constraints": (),
+    "suppress_tokens": (),
+    "begin_suppress_tokens": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "sequence_bias": (),
+    "guidance_scale": (1.0,),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "stop_strings": (),
+    "max_time": (),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a batch asks for, one entry per row. ``temperature`` 0 means greedy, ``top_k`` 0 no top-k."""
+
+    max_new_tokens: list[int]
+    temperature: list[float]
+    top_k: list[int]
+    top_p: list[float]
+    min_p: list[float]
+    seed: list[int]
+    stop_ids: list[tuple[int, ...]]
+    pad_token_id: int
+
+    @property
+    def filters(self) -> bool:
+        """Whether any row filters the vocabulary."""
+        rows = zip(self.temperature, self.top_k, self.top_p, self.min_p, strict=True)
+        return any(t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in rows)
+
+
+def resolve(
+    defaults: GenerationConfig, prompt_lengths: list[int], width: int, options: dict[str, Any]
+) -> Request:
+    """Merge ``options`` over the model's defaults, as transformers' ``generate`` does.
+
+    Args:
+        defaults: the target's ``generation_config``; not modified.
+        prompt_lengths: real tokens per row.
+        width: columns of the padded prompt, which ``max_length`` counts.
+        options: keyword arguments of the call; None means unset, save for ``eos_token_id`` (`UNSET`).
+
+    Raises:
+        ValueError: an option is out of range or cannot be honoured. TypeError: unknown option.
+    """
+    eos = options.pop("eos_token_id", UNSET)
+    seed = options.pop("seed", None)
+    config = copy.deepcopy(defaults)
+    unknown = [name for name in options if not hasattr(config, name)]
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; options are those of transformers' generate.")
+    per_row = {
+        name: options.pop(name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+        if isinstance(options.get(name), Sequence | torch.Tensor)
+    }
+    asked = {name: value for name, value in options.items() if value is not None}
+    config.update(**asked)
+    config.update(defaults_only=True, **config._get_default_generation_params())
+    refuse_unsupported(config)
+    rows = len(prompt_lengths)
+    sampled = bool(config.do_sample)
+    if "temperature" in (asked | per_row) and not sampled:
+        wanted = _rows("temperature", per_row.get("temperature", config.temperature), rows)
+        if any(wanted) and options.get("do_sample") is None:
+            raise ValueError(
+                f"temperature={wanted} while do_sample is unset and the model's default is greedy; "
+                "pass do_sample=True to sample."
+            )
+
+    def row_values(name, off):
+        value = per_row.get(name, getattr(config, name, None))
+        return _rows(name, off if value is None else value, rows)
+
+    request = Request(
+        max_new_tokens=_budgets(config, per_row, asked, prompt_lengths, width),
+        temperature=row_values("temperature", 1.0) if sampled else [0.0] * rows,
+        top_k=row_values("top_k", 0),
+        top_p=row_values("top_p", 1.0),
+        min_p=row_values("min_p", 0.0),
+        seed=_seeds(seed, rows),
+        stop_ids=_stop_ids(config.eos_token_id if eos is UNSET else eos, rows),
+        pad_token_id=_pad(config, eos),
+    )
+    _check_ranges(request)
+    return request
+
+
+def refuse_unsupported(config: GenerationConfig, already_done: tuple[str, ...] = ()) -> None:
+    """Raise ``ValueError`` for an option that changes the text and that a round does not honour.
+
+    ``already_done`` names options that the caller has applied.
+    """
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in neutral and name not in already_done:
+            fix = f"pass {name}={neutral[0]}" if neutral else f"leave {name} unset"
+            raise ValueError(f"{name}={value!r} is not supported in block decoding; {fix}.")
+
+
+def _rows(name: str, value: Any, rows: int) -> list:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if not isinstance(value, Sequence):
+        return [value] * rows
+    if len(value) != rows:
+        raise ValueError(f"{name} has {len(value)} entries for a batch of {rows}; give one, or one per row.")
+    return list(value)
+
+
+def _budgets(config, per_row, asked, prompt_lengths, width) -> list[int]:
+    rows = len(prompt_lengths)
+    budget = per_row.get("max_new_tokens", config.max_new_tokens)
+    if budget is None:
+        if config.max_length == config._get_default_generation_params()["max_length"] and (
+            "max_length" not in asked
+        ):
+            budget = config.max_length  # transformers' default: 20 tokens beyond the prompt
+        else:
+            budget = config.max_length - width
+    budgets = _rows("max_new_tokens", budget, rows)
+    for value in budgets:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"max_new_tokens={value!r}: must be an integer of at least 1.")
+    return budgets
+
+
+def _seeds(seed, rows: int) -> list[int]:
+    if seed is None:  # torch.manual_seed rules, as everywhere in transformers
+        seed = int(torch.randint(0, 2**31 - 1, (1,)).item())
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return [seed + row for row in range(rows)]  # rows of a batch must not share their noise
+    seeds = _rows("seed", seed, rows)
+    for value in seeds:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"seed={value!r}: must be an integer, or one integer per row.")
+    return seeds
+
+
+def _stop_ids(eos, rows: int) -> list[tuple[int, ...]]:
+    if isinstance(eos, torch.Tensor):
+        eos = eos.tolist()
+    if eos is None:
+        return [()] * rows
+    if isinstance(eos, int):
+        return [(eos,)] * rows
+    if any(isinstance(entry, list | tuple) for entry in eos):
+        return [tuple(entry) for entry in _rows("eos_token_id", eos, rows)]
+    return [tuple(eos)] * rows
+
+
+def _pad(config: GenerationConfig, eos) -> int:
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    first = _stop_ids(config.eos_token_id if eos is UNSET else eos, 1)[0]
+    return int(first[0]) if first else 0
+
+
+def _check_ranges(request: Request) -> None:
+    checks = {
+        "temperature": (lambda v: v >= 0, "0 (greedy) or more"),
+        "top_k": (lambda v: v >= 0, "0 (off) or more"),
+        "top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
+        "min_p": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+    }
+    for name, (holds, rule) in checks.items():
+        for value in getattr(request, name):
+            if not holds(value):
+                raise ValueError(f"{name}={value}: must be {rule}.")

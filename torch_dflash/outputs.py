@@ -1,0 +1,52 @@
+"""What `generate` returns: transformers' output class with the statistics beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from torch_dflash.prompts import join_rows
+from torch_dflash.runtime import Progress
+from torch_dflash.stats import DecodeStats, acceptance_lengths
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):
+    """``sequences`` [B, T + new] in Hugging Face layout, and ``stats``."""
+
+    stats: DecodeStats | None = None
+
+
+def collect(
+    input_ids: Tensor,
+    prompt_lengths: list[int],
+    progress: Progress,
+    pad_token_id: int,
+    read_at: list[float],
+    compilations: int,
+) -> GenerateOutput:
+    """Turn the last host read into an output; ``read_at`` holds when each read ended, in seconds."""
+    lengths, capped, fresh = [], [], []
+    for row, prompt_length in enumerate(prompt_lengths):
+        after_first = int(progress.length[row]) - prompt_length
+        accepted = progress.accepted[row, : int(progress.rounds[row])].tolist()
+        trimmed, cut = acceptance_lengths(accepted, after_first)
+        lengths.append(trimmed)
+        capped.append(cut)
+        fresh.append(after_first + 1)
+    longest = max(fresh)
+    stats = DecodeStats(
+        acceptance_lengths=lengths,
+        capped=capped,
+        rounds=max(map(len, lengths)),
+        new_tokens=sum(fresh),
+        time_to_first_token=read_at[0],
+        time_per_output_token=(read_at[-1] - read_at[0]) / (longest - 1) if longest > 1 else None,
+        compilations=compilations,
+        host_reads=len(read_at),
+    )
+    return GenerateOutput(
+        sequences=join_rows(input_ids, prompt_lengths, progress, pad_token_id), stats=stats
+    )

@@ -1,0 +1,115 @@
+"""Prompts in and sequences out: Hugging Face's padded layout on the border, ragged rows inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import LongTensor, Tensor
+
+from torch_dflash.runtime import Progress
+from torch_dflash.state import MIN_BUCKET, PromptChunk
+
+
+def split_rows(
+    input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int, pad_token_id: int | None = None
+) -> list[np.ndarray]:
+    """Cut padding off: [B, T] ids (left or right padded) to B int32 arrays of real tokens.
+
+    Args:
+        input_ids: integer ids.
+        attention_mask: [B, T], 1 = real. None: every token counts, save that tokens equal to
+            ``pad_token_id`` (given only where it is not also a stop id) are padding, as in transformers.
+        vocab_size: ids must lie below it.
+
+    Raises:
+        TypeError, ValueError: naming what is wrong with the ids or the mask, before anything runs.
+    """
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids={type(input_ids).__name__}: pass a LongTensor [B, T].")
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise TypeError(f"input_ids has dtype {input_ids.dtype}: token ids are integers; pass a LongTensor.")
+    if input_ids.ndim != 2 or input_ids.shape[0] == 0:
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}: pass [B, T] with at least one row."
+        )
+    ids = input_ids.detach().cpu().numpy()
+    if attention_mask is None:
+        keep = np.ones(ids.shape, dtype=bool)
+        if pad_token_id is not None:
+            keep = ids != pad_token_id
+    elif tuple(attention_mask.shape) != tuple(input_ids.shape):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; "
+            "pass a 2-D mask of the same shape."
+        )
+    else:
+        keep = attention_mask.detach().cpu().numpy() != 0
+    rows = []
+    for row, (tokens, real) in enumerate(zip(ids, keep, strict=True)):
+        where = np.flatnonzero(real)
+        if where.size == 0:
+            raise ValueError(f"row {row} of input_ids has an empty prompt; give at least one token.")
+        if where[-1] - where[0] + 1 != where.size:
+            raise ValueError(f"attention_mask of row {row} has a gap; padding must lie at one end or both.")
+        prompt = tokens[where]
+        bad = prompt[(prompt < 0) | (prompt >= vocab_size)]
+        if bad.size:
+            raise ValueError(
+                f"input_ids of row {row} holds {int(bad[0])}, outside the vocabulary [0, {vocab_size}); "
+                "use the target's own tokenizer."
+            )
+        rows.append(prompt.astype(np.int32))
+    return rows
+
+
+def bucket(length: int) -> int:
+    """The power of two, at least `MIN_BUCKET`, that holds ``length``."""
+    return max(MIN_BUCKET, 1 << (length - 1).bit_length())
+
+
+def chunk_widths(length: int, largest: int, room: int) -> Iterator[int]:
+    """Bucket sizes that cover ``length`` prompt positions: full chunks, then the rest's bucket.
+
+    ``room`` is how many positions exist from the start: a bucket that would run past it (XLA would clamp
+    its start and overwrite good rows) is replaced by smaller ones.
+    """
+    done = 0
+    while done < length:
+        width = min(largest, bucket(length - done))
+        while width > MIN_BUCKET and done + width > room:
+            width //= 2
+        yield width
+        done += width
+
+
+def prompt_chunks(
+    rows: list[np.ndarray], batch_size: int, largest: int, slots: int
+) -> Iterator[PromptChunk]:
+    """The rows as `PromptChunk` pieces, padded to ``batch_size`` rows and power-of-two widths."""
+    start = 0
+    for width in chunk_widths(max(map(len, rows)), largest, slots):
+        ids = torch.zeros(batch_size, width, dtype=torch.int32)
+        count = torch.zeros(batch_size, dtype=torch.int32)
+        following = torch.full((batch_size,), -1, dtype=torch.int32)
+        for row, prompt in enumerate(rows):
+            piece = prompt[start : start + width]
+            ids[row, : len(piece)] = torch.from_numpy(piece)
+            count[row] = len(piece)
+            if start + width < len(prompt):
+                following[row] = int(prompt[start + width])
+        yield PromptChunk(ids, count, following)
+        start += width
+
+
+def join_rows(
+    input_ids: Tensor, prompt_lengths: list[int], progress: Progress, pad_token_id: int
+) -> LongTensor:
+    """Back to Hugging Face layout: the prompt as given, then each row's new tokens, then padding."""
+    ends = [int(progress.length[row]) + 1 for row in range(len(prompt_lengths))]
+    width = max(end - start for start, end in zip(prompt_lengths, ends, strict=True))
+    fresh = torch.full((len(prompt_lengths), width), pad_token_id, dtype=torch.long)
+    for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
+        fresh[row, : end - start] = torch.from_numpy(progress.tokens[row, start:end].astype(np.int64))
+    return torch.cat([input_ids.long(), fresh.to(input_ids.device)], dim=1)

@@ -1,0 +1,120 @@
+"""DFlash as a proposer: static draft K/V arrays, and a context buffer of features not yet in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from torch_dflash.attention import KeyValue, visible
+from torch_dflash.cache import LayerSpec, StaticLayer, allocate
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.skeleton import build_skeleton
+from torch_dflash.state import DecodePlan, Draft, register_state
+
+
+@register_state
+@dataclass(frozen=True)
+class DFlashState:
+    """Invariant: ``length + buffered`` equals the target's committed length.
+
+    ``context`` holds projected features of the last round's tokens. They become K/V in the next draft
+    pass, in one product with the block's rows, so K/V weights are read once a round. None: just emptied.
+    """
+
+    layers: tuple  # StaticLayer per draft layer: context K/V, block rows are never kept
+    length: Int[Tensor, " B"]
+    context: Float[Tensor, "B M H"] | None
+    buffered: Int[Tensor, " B"]
+
+    @property
+    def committed(self) -> Int[Tensor, " B"]:
+        """Tokens taken in; equals the target's committed length between rounds."""
+        return self.length + self.buffered
+
+
+class DFlashProposer(nn.Module):
+    """Drafts a block in one pass of a `DFlashDraftModel` skeleton and takes the argmax of rows 1..W-1.
+
+    Args:
+        drafter: the live drafter; only its class and a copy of its config are used.
+        width: rows W of the block, when not the trained ``block_size``.
+    """
+
+    def __init__(self, drafter: DFlashDraftModel, width: int | None = None):
+        super().__init__()
+        self.drafter = build_skeleton(drafter)
+        self.taps = tuple(drafter.config.target_layer_ids)
+        self.width = drafter.config.block_size if width is None else width
+
+    def start(self, plan: DecodePlan, device) -> DFlashState:
+        config, dtype = self.drafter.config, self.drafter.fc.weight.dtype
+        spec = LayerSpec("draft", config.num_key_value_heads, config.head_dim, config.head_dim, None)
+        zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device=device)
+        return DFlashState(
+            layers=tuple(allocate(spec, plan, dtype, device) for _ in self.drafter.layers),
+            length=zeros,
+            context=torch.zeros(
+                plan.batch_size, plan.verify_width, config.hidden_size, dtype=dtype, device=device
+            ),
+            buffered=zeros.clone(),
+        )
+
+    def observe(self, pstate, features, ids, next_ids, count) -> DFlashState:
+        context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
+        if pstate.context is None:  # a round: `propose` has just emptied the buffer
+            return replace(pstate, context=context, buffered=count)
+        # A prompt: what a previous turn left in the buffer, then these rows, straight into the K/V.
+        pstate = self._append(pstate, pstate.context, pstate.buffered)
+        pstate = self._append(pstate, context, count)
+        return replace(pstate, buffered=torch.zeros_like(pstate.buffered))
+
+    def _append(self, pstate: DFlashState, context: Tensor, count: Tensor) -> DFlashState:
+        rope = self.drafter.rotary_emb(context, _positions(pstate.length, context.shape[1]))
+        layers = tuple(
+            state.write(*layer.self_attn.key_value(context, rope), pstate.length)
+            for layer, state in zip(self.drafter.layers, pstate.layers, strict=True)
+        )
+        return replace(pstate, layers=layers, length=pstate.length + count)
+
+    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, DFlashState]:
+        drafter, context = self.drafter, pstate.context
+        rows = context.shape[1]
+        masks = torch.full_like(anchor, drafter.config.mask_token_id)[:, None]
+        ids = torch.cat([anchor[:, None], masks.expand(-1, self.width - 1)], dim=1)
+        noise = embed(ids).to(context.dtype) * drafter.config.input_embedding_scale
+        block_at = _positions(length, self.width)
+        slots = torch.arange(pstate.layers[0].key.shape[2], device=length.device, dtype=length.dtype)
+        written: list[StaticLayer] = []
+
+        def memory(attention, key, value):
+            layer = pstate.layers[attention.index].write(
+                key[:, :, :rows], value[:, :, :rows], pstate.length
+            )
+            written.append(layer)
+            seen = visible(block_at, slots[None], attention.window, attention.causal)
+            seen = seen & (slots < length[:, None])[:, None, None]  # stale slots start at `length`
+            inside = visible(block_at, block_at, attention.window, attention.causal)
+            return [
+                KeyValue(layer.key, layer.value, seen),
+                KeyValue(key[:, :, rows:], value[:, :, rows:], inside),
+            ]
+
+        position = torch.cat([_positions(pstate.length, rows), block_at], dim=1)
+        hidden = drafter.block(noise, context, position, memory)
+        tokens = torch.argmax(drafter.logits(hidden[:, 1:], head), dim=-1).to(torch.int32)
+        draft = Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1))
+        # `length` and buffer move together: the buffered rows are K/V now.
+        return draft, replace(
+            pstate,
+            layers=tuple(written),
+            length=pstate.length + pstate.buffered,
+            context=None,
+            buffered=torch.zeros_like(pstate.buffered),
+        )
+
+
+def _positions(start: Tensor, width: int) -> Tensor:
+    return start[:, None] + torch.arange(width, device=start.device, dtype=start.dtype)

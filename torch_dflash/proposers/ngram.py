@@ -1,0 +1,82 @@
+"""Prompt lookup: propose what followed the latest earlier match of the row's last tokens. No weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from torch_dflash.rows import read_rows, write_rows
+from torch_dflash.state import DecodePlan, Draft, register_state
+
+
+@register_state
+@dataclass(frozen=True)
+class NGramState:
+    """The row's committed tokens: ``history[b, :length[b]]``, the anchor not among them yet."""
+
+    history: Int[Tensor, "B S"]
+    length: Int[Tensor, " B"]
+
+    @property
+    def committed(self) -> Int[Tensor, " B"]:
+        """Tokens taken in; equals the target's committed length between rounds."""
+        return self.length
+
+
+class NGramProposer(nn.Module):
+    """Prompt-lookup decoding (A. Saxena, 2023): longest match up to ``max_ngram``, the latest among equals.
+
+    Args:
+        width: rows W of the draft, the anchor included.
+        max_ngram: longest suffix that is looked up.
+
+    Raises:
+        ValueError: ``width`` < 2 or ``max_ngram`` < 1.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, width: int = 16, max_ngram: int = 3):
+        super().__init__()
+        if width < 2 or max_ngram < 1:
+            raise ValueError(
+                f"width={width}, max_ngram={max_ngram}: need at least one draft (width >= 2) and max_ngram >= 1."
+            )
+        self.width = width
+        self.max_ngram = max_ngram
+
+    def start(self, plan: DecodePlan, device) -> NGramState:
+        return NGramState(
+            torch.zeros(plan.batch_size, plan.slots, dtype=torch.int32, device=device),
+            torch.zeros(plan.batch_size, dtype=torch.int32, device=device),
+        )
+
+    def observe(self, pstate, features, ids, next_ids, count) -> NGramState:
+        history = write_rows(pstate.history, ids, pstate.length, dim=1)
+        return NGramState(history, pstate.length + count)
+
+    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, NGramState]:
+        # The anchor is committed, so it ends the suffix; the slot it gets is rewritten by `observe`.
+        history = write_rows(pstate.history, anchor[:, None], length, dim=1)
+        slot = torch.arange(history.shape[1], device=length.device, dtype=torch.int32)
+        matched = torch.zeros_like(history)  # length of the suffix match that ends at each slot
+        running = torch.ones_like(history, dtype=torch.bool)
+        for back in range(self.max_ngram):
+            suffix = read_rows(history, (length - back).clamp(min=0), 1)
+            shifted = torch.roll(history, back, dims=1)
+            running = running & (shifted == suffix) & (slot >= back) & (length >= back)[:, None]
+            matched = matched + running.to(torch.int32)
+        earlier = slot < length[:, None]  # the suffix itself is no match, and nothing follows it
+        # Longest first, latest among equals.
+        score = torch.where(earlier & (matched > 0), matched * history.shape[1] + slot, -1)
+        best = torch.argmax(score, dim=1).to(torch.int32)
+        found = score.amax(dim=1) >= 0
+        # Text that follows itself at distance p < N is taken to go on repeating with period p.
+        period = (length - best).clamp(min=1)[:, None]
+        ahead = torch.arange(self.width - 1, device=length.device, dtype=torch.int32)
+        tokens = history.gather(1, ((best + 1)[:, None] + ahead % period).long())
+        valid = torch.where(found, self.width - 1, 0)
+        return Draft(tokens, valid.to(torch.int32)), NGramState(history, pstate.length)

@@ -1,0 +1,42 @@
+"""Per-row windows of a buffer: the only way the library writes to a cache.
+
+Each batch row has its own offset. On XLA a write is one ``dynamic_update_slice`` per row (an
+element-wise scatter is two orders of magnitude slower on TPU), so ``write_rows`` can be overridden
+through torch's function protocol; `jax_bridge.ops` does.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+def write_rows(buffer: Tensor, rows: Tensor, start: Int[Tensor, " B"], dim: int) -> Tensor:
+    """Put ``rows`` into ``buffer`` at ``start[b]`` along ``dim`` of each batch row b; return the buffer.
+
+    The buffer is consumed: eagerly it is written in place, under XLA it is donated. ``start[b] +
+    rows.shape[dim]`` must not exceed the buffer: XLA clamps the start and would overwrite good rows,
+    which is why every buffer ends in slack (`DecodePlan.slack`).
+
+    Shapes: ``buffer`` [B, ..., S, ...], ``rows`` [B, ..., R, ...] with S and R at ``dim``.
+    """
+    if has_torch_function((buffer, rows, start)):
+        return handle_torch_function(write_rows, (buffer, rows, start), buffer, rows, start, dim)
+    at = start[:, None] + torch.arange(rows.shape[dim], device=rows.device)
+    shape = [1] * buffer.ndim
+    shape[0], shape[dim] = at.shape
+    return buffer.scatter_(dim, at.long().view(shape).expand_as(rows), rows.to(buffer.dtype))
+
+
+def read_rows(buffer: Tensor, start: Int[Tensor, " B"], width: int) -> Tensor:
+    """Read ``width`` entries of each row of ``buffer`` [B, S] from ``start[b]``, clamped at the end."""
+    at = start[:, None] + torch.arange(width, device=buffer.device)
+    return buffer.gather(1, at.clamp(max=buffer.shape[1] - 1).long())
+
+
+def take_row(rows: Tensor, index: Int[Tensor, " B"]) -> Tensor:
+    """``rows[b, index[b]]`` kept as one row: [B, R, ...] -> [B, 1, ...]."""
+    at = index.long().view(-1, *[1] * (rows.ndim - 1)).expand(-1, 1, *rows.shape[2:])
+    return rows.gather(1, at)

@@ -1,0 +1,107 @@
+"""Where steps run. A runtime owns the parameters and the device; the engine owns the request."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_dflash.decode import Pair, Params, RowRequests, begin, decode_round, prefill
+from torch_dflash.state import DecodePlan, DecodeState, PromptChunk
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The host's view of a state, read in one go: numpy ``tokens`` [B, S], ``length`` [B], ``done`` [B],
+    ``accepted`` [B, S], ``rounds`` [B] (fields as in `DecodeState`)."""
+
+    tokens: np.ndarray
+    length: np.ndarray
+    done: np.ndarray
+    accepted: np.ndarray
+    rounds: np.ndarray
+
+    @classmethod
+    def fields(cls, state: DecodeState) -> list[Any]:
+        """The state's arrays a host read fetches, in the order of this class."""
+        return [getattr(state, name) for name in cls.__dataclass_fields__]
+
+
+class Runtime(Protocol):
+    """Steps on a device. States are opaque to the engine and consumed by each call."""
+
+    compilations: int  # programs compiled so far
+
+    def refresh(self, tensors: Params) -> Any:
+        """Parameters for these live tensors; unchanged ones are not converted again."""
+        ...
+
+    def begin(self, params: Any, rows: RowRequests) -> Any: ...
+
+    def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
+
+    def advance(self, params: Any, state: Any) -> Any:
+        """Up to ``plan.rounds_per_chunk`` rounds, fewer when every row is done."""
+        ...
+
+    def read(self, state: Any) -> Progress:
+        """The one host read of a chunk."""
+        ...
+
+    def warmup(self, params: Any, buckets: list[int]) -> None:
+        """Compile every program a request may need."""
+        ...
+
+
+class EagerRuntime:
+    """PyTorch as it comes, on the device the models are on."""
+
+    compilations = 0
+
+    def __init__(self, pair: Pair, plan: DecodePlan):
+        self.pair = pair
+        self.plan = plan
+        self._lock = threading.Lock()  # functional_call swaps weights in and out of the shared skeleton
+
+    def refresh(self, tensors: Params) -> Params:
+        """The live tensors themselves: nothing is copied."""
+        return tensors
+
+    def begin(self, params: Params, rows: RowRequests) -> DecodeState:
+        return self._step(begin, params, rows)
+
+    def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
+        return _checked(self._step(prefill, params, state, chunk))
+
+    def advance(self, params: Params, state: DecodeState) -> DecodeState:
+        for _ in range(self.plan.rounds_per_chunk):
+            if state.done.all():
+                break
+            state = _checked(self._step(decode_round, params, state))
+        return state
+
+    def read(self, state: DecodeState) -> Progress:
+        return Progress(*(field.cpu().numpy().copy() for field in Progress.fields(state)))
+
+    def warmup(self, params: Params, buckets: list[int]) -> None:
+        """Nothing to compile."""
+
+    def _step(self, step, params: Params, *args):
+        device = next(iter(params.values())).device
+        args = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), args)
+        with self._lock:
+            return step(self.pair, params, *args)
+
+
+def _checked(state: DecodeState) -> DecodeState:
+    """Assert the invariants that a silent loss of acceptance breaks first (the text would stay right)."""
+    committed = getattr(state.proposer, "committed", None)
+    assert committed is None or torch.equal(committed, state.length), (
+        f"proposer has taken in {committed.tolist()} tokens, the target has {state.length.tolist()}"
+    )
+    assert bool((state.done | (state.length < state.limit)).all()), "a live row is past its limit"
+    return state

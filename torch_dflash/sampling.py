@@ -1,0 +1,82 @@
+"""Counter-based sampling: a token is a pure function of (seed, position, logits).
+
+No generator is involved, so a compiled loop cannot repeat or leak random state, and the same seed
+gives the same text for any drafter, block width, batch or runtime (up to near-ties of the logits).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from torch_dflash.control import branch
+from torch_dflash.state import Sampling
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int32 (torch's own is arithmetic)."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """A bijective 32-bit finaliser (C. Wellons, "lowbias32") on wrapping int32 arithmetic."""
+    x = x ^ _shift_right(x, 16)
+    x = x * 0x7FEB352D
+    x = x ^ _shift_right(x, 15)
+    x = x * (0x846CA68B - (1 << 32))
+    return x ^ _shift_right(x, 16)
+
+
+def gumbel(
+    seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int
+) -> Float[Tensor, "B M V"]:
+    """Standard Gumbel noise for the token that will stand at ``position``, one value per vocabulary id."""
+    key = mix(mix(seed[:, None] ^ 0x3C6EF372) + position)
+    second = mix(key ^ 0x1B873593)
+    ids = torch.arange(vocab_size, device=seed.device, dtype=torch.int32)
+    # Two keyed rounds: one would make rows of nearby keys shifted copies of each other.
+    bits = mix(mix(ids + key[..., None]) ^ second[..., None])
+    uniform = (_shift_right(bits, 8).to(torch.float32) + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+def filter_logits(scaled: Float[Tensor, "B M V"], sampling: Sampling) -> Float[Tensor, "B M V"]:
+    """Top-k, then top-p, then min-p on temperature-scaled logits, in Hugging Face's order and meaning."""
+    ordered = torch.sort(scaled, dim=-1, descending=True).values
+    vocab = scaled.shape[-1]
+    top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocab).clamp(max=vocab)[:, None, None]
+    rank = torch.arange(vocab, device=scaled.device, dtype=torch.int32)
+    kept = torch.where(rank < top_k, ordered, -torch.inf)
+    mass = torch.softmax(kept, dim=-1)
+    # A rank stays while the mass strictly before it is below top_p: the best one always does.
+    inside = (torch.cumsum(mass, dim=-1) - mass < sampling.top_p[:, None, None]) | (rank == 0)
+    inside = inside & (mass >= sampling.min_p[:, None, None] * mass[..., :1]) & (rank < top_k)
+    lowest = torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True)
+    return torch.where(scaled >= lowest, scaled, -torch.inf)
+
+
+def pick_tokens(
+    logits: Float[Tensor, "B M V"],
+    position: Int[Tensor, "B M"],
+    sampling: Sampling,
+    filters: bool,
+) -> Int[Tensor, "B M"]:
+    """The target's own choice after each row, to stand at ``position``: argmax, or a Gumbel-max sample.
+
+    Rows with temperature 0 are greedy whatever the others do.
+    """
+    def sample(logits: Tensor, position: Tensor) -> Tensor:
+        greedy = sampling.temperature <= 0
+        scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None, None]
+        if filters:
+            scaled = filter_logits(scaled, sampling)
+        noisy = scaled + gumbel(sampling.seed, position, logits.shape[-1])
+        return argmax(torch.where(greedy[:, None, None], logits, noisy), position)
+
+    def argmax(logits: Tensor, position: Tensor) -> Tensor:
+        return torch.argmax(logits, dim=-1).to(torch.int32)
+
+    # A greedy batch must not pay for noise: hashing the vocabulary costs as much as a small head.
+    any_sampled = (sampling.temperature > 0).any()
+    return branch(any_sampled, sample, argmax, logits.to(torch.float32), position)

@@ -1,0 +1,88 @@
+"""A module without weights: built on the meta device from a copied config, filled by a parameter tree."""
+
+from __future__ import annotations
+
+import copy
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torch_dflash.attention import KeyValue, grouped_attention
+
+ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
+WINDOWS: ContextVar[dict[int, int | None] | None] = ContextVar("windows", default=None)
+
+
+def _attention(module, query, key, value, attention_mask, scaling, **kwargs):
+    """transformers' attention interface on our grouped attention: [B, Q, M, D] -> [B, M, Q, Dv]."""
+    windows = WINDOWS.get()
+    if windows is not None:
+        windows[module.layer_idx] = kwargs.get("sliding_window")
+    part = KeyValue(key, value, attention_mask)
+    out = grouped_attention(
+        query, [part], scaling, sinks=kwargs.get("s_aux"), softcap=kwargs.get("softcap")
+    )
+    return out, None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+
+
+def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """The model's architecture on the meta device, with our attention and static-shape experts.
+
+    The user's module and its config are not touched.
+    """
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = ATTENTION
+    if getattr(model, "_can_set_experts_implementation", lambda: False)():
+        # The default loops over the experts that were hit: a data-dependent shape.
+        config._experts_implementation = "batched_mm"
+    with torch.device("meta"):
+        skeleton = type(model)(config)
+    return skeleton.eval().requires_grad_(False)
+
+
+def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The live tensors of ``model`` under the skeleton's names, each tied weight once.
+
+    Raises:
+        ValueError: the model's tensors are not those its config describes (an adapter, a quantiser or
+            surgery changed them), so running the skeleton would not be running the model.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False))
+    live |= dict(model.named_buffers(remove_duplicate=False))
+    taken: dict[int, Tensor] = {}
+    tensors = {}
+    slots = list(skeleton.named_parameters(remove_duplicate=False))
+    slots += list(skeleton.named_buffers(remove_duplicate=False))
+    for name, slot in slots:
+        tensor = live.get(name)
+        if tensor is None or tensor.shape != slot.shape:
+            found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+            raise ValueError(
+                f"{type(model).__name__}: {name} should have shape {tuple(slot.shape)} by the model's "
+                f"config, found {found}. Merge adapters and dequantise before passing the model."
+            )
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"{type(model).__name__}: {name} is on the meta device; load the weights before decoding."
+            )
+        tensor = tensor.detach()
+        if id(slot) not in taken:
+            taken[id(slot)] = tensors[prefix + name] = tensor
+        elif taken[id(slot)].data_ptr() != tensor.data_ptr():
+            raise ValueError(
+                f"{type(model).__name__}: {name} is tied by the config (tie_word_embeddings=True) but holds "
+                "its own weight; set tie_word_embeddings=False on the config, or tie the weights."
+            )
+    extra = set(dict(model.named_parameters())) - {name for name, _ in slots}
+    if extra:
+        raise ValueError(
+            f"{type(model).__name__}: unknown parameters {sorted(extra)[:3]}; merge adapters "
+            "(merge_and_unload()) before passing the model."
+        )
+    return tensors

@@ -1,0 +1,51 @@
+"""What a generation cost and what each target forward gained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """Figures of one `generate` call. Times are host wall-clock seconds, ended by a read of the results.
+
+    Attributes:
+        acceptance_lengths: per row, the tokens committed by each target forward after prefill (accepted
+            drafts and the bonus), trimmed at stop ids and at the cap.
+        capped: per row, whether the cap cut the last round short of what was accepted.
+        rounds: target forwards after prefill (of the longest row: rows share forwards).
+        new_tokens: tokens generated, all rows together.
+        time_to_first_token: from the call to the first token on the host (TTFT).
+        time_per_output_token: time after the first token per further token of the longest row (TPOT); None
+            where no row has a second token.
+        compilations: XLA programs compiled during the call.
+        host_reads: device-to-host reads during the call.
+    """
+
+    acceptance_lengths: list[list[int]]
+    capped: list[bool]
+    rounds: int
+    new_tokens: int
+    time_to_first_token: float
+    time_per_output_token: float | None
+    compilations: int
+    host_reads: int
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean tokens per target forward (tau), rounds that the cap cut left out; nan without rounds."""
+        whole = [
+            length
+            for lengths, capped in zip(self.acceptance_lengths, self.capped, strict=True)
+            for length in (lengths[:-1] if capped else lengths)
+        ]
+        return sum(whole) / len(whole) if whole else float("nan")
+
+
+def acceptance_lengths(accepted: list[int], after_first: int) -> tuple[list[int], bool]:
+    """Trim one row's recorded counts to the tokens it kept after its first: (lengths, cap cut the last)."""
+    lengths = list(accepted)
+    surplus = sum(lengths) - after_first
+    if surplus > 0:  # only the last round can meet the cap
+        lengths[-1] -= surplus
+    return lengths, surplus > 0
