@@ -143,14 +143,18 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         logits_processor=None,
         stopping_criteria=None,
         generation_config: GenerationConfig | None = None,
-        attention_mask: Tensor | None = None,
+        seed: int | list[int] | None = None,
         **model_kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
-        """transformers' contract: prepared ids and a resolved ``generation_config``."""
+        """transformers' contract: prepared ids and a resolved ``generation_config``.
+
+        ``seed`` may be given to ``target.generate`` itself; the mask comes in ``model_kwargs``.
+        """
         config = generation_config or model.generation_config
         refuse_unsupported(config, already_done=("num_return_sequences",))
         _refuse_classes("logits_processor", logits_processor, _PROCESSORS)
         _refuse_classes("stopping_criteria", stopping_criteria, _CRITERIA)
+        attention_mask = model_kwargs.get("attention_mask")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)  # transformers passes None for "all real"
         names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "pad_token_id")
@@ -163,7 +167,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             max_new_tokens=config.max_length - input_ids.shape[1],
             eos_token_id=config.eos_token_id,
             return_dict_in_generate=bool(config.return_dict_in_generate),
-            **(options | self.engine),
+            **(options | {"seed": seed} | self.engine),
         )
 
 
