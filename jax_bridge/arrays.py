@@ -12,7 +12,7 @@ import torch
 _NARROW = {torch.int64: torch.int32, torch.float64: None}
 
 
-def to_jax(tree: Any, *, copy: bool = True, device: jax.Device | None = None) -> Any:
+def to_jax(tree: Any, *, copy: bool = True, device: Any | None = None) -> Any:
     """Every torch tensor in ``tree`` as a JAX array on ``device`` (JAX's default).
 
     int64 becomes int32 unless ``jax_enable_x64`` is set; everything else keeps its dtype.
@@ -38,7 +38,7 @@ def to_torch(tree: Any, *, copy: bool = True, device: torch.device | str = "cpu"
     return jax.tree.map(leaf, tree)
 
 
-def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: jax.Device | None) -> jax.Array:
+def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: Any | None) -> jax.Array:
     tensor = tensor.detach()
     if tensor.dtype in _NARROW and not jax.config.read("jax_enable_x64"):
         tensor = _narrow(tensor)

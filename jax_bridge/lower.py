@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 _counter = threading.local()
 
 
-def _count(event: str, duration: float, **_) -> None:
+def _count(event: str, duration_secs: float, **_: Any) -> None:
     if event == _COMPILED:
         _counter.value = compilations() + 1
 
@@ -59,6 +60,15 @@ def lower_rounds(pair: Pair) -> Callable:
     return rounds
 
 
+@contextmanager
+def tracing(matmul_precision: str) -> Iterator[None]:
+    """How every step is traced: at the plan's precision, without JAX's remarks on torch's index type."""
+    with jax.default_matmul_precision(matmul_precision), warnings.catch_warnings():
+        # torch indexes with int64, which JAX narrows; every index here fits int32.
+        warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
+        yield
+
+
 class Programs:
     """Compiled programs of one pair, by step and argument shapes. Compiling is locked, running is not."""
 
@@ -72,13 +82,10 @@ class Programs:
         key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
         program = self._compiled.get(key)
         if program is None:
-            with self._lock, jax.default_matmul_precision(self._precision):
+            with self._lock, tracing(self._precision):
                 program = self._compiled.get(key)
                 if program is None:
-                    with warnings.catch_warnings():
-                        # torch indexes with int64, which JAX narrows; every index here fits int32.
-                        warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
-                        program = jax.jit(step, donate_argnums=donate).lower(*args).compile()
+                    program = jax.jit(step, donate_argnums=donate).lower(*args).compile()
                     self._compiled[key] = program
         return program
 

@@ -23,9 +23,7 @@ def write_rows_jax(buffer: Array, rows: Array, start: Int[Array, " B"], dim: int
     def write_one(row: Array, buffer: Array) -> Array:
         at = [jnp.int32(0)] * buffer.ndim
         at[0], at[dim] = jnp.int32(row), start[row].astype(jnp.int32)
-        return jax.lax.dynamic_update_slice(
-            buffer, jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0), at
-        )
+        return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0), at)
 
     return jax.lax.fori_loop(0, buffer.shape[0], write_one, buffer, unroll=UNROLLED_ROWS)
 

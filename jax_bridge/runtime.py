@@ -61,7 +61,7 @@ class XlaRuntime:
     def warmup(self, params: Arrays, buckets: list[int]) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         size = self.plan.batch_size
-        state = self.begin(params, _idle_rows(self.plan))
+        state = self.begin(params, idle_rows(self.plan))
         for width in buckets:
             chunk = PromptChunk(
                 ids=torch.zeros(size, width, dtype=torch.int32),
@@ -79,7 +79,7 @@ def _copy(fields: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(field) for field in fields]
 
 
-def _idle_rows(plan: DecodePlan) -> RowRequests:
+def idle_rows(plan: DecodePlan) -> RowRequests:
     """A request in which no row is used."""
     zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
     floats = torch.zeros(plan.batch_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from jax_bridge.arrays import to_jax, to_torch
@@ -18,7 +20,7 @@ def register_states() -> None:
             _registered.add(cls)
 
 
-def state_to_jax(state: DecodeState, device: jax.Device | None = None) -> DecodeState:
+def state_to_jax(state: DecodeState, device: Any | None = None) -> DecodeState:
     """The same state with JAX arrays it owns: it may be donated. Lossless; runs no model."""
     register_states()
     return to_jax(state, device=device)

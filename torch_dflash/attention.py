@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 class KeyValue(NamedTuple):
     """Keys and values with the mask that says who may see them.
 
-    Shapes: ``key`` [B, G, S, D], ``value`` [B, G, S, Dv]; ``mask`` bool [B, 1, M, S] (True = visible) or None.
+    Shapes: ``key`` [B, G, S, D], ``value`` [B, G, S, Dv]; ``mask`` bool [B, 1, M, S], True = visible.
     """
 
     key: Float[Tensor, "B G S D"]
@@ -54,12 +55,12 @@ def grouped_attention(
         sink = sinks.to(query.dtype).view(1, groups, -1, 1, 1)
         scores.append(sink.expand(batch, groups, heads // groups, rows, 1))
     weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32).to(query.dtype)
-    out, start = 0, 0
+    outputs, start = [], 0
     for _, value, _ in parts:
         share = weights[..., start : start + value.shape[2]]
-        out = out + share.reshape(batch, groups, -1, value.shape[2]) @ value
+        outputs.append(share.reshape(batch, groups, -1, value.shape[2]) @ value)
         start += value.shape[2]
-    return out.view(batch, heads, rows, -1).transpose(1, 2)
+    return reduce(torch.add, outputs).view(batch, heads, rows, -1).transpose(1, 2)
 
 
 def visible(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torch_dflash.drafter import DFlashDraftModel
@@ -14,7 +15,7 @@ from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
 def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     """Raise ``ValueError`` naming the first field in which ``drafter`` does not fit ``target``."""
     config, base = drafter.config, target.config.get_text_config()
-    embedding = target.get_input_embeddings().weight
+    embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
     layers = base.num_hidden_layers
     if config.hidden_size != embedding.shape[1]:
         raise ValueError(
@@ -77,11 +78,11 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
     proposer = PlainProposer() if drafter is None else copy.deepcopy(drafter)
     if not (isinstance(proposer, nn.Module) and hasattr(proposer, "propose")):
         raise TypeError(
-            f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (DFlashDraftModel.from_pretrained), a "
+            f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (see its from_pretrained), a "
             "proposer such as NGramProposer(), or None for plain decoding."
         )
     if block_size not in (None, proposer.width):
         raise ValueError(
             f"block_size={block_size}, but {type(proposer).__name__} drafts {proposer.width}; set it there."
         )
-    return proposer.to("meta")
+    return cast(Proposer, proposer.to("meta"))

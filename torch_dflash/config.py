@@ -53,7 +53,7 @@ class DFlashConfig(Qwen3Config):
     num_target_layers: int | None = None
     block_size: int = 16
     mask_token_id: int | None = None
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: Any = None  # list[int]; None until the default is filled in
     is_causal: bool | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
@@ -68,9 +68,7 @@ class DFlashConfig(Qwen3Config):
             self.use_sliding_window = True  # Qwen3Config drops the window without it
         super().__post_init__(**kwargs)
         if self.target_layer_ids is None and self.num_target_layers is not None:
-            self.target_layer_ids = default_target_layer_ids(
-                self.num_target_layers, self.num_hidden_layers
-            )
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         self.dflash_config = dict(self.dflash_config or {}) | {
             name: getattr(self, name) for name in NESTED_FIELDS
         }
@@ -105,12 +103,13 @@ class DFlashConfig(Qwen3Config):
             )
         if self.block_size < 2:
             raise ValueError(f"block_size={self.block_size}: a block is the anchor and at least one draft.")
-        if len(self.layer_types) != self.num_hidden_layers:
+        layer_types = self.layer_types or []
+        if len(layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries for num_hidden_layers="
+                f"layer_types has {len(layer_types)} entries for num_hidden_layers="
                 f"{self.num_hidden_layers}; give one per layer."
             )
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
+        if "sliding_attention" in layer_types and not self.sliding_window:
             raise ValueError(
                 f"sliding_window={self.sliding_window!r} with sliding layers in layer_types; set the window."
             )

@@ -16,7 +16,5 @@ def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: Te
     which only the chosen side runs; both sides must return tensors of the same shapes and dtypes.
     """
     if has_torch_function((condition, *operands)):
-        return handle_torch_function(
-            branch, (condition, *operands), condition, then, otherwise, *operands
-        )
+        return handle_torch_function(branch, (condition, *operands), condition, then, otherwise, *operands)
     return then(*operands) if bool(condition) else otherwise(*operands)

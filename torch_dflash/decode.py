@@ -6,6 +6,7 @@ Run eagerly they are the reference; `jax_bridge` lowers these same functions to 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -30,7 +31,7 @@ class Pair(nn.Module):
     def __init__(self, target: Target, proposer: Proposer, plan: DecodePlan):
         super().__init__()
         self.target = target
-        self.proposer = proposer
+        self.proposer: Any = proposer
         self.plan = plan
 
     def forward(self, step, *args):
@@ -74,9 +75,7 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     width = plan.verify_width
 
     anchor = read_rows(state.tokens, state.length, 1)
-    draft, pstate = proposer.propose(
-        state.proposer, anchor[:, 0], state.length, target.embed, target.head
-    )
+    draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
 
     ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
     out = target(ids, state.length, state.cache, proposer.taps)
@@ -116,9 +115,7 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     next_ids = torch.where(column == last[:, None], bonus[:, None], torch.roll(ids, -1, dims=1))
     # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
     held = read_rows(state.tokens, state.length, ids.shape[1])
-    tokens = write_rows(
-        state.tokens, torch.where(column < count[:, None], ids, held), state.length, dim=1
-    )
+    tokens = write_rows(state.tokens, torch.where(column < count[:, None], ids, held), state.length, dim=1)
     held = read_rows(tokens, length, 1)
     tokens = write_rows(tokens, torch.where(fed[:, None], bonus[:, None], held), length, dim=1)
 

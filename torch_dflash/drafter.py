@@ -6,6 +6,8 @@ query, no input norm, no MLP. The block's rows see the context and (unless causa
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from torch_dflash.config import DFlashConfig
 class DFlashAttention(nn.Module):
     """Queries from the block; keys and values from context rows and block rows through one projection."""
 
-    def __init__(self, config: DFlashConfig, index: int):
+    def __init__(self, config: Any, index: int):
         super().__init__()
         self.index = index
         self.head_dim = config.head_dim
@@ -86,11 +88,11 @@ class DFlashDraftModel(PreTrainedModel):
     """
 
     config_class = DFlashConfig
-    config: DFlashConfig
+    config: Any  # DFlashConfig; its inherited fields are typed as optional
     base_model_prefix = "model"
     _no_split_modules = ["DFlashLayer"]
 
-    def __init__(self, config: DFlashConfig):
+    def __init__(self, config: Any):
         config.check()
         super().__init__(config)
         taps, hidden = len(config.target_layer_ids), config.hidden_size
@@ -109,7 +111,7 @@ class DFlashDraftModel(PreTrainedModel):
             ValueError: not a DFlash v1 checkpoint, or weights missing or of another shape.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
                 raise ValueError(
@@ -187,4 +189,3 @@ class DFlashDraftModel(PreTrainedModel):
 def _rotate(rows: Float[Tensor, "B heads R D"], rope) -> Float[Tensor, "B heads R D"]:
     cos, sin = (table[:, None] for table in rope)
     return rows * cos + rotate_half(rows) * sin
-

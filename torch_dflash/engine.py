@@ -72,6 +72,7 @@ class Engine:
         )
         self.largest_chunk = prefill_chunk_size
         self.pair = Pair(skeleton, proposer, self.plan)
+        self.keeps_alive: Any = None
         self._target = weakref.ref(target)
         self._drafter = None if drafter is None else weakref.ref(drafter)
         self.tensors()  # refuses a model that its config does not describe
@@ -84,13 +85,13 @@ class Engine:
             raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
         tensors = collect_tensors(self.pair.target.model, target, "target.model.")
         if self._drafter is not None:
-            drafter = self._drafter()
+            drafter, proposer = self._drafter(), self.pair.proposer
             if drafter is None:
                 raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
             if isinstance(drafter, DFlashDraftModel):
-                tensors |= collect_tensors(self.pair.proposer.drafter, drafter, "proposer.drafter.")
+                tensors |= collect_tensors(proposer.drafter, drafter, "proposer.drafter.")
             else:
-                tensors |= collect_tensors(self.pair.proposer, drafter, "proposer.")
+                tensors |= collect_tensors(proposer, drafter, "proposer.")
         return tensors
 
     def warmup(self) -> Engine:
@@ -162,7 +163,7 @@ class Engine:
         most = max(map(len, request.stop_ids))
         if most > plan.stop_slots:
             raise ValueError(
-                f"eos_token_id has {most} ids, the engine keeps stop_slots={plan.stop_slots}; compile with more."
+                f"eos_token_id has {most} ids, the engine has stop_slots={plan.stop_slots}; compile with more."
             )
         if request.filters and not plan.filters:
             raise ValueError(
@@ -195,14 +196,14 @@ def read_request(
     stops = stops if isinstance(stops, list | tuple) else [stops]
     pad = options.get("pad_token_id")
     pad = config.pad_token_id if pad is None else pad
-    vocab = target.get_input_embeddings().weight.shape[0]
-    rows = split_rows(input_ids, attention_mask, vocab, None if pad in stops else pad)
+    embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
+    rows = split_rows(input_ids, attention_mask, embedding.shape[0], None if pad in stops else pad)
     lengths = [len(row) for row in rows]
     return rows, resolve(config, lengths, input_ids.shape[1], dict(options))
 
 
 def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) -> RowRequests:
-    def column(values, dtype, fill=0):
+    def column(values, dtype, fill: Any = 0):
         return torch.tensor([*values, *[fill] * (plan.batch_size - len(rows))], dtype=dtype)
 
     lengths = [len(row) for row in rows]

@@ -158,7 +158,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)  # transformers passes None for "all real"
         names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "pad_token_id")
-        options = {name: getattr(config, name) for name in names}
+        options: dict[str, Any] = {"seed": seed} | {name: getattr(config, name) for name in names}
         return generate(
             model,
             self.drafter,
@@ -167,7 +167,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             max_new_tokens=config.max_length - input_ids.shape[1],
             eos_token_id=config.eos_token_id,
             return_dict_in_generate=bool(config.return_dict_in_generate),
-            **(options | {"seed": seed} | self.engine),
+            **(options | self.engine),
         )
 
 

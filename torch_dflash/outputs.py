@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from torch_dflash.prompts import join_rows
@@ -47,6 +48,5 @@ def collect(
         compilations=compilations,
         host_reads=len(read_at),
     )
-    return GenerateOutput(
-        sequences=join_rows(input_ids, prompt_lengths, progress, pad_token_id), stats=stats
-    )
+    sequences = join_rows(input_ids, prompt_lengths, progress, pad_token_id)
+    return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 from torch_dflash.runtime import Progress
 from torch_dflash.state import MIN_BUCKET, PromptChunk
@@ -31,9 +31,7 @@ def split_rows(
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(f"input_ids has dtype {input_ids.dtype}: token ids are integers; pass a LongTensor.")
     if input_ids.ndim != 2 or input_ids.shape[0] == 0:
-        raise ValueError(
-            f"input_ids has shape {tuple(input_ids.shape)}: pass [B, T] with at least one row."
-        )
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: pass [B, T] with at least one row.")
     ids = input_ids.detach().cpu().numpy()
     if attention_mask is None:
         keep = np.ones(ids.shape, dtype=bool)
@@ -84,9 +82,7 @@ def chunk_widths(length: int, largest: int, room: int) -> Iterator[int]:
         done += width
 
 
-def prompt_chunks(
-    rows: list[np.ndarray], batch_size: int, largest: int, slots: int
-) -> Iterator[PromptChunk]:
+def prompt_chunks(rows: list[np.ndarray], batch_size: int, largest: int, slots: int) -> Iterator[PromptChunk]:
     """The rows as `PromptChunk` pieces, padded to ``batch_size`` rows and power-of-two widths."""
     start = 0
     for width in chunk_widths(max(map(len, rows)), largest, slots):
@@ -103,9 +99,7 @@ def prompt_chunks(
         start += width
 
 
-def join_rows(
-    input_ids: Tensor, prompt_lengths: list[int], progress: Progress, pad_token_id: int
-) -> LongTensor:
+def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, pad_token_id: int) -> Tensor:
     """Back to Hugging Face layout: the prompt as given, then each row's new tokens, then padding."""
     ends = [int(progress.length[row]) + 1 for row in range(len(prompt_lengths))]
     width = max(end - start for start, end in zip(prompt_lengths, ends, strict=True))

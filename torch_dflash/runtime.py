@@ -16,8 +16,7 @@ from torch_dflash.state import DecodePlan, DecodeState, PromptChunk
 
 @dataclass(frozen=True)
 class Progress:
-    """The host's view of a state, read in one go: numpy ``tokens`` [B, S], ``length`` [B], ``done`` [B],
-    ``accepted`` [B, S], ``rounds`` [B] (fields as in `DecodeState`)."""
+    """The host's view of a state, read in one go. Fields as in `DecodeState`, as numpy arrays."""
 
     tokens: np.ndarray
     length: np.ndarray
@@ -34,7 +33,10 @@ class Progress:
 class Runtime(Protocol):
     """Steps on a device. States are opaque to the engine and consumed by each call."""
 
-    compilations: int  # programs compiled so far
+    @property
+    def compilations(self) -> int:
+        """Programs this thread has compiled so far."""
+        ...
 
     def refresh(self, tensors: Params) -> Any:
         """Parameters for these live tensors; unchanged ones are not converted again."""

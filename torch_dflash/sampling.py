@@ -28,9 +28,7 @@ def mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     return x ^ _shift_right(x, 16)
 
 
-def gumbel(
-    seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int
-) -> Float[Tensor, "B M V"]:
+def gumbel(seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int) -> Float[Tensor, "B M V"]:
     """Standard Gumbel noise for the token that will stand at ``position``, one value per vocabulary id."""
     key = mix(mix(seed[:, None] ^ 0x3C6EF372) + position)
     second = mix(key ^ 0x1B873593)
@@ -66,6 +64,7 @@ def pick_tokens(
 
     Rows with temperature 0 are greedy whatever the others do.
     """
+
     def sample(logits: Tensor, position: Tensor) -> Tensor:
         greedy = sampling.temperature <= 0
         scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None, None]

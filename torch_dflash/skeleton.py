@@ -22,9 +22,7 @@ def _attention(module, query, key, value, attention_mask, scaling, **kwargs):
     if windows is not None:
         windows[module.layer_idx] = kwargs.get("sliding_window")
     part = KeyValue(key, value, attention_mask)
-    out = grouped_attention(
-        query, [part], scaling, sinks=kwargs.get("s_aux"), softcap=kwargs.get("softcap")
-    )
+    out = grouped_attention(query, [part], scaling, sinks=kwargs.get("s_aux"), softcap=kwargs.get("softcap"))
     return out, None
 
 

@@ -108,7 +108,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """A piece of each row's prompt: ``ids`` [B, C], of which ``count`` [B] are real (0 = nothing for the row).
+    """A piece of each row's prompt: ``ids`` [B, C], of which ``count`` [B] are real (0 = nothing).
 
     ``following`` [B] is the prompt token after the piece, or -1 where the prompt ends in it and the
     target picks the next token.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch_dflash.state import DecodePlan
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """``logits`` [B, M or 1, V], ``features`` [B, M, n*H] or None without taps, ``cache`` per-layer states."""
+    """``logits`` [B, M or 1, V], ``features`` [B, M, n*H] (None without taps), ``cache`` per-layer states."""
 
     logits: Tensor
     features: Tensor | None
@@ -47,7 +48,7 @@ class Target(nn.Module):
         if model.config.is_encoder_decoder:
             raise TypeError(f"target={type(model).__name__}: encoder-decoder models cannot be drafted for.")
         check_static_rope(model.config)
-        self.model = build_skeleton(model)
+        self.model: Any = build_skeleton(model)
         self.specs = trace_layers(self.model)
 
     @property
@@ -138,7 +139,7 @@ def _keep(outputs: dict[int, Tensor], tap: int):
     return hook
 
 
-def trace_layers(skeleton: PreTrainedModel) -> tuple[LayerSpec, ...]:
+def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
     """Learn each layer's cache from one forward on meta tensors: configs disagree about K, V and windows.
 
     Raises:
@@ -148,7 +149,7 @@ def trace_layers(skeleton: PreTrainedModel) -> tuple[LayerSpec, ...]:
     token = WINDOWS.set(windows)
     ids = torch.zeros(1, 2, dtype=torch.int32, device="meta")
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
-    masks = {kind: mask for kind in getattr(skeleton.config, "layer_types", None) or ()}
+    masks = dict.fromkeys(getattr(skeleton.config, "layer_types", None) or (), mask)
     try:
         with torch.no_grad():
             skeleton(
@@ -172,6 +173,4 @@ def trace_layers(skeleton: PreTrainedModel) -> tuple[LayerSpec, ...]:
             f"target={type(skeleton).__name__}: layers {missing} keep no keys and values of their own; "
             "supported are attention-only decoders such as Llama, Qwen2, Qwen3 and gpt-oss."
         )
-    return tuple(
-        LayerSpec("attention", *cache.shapes[index], windows.get(index)) for index in range(layers)
-    )
+    return tuple(LayerSpec("attention", *cache.shapes[index], windows.get(index)) for index in range(layers))

@@ -95,6 +95,4 @@ def _check(params: dict[str, jax.Array], shapes: dict[str, tuple[int, ...]], fol
         )
     for name, shape in shapes.items():
         if params[name].shape != shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {params[name].shape}; config.json asks for {shape}"
-            )
+            raise ValueError(f"{folder}: {name} has shape {params[name].shape}; config.json asks for {shape}")

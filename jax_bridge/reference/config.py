@@ -69,9 +69,7 @@ class DrafterConfig:
         if self.block_size < 2:
             raise ValueError(f"block_size is {self.block_size}; it counts the anchor: at least 2")
         if not self.target_layer_ids or min(self.target_layer_ids) < 0:
-            raise ValueError(
-                f"target_layer_ids is {list(self.target_layer_ids)}; give 0-based layer indices"
-            )
+            raise ValueError(f"target_layer_ids is {list(self.target_layer_ids)}; give 0-based layer indices")
 
 
 def default_taps(num_target_layers: int, num_hidden_layers: int) -> tuple[int, ...]:
@@ -148,8 +146,7 @@ def _masks(raw: Mapping[str, Any], layers: int) -> tuple[LayerMask, ...]:
     # such a config without a window at all, and dropping a stated one costs most of acceptance.
     if "sliding_attention" in kinds and not (window and window > 0):
         raise ValueError(
-            f"sliding_window is {window} and layer_types has sliding_attention; give the window, "
-            "at least 1"
+            f"sliding_window is {window} and layer_types has sliding_attention; give the window, at least 1"
         )
     explicit = raw.get("is_causal")
 

@@ -55,9 +55,7 @@ def forward(
         name = f"layers.{layer}"
         block = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
         past = cache[layer] if cache is not None else None
-        mixed, rows = attention(
-            params, f"{name}.self_attn", config, mask, block, context, tables, past
-        )
+        mixed, rows = attention(params, f"{name}.self_attn", config, mask, block, context, tables, past)
         kept.append(rows)
         hidden = hidden + mixed
         inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)

@@ -98,9 +98,7 @@ def linear(params: Params, name: str, rows: Float[Array, "B S I"]) -> Float[Arra
     return out if bias is None else out + bias
 
 
-def rms_norm(
-    params: Params, name: str, rows: Float[Array, "*rows D"], eps: float
-) -> Float[Array, "*rows D"]:
+def rms_norm(params: Params, name: str, rows: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
     """RMSNorm over the last axis in float32; the weight multiplies in the input's dtype."""
     wide = rows.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)

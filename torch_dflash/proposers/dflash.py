@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -45,7 +46,7 @@ class DFlashProposer(nn.Module):
 
     def __init__(self, drafter: DFlashDraftModel, width: int | None = None):
         super().__init__()
-        self.drafter = build_skeleton(drafter)
+        self.drafter: Any = build_skeleton(drafter)
         self.taps = tuple(drafter.config.target_layer_ids)
         self.width = drafter.config.block_size if width is None else width
 
@@ -90,9 +91,7 @@ class DFlashProposer(nn.Module):
         written: list[StaticLayer] = []
 
         def memory(attention, key, value):
-            layer = pstate.layers[attention.index].write(
-                key[:, :, :rows], value[:, :, :rows], pstate.length
-            )
+            layer = pstate.layers[attention.index].write(key[:, :, :rows], value[:, :, :rows], pstate.length)
             written.append(layer)
             seen = visible(block_at, slots[None], attention.window, attention.causal)
             seen = seen & (slots < length[:, None])[:, None, None]  # stale slots start at `length`

@@ -43,7 +43,7 @@ class NGramProposer(nn.Module):
         super().__init__()
         if width < 2 or max_ngram < 1:
             raise ValueError(
-                f"width={width}, max_ngram={max_ngram}: need at least one draft (width >= 2) and max_ngram >= 1."
+                f"width={width}, max_ngram={max_ngram}: need a draft (width >= 2) and max_ngram >= 1."
             )
         self.width = width
         self.max_ngram = max_ngram

@@ -1,0 +1,20 @@
+"""The ``torch-dflash`` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the process's exit status."""
+    parser = argparse.ArgumentParser(
+        prog="torch-dflash", description="DFlash: block-diffusion speculative decoding for PyTorch."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    from torch_dflash.cli import demo
+
+    demo.add_parser(commands)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)

@@ -1,0 +1,46 @@
+"""JSON files that say where their figures came from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch-dflash", "torch", "torchax", "jax", "jaxlib", "transformers")
+
+
+def provenance() -> dict:
+    """Command, date, versions and hardware of this process."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "hardware": _hardware(),
+    }
+
+
+def write_json(path: str, results: dict) -> None:
+    """Write ``results`` with their provenance to ``path``."""
+    Path(path).write_text(json.dumps({"provenance": provenance(), **results}, indent=1) + "\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _hardware() -> str:
+    jax = sys.modules.get("jax")  # only if this process decodes with it
+    if jax is not None and jax.devices()[0].platform != "cpu":
+        return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    model = names[0].split(":")[1].strip() if names else platform.processor()
+    return f"CPU: {len(names) or '?'} x {model}"
