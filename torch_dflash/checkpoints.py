@@ -8,6 +8,7 @@ from typing import cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torch_dflash.checks import check_counts
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
 
@@ -60,12 +61,24 @@ def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
         )
 
 
+def check_drafter(drafter) -> None:
+    """Raise ``TypeError`` unless ``drafter`` is a drafter model, a proposer, or None."""
+    drafts = isinstance(drafter, nn.Module) and hasattr(drafter, "propose")
+    if not (drafter is None or drafts or isinstance(drafter, DFlashDraftModel)):
+        raise TypeError(
+            f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (see its from_pretrained), a "
+            "proposer such as NGramProposer(), or None for plain decoding."
+        )
+
+
 def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> Proposer:
     """The proposer for what a user passes as ``drafter``: a drafter model, a proposer, or None.
 
     Raises:
         TypeError, ValueError: not something that drafts, or it does not fit the target.
     """
+    check_drafter(drafter)
+    check_counts(block_size=block_size)
     if isinstance(drafter, DFlashDraftModel):
         check_pair(target, drafter)
         if block_size is not None and block_size < 2:
@@ -76,11 +89,6 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
         return DFlashProposer(drafter, block_size)
     # A copy without weights: an engine must not keep the user's module alive, nor touch it.
     proposer = PlainProposer() if drafter is None else copy.deepcopy(drafter)
-    if not (isinstance(proposer, nn.Module) and hasattr(proposer, "propose")):
-        raise TypeError(
-            f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (see its from_pretrained), a "
-            "proposer such as NGramProposer(), or None for plain decoding."
-        )
     if block_size not in (None, proposer.width):
         raise ValueError(
             f"block_size={block_size}, but {type(proposer).__name__} drafts {proposer.width}; set it there."

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
+from torch_dflash.checks import check_counts, is_count
+
 NESTED_FIELDS = (
     "block_size",
     "mask_token_id",
@@ -14,6 +16,8 @@ NESTED_FIELDS = (
     "output_multiplier",
     "final_logit_softcapping",
 )
+# Written by the speculators library, whose tap ids are one higher and whose weights have other names.
+SPECULATORS_FIELDS = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
 # Rope types whose frequencies depend on data seen at run time cannot be traced once and reused.
 DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
 
@@ -84,6 +88,12 @@ class DFlashConfig(Qwen3Config):
                 f"architectures={architectures} in {pretrained_model_name_or_path}: DFlash2 drafters "
                 "(convolutions and candidate selector) are not supported; use a DFlash v1 checkpoint."
             )
+        layout = sorted(SPECULATORS_FIELDS & set(config))
+        if layout:
+            raise ValueError(
+                f"{layout[0]} in {pretrained_model_name_or_path}: the speculators layout is not supported; "
+                "use a checkpoint in z-lab's layout (dflash_config, target_layer_ids)."
+            )
         if config and "dflash_config" not in config and "target_layer_ids" not in config:
             if "DFlashDraftModel" not in architectures:
                 raise ValueError(
@@ -101,8 +111,23 @@ class DFlashConfig(Qwen3Config):
                 f"target_layer_ids={self.target_layer_ids!r}: give the tapped target layers, or "
                 "num_target_layers to tap z-lab's default ones."
             )
-        if self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size}: a block is the anchor and at least one draft.")
+        check_counts(least=0, mask_token_id=self.mask_token_id)
+        for tap in self.target_layer_ids:
+            check_counts(least=0, target_layer_ids=tap)
+        if not is_count(self.block_size) or self.block_size < 2:
+            raise ValueError(
+                f"block_size={self.block_size!r}: a block is the anchor and at least one draft; set >= 2."
+            )
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of num_key_value_heads="
+                f"{self.num_key_value_heads}; every kv head serves as many query heads."
+            )
+        unknown = set(self.layer_types or ()) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ValueError(
+                f"layer_types holds {sorted(unknown)}; drafters have full_attention and sliding_attention."
+            )
         layer_types = self.layer_types or []
         if len(layer_types) != self.num_hidden_layers:
             raise ValueError(

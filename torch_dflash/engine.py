@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torch_dflash.checkpoints import make_proposer
+from torch_dflash.checks import check_counts, check_streamer, check_target
 from torch_dflash.decode import Pair, Params, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.options import UNSET, Request, resolve
@@ -20,7 +21,7 @@ from torch_dflash.outputs import GenerateOutput, collect
 from torch_dflash.prompts import bucket, prompt_chunks, split_rows
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.skeleton import collect_tensors
-from torch_dflash.state import DecodePlan, Sampling
+from torch_dflash.state import DecodePlan, DecodeState, Sampling
 from torch_dflash.target import Target
 
 RUNTIMES = ("xla", "eager")
@@ -51,6 +52,10 @@ class Engine:
     ):
         if runtime not in RUNTIMES:
             raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
+        check_target(target)
+        check_counts(max_length=max_length, batch_size=batch_size, rounds_per_chunk=rounds_per_chunk)
+        check_counts(verify_width=verify_width, prefill_chunk_size=prefill_chunk_size)
+        check_counts(least=0, stop_slots=stop_slots)
         if prefill_chunk_size != bucket(prefill_chunk_size):
             raise ValueError(
                 f"prefill_chunk_size={prefill_chunk_size}: must be a power of two of at least 16."
@@ -116,6 +121,7 @@ class Engine:
         started = time.perf_counter()
         compiled = self.runtime.compilations
         rows, request = self._prepare(input_ids, attention_mask, options)
+        check_streamer(streamer, len(rows))
         lengths = [len(row) for row in rows]
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -134,7 +140,10 @@ class Engine:
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
-        rows, request = self._prepare(input_ids, attention_mask, options)
+        # Checked here, not at the first `next`: a generator's body would run only then.
+        return self._stream(*self._prepare(input_ids, attention_mask, options))
+
+    def _stream(self, rows: list[np.ndarray], request: Request) -> Iterator[list[list[int]]]:
         shown = [len(row) for row in rows]
         for progress in self._run(rows, request):
             ends = [int(progress.length[row]) + 1 for row in range(len(rows))]
@@ -144,6 +153,21 @@ class Engine:
             ]
             shown = ends
 
+    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
+        """The state after prefill, on the runtime's side of the border; options as in `generate`."""
+        rows, request = self._prepare(input_ids, attention_mask, options)
+        return self._prefilled(self.runtime.refresh(self.tensors()), rows, request)
+
+    def advance(self, state: DecodeState) -> DecodeState:
+        """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan."""
+        return self.runtime.advance(self.runtime.refresh(self.tensors()), state)
+
+    def _prefilled(self, params: Any, rows: list[np.ndarray], request: Request) -> DecodeState:
+        state = self.runtime.begin(params, _row_requests(rows, request, self.plan))
+        for chunk in prompt_chunks(rows, self.plan.batch_size, self.largest_chunk, self.plan.slots):
+            state = self.runtime.prefill(params, state, chunk)
+        return state
+
     def _prepare(self, input_ids, attention_mask, options) -> tuple[list[np.ndarray], Request]:
         target = self._target()
         if target is None:
@@ -152,7 +176,8 @@ class Engine:
         plan = self.plan
         if len(rows) > plan.batch_size:
             raise ValueError(
-                f"input_ids has {len(rows)} rows, the engine was compiled for batch_size={plan.batch_size}."
+                f"input_ids has {len(rows)} rows, the engine was compiled for batch_size={plan.batch_size}; "
+                "compile with a larger one."
             )
         for row, (prompt, budget) in enumerate(zip(rows, request.max_new_tokens, strict=True)):
             if len(prompt) + budget > plan.capacity:
@@ -163,21 +188,20 @@ class Engine:
         most = max(map(len, request.stop_ids))
         if most > plan.stop_slots:
             raise ValueError(
-                f"eos_token_id has {most} ids, the engine has stop_slots={plan.stop_slots}; compile with more."
+                f"eos_token_id has {most} ids, the engine stop_slots={plan.stop_slots}; compile with more."
             )
         if request.filters and not plan.filters:
             raise ValueError(
-                "top_k, top_p or min_p was asked for, but the engine was compiled with filters=False."
+                "top_k, top_p or min_p was asked for (top_k=50 is transformers' default when sampling), but "
+                "the engine was compiled with filters=False; compile with filters=True or pass top_k=0."
             )
         return rows, request
 
     def _run(self, rows: list[np.ndarray], request: Request) -> Iterator[Progress]:
         """Prefill, then chunks of rounds until every row is done; the host reads once after each."""
-        runtime, plan = self.runtime, self.plan
+        runtime = self.runtime
         params = runtime.refresh(self.tensors())
-        state = runtime.begin(params, _row_requests(rows, request, plan))
-        for chunk in prompt_chunks(rows, plan.batch_size, self.largest_chunk, plan.slots):
-            state = runtime.prefill(params, state, chunk)
+        state = self._prefilled(params, rows, request)
         progress = runtime.read(state)
         yield progress
         while not progress.done.all():
@@ -190,7 +214,8 @@ def read_request(
     target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[list[np.ndarray], Request]:
     """Validate a call against the target alone: its ragged rows and its resolved options."""
-    config = target.generation_config
+    check_target(target)
+    config: Any = target.generation_config
     eos = options.get("eos_token_id", UNSET)
     stops = config.eos_token_id if eos is UNSET else eos
     stops = stops if isinstance(stops, list | tuple) else [stops]

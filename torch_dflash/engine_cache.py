@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from typing import Any
 
+from torch_dflash.checkpoints import check_drafter
 from torch_dflash.engine import Engine
 
 ENGINES_PER_PAIR = 8
@@ -27,6 +28,7 @@ _engines: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, OrderedD
 
 def cached_engine(target, drafter, **options: Any) -> Engine:
     """The engine for these arguments (as `Engine`), built at most once while it stays in use."""
+    check_drafter(drafter)
     key = tuple(sorted(options.items()))
     with _lock:
         by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())

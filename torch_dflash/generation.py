@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from torch_dflash.checks import check_streamer
 from torch_dflash.engine import Engine, read_request
 from torch_dflash.engine_cache import cached_engine
 from torch_dflash.options import UNSET, refuse_unsupported
@@ -94,17 +95,16 @@ def generate(
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
     }
-    if streamer is not None and input_ids.shape[0] != 1:
-        raise ValueError(f"streamer with {input_ids.shape[0]} rows: streamers take one row.")
     if options["seed"] is None:  # drawn once: the dry run below must not move the user's generator
         options["seed"] = int(torch.randint(0, 2**31 - 1, (1,)).item())
     rows, request = read_request(target, input_ids, attention_mask, options)
-    needed = max(len(row) + new for row, new in zip(rows, request.max_new_tokens, strict=True))
+    check_streamer(streamer, len(rows))
+    ends = [len(row) + new for row, new in zip(rows, request.max_new_tokens, strict=True)]
     engine = cached_engine(
         target,
         drafter,
         runtime=runtime,
-        max_length=_capacity(needed, target),
+        max_length=_capacity(ends, request.max_new_tokens, target),
         # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
         batch_size=len(rows) if runtime == "eager" else 1 << (len(rows) - 1).bit_length(),
         block_size=block_size,
@@ -128,13 +128,21 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
     transformers drops ``streamer`` on its way to a custom generate: pass it here.
 
     Args:
-        drafter: as in `generate`. **engine: ``runtime``, ``block_size``, ``verify_width``,
+        drafter: as in `generate`. **bound: ``runtime``, ``block_size``, ``verify_width``,
             ``rounds_per_chunk``, ``seed``, ``streamer``.
+
+    Raises:
+        TypeError: another keyword; ``target.generate`` itself takes the options of generation.
     """
 
-    def __init__(self, drafter, **engine: Any):
+    def __init__(self, drafter, **bound: Any):
+        unknown = [name for name in bound if name not in _BOUND]
+        if unknown:
+            raise TypeError(
+                f"dflash() takes {', '.join(_BOUND)}, not {unknown[0]!r}; pass it to target.generate."
+            )
         self.drafter = drafter
-        self.engine = engine
+        self.bound = bound
 
     def __call__(
         self,
@@ -152,6 +160,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         """
         config = generation_config or model.generation_config
         refuse_unsupported(config, already_done=("num_return_sequences",))
+        _refuse_inputs(model_kwargs)
         _refuse_classes("logits_processor", logits_processor, _PROCESSORS)
         _refuse_classes("stopping_criteria", stopping_criteria, _CRITERIA)
         attention_mask = model_kwargs.get("attention_mask")
@@ -167,13 +176,28 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             max_new_tokens=config.max_length - input_ids.shape[1],
             eos_token_id=config.eos_token_id,
             return_dict_in_generate=bool(config.return_dict_in_generate),
-            **(options | self.engine),
+            **(options | self.bound),
         )
 
 
+_BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "seed", "streamer")
+# What transformers prepares for any decoder; our own state takes its place.
+_PREPARED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache")
 # What transformers builds from options that a round honours itself.
 _PROCESSORS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
 _CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+
+
+def _refuse_inputs(model_kwargs: dict[str, Any]) -> None:
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _PREPARED:
+            raise ValueError(f"{name} is not supported in block decoding; pass input_ids alone.")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values holds {cache.get_seq_length()} tokens: block decoding keeps its own cache; "
+            "pass the whole input_ids without it."
+        )
 
 
 def _refuse_classes(argument: str, objects, known: tuple[str, ...]) -> None:
@@ -185,9 +209,16 @@ def _refuse_classes(argument: str, objects, known: tuple[str, ...]) -> None:
             )
 
 
-def _capacity(needed: int, target: PreTrainedModel) -> int:
-    """Round up to one of four sizes per octave, so that few programs serve all lengths."""
+def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> int:
+    """The longest row's end, rounded up to one of four sizes per octave: few programs serve all lengths."""
+    needed = max(ends)
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and needed > context:
+        row = ends.index(needed)
+        raise ValueError(
+            f"row {row}: a prompt of {needed - budgets[row]} tokens and max_new_tokens={budgets[row]} exceed "
+            f"the target's max_position_embeddings={context}; shorten them."
+        )
     step = max(64, (1 << (needed - 1).bit_length()) // 8)
     rounded = -(-needed // step) * step
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or rounded
-    return max(needed, min(rounded, context))
+    return rounded if context is None else min(rounded, context)

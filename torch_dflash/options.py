@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
+
+from torch_dflash.checks import check_counts, is_count
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 
@@ -19,6 +24,7 @@ _NEUTRAL = {
     "repetition_penalty": (1.0,),
     "encoder_repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
     "typical_p": (1.0,),
     "top_h": (),
     "epsilon_cutoff": (0.0,),
@@ -39,12 +45,32 @@ _NEUTRAL = {
     "stop_strings": (),
     "max_time": (),
     "penalty_alpha": (0.0,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "remove_invalid_values": (False,),
+    "token_healing": (False,),
+    "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (),
+    "speculation_type": (),
+    "use_mtp": (False,),
     "dola_layers": (),
     "output_scores": (False,),
     "output_logits": (False,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
 }
+
+
+# Fixed when an engine is built, so no option of a call on it.
+_COMPILED = (
+    "runtime",
+    "block_size",
+    "verify_width",
+    "rounds_per_chunk",
+    "batch_size",
+    "stop_slots",
+    "filters",
+)
 
 
 @dataclass(frozen=True)
@@ -84,13 +110,12 @@ def resolve(
     eos = options.pop("eos_token_id", UNSET)
     seed = options.pop("seed", None)
     config = copy.deepcopy(defaults)
-    unknown = [name for name in options if not hasattr(config, name)]
-    if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}; options are those of transformers' generate.")
+    _check_call(options)
     per_row = {
         name: options.pop(name)
         for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-        if isinstance(options.get(name), Sequence | torch.Tensor)
+        if options.get(name) is not None
+        and (name == "max_new_tokens" or isinstance(options[name], Sequence | torch.Tensor))
     }
     asked = {name: value for name, value in options.items() if value is not None}
     config.update(**asked)
@@ -124,7 +149,26 @@ def resolve(
     return request
 
 
-def refuse_unsupported(config: GenerationConfig, already_done: tuple[str, ...] = ()) -> None:
+def _check_call(options: dict[str, Any]) -> None:
+    """Refuse unknown names and wrong types before transformers sees them: its messages name no fix."""
+    for name in options:
+        if name in _COMPILED:
+            raise TypeError(f"{name} is fixed when an engine is built; pass it to torch_dflash.compile.")
+        if name.startswith("_") or name not in vars(GenerationConfig()):
+            raise TypeError(
+                f"unknown option {name!r}; options are seed and the fields of transformers' GenerationConfig."
+            )
+    if not isinstance(options.get("do_sample"), bool | None):
+        raise ValueError(f"do_sample={options['do_sample']!r}: must be True, False or None (unset).")
+    pad = options.get("pad_token_id")
+    if pad is not None and not is_count(pad):
+        raise ValueError(f"pad_token_id={pad!r}: must be one integer token id.")
+    refuse_unsupported(SimpleNamespace(**options))
+
+
+def refuse_unsupported(
+    config: GenerationConfig | SimpleNamespace, already_done: tuple[str, ...] = ()
+) -> None:
     """Raise ``ValueError`` for an option that changes the text and that a round does not honour.
 
     ``already_done`` names options that the caller has applied.
@@ -158,8 +202,7 @@ def _budgets(config, per_row, asked, prompt_lengths, width) -> list[int]:
             budget = config.max_length - width
     budgets = _rows("max_new_tokens", budget, rows)
     for value in budgets:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"max_new_tokens={value!r}: must be an integer of at least 1.")
+        check_counts(max_new_tokens=value)
     return budgets
 
 
@@ -180,11 +223,18 @@ def _stop_ids(eos, rows: int) -> list[tuple[int, ...]]:
         eos = eos.tolist()
     if eos is None:
         return [()] * rows
-    if isinstance(eos, int):
-        return [(eos,)] * rows
-    if any(isinstance(entry, list | tuple) for entry in eos):
-        return [tuple(entry) for entry in _rows("eos_token_id", eos, rows)]
-    return [tuple(eos)] * rows
+    if not isinstance(eos, list | tuple):
+        stops = [(eos,)] * rows
+    elif any(isinstance(entry, list | tuple) for entry in eos):
+        stops = [tuple(entry) for entry in _rows("eos_token_id", eos, rows)]
+    else:
+        stops = [tuple(eos)] * rows
+    for stop in {stop for row in stops for stop in row}:
+        if not is_count(stop) or stop < 0:
+            raise ValueError(
+                f"eos_token_id holds {stop!r}: must be token ids; pass None or [] to never stop."
+            )
+    return stops
 
 
 def _pad(config: GenerationConfig, eos) -> int:
@@ -196,12 +246,12 @@ def _pad(config: GenerationConfig, eos) -> int:
 
 def _check_ranges(request: Request) -> None:
     checks = {
-        "temperature": (lambda v: v >= 0, "0 (greedy) or more"),
-        "top_k": (lambda v: v >= 0, "0 (off) or more"),
-        "top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
-        "min_p": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+        "temperature": (lambda v: 0 <= v < math.inf, "a number, 0 (greedy) or more"),
+        "top_k": (lambda v: is_count(v) and v >= 0, "an integer, 0 (off) or more"),
+        "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
+        "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     }
     for name, (holds, rule) in checks.items():
         for value in getattr(request, name):
-            if not holds(value):
-                raise ValueError(f"{name}={value}: must be {rule}.")
+            if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
+                raise ValueError(f"{name}={value!r}: must be {rule}.")

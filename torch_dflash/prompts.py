@@ -37,12 +37,19 @@ def split_rows(
         keep = np.ones(ids.shape, dtype=bool)
         if pad_token_id is not None:
             keep = ids != pad_token_id
+    elif not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask={type(attention_mask).__name__}: pass a tensor [B, T] of 0 and 1.")
     elif tuple(attention_mask.shape) != tuple(input_ids.shape):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; "
             "pass a 2-D mask of the same shape."
         )
     else:
+        # An additive mask (0 and -inf) means the opposite: never guess.
+        if not ((attention_mask == 0) | (attention_mask == 1)).all():
+            raise ValueError(
+                "attention_mask holds values other than 0 and 1; pass 1 for real tokens, 0 for padding."
+            )
         keep = attention_mask.detach().cpu().numpy() != 0
     rows = []
     for row, (tokens, real) in enumerate(zip(ids, keep, strict=True)):

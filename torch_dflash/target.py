@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.attention import visible
 from torch_dflash.cache import CacheView, LayerSpec, RecordingCache, allocate
+from torch_dflash.checks import check_target
 from torch_dflash.config import check_static_rope
 from torch_dflash.rows import take_row
 from torch_dflash.skeleton import WINDOWS, build_skeleton
@@ -41,12 +42,7 @@ class Target(nn.Module):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
-        if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-            raise TypeError(
-                f"target={type(model).__name__}: pass a transformers causal LM (AutoModelForCausalLM)."
-            )
-        if model.config.is_encoder_decoder:
-            raise TypeError(f"target={type(model).__name__}: encoder-decoder models cannot be drafted for.")
+        check_target(model)
         check_static_rope(model.config)
         self.model: Any = build_skeleton(model)
         self.specs = trace_layers(self.model)

@@ -1,0 +1,42 @@
+"""Arguments checked where they come in. Each message names the field, the value and the fix."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is an integer; a bool is a flag in the wrong place, not a number."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_counts(least: int = 1, **values: Any) -> None:
+    """Raise ``ValueError`` unless every named value is an integer of at least ``least`` (None: unset)."""
+    for name, value in values.items():
+        if value is not None and (not is_count(value) or value < least):
+            raise ValueError(f"{name}={value!r}: must be an integer of at least {least}.")
+
+
+def check_target(target: Any) -> None:
+    """Raise ``TypeError`` unless ``target`` is a causal LM that decodes on its own."""
+    name, config = type(target).__name__, getattr(target, "config", None)
+    if hasattr(config, "dflash_config"):
+        raise TypeError(
+            f"target={name}: that is a DFlash drafter; pass the target model first, the drafter second."
+        )
+    head = getattr(target, "get_output_embeddings", lambda: None)()
+    if head is None or getattr(target, "generation_config", None) is None:
+        raise TypeError(f"target={name}: pass a transformers causal LM (AutoModelForCausalLM).")
+    if getattr(config, "is_encoder_decoder", False):
+        raise TypeError(f"target={name}: encoder-decoder models cannot be drafted for; pass a causal LM.")
+
+
+def check_streamer(streamer: Any, rows: int) -> None:
+    """Raise unless ``streamer`` is None or a transformers streamer for a request of one row."""
+    if streamer is None:
+        return
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(f"streamer={type(streamer).__name__}: pass a streamer with put(ids) and end().")
+    if rows != 1:
+        raise ValueError(f"streamer with {rows} rows in input_ids: streamers take one row; use stream().")
