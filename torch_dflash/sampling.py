@@ -28,15 +28,30 @@ def mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
     return x ^ _shift_right(x, 16)
 
 
-def gumbel(seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int) -> Float[Tensor, "B M V"]:
-    """Standard Gumbel noise for the token that will stand at ``position``, one value per vocabulary id."""
+def noise_bits(
+    seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int
+) -> Int[Tensor, "B M V"]:
+    """32 random bits for each vocabulary id as the token that will stand at ``position``."""
     key = mix(mix(seed[:, None] ^ 0x3C6EF372) + position)
     second = mix(key ^ 0x1B873593)
     ids = torch.arange(vocab_size, device=seed.device, dtype=torch.int32)
     # Two keyed rounds: one would make rows of nearby keys shifted copies of each other.
-    bits = mix(mix(ids + key[..., None]) ^ second[..., None])
-    uniform = (_shift_right(bits, 8).to(torch.float32) + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    return mix(mix(ids + key[..., None]) ^ second[..., None])
+
+
+def gumbel_of(bits: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Standard Gumbel noise from 32 random bits; finite for all of them.
+
+    A sample is decided by the largest noise, which comes from the smallest uniform here: floats are
+    densest next to 0, where 31 bits survive. Next to 1 they would round to 1, and the noise to infinity.
+    """
+    uniform = (_shift_right(bits, 1).to(torch.float32) + 0.5) * 2.0**-31
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
+
+
+def gumbel(seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int) -> Float[Tensor, "B M V"]:
+    """Standard Gumbel noise for the token that will stand at ``position``, one value per vocabulary id."""
+    return gumbel_of(noise_bits(seed, position, vocab_size))
 
 
 def filter_logits(scaled: Float[Tensor, "B M V"], sampling: Sampling) -> Float[Tensor, "B M V"]:
