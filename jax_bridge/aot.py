@@ -1,0 +1,194 @@
+"""Compile decoding for a TPU that is not there: no weights, no chip, only shapes.
+
+`abstract_pair` builds a target and a drafter from their configs alone. `export_round` lowers their
+decoding round for TPU on plain CPU jax; `compile_round` runs the real TPU compiler on it, out of the
+libtpu wheel (the ``tpu`` extra), and returns what that compiler decided.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from jax_bridge._torchax import call_torch
+from jax_bridge.hlo import Program, read_aliases
+from jax_bridge.lower import lower_begin, lower_rounds, tracing
+from jax_bridge.runtime import idle_rows
+from jax_bridge.state import register_states
+from torch_dflash.checkpoints import make_proposer
+from torch_dflash.config import DFlashConfig
+from torch_dflash.decode import Pair, decode_round
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.state import DecodePlan, DecodeState
+from torch_dflash.target import Target
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+@dataclass(frozen=True)
+class AbstractPair:
+    """A pair with the shapes of its parameters (tied weights once) and of its state; no array exists."""
+
+    pair: Pair
+    params: Shapes
+    state: DecodeState
+
+
+@dataclass(frozen=True)
+class CompiledRound:
+    """What the TPU compiler made of a step.
+
+    Sizes are bytes of HBM on one chip. ``alias_bytes`` counts outputs that live in a donated input's
+    buffer; ``aliases`` maps the path of each such output in the state, ``.cache[0].key`` for one, to the
+    path of that input in ``(params, state)``: ``[1].cache[0].key``. ``traffic_bytes`` is what one round
+    reads and writes (`jax_bridge.hlo`). ``cost`` is XLA's own ``cost_analysis``; its ``"bytes accessed"``
+    counts on-chip VMEM traffic too, so a prefetched weight counts about three times.
+    """
+
+    compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int
+    traffic_bytes: int
+    aliases: dict[str, str]
+    hlo: str
+    cost: dict[str, float]
+
+
+def abstract_pair(
+    target: PreTrainedConfig,
+    drafter: DFlashConfig | torch.nn.Module | None,
+    *,
+    capacity: int,
+    batch_size: int = 1,
+    block_size: int | None = None,
+    verify_width: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **plan: Any,
+) -> AbstractPair:
+    """A target and what drafts for it, from configs alone.
+
+    Args:
+        target: config of any supported causal LM.
+        drafter: a drafter's config, a proposer without weights (`NGramProposer`), or None: no drafting.
+        capacity: positions a row may fill, prompt and new tokens.
+        batch_size: rows B.
+        block_size: rows W of the draft pass, when not the drafter's own.
+        verify_width: rows M of the verify pass; the whole block by default.
+        dtype: of the weights, and so of every cache. Buffers such as rotary frequencies keep theirs.
+        plan: further fields of `DecodePlan`.
+
+    Raises:
+        TypeError, ValueError: a model that cannot be decoded, or a drafter that does not fit the target.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(target)
+        if isinstance(drafter, DFlashConfig):
+            drafter = DFlashDraftModel(drafter)
+    proposer = make_proposer(model, drafter, block_size)
+    width = proposer.width
+    fixed = DecodePlan(batch_size, capacity, width, verify_width or width, **plan)
+    pair = Pair(Target(model), proposer, fixed)
+    params = _abstract_params(pair, dtype)
+    register_states()
+    rows = jax.tree.map(_shape, idle_rows(fixed))
+    return AbstractPair(pair, params, jax.eval_shape(lower_begin(pair), params, rows))
+
+
+def export_round(model: AbstractPair, *, chunk: bool = False) -> jax.export.Exported:
+    """One decoding round lowered for TPU, state donated; needs neither libtpu nor a chip.
+
+    ``chunk=True`` lowers what the runtime runs instead: the `lax.while_loop` over rounds.
+    """
+    with tracing(model.pair.plan.matmul_precision):
+        return jax.export.export(_jit(model, chunk), platforms=["tpu"])(model.params, model.state)
+
+
+def compile_round(
+    model: AbstractPair, *, chunk: bool = False, topology: str = "v5p:2x2x1", chips: int = 1
+) -> CompiledRound:
+    """Compile a round (``chunk=True``: the loop over rounds) for one chip of a TPU topology.
+
+    Args:
+        model: from `abstract_pair`.
+        chunk: see `export_round`.
+        topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x2", "v6e:2x2".
+        chips: chips the program runs on; this version compiles for 1.
+
+    Raises:
+        ModuleNotFoundError: libtpu is not installed. ValueError: more than one chip.
+        jax.errors.JaxRuntimeError: the program does not fit the chip's HBM or VMEM.
+    """
+    if chips != 1:
+        raise ValueError(f"chips={chips}: this version compiles for one chip; pass chips=1.")
+    mesh = Mesh(np.array(_topology(topology).devices[:chips]), ("chip",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    args = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
+        (model.params, model.state),
+    )
+    with tracing(model.pair.plan.matmul_precision):
+        lowered = _jit(model, chunk).trace(*args).lower(lowering_platforms=("tpu",))
+    started = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - started
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    return CompiledRound(
+        compile_seconds=seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        traffic_bytes=Program(hlo).traffic(),
+        aliases=read_aliases(hlo, _paths(args), _paths(model.state)),
+        hlo=hlo,
+        cost=dict(compiled.cost_analysis()),
+    )
+
+
+def _abstract_params(pair: Pair, dtype: torch.dtype) -> Shapes:
+    """Shapes by name; ``named_parameters`` gives a tied weight once, as the engine passes it."""
+    weights = {name: _shape(weight, dtype) for name, weight in pair.named_parameters()}
+    return weights | {name: _shape(buffer) for name, buffer in pair.named_buffers()}
+
+
+def _shape(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> jax.ShapeDtypeStruct:
+    name = str(dtype or tensor.dtype).removeprefix("torch.")
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.dtype(name))
+
+
+def _jit(model: AbstractPair, chunk: bool) -> Any:
+    one_round = partial(call_torch, partial(decode_round, model.pair))
+    step = lower_rounds(model.pair) if chunk else one_round
+    # keep_unused: parameter numbers in the HLO are then positions in the flattened arguments.
+    return jax.jit(step, donate_argnums=1, keep_unused=True)
+
+
+@lru_cache
+def _topology(name: str) -> Any:
+    """One object per name and process: devices of two topologies never compare equal."""
+    if find_spec("libtpu") is None:
+        raise ModuleNotFoundError(
+            "libtpu is not installed, and it is the TPU compiler: pip install 'torch-dflash[tpu]'. "
+            "export_round works without it."
+        )
+    # libtpu locks the chips it expects to drive, so a second process that only compiles would abort.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+
+
+def _paths(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
