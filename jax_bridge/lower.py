@@ -91,4 +91,4 @@ class Programs:
 
 
 def _signature(leaf) -> tuple:
-    return leaf.shape, str(leaf.dtype)
+    return leaf.shape, leaf.dtype

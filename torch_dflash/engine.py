@@ -21,7 +21,7 @@ from torch_dflash.outputs import GenerateOutput, collect
 from torch_dflash.prompts import bucket, prompt_chunks, split_rows
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.skeleton import collect_tensors
-from torch_dflash.state import DecodePlan, DecodeState, Sampling
+from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, Sampling
 from torch_dflash.target import Target
 
 RUNTIMES = ("xla", "eager")
@@ -101,8 +101,8 @@ class Engine:
 
     def warmup(self) -> Engine:
         """Compile every prompt bucket and the decoding loop, so that no later call compiles."""
-        buckets, width = [], 16
-        while width <= min(self.largest_chunk, bucket(self.plan.capacity)):
+        buckets, width = [], MIN_BUCKET
+        while width <= min(self.largest_chunk, self.plan.slots):  # as `chunk_widths` chooses them
             buckets.append(width)
             width *= 2
         self.runtime.warmup(self.runtime.refresh(self.tensors()), buckets)

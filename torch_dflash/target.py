@@ -73,7 +73,8 @@ class Target(nn.Module):
 
     def head(self, hidden: Float[Tensor, "B N H"]) -> Float[Tensor, "B N V"]:
         """The output head alone, as drafters share it."""
-        return self.model.get_output_embeddings()(hidden)
+        head = self.model.get_output_embeddings()
+        return head(hidden.to(head.weight.dtype))  # the drafter may be of another dtype
 
     def forward(
         self,
@@ -155,15 +156,20 @@ def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
                 past_key_values=cache,
                 use_cache=True,
             )
-    except (AttributeError, NotImplementedError) as error:
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"target={type(skeleton).__name__}: its forward needs a cache other than keys and values "
             f"({error}); supported are attention-only decoders such as Llama, Qwen2, Qwen3 and gpt-oss."
         ) from error
     finally:
         WINDOWS.reset(token)
-    layers = len(skeleton.get_decoder().layers)
+    layers = len(getattr(skeleton.get_decoder(), "layers", ()))
     missing = sorted(set(range(layers)) - set(cache.shapes))
+    if not layers:
+        raise ValueError(
+            f"target={type(skeleton).__name__}: its decoder has no `layers` to tap; supported are decoders "
+            "built like Llama, Qwen2, Qwen3 and gpt-oss."
+        )
     if missing:
         raise ValueError(
             f"target={type(skeleton).__name__}: layers {missing} keep no keys and values of their own; "

@@ -1,0 +1,22 @@
+"""One engine for a batch of prompts of different lengths, each row with its own options."""
+
+import torch_dflash as td
+from torch_dflash.demo_model import load_demo_target
+
+target, tokenizer = load_demo_target(progress=False)
+tokenizer.padding_side = "left"
+prompts = ["The capital of France is", "One, two, three, four, five, six, seven,", "Roses are red,"]
+inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+
+engine = td.compile(target, td.NGramProposer(width=4), runtime="eager", max_length=128, batch_size=4)
+out = engine.generate(
+    **inputs,
+    max_new_tokens=[8, 24, 16],
+    do_sample=True,
+    temperature=[0.0, 0.0, 0.8],  # 0 is greedy
+    seed=[1, 2, 3],
+    return_dict_in_generate=True,
+)
+for row, lengths in zip(out.sequences, out.stats.acceptance_lengths, strict=True):
+    print(repr(tokenizer.decode(row, skip_special_tokens=True)))
+    print("   acceptance lengths:", lengths)

@@ -1,0 +1,153 @@
+"""The README's code runs as printed, the examples run, and every figure is the one in its JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models import VOCAB, make_pair
+
+import torch_dflash as td
+from torch_dflash import demo_model
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+class FakeTokenizer:
+    """Enough of a tokenizer for the README: a fixed prompt in, numbers out."""
+
+    def apply_chat_template(self, messages, **options):
+        assert options["return_dict"] and options["return_tensors"] == "pt"
+        ids = torch.tensor([[len(message["content"]) % VOCAB, 5, 6, 7] for message in messages])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self, ids, **options):
+        return " ".join(str(int(token)) for token in ids)
+
+
+def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys):
+    target, drafter = make_pair("qwen3")
+    loads = []
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda name, **kw: loads.append(name) or target,
+    )
+    monkeypatch.setattr(
+        transformers.AutoTokenizer,
+        "from_pretrained",
+        lambda name, **kw: loads.append(name) or FakeTokenizer(),
+    )
+    monkeypatch.setattr(
+        td.DFlashDraftModel, "from_pretrained", lambda name, **kw: loads.append(name) or drafter
+    )
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    assert len(blocks) == 3
+    scope: dict = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), scope)
+    assert loads == ["Qwen/Qwen3-4B", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"]
+    plain = target.generate(**scope["inputs"], max_new_tokens=64, do_sample=False)
+    assert torch.equal(scope["ids"], plain)
+    assert torch.equal(scope["out"].sequences[:, : plain.shape[1]], plain)
+    streamed = capsys.readouterr().out.split("torch.Size([1, 68])\n")[-1]
+    assert streamed.replace(" ", "") == "".join(map(str, plain[0, 4:].tolist()))
+
+
+def test_the_demo_table_is_the_one_in_its_json():
+    results = json.loads((ROOT / "docs/results/demo_cpu.json").read_text())
+    assert results["provenance"]["command"] in README
+    table = re.search(r"(\| method \|.*?)\n\n", README, flags=re.S)
+    assert table is not None
+    printed = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()[2:]]
+    stored = [
+        [
+            row["method"],
+            f"{row['acceptance_length']:.2f}",
+            f"{row['speedup']:.2f}x",
+            "yes" if row["same_text"] else "no",
+        ]
+        for row in results["rows"]
+    ]
+    assert printed == stored
+
+
+def test_every_test_file_and_link_named_in_the_readme_exists():
+    for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", README):
+        assert (ROOT / "tests" / name).exists(), name
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_run(example, capsys):
+    runpy.run_path(str(ROOT / "examples" / example))
+    said = capsys.readouterr().out
+    assert said
+    assert "same text: False" not in said and "same tokens: False" not in said
+
+
+def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys):
+    """The demo on a tiny model: exit status 0, and 1 when a method's text is not plain decoding's."""
+    from torch_dflash.cli import demo, main
+
+    target, drafter = make_pair("qwen3")
+    monkeypatch.setattr(demo, "load_demo_target", lambda: (target, FakeTokenizer()))
+    monkeypatch.setattr(demo, "random_drafter", lambda target, width: drafter)
+    arguments = ["demo", "--runtime", "eager", "--max-new-tokens", "12", "--width", "6"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "n-gram lookup, W=6" in said and "acceptance length" in said and "verify round costs" in said
+
+    honest = td.Engine.generate
+
+    def wrong(self, *args, **options):
+        output = honest(self, *args, **options)
+        if self.plan.block_size > 1:
+            output.sequences[0, -1] += 1
+        return output
+
+    monkeypatch.setattr(td.Engine, "generate", wrong)
+    assert main(arguments) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_smollm2_is_lossless(runtime):
+    """A real model: a ragged batch, n-gram and random DFlash drafts, against transformers row by row."""
+    from torch_dflash.cli.demo import random_drafter
+
+    target, tokenizer = demo_model.load_demo_target(progress=False)
+    tokenizer.padding_side = "left"
+    prompts = ["The capital of France is", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,", "Roses are red,"]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    wanted = [
+        target.generate(row[real.bool()][None], max_new_tokens=20, do_sample=False)[0, int(real.sum()) :]
+        for row, real in zip(ids, mask, strict=True)
+    ]
+    for drafter in (td.NGramProposer(6), random_drafter(target, 6)):
+        out = td.generate(
+            target,
+            drafter,
+            ids,
+            mask,
+            max_new_tokens=20,
+            do_sample=False,
+            runtime=runtime,
+            return_dict_in_generate=True,
+        )
+        for row, text in zip(out.sequences[:, ids.shape[1] :], wanted, strict=True):
+            assert row[: len(text)].tolist() == text.tolist()
+            assert set(row[len(text) :].tolist()) <= {target.generation_config.pad_token_id}
+        assert isinstance(out.stats, td.DecodeStats)
