@@ -60,12 +60,30 @@ FAMILIES = {
 }
 
 
-def randomise(model: torch.nn.Module, seed: int, scale: float = 0.08) -> torch.nn.Module:
-    """Perturb every weight, norms and biases included: a norm of ones hides a norm that is skipped."""
+def randomise(model: torch.nn.Module, seed: int, gain: float = 2.0) -> torch.nn.Module:
+    """Random weights of a size at which the choice of a token depends on the whole context.
+
+    Projections keep or raise the size of what they are given (``gain``), so the current token's own
+    embedding does not decide, and norms and biases are random too: a norm of ones hides a skipped norm.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.copy_(1.6 + 0.3 * noise)  # sharp attention
+            elif name.endswith("layernorm.weight"):
+                weight.copy_(1 + 0.3 * noise)
+            elif name.endswith("norm.weight"):
+                # Signs differ, or a tied head would repeat the token that is being read.
+                weight.copy_(noise.sign() * (1 + 0.3 * noise.abs()))
+            elif weight.ndim == 1 or name.endswith("_bias"):
+                weight.copy_(0.3 * noise)
+            elif weight.shape[0] == VOCAB:
+                weight.copy_(0.4 * noise)
+            else:
+                inputs = weight.shape[-2] if weight.ndim == 3 else weight.shape[-1]
+                weight.copy_(noise * gain / inputs**0.5)
     return model.eval()
 
 
@@ -101,7 +119,7 @@ def make_drafter(target, seed: int = 1, **overrides):
 
 
 def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafter_overrides):
-    """A target and a drafter. ``agree`` > 0 makes acceptance vary: see `correlate`."""
+    """A target and a drafter. ``agree`` about 1 makes acceptance vary between 1 and W: see `correlate`."""
     target = make_target(family, seed)
     drafter = make_drafter(target, seed + 1, **drafter_overrides)
     if agree:
@@ -110,20 +128,17 @@ def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafte
 
 
 def correlate(target, drafter, strength: float) -> None:
-    """Make target and drafter prefer the same few tokens at many positions, so that drafts are sometimes right.
+    """Let target and drafter mostly choose between the same two tokens, so that half the drafts are right.
 
-    Both networks end in the target's head: scaling the weights that mix tokens down leaves states near the
-    residual stream, and a shared bias direction then decides most, but not all, of the picks.
+    The two have opposite rows in the head, ``1 + 16 * strength`` times the size of the others. Which one is chosen
+    hangs on the sign of one product with the hidden state, and that is unrelated in the two networks.
     """
     generator = torch.Generator().manual_seed(99)
-    direction = torch.randn(target.config.hidden_size, generator=generator)
     with torch.no_grad():
         head = target.get_output_embeddings().weight
-        embedding = target.get_input_embeddings().weight
-        favourites = torch.randperm(head.shape[0], generator=generator)[:3]
-        head[favourites] += direction * strength
-        embedding += direction * 0.5
-        drafter.norm.weight += 0.2
+        first, second = torch.randperm(MASK, generator=generator)[:2]
+        head[first] *= 1 + 16 * strength
+        head[second] = -head[first]
 
 
 def ragged_prompts(rows: int = 5, seed: int = 3, longest: int = 23):
