@@ -119,7 +119,7 @@ def make_drafter(target, seed: int = 1, **overrides):
 
 
 def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafter_overrides):
-    """A target and a drafter. ``agree`` about 1 makes acceptance vary between 1 and W: see `correlate`."""
+    """A target and a drafter. ``agree`` of 8 or so makes acceptance vary between 1 and W: see `correlate`."""
     target = make_target(family, seed)
     drafter = make_drafter(target, seed + 1, **drafter_overrides)
     if agree:
@@ -130,14 +130,15 @@ def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafte
 def correlate(target, drafter, strength: float) -> None:
     """Let target and drafter mostly choose between the same two tokens, so that half the drafts are right.
 
-    The two have opposite rows in the head, ``1 + 16 * strength`` times the size of the others. Which one is chosen
-    hangs on the sign of one product with the hidden state, and that is unrelated in the two networks.
+    The two have opposite rows in the head, ``1 + 2 * strength`` times the size of the others. Which one is
+    chosen hangs on the sign of one product with the hidden state, which is unrelated in the two networks.
+    Far above 8, targets with tied heads begin to loop.
     """
     generator = torch.Generator().manual_seed(99)
     with torch.no_grad():
         head = target.get_output_embeddings().weight
         first, second = torch.randperm(MASK, generator=generator)[:2]
-        head[first] *= 1 + 16 * strength
+        head[first] *= 1 + 2 * strength
         head[second] = -head[first]
 
 
