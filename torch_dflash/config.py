@@ -94,6 +94,12 @@ class DFlashConfig(Qwen3Config):
                 f"{layout[0]} in {pretrained_model_name_or_path}: the speculators layout is not supported; "
                 "use a checkpoint in z-lab's layout (dflash_config, target_layer_ids)."
             )
+        kind = config.get("model_type") or ""
+        if kind.endswith("_assistant"):
+            raise ValueError(
+                f"model_type={kind!r} in {pretrained_model_name_or_path}: transformers' assistant layout is "
+                "not supported; use a checkpoint in z-lab's layout."
+            )
         if config and "dflash_config" not in config and "target_layer_ids" not in config:
             if "DFlashDraftModel" not in architectures:
                 raise ValueError(

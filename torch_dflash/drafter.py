@@ -6,6 +6,7 @@ query, no input norm, no MLP. The block's rows see the context and (unless causa
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -107,10 +108,14 @@ class DFlashDraftModel(PreTrainedModel):
     def from_pretrained(cls, *args, **kwargs):
         """Load a drafter; as ``PreTrainedModel.from_pretrained``, but a missing weight is an error.
 
+        Weights are read from safetensors only, and ``auto_map`` is ignored: no code of the checkpoint runs.
+
         Raises:
             ValueError: not a DFlash v1 checkpoint, or weights missing or of another shape.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
+        _require_safetensors(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
         model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
@@ -184,6 +189,20 @@ class DFlashDraftModel(PreTrainedModel):
         logits = head(hidden) * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def _require_safetensors(source: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.setdefault("use_safetensors", True) is not True:
+        raise ValueError(
+            f"use_safetensors={kwargs['use_safetensors']!r}: weights are read from safetensors only."
+        )
+    folder = Path(source, kwargs.get("subfolder", "")) if source is not None else None
+    if folder is not None and folder.is_dir() and not any(folder.glob("*.safetensors")):
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        raise ValueError(
+            f"{folder} holds no *.safetensors{f' but {others[0]}' if others else ''}: weights are read from "
+            "safetensors only; save them with save_pretrained or safetensors.torch.save_file."
+        )
 
 
 def _rotate(rows: Float[Tensor, "B heads R D"], rope) -> Float[Tensor, "B heads R D"]:
