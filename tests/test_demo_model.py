@@ -242,13 +242,14 @@ def test_cache_root_ignores_a_relative_xdg_folder(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.network
-def test_the_real_model_answers_a_question(monkeypatch):
+def test_the_real_model_answers_a_question(monkeypatch, capfd):
     # Half a gigabyte: not left behind as pytest's tmp_path would be.
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("XDG_CACHE_HOME", folder)
         load_demo_target(progress=False)
         monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
         target, tokenizer = load_demo_target(progress=False)
+        assert capfd.readouterr() == ("", "")
 
         assert target.config.eos_token_id == target.generation_config.eos_token_id == 2
         assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2

