@@ -81,8 +81,7 @@ def generate(
         streamer: a transformers streamer, for one row.
 
     Returns:
-        LongTensor [B, T + new]: the prompt as given, new tokens (stop id included), then padding; or
-        `GenerateOutput`.
+        LongTensor [B, T + new]: prompt, new tokens (stop id included), padding; or `GenerateOutput`.
 
     Raises:
         TypeError, ValueError: bad input, before any generation starts.

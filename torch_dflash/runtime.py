@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ class Progress:
         return [getattr(state, name) for name in cls.__dataclass_fields__]
 
 
+@runtime_checkable
 class Runtime(Protocol):
     """Steps on a device. States are opaque to the engine and consumed by each call."""
 

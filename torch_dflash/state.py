@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -102,7 +102,7 @@ class DecodeState:
     sampling: Sampling
     cache: tuple  # one state per target layer
     proposer: Any  # whatever the proposer keeps
-    accepted: Int[Tensor, "B S"]  # uint8: tokens committed in each round, trimmed at stop ids, not at limit
+    accepted: UInt8[Tensor, "B S"]  # tokens committed in each round, trimmed at stop ids, not at limit
     rounds: Int[Tensor, " B"]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from torch_dflash.state import DecodePlan, Draft
 
 
+@runtime_checkable
 class Proposer(Protocol):
     """Drafts N tokens a round. Pure: all it keeps is in ``pstate``, which the loop carries and never reads.
 
