@@ -1,4 +1,4 @@
-"""Start eagerly, carry the whole state to XLA in mid-generation, come back: the same tokens as either alone."""
+"""Start eagerly, carry the state to XLA in mid-generation, come back: the same tokens as either alone."""
 
 import torch
 

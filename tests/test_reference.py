@@ -181,9 +181,7 @@ def test_the_comparison_sees_each_wrong_convention(tmp_path):
     }
     for name, mask in wrong.items():
         masks = (mask, *config.masks[1:])
-        assert replay(model, params, dataclasses.replace(config, masks=masks), ROUNDS)[0] > 1e-3, (
-            name
-        )
+        assert replay(model, params, dataclasses.replace(config, masks=masks), ROUNDS)[0] > 1e-3, name
     unscaled = dataclasses.replace(config, rope=dataclasses.replace(config.rope, scale=1.0))
     assert replay(model, params, unscaled, ROUNDS)[0] > 1e-3
     for norm in ("hidden_norm.weight", "layers.1.self_attn.k_norm.weight", "norm.weight"):
@@ -240,9 +238,7 @@ def test_embeddings_and_logits(tmp_path):
         scores = model.compute_logits(expected, head)
     found = noise_embeddings(config, jnp.asarray(embed.weight.detach()), jnp.array([5, 11]))
     np.testing.assert_allclose(found, expected, atol=1e-6)
-    np.testing.assert_allclose(
-        logits(config, found, jnp.asarray(head.weight.detach())), scores, atol=1e-5
-    )
+    np.testing.assert_allclose(logits(config, found, jnp.asarray(head.weight.detach())), scores, atol=1e-5)
     assert noise_embeddings(config, jnp.ones((VOCAB, 4)), jnp.array([1]), width=2).shape == (
         1,
         2,

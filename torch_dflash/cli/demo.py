@@ -139,6 +139,6 @@ def _verify_cost(rows: list[dict]) -> str:
     plain, ngram, *_ = rows
     cost = ngram["ms_per_round"] / plain["ms_per_round"]
     return (
-        f"A verify round costs {cost:.1f} plain steps on this device. A TPU or GPU at batch 1 reads the\nweights "
-        "once for all rows and stays near 1; a CPU does not: look at acceptance here, not at speed."
+        f"A verify round costs {cost:.1f} plain steps on this device. A TPU or GPU at batch 1 reads\n"
+        "the weights once for all rows and stays near 1; a CPU does not: there, look at acceptance."
     )
