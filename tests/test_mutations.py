@@ -1,6 +1,7 @@
 """Each convention broken on purpose leaves the text right, and must still fail the parity checks.
 
-Acceptance alone would not show it: several of these cost a real pair only 5-25 % of its acceptance length.
+Acceptance alone would not show it: several of these cost a real pair only 5-25 % of its acceptance length,
+and this random pair gains or loses as chance will have it.
 """
 
 from __future__ import annotations
