@@ -154,10 +154,10 @@ def test_buffers_stay_where_they_are(engine):
     advance = engine.runtime.advance
 
     def watched(params, state):
-        old = jax.tree.leaves((state.cache, state.proposer.layers))
+        old = jax.tree.leaves(state)
         before = [leaf.unsafe_buffer_pointer() for leaf in old]
         state = advance(params, state)
-        new = jax.tree.leaves((state.cache, state.proposer.layers))
+        new = jax.tree.leaves(state)
         seen.append((before, [leaf.unsafe_buffer_pointer() for leaf in new]))
         assert all(leaf.is_deleted() for leaf in old)
         return state
@@ -167,7 +167,7 @@ def test_buffers_stay_where_they_are(engine):
         run(engine, random_prompts(20, 6, 11), max_new_tokens=40, do_sample=False)
     finally:
         del engine.runtime.advance
-    assert len(seen) > 3 and len(seen[0][0]) == 2 * (4 + 2)
+    assert len(seen) > 3 and len(seen[0][0]) > 2 * (4 + 2)
     assert all(before == after for before, after in seen)
     assert len({tuple(before) for before, _ in seen}) == 1  # nor does reading progress copy them
 
