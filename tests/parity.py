@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import dflash.model as authors
 import torch
-from models import MASK, make_pair
+from models import MASK, make_pair, randomise
 from scripted import pad
 
 import torch_dflash as td
@@ -73,7 +73,9 @@ class Run:
 
 
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
+    # A seed with which the two best logits lie far apart in all cases, so that no other rounding flips a
+    # choice: 0.03 in the targets; in the drafts 50 times the difference between the loops.
+    generator = torch.Generator().manual_seed(6)
     return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in PROMPTS]
 
 
@@ -82,6 +84,7 @@ class Case:
 
     def __init__(self, folder, family: str, overrides: dict):
         self.target, self.drafter = make_pair(family, agree=8.0, **overrides)
+        randomise(self.drafter, seed=1, gain=1.2)  # so that its own rounding does not grow beyond EXACT
         self.drafter.save_pretrained(folder)
         self.folder = folder
         self.theirs = authors.DFlashDraftModel.from_pretrained(folder).eval()
