@@ -1,33 +1,55 @@
-"""The user's live torch weights as JAX arrays, converted once and refreshed when they change."""
+"""The user's live torch weights as JAX arrays: converted once for all engines, refreshed when they change."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 
 import jax
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_bridge.arrays import to_jax
 
+Fingerprint = tuple
 
-def fingerprint(tensor: torch.Tensor) -> tuple:
+# Live tensor -> what it looked like when converted, and the array. Both sides are weak: an array lives
+# while an engine uses it, and several engines of one model (lengths, batch sizes) use the same arrays.
+_converted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """Changes with every in-place write that torch's version counter sees (not writes through ``.data``)."""
     version = None if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape)
 
 
+def _known(tensor: torch.Tensor) -> jax.Array | None:
+    """The array made from this tensor as it now is, if an engine still uses it."""
+    mark, reference = _converted.get(tensor, (None, None))
+    return reference() if reference is not None and mark == fingerprint(tensor) else None
+
+
+def _convert(tensor: torch.Tensor) -> jax.Array:
+    array = to_jax(tensor)
+    _converted[tensor] = (fingerprint(tensor), weakref.ref(array))
+    return array
+
+
 class Weights:
-    """Arrays by name, with the fingerprint of the tensor each came from."""
+    """The arrays one engine uses, by name."""
 
     def __init__(self):
-        self._arrays: dict[str, tuple[tuple, jax.Array]] = {}
-        self._lock = threading.Lock()
+        self._arrays: dict[str, jax.Array] = {}
 
     def refresh(self, tensors: dict[str, torch.Tensor]) -> dict[str, jax.Array]:
-        """Arrays for ``tensors``; only those whose fingerprint changed are converted (and old ones freed)."""
-        with self._lock:
+        """Arrays for ``tensors``; only changed ones are converted."""
+        with _lock:
             for name, tensor in tensors.items():
-                mark = fingerprint(tensor)
-                if name not in self._arrays or self._arrays[name][0] != mark:
-                    self._arrays[name] = (mark, to_jax(tensor))
-            return {name: self._arrays[name][1] for name in tensors}
+                array = _known(tensor)
+                if array is None:
+                    self._arrays.pop(name, None)  # freed before its successor: the device holds one copy
+                    array = _convert(tensor)
+                self._arrays[name] = array
+            return dict(self._arrays)

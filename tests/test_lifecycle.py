@@ -272,3 +272,25 @@ def test_torchs_seed_rules_where_none_is_given(engine, pair, runtime):
         assert call() == second
     torch.manual_seed(7)
     assert front() == first  # both doors draw alike
+
+
+def test_engines_of_one_model_share_its_weights_on_the_device():
+    """Every length and batch size has its engine; the weights must not be there once per engine."""
+    target, drafter = make_pair("qwen3", seed=4)
+    ids, _ = ragged_prompts(1)
+    gc.collect()
+    before = len(jax.live_arrays())
+    short = td.compile(target, drafter, max_length=64)
+    text = short.generate(ids, max_new_tokens=4, do_sample=False)
+    arrays = len(jax.live_arrays())
+    long = td.compile(target, drafter, max_length=128)
+    assert torch.equal(long.generate(ids, max_new_tokens=4, do_sample=False), text)
+    assert len(jax.live_arrays()) == arrays
+    with torch.no_grad():
+        target.model.norm.weight.mul_(-1)
+    for engine in (short, long):
+        assert not torch.equal(engine.generate(ids, max_new_tokens=4, do_sample=False), text)
+    assert len(jax.live_arrays()) == arrays
+    del short, long
+    gc.collect()
+    assert len(jax.live_arrays()) - before < (arrays - before) / 4

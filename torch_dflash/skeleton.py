@@ -69,7 +69,6 @@ def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[
             raise ValueError(
                 f"{type(model).__name__}: {name} is on the meta device; load the weights before decoding."
             )
-        tensor = tensor.detach()
         if id(slot) not in taken:
             taken[id(slot)] = tensors[prefix + name] = tensor
         elif taken[id(slot)].data_ptr() != tensor.data_ptr():
