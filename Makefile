@@ -17,6 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 WITH_REFERENCE := $(VENV)/.installed-$(REFERENCE)
 WITH_LIBTPU := $(VENV)/.installed-libtpu
+LIBTPU := $(CURDIR)/$(VENV)/libtpu
 # Two OpenMP threads on busy cores are many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
@@ -36,7 +37,7 @@ test: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
+	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -66,8 +67,10 @@ $(WITH_REFERENCE): $(INSTALLED)
 	$(PIP) install --no-deps "$(REFERENCE)"
 	@touch $@
 
-# The compiler that the installed jax asks for, without the rest of its tpu extra.
+# The compiler that the installed jax asks for, without the rest of its tpu extra. It lies in a
+# folder of its own: beside jax, every program would look for a TPU and print that there is none.
 $(WITH_LIBTPU): $(INSTALLED)
-	$(PIP) install --no-deps "$$($(BIN)/python -c 'from importlib.metadata import requires; \
+	$(PIP) install --no-deps --upgrade --target "$(LIBTPU)" "$$($(BIN)/python -c \
+	    'from importlib.metadata import requires; \
 	    print(next(r.split(";")[0].strip() for r in requires("jax") if r.startswith("libtpu")))')"
 	@touch $@
