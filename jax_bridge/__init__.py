@@ -3,6 +3,7 @@
 Imports torch_dflash, never the other way; `torch_dflash` reaches it behind ``runtime="xla"`` alone.
 """
 
+from jax_bridge import _torchax as _torchax  # first: says which versions work together
 from jax_bridge.arrays import to_jax as to_jax
 from jax_bridge.arrays import to_torch as to_torch
 from jax_bridge.state import state_to_jax as state_to_jax

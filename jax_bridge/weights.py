@@ -27,8 +27,8 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
 
 def _known(tensor: torch.Tensor) -> jax.Array | None:
     """The array made from this tensor as it now is, if an engine still uses it."""
-    mark, reference = _converted.get(tensor, (None, None))
-    return reference() if reference is not None and mark == fingerprint(tensor) else None
+    mark, reference = _converted.get(tensor) or (None, lambda: None)
+    return reference() if mark == fingerprint(tensor) else None
 
 
 def _convert(tensor: torch.Tensor) -> jax.Array:

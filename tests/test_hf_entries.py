@@ -186,3 +186,13 @@ def test_engines_keep_the_pair_alive_and_generate_reuses_them(pair, batch):
         runtime="xla", return_dict_in_generate=True,
     )  # fmt: skip
     assert first.stats.compilations >= 0 == again.stats.compilations
+
+
+def test_a_generation_config_of_the_users_is_filled_from_the_models(pair, batch):
+    target, drafter = pair
+    given = GenerationConfig(max_new_tokens=9, eos_token_id=[1, 2])
+    wanted = target.generate(**batch, generation_config=given, pad_token_id=0)
+    got = td.generate(target, drafter, **batch, generation_config=given, pad_token_id=0, runtime="eager")
+    assert torch.equal(got, wanted)
+    with pytest.raises(TypeError, match="generation_config=dict"):
+        td.generate(target, drafter, **batch, generation_config={"max_new_tokens": 9})

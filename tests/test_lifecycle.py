@@ -291,6 +291,6 @@ def test_engines_of_one_model_share_its_weights_on_the_device():
     for engine in (short, long):
         assert not torch.equal(engine.generate(ids, max_new_tokens=4, do_sample=False), text)
     assert len(jax.live_arrays()) == arrays
-    del short, long
+    del short, long, engine
     gc.collect()
     assert len(jax.live_arrays()) - before < (arrays - before) / 4

@@ -16,7 +16,7 @@ from torch_dflash.checkpoints import make_proposer
 from torch_dflash.checks import check_counts, check_streamer, check_target
 from torch_dflash.decode import Pair, Params, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.options import UNSET, Request, resolve
+from torch_dflash.options import UNSET, Request, defaults_of, resolve
 from torch_dflash.outputs import GenerateOutput, collect
 from torch_dflash.prompts import bucket, prompt_chunks, split_rows
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
@@ -215,7 +215,8 @@ def read_request(
 ) -> tuple[list[np.ndarray], Request]:
     """Validate a call against the target alone: its ragged rows and its resolved options."""
     check_target(target)
-    config: Any = target.generation_config
+    options = dict(options)
+    config = defaults_of(target, options.pop("generation_config", None))
     eos = options.get("eos_token_id", UNSET)
     stops = config.eos_token_id if eos is UNSET else eos
     stops = stops if isinstance(stops, list | tuple) else [stops]
@@ -224,7 +225,7 @@ def read_request(
     embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
     rows = split_rows(input_ids, attention_mask, embedding.shape[0], None if pad in stops else pad)
     lengths = [len(row) for row in rows]
-    return rows, resolve(config, lengths, input_ids.shape[1], dict(options))
+    return rows, resolve(config, lengths, input_ids.shape[1], options)
 
 
 def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) -> RowRequests:

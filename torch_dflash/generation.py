@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from torch_dflash.checks import check_streamer
 from torch_dflash.engine import Engine, read_request
 from torch_dflash.engine_cache import cached_engine
-from torch_dflash.options import UNSET, refuse_unsupported
+from torch_dflash.options import UNSET, drawn_seed, refuse_unsupported
 from torch_dflash.outputs import GenerateOutput
 
 
@@ -79,6 +79,7 @@ def generate(
         block_size, verify_width, rounds_per_chunk, runtime: see `compile`.
         return_dict_in_generate: return an output with ``.sequences`` and ``.stats``.
         streamer: a transformers streamer, for one row.
+        **options: ``generation_config`` or any field of one, as in transformers.
 
     Returns:
         LongTensor [B, T + new]: prompt, new tokens (stop id included), padding; or `GenerateOutput`.
@@ -94,8 +95,7 @@ def generate(
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
     }
-    if options["seed"] is None:  # drawn once: the dry run below must not move the user's generator
-        options["seed"] = int(torch.randint(0, 2**31 - 1, (1,)).item())
+    options["seed"] = drawn_seed() if seed is None else seed  # once: the request is read twice
     rows, request = read_request(target, input_ids, attention_mask, options)
     check_streamer(streamer, len(rows))
     ends = [len(row) + new for row, new in zip(rows, request.max_new_tokens, strict=True)]

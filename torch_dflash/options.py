@@ -93,6 +93,19 @@ class Request:
         return any(t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in rows)
 
 
+def defaults_of(target: Any, given: GenerationConfig | None) -> Any:
+    """The model's ``generation_config``, or a user's with its unset fields filled from the model's."""
+    if given is None:
+        return target.generation_config
+    if not isinstance(given, GenerationConfig):
+        raise TypeError(
+            f"generation_config={type(given).__name__}: pass a transformers GenerationConfig, or its options."
+        )
+    merged = copy.deepcopy(given)
+    merged.update(defaults_only=True, **target.generation_config.to_dict())
+    return merged
+
+
 def resolve(
     defaults: GenerationConfig, prompt_lengths: list[int], width: int, options: dict[str, Any]
 ) -> Request:
@@ -206,9 +219,13 @@ def _budgets(config, per_row, asked, prompt_lengths, width) -> list[int]:
     return budgets
 
 
+def drawn_seed() -> int:
+    """A seed from torch's generator: ``torch.manual_seed`` rules, as everywhere in transformers."""
+    return int(torch.randint(0, 2**31 - 1, (1,)).item())
+
+
 def _seeds(seed, rows: int) -> list[int]:
-    if seed is None:  # torch.manual_seed rules, as everywhere in transformers
-        seed = int(torch.randint(0, 2**31 - 1, (1,)).item())
+    seed = drawn_seed() if seed is None else seed
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [seed + row for row in range(rows)]  # rows of a batch must not share their noise
     seeds = _rows("seed", seed, rows)
