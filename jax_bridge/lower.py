@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
@@ -63,7 +64,9 @@ def lower_rounds(pair: Pair) -> Callable:
 @contextmanager
 def tracing(matmul_precision: str) -> Iterator[None]:
     """How every step is traced: at the plan's precision, without JAX's remarks on torch's index type."""
-    with jax.default_matmul_precision(matmul_precision), warnings.catch_warnings():
+    # In inference mode torch decomposes composite operators out of torchax's sight.
+    plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
+    with plain, precise, warnings.catch_warnings():
         # torch indexes with int64, which JAX narrows; every index here fits int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         yield

@@ -13,8 +13,9 @@ from jax_bridge.arrays import to_jax
 
 Fingerprint = tuple
 
-# Live tensor -> what it looked like when converted, and the array. Both sides are weak: an array lives
-# while an engine uses it, and several engines of one model (lengths, batch sizes) use the same arrays.
+# Live tensor -> its fingerprint and storage when converted, and the array. Keys and arrays are weak: an
+# array lives while an engine uses it, and engines of one model (lengths, batch sizes) use the same arrays.
+# The storage is held so that its address cannot be given to new values that would look unchanged.
 _converted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
@@ -27,13 +28,13 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
 
 def _known(tensor: torch.Tensor) -> jax.Array | None:
     """The array made from this tensor as it now is, if an engine still uses it."""
-    mark, reference = _converted.get(tensor) or (None, lambda: None)
+    mark, _, reference = _converted.get(tensor) or (None, None, lambda: None)
     return reference() if mark == fingerprint(tensor) else None
 
 
 def _convert(tensor: torch.Tensor) -> jax.Array:
     array = to_jax(tensor)
-    _converted[tensor] = (fingerprint(tensor), weakref.ref(array))
+    _converted[tensor] = (fingerprint(tensor), tensor.untyped_storage(), weakref.ref(array))
     return array
 
 

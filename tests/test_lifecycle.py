@@ -151,8 +151,10 @@ def test_a_change_of_weights_is_seen_without_compiling(engine, pair):
     assert again == before and stats.compilations == 0
 
 
-@pytest.mark.parametrize("goes", ["target", "drafter"])
-@pytest.mark.parametrize("drafter_kind", ["dflash", "ngram"])
+# An n-gram proposer is known by value: its engine serves the next equal one, and goes with the target alone.
+@pytest.mark.parametrize(
+    "drafter_kind, goes", [("dflash", "target"), ("dflash", "drafter"), ("ngram", "target")]
+)
 def test_a_cached_engine_is_freed_with_either_model(runtime, goes, drafter_kind):
     gc.collect()
     arrays = len(jax.live_arrays())
@@ -163,7 +165,7 @@ def test_a_cached_engine_is_freed_with_either_model(runtime, goes, drafter_kind)
     td.generate(target, drafter, ids, max_new_tokens=3, runtime=runtime)
     assert (len(jax.live_arrays()) > arrays) == (runtime == "xla")
     by_drafter = engine_cache._engines[target]
-    (made,) = by_drafter[drafter].values()
+    ((made,),) = [entries.values() for entries in by_drafter.values()]
     watched = [weakref.ref(made), weakref.ref(made.runtime), weakref.ref(made.pair)]
     models = {"target": weakref.ref(target), "drafter": weakref.ref(drafter)}
     del made, by_drafter
@@ -214,12 +216,10 @@ def snapshot(model):
 def test_the_users_models_stay_untouched(runtime):
     target, drafter = make_pair("gpt_oss")
     target.train()
-    handle = target.model.layers[0].register_forward_hook(lambda *_: None)
     ids, mask = ragged_prompts(2, longest=9)
     before = snapshot(target), snapshot(drafter)
     td.generate(target, drafter, ids, mask, max_new_tokens=5, runtime=runtime)
     assert (snapshot(target), snapshot(drafter)) == before
-    handle.remove()
     loss = target(input_ids=ids, labels=ids).loss
     loss.backward()  # still a model to train
     assert target.get_input_embeddings().weight.grad.abs().sum() > 0

@@ -86,6 +86,7 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     kept, stopped = trim_at_stop(picks, commit.count, state.stop_ids)
     room = state.limit - (state.length + 1)
     count = torch.where(state.done, 0, torch.minimum(kept, room))
+    commit = replace(commit, count=count)
     live = (~state.done).to(torch.int32)
 
     return replace(

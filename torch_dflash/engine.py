@@ -79,7 +79,9 @@ class Engine:
         self.pair = Pair(skeleton, proposer, self.plan)
         self.keeps_alive: Any = None
         self._target = weakref.ref(target)
-        self._drafter = None if drafter is None else weakref.ref(drafter)
+        # A proposer without tensors was copied whole; nothing of the user's need live on.
+        weightless = not [*self.pair.proposer.parameters(), *self.pair.proposer.buffers()]
+        self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
         self.tensors()  # refuses a model that its config does not describe
         self.runtime: Runtime = _make_runtime(runtime, self.pair, self.plan)
 

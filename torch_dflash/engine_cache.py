@@ -8,16 +8,17 @@ from collections import OrderedDict
 from typing import Any
 
 from torch_dflash.checkpoints import check_drafter
+from torch_dflash.checks import check_target
 from torch_dflash.engine import Engine
 
 ENGINES_PER_PAIR = 8
 
 
-class _NoDrafter:
-    """Stands for ``drafter=None`` where a weak key is needed."""
+class _Value:
+    """Stands in the weak keys for a drafter that is known by value: None, or a proposer with a ``key``."""
 
 
-_NO_DRAFTER = _NoDrafter()
+_values: dict[Any, _Value] = {}
 _lock = threading.Lock()
 # target -> drafter -> options -> engine. An engine refers to its models weakly, so no value here leads
 # back to its key, and deleting a model frees the engine and its device arrays.
@@ -29,10 +30,14 @@ _engines: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, OrderedD
 def cached_engine(target, drafter, **options: Any) -> Engine:
     """The engine for these arguments (as `Engine`), built at most once while it stays in use."""
     check_drafter(drafter)
-    key = tuple(sorted(options.items()))
+    check_target(target)
+    # A resized vocabulary makes other programs of the same model.
+    key = target.get_input_embeddings().weight.shape, *sorted(options.items())
+    value = None if drafter is None else getattr(drafter, "key", None)
     with _lock:
+        known = drafter if drafter is not None and value is None else _values.setdefault(value, _Value())
         by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())
-        entries = by_drafter.setdefault(_NO_DRAFTER if drafter is None else drafter, OrderedDict())
+        entries = by_drafter.setdefault(known, OrderedDict())
         if key not in entries:
             entries[key] = Engine(target, drafter, **options)
             while len(entries) > ENGINES_PER_PAIR:

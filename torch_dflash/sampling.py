@@ -82,7 +82,9 @@ def pick_tokens(
 
     def sample(logits: Tensor, position: Tensor) -> Tensor:
         greedy = sampling.temperature <= 0
-        scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None, None]
+        # The best logit is moved to 0 first: divided by a tiny temperature, the others would overflow too.
+        temperature = torch.where(greedy, 1.0, sampling.temperature).clamp(min=1e-30)
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None, None]
         if filters:
             scaled = filter_logits(scaled, sampling)
         noisy = scaled + gumbel(sampling.seed, position, logits.shape[-1])

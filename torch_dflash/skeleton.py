@@ -39,9 +39,51 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         # The default loops over the experts that were hit: a data-dependent shape.
         config._experts_implementation = "batched_mm"
-    with torch.device("meta"):
-        skeleton = type(model)(config)
+    try:
+        with torch.device("meta"):
+            skeleton = type(model)(config)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(model).__name__} cannot be built from its config alone ({error}); pass a model whose "
+            "class takes just a config, as those of transformers do."
+        ) from error
     return skeleton.eval().requires_grad_(False)
+
+
+def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
+    """Refuse a model whose modules are not those that its class and config describe.
+
+    The skeleton runs instead of the model, so what a hook, a replaced module or an attribute changed
+    after loading does to the model would silently not happen.
+
+    Raises:
+        ValueError: naming the first such module.
+    """
+    expected = dict(skeleton.named_modules())
+    for name, module in model.named_modules():
+        twin = expected.get(name)
+        where = f"{type(model).__name__}.{name}" if name else type(model).__name__
+        if twin is None or type(twin) is not type(module) or twin.extra_repr() != module.extra_repr():
+            raise ValueError(
+                f"{where} is {_describe(module)}, by the model's config it should be {_describe(twin)}. Undo "
+                "the change, or merge adapters and dequantise, before passing the model."
+            )
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        foreign = [hook for hook in hooks if not _of_transformers(hook)]
+        if foreign or "forward" in vars(module):
+            what = getattr(foreign[0], "__qualname__", foreign[0]) if foreign else "a replaced forward"
+            raise ValueError(
+                f"{where} carries {what}, which would not run; remove it before passing the model."
+            )
+
+
+def _describe(module: nn.Module | None) -> str:
+    return "absent" if module is None else f"{type(module).__name__}({module.extra_repr()})"
+
+
+def _of_transformers(hook) -> bool:
+    """transformers leaves its own hooks for ``output_hidden_states``; they change nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -53,10 +95,17 @@ def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[
     """
     live = dict(model.named_parameters(remove_duplicate=False))
     live |= dict(model.named_buffers(remove_duplicate=False))
-    taken: dict[int, Tensor] = {}
-    tensors = {}
     slots = list(skeleton.named_parameters(remove_duplicate=False))
     slots += list(skeleton.named_buffers(remove_duplicate=False))
+    extra = set(dict(model.named_parameters())) - {name for name, _ in slots}
+    if extra:
+        raise ValueError(
+            f"{type(model).__name__}: unknown parameters {sorted(extra)[:3]}; merge adapters "
+            "(merge_and_unload()) before passing the model."
+        )
+    check_unmodified(skeleton, model)
+    taken: dict[int, Tensor] = {}
+    tensors = {}
     for name, slot in slots:
         tensor = live.get(name)
         if tensor is None or tensor.shape != slot.shape:
@@ -76,10 +125,4 @@ def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[
                 f"{type(model).__name__}: {name} is tied by the config (tie_word_embeddings=True) but holds "
                 "its own weight; set tie_word_embeddings=False on the config, or tie the weights."
             )
-    extra = set(dict(model.named_parameters())) - {name for name, _ in slots}
-    if extra:
-        raise ValueError(
-            f"{type(model).__name__}: unknown parameters {sorted(extra)[:3]}; merge adapters "
-            "(merge_and_unload()) before passing the model."
-        )
     return tensors

@@ -19,7 +19,7 @@ class DecodeStats:
         time_per_output_token: time after the first token per further token of the longest row (TPOT); None
             where no row has a second token.
         compilations: XLA programs compiled during the call.
-        host_reads: device-to-host reads during the call.
+        host_reads: reads of the state by the engine, one per chunk (eager rounds also test flags).
     """
 
     acceptance_lengths: list[list[int]]

@@ -140,5 +140,5 @@ def _verify_cost(rows: list[dict]) -> str:
     cost = ngram["ms_per_round"] / plain["ms_per_round"]
     return (
         f"A verify round costs {cost:.1f} plain steps on this device. A TPU or GPU at batch 1 reads\n"
-        "the weights once for all rows and stays near 1; a CPU does not: there, look at acceptance."
+        "the weights once for all rows and should stay near 1; a CPU does not: there, look at acceptance."
     )

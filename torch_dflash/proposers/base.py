@@ -18,6 +18,8 @@ class Proposer(Protocol):
     A state that counts what it has taken in shows it as ``committed`` [B]; eager rounds assert that it
     equals the target's committed length.
 
+    One that keeps no weights may have a hashable ``key``: objects of equal keys then share engines.
+
     Attributes:
         taps: target layers whose outputs it wants (0-based block indices), () for none.
         width: rows W of its draft, the anchor included.

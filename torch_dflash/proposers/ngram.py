@@ -48,6 +48,11 @@ class NGramProposer(nn.Module):
         self.width = width
         self.max_ngram = max_ngram
 
+    @property
+    def key(self) -> tuple:
+        """What makes two of these the same, so that they share engines."""
+        return type(self), self.width, self.max_ngram
+
     def start(self, plan: DecodePlan, device) -> NGramState:
         return NGramState(
             torch.zeros(plan.batch_size, plan.slots, dtype=torch.int32, device=device),
