@@ -111,7 +111,8 @@ class PromptChunk:
     """A piece of each row's prompt: ``ids`` [B, C], of which ``count`` [B] are real (0 = nothing).
 
     ``following`` [B] is the prompt token after the piece, or -1 where the prompt ends in it and the
-    target picks the next token.
+    target picks the next token. A further turn begins with the row's anchor, which is committed but has no
+    K/V yet; the host raises ``limit`` and clears ``done`` for it first.
     """
 
     ids: Int[Tensor, "B C"]
