@@ -63,7 +63,9 @@ def filter_logits(scaled: Float[Tensor, "B M V"], sampling: Sampling) -> Float[T
     kept = torch.where(rank < top_k, ordered, -torch.inf)
     mass = torch.softmax(kept, dim=-1)
     # A rank stays while the mass strictly before it is below top_p: the best one always does.
-    inside = (torch.cumsum(mass, dim=-1) - mass < sampling.top_p[:, None, None]) | (rank == 0)
+    # Rounded sums reach 1 before the tail ends, so 1 must be off by name.
+    top_p = torch.where(sampling.top_p < 1, sampling.top_p, torch.inf)[:, None, None]
+    inside = (torch.cumsum(mass, dim=-1) - mass < top_p) | (rank == 0)
     inside = inside & (mass >= sampling.min_p[:, None, None] * mass[..., :1]) & (rank < top_k)
     lowest = torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True)
     return torch.where(scaled >= lowest, scaled, -torch.inf)
