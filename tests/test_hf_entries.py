@@ -57,6 +57,15 @@ def test_custom_generate_samples_like_generate(pair, batch, runtime):
     assert not torch.equal(first, expected)
 
 
+def test_custom_generate_is_greedy_where_do_sample_is_unset(pair, batch):
+    target, drafter = pair
+    # The other options have no effect then, to transformers too.
+    config = GenerationConfig(max_new_tokens=NEW, pad_token_id=0, temperature=1.0, top_k=50, top_p=0.9)
+    options = {"do_sample": None, "generation_config": config}
+    out = target.generate(**batch, **options, custom_generate=td.dflash(drafter, runtime="eager"))
+    assert torch.equal(out, target.generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=0))
+
+
 def test_custom_generate_repeats_prompts(pair, batch):
     target, drafter = pair
     block, length = td.dflash(drafter, runtime="eager", seed=3), batch["input_ids"].shape[1]

@@ -5,6 +5,7 @@ import math
 import time
 
 import models
+import numpy as np
 import pytest
 import torch
 from scripted import Scripted
@@ -12,6 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import torch_dflash as td
 from torch_dflash.engine import read_request
+from torch_dflash.options import seed_key
 
 RUNTIMES = ["eager", "xla"]
 IDS = torch.tensor([[5, 9, 13, 17, 21, 25, 29]])
@@ -245,3 +247,43 @@ def test_unset_seed_follows_torch(pair):
     state = torch.get_rng_state()
     assert torch.equal(draw(seed=3), draw(seed=3))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_seeds_of_any_64_bits_have_keys_of_their_own():
+    edges = [0, 1, -1, -2, 2**31, 2**32, 2**32 - 1, 2**32 + 1, 2**63, -(2**63), 2**63 - 1, 2**64 - 2]
+    seeds = {seed % 2**64 for seed in [*edges, *range(-500, 500), *(word << 32 for word in range(1000))]}
+    keys = {seed_key(seed) for seed in seeds}
+    assert len(keys) == len(seeds) and min(keys) == 0 and max(keys) < 2**32
+    assert all(seed_key(seed) == seed for seed in (0, 7, 2**32 - 1)) and seed_key(-1) == seed_key(2**64 - 1)
+    # splitmix64's finaliser of 1, worked out by code that gives the published first output for state 0.
+    assert seed_key(1 << 32) == 0x5692161D100B05E5 & 0xFFFFFFFF
+
+
+def test_seeds_are_integers_of_any_kind(target):
+    ids = IDS.repeat(3, 1)
+
+    def row_seeds(seed):
+        return read_request(target, ids, None, {"seed": seed, "do_sample": True})[1].seed
+
+    for seed in (
+        5,
+        np.int64(5),
+        np.uint8(5),
+        np.array(5),
+        torch.tensor(5),
+        torch.tensor(5, dtype=torch.int32),
+    ):
+        assert row_seeds(seed) == [5, 6, 7]
+    for seeds in ([9, 5, -1], (np.int64(9), 5, -1), np.array([9, 5, -1]), torch.tensor([9, 5, -1])):
+        assert row_seeds(seeds) == [9, 5, -1]
+    assert all(type(seed) is int for seed in row_seeds(np.uint8(255))) and row_seeds(np.uint8(255))[1] == 256
+    assert len({seed_key(seed) for seed in row_seeds(2**64 - 1)}) == 3  # counted modulo 2**64
+
+
+def test_texts_of_distant_seeds_differ(pair):
+    def draw(seed):
+        options = {"max_new_tokens": 24, "do_sample": True, "temperature": 4.0, "runtime": "eager"}
+        return tuple(td.generate(*pair, IDS, seed=seed, **options)[0].tolist())
+
+    assert len({draw(seed) for seed in (0, -1, 2**32, 2**63, -(2**63) + 1, 2**64 - 2)}) == 6
+    assert draw(-1) == draw(2**64 - 1)

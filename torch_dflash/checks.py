@@ -5,6 +5,9 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
+RUNTIMES = ("xla", "eager")
+INT32_MAX = 2**31 - 1
+
 
 def is_count(value: Any) -> bool:
     """Whether ``value`` is an integer; a bool is a flag in the wrong place, not a number."""
@@ -18,9 +21,34 @@ def check_counts(least: int = 1, **values: Any) -> None:
             raise ValueError(f"{name}={value!r}: must be an integer of at least {least}.")
 
 
+def check_runtime(runtime: Any) -> None:
+    """Raise ``ValueError`` unless ``runtime`` names one of `RUNTIMES`."""
+    if runtime not in RUNTIMES:
+        raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
+
+
+def check_blocks(drafter: Any, **widths: Any) -> None:
+    """Raise ``ValueError`` for a ``block_size`` or ``verify_width`` that needs a drafter where there is none.
+
+    The plan would name the width of a block that the user never gave.
+    """
+    for name, value in widths.items():
+        if drafter is None and is_count(value) and value > 1:
+            verb = "draft" if name == "block_size" else "verify"
+            raise ValueError(
+                f"{name}={value} without a drafter: there is nothing to {verb}; pass a drafter or leave "
+                f"{name} unset."
+            )
+
+
 def check_target(target: Any) -> None:
     """Raise ``TypeError`` unless ``target`` is a causal LM that decodes on its own."""
     name, config = type(target).__name__, getattr(target, "config", None)
+    if hasattr(target, "_orig_mod"):
+        raise TypeError(
+            f"target={name}: that is what torch.compile made of a model, and its weights go by other names; "
+            "pass the original module, target._orig_mod. The XLA runtime compiles it itself."
+        )
     if hasattr(config, "dflash_config"):
         raise TypeError(
             f"target={name}: that is a DFlash drafter; pass the target model first, the drafter second."

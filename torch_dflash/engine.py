@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torch_dflash.checkpoints import make_proposer
-from torch_dflash.checks import check_counts, check_streamer, check_target
+from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target
 from torch_dflash.decode import Pair, Params, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.options import UNSET, Request, defaults_of, resolve
+from torch_dflash.options import UNSET, Request, defaults_of, resolve, seed_key
 from torch_dflash.outputs import GenerateOutput, collect
 from torch_dflash.prompts import bucket, prompt_chunks, split_rows
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
@@ -24,7 +24,6 @@ from torch_dflash.skeleton import collect_tensors
 from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, Sampling
 from torch_dflash.target import Target
 
-RUNTIMES = ("xla", "eager")
 LARGEST_CHUNK = 512
 
 
@@ -50,8 +49,7 @@ class Engine:
         prefill_chunk_size: int = LARGEST_CHUNK,
         matmul_precision: str = "highest",
     ):
-        if runtime not in RUNTIMES:
-            raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
+        check_runtime(runtime)
         check_target(target)
         check_counts(max_length=max_length, batch_size=batch_size, rounds_per_chunk=rounds_per_chunk)
         check_counts(verify_width=verify_width, prefill_chunk_size=prefill_chunk_size)
@@ -237,8 +235,7 @@ def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) ->
     lengths = [len(row) for row in rows]
     limits = [a + b for a, b in zip(lengths, request.max_new_tokens, strict=True)]
     stops = [[*ids, *[-1] * (plan.stop_slots - len(ids))] for ids in request.stop_ids]
-    # A 64-bit seed is folded to the row's 32-bit key here, where Python's integers do not overflow.
-    seeds = [(seed ^ (seed >> 32)) & 0xFFFFFFFF for seed in request.seed]
+    keys = [seed_key(seed) for seed in request.seed]  # here, where Python's integers do not overflow
     return RowRequests(
         prompt_length=column(lengths, torch.int32),
         limit=column(limits, torch.int32),
@@ -249,7 +246,7 @@ def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) ->
             top_k=column(request.top_k, torch.int32),
             top_p=column(request.top_p, torch.float32, fill=1.0),
             min_p=column(request.min_p, torch.float32),
-            seed=column([seed - (seed >> 31 << 32) for seed in seeds], torch.int32),
+            seed=column([key - (key >> 31 << 32) for key in keys], torch.int32),
         ),
     )
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from torch_dflash.checks import check_streamer
+from torch_dflash.checks import check_blocks, check_counts, check_runtime, check_streamer
 from torch_dflash.engine import Engine, read_request
 from torch_dflash.engine_cache import cached_engine
-from torch_dflash.options import UNSET, drawn_seed, refuse_unsupported
+from torch_dflash.options import UNSET, drawn_seed, refuse_unsupported, room_below
 from torch_dflash.outputs import GenerateOutput
 
 
@@ -35,6 +35,7 @@ def compile(target: PreTrainedModel, drafter, **options: Any) -> Engine:
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
     """
+    check_blocks(drafter, **{name: options.get(name) for name in ("block_size", "verify_width")})
     engine = Engine(target, drafter, **options)
     engine.keeps_alive = (target, drafter)
     return engine
@@ -73,7 +74,7 @@ def generate(
         attention_mask: [B, T], 1 = real token.
         max_new_tokens: hard cap.
         temperature: 0 is greedy.
-        seed: row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
+        seed: in [-2**63, 2**64); row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
         block_size, verify_width, rounds_per_chunk, runtime: see `compile`.
@@ -91,13 +92,13 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "do_sample": do_sample,
         "temperature": temperature,
-        "seed": seed,
+        "seed": drawn_seed() if seed is None else seed,  # once: the request is read twice
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
     }
-    options["seed"] = drawn_seed() if seed is None else seed  # once: the request is read twice
     rows, request = read_request(target, input_ids, attention_mask, options)
     check_streamer(streamer, len(rows))
+    check_blocks(drafter, block_size=block_size, verify_width=verify_width)
     ends = [len(row) + new for row, new in zip(rows, request.max_new_tokens, strict=True)]
     engine = cached_engine(
         target,
@@ -131,7 +132,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             ``rounds_per_chunk``, ``seed``, ``streamer``.
 
     Raises:
-        TypeError: another keyword; ``target.generate`` itself takes the options of generation.
+        TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
+            a bound value that no call could honour.
     """
 
     def __init__(self, drafter, **bound: Any):
@@ -140,6 +142,12 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             raise TypeError(
                 f"dflash() takes {', '.join(_BOUND)}, not {unknown[0]!r}; pass it to target.generate."
             )
+        block_size, verify_width = bound.get("block_size"), bound.get("verify_width")
+        check_runtime(bound.get("runtime", "xla"))
+        check_counts(
+            block_size=block_size, verify_width=verify_width, rounds_per_chunk=bound.get("rounds_per_chunk")
+        )
+        check_blocks(drafter, block_size=block_size, verify_width=verify_width)
         self.drafter = drafter
         self.bound = bound
 
@@ -165,14 +173,16 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         attention_mask = model_kwargs.get("attention_mask")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)  # transformers passes None for "all real"
-        names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "pad_token_id")
-        options: dict[str, Any] = {"seed": seed} | {name: getattr(config, name) for name in names}
+        # To transformers an unset do_sample is greedy by now, whatever the sampling options say.
+        names = ("temperature", "top_k", "top_p", "min_p") if config.do_sample else ()
+        options: dict[str, Any] = {"seed": seed, "pad_token_id": config.pad_token_id}
+        options |= {"do_sample": config.do_sample or False} | {name: getattr(config, name) for name in names}
         return generate(
             model,
             self.drafter,
             input_ids,
             attention_mask,
-            max_new_tokens=config.max_length - input_ids.shape[1],
+            max_new_tokens=room_below(config.max_length, input_ids.shape[1]),
             eos_token_id=config.eos_token_id,
             return_dict_in_generate=bool(config.return_dict_in_generate),
             **(options | self.bound),

@@ -10,10 +10,11 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from torch_dflash.checks import check_counts, is_count
+from torch_dflash.checks import INT32_MAX, check_counts, is_count
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 
@@ -212,11 +213,22 @@ def _budgets(config, per_row, asked, prompt_lengths, width) -> list[int]:
         ):
             budget = config.max_length  # transformers' default: 20 tokens beyond the prompt
         else:
-            budget = config.max_length - width
+            budget = room_below(config.max_length, width)
     budgets = _rows("max_new_tokens", budget, rows)
     for value in budgets:
         check_counts(max_new_tokens=value)
     return budgets
+
+
+def room_below(max_length: Any, width: int) -> int:
+    """The new tokens that ``max_length`` leaves after ``width`` columns of prompt; ``ValueError`` if none."""
+    check_counts(max_length=max_length)
+    if max_length <= width:
+        raise ValueError(
+            f"max_length={max_length} leaves no room after the prompt's {width} columns; pass "
+            f"max_new_tokens, or a max_length of at least {width + 1}."
+        )
+    return max_length - width
 
 
 def drawn_seed() -> int:
@@ -224,15 +236,33 @@ def drawn_seed() -> int:
     return int(torch.randint(0, 2**31 - 1, (1,)).item())
 
 
-def _seeds(seed, rows: int) -> list[int]:
+def _seeds(seed: Any, rows: int) -> list[int]:
     seed = drawn_seed() if seed is None else seed
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return [seed + row for row in range(rows)]  # rows of a batch must not share their noise
-    seeds = _rows("seed", seed, rows)
+    given: Any = seed.tolist() if isinstance(seed, torch.Tensor | np.ndarray) else seed
+    one = not isinstance(given, Sequence)  # an array of no dimensions is a number
+    seeds = [given] if one else _rows("seed", given, rows)
     for value in seeds:
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not is_count(value):
             raise ValueError(f"seed={value!r}: must be an integer, or one integer per row.")
-    return seeds
+        if not -(2**63) <= value < 2**64:
+            raise ValueError(f"seed={value}: must lie in [-2**63, 2**64); take it modulo 2**64.")
+    # Rows of a batch must not share their noise.
+    return [int(given) + row for row in range(rows)] if one else [int(value) for value in seeds]
+
+
+def seed_key(seed: int) -> int:
+    """The 32-bit key, unsigned, of a seed taken modulo 2**64 (so -1 is the seed 2**64 - 1).
+
+    The low word, offset by 32 bits of the high word's splitmix64 finaliser (Steele et al. 2014): seeds that
+    share their high word, as the rows of a batch do, never share a key; any other two do so by chance, one
+    time in 2**32. The finaliser maps 0 to 0, so a seed below 2**32 is its own key; `sampling.noise_bits`
+    does the rest of the mixing.
+    """
+    word = 2**64 - 1
+    low, high = seed & 0xFFFFFFFF, (seed & word) >> 32
+    high = (high ^ (high >> 30)) * 0xBF58476D1CE4E5B9 & word
+    high = (high ^ (high >> 27)) * 0x94D049BB133111EB & word
+    return low ^ ((high ^ (high >> 31)) & 0xFFFFFFFF)
 
 
 def _stop_ids(eos, rows: int) -> list[tuple[int, ...]]:
@@ -246,10 +276,15 @@ def _stop_ids(eos, rows: int) -> list[tuple[int, ...]]:
         stops = [tuple(entry) for entry in _rows("eos_token_id", eos, rows)]
     else:
         stops = [tuple(eos)] * rows
-    for stop in {stop for row in stops for stop in row}:
+    for stop in [stop for row in stops for stop in row]:
         if not is_count(stop) or stop < 0:
             raise ValueError(
                 f"eos_token_id holds {stop!r}: must be token ids; pass None or [] to never stop."
+            )
+        if stop > INT32_MAX:
+            raise ValueError(
+                f"eos_token_id holds {stop}: token ids are int32, at most {INT32_MAX}; pass the target's own "
+                "stop ids, or None to never stop."
             )
     return stops
 
@@ -264,7 +299,10 @@ def _pad(config: GenerationConfig, eos) -> int:
 def _check_ranges(request: Request) -> None:
     checks = {
         "temperature": (lambda v: 0 <= v < math.inf, "a number, 0 (greedy) or more"),
-        "top_k": (lambda v: is_count(v) and v >= 0, "an integer, 0 (off) or more"),
+        "top_k": (
+            lambda v: is_count(v) and 0 <= v <= INT32_MAX,
+            f"an integer, 0 (off) or more, at most {INT32_MAX} (int32); pass 0 to keep every token",
+        ),
         "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
         "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     }

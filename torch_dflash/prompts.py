@@ -54,9 +54,18 @@ def split_rows(
     rows = []
     for row, (tokens, real) in enumerate(zip(ids, keep, strict=True)):
         where = np.flatnonzero(real)
+        span = slice(where[0], where[-1] + 1) if where.size else slice(None)
+        left_out = tokens[span][~real[span]]
+        # transformers makes such a mask where its user gave none, so a given mask is no sign of intent.
+        if left_out.size and pad_token_id is not None and (left_out == pad_token_id).all():
+            where_it_is = "inside its prompt" if where.size else "and nothing else: an empty prompt"
+            raise ValueError(
+                f"row {row} of input_ids holds pad_token_id={pad_token_id} {where_it_is}. It is taken for "
+                "padding; if it is text, pass attention_mask explicitly, with 1 for every real token."
+            )
         if where.size == 0:
             raise ValueError(f"row {row} of input_ids has an empty prompt; give at least one token.")
-        if where[-1] - where[0] + 1 != where.size:
+        if left_out.size:
             raise ValueError(f"attention_mask of row {row} has a gap; padding must lie at one end or both.")
         prompt = tokens[where]
         bad = prompt[(prompt < 0) | (prompt >= vocab_size)]
