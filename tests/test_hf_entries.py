@@ -205,3 +205,12 @@ def test_a_generation_config_of_the_users_is_filled_from_the_models(pair, batch)
     assert torch.equal(got, wanted)
     with pytest.raises(TypeError, match="generation_config=dict"):
         td.generate(target, drafter, **batch, generation_config={"max_new_tokens": 9})
+
+
+def test_custom_generate_hears_an_override_of_the_models_config(pair, batch):
+    target, drafter = copy.deepcopy(pair[0]), pair[1]
+    target.generation_config.update(repetition_penalty=1.3, pad_token_id=0)
+    options = {"max_new_tokens": NEW, "repetition_penalty": 1.0, "do_sample": False}
+    expected = target.generate(**batch, **options)
+    block = td.dflash(drafter, runtime="eager")
+    assert torch.equal(target.generate(**batch, **options, custom_generate=block), expected)

@@ -185,6 +185,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             max_new_tokens=room_below(config.max_length, input_ids.shape[1]),
             eos_token_id=config.eos_token_id,
             return_dict_in_generate=bool(config.return_dict_in_generate),
+            generation_config=config,  # else the model's own would fill in what the user has overridden
+            num_return_sequences=1,  # transformers has repeated the rows already
             **(options | self.bound),
         )
 
