@@ -294,3 +294,17 @@ def test_engines_of_one_model_share_its_weights_on_the_device():
     del short, long, engine
     gc.collect()
     assert len(jax.live_arrays()) - before < (arrays - before) / 4
+
+
+def test_new_weights_at_an_old_address_are_seen():
+    """A freed weight's memory may be given to its successor: same address, version, shape and dtype."""
+    target = make_pair("llama", seed=5)[0]
+    engine = td.compile(target, None, max_length=32)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    memory = torch.empty_like(target.lm_head.weight).detach().numpy()
+    for seed in range(3):
+        target.lm_head.weight = None
+        memory[:] = torch.randn(memory.shape, generator=torch.Generator().manual_seed(seed)).numpy()
+        target.lm_head.weight = torch.nn.Parameter(torch.from_numpy(memory))
+        wanted = target.generate(ids, max_new_tokens=6, do_sample=False)
+        assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False), wanted)
