@@ -1,11 +1,11 @@
 """Bad input: the error's type, and a message with field, value and fix, before any forward has run."""
 
 import copy
-import re
 
 import models
 import pytest
 import torch
+from guards import IDS, no_step_runs, refuses  # noqa: F401 - an autouse fixture
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -16,30 +16,11 @@ from transformers import (
 )
 
 import torch_dflash as td
-import torch_dflash.runtime
-
-IDS = torch.tensor([[3, 4, 5, 6]])
 
 
 @pytest.fixture(scope="module")
 def pair():
     return models.make_pair()
-
-
-@pytest.fixture(autouse=True)
-def no_step_runs(monkeypatch):
-    """Every error below must come before a step of decoding."""
-
-    def ran(*args):
-        pytest.fail("a step ran before the input was refused")
-
-    for step in ("begin", "prefill", "decode_round"):
-        monkeypatch.setattr(torch_dflash.runtime, step, ran)
-
-
-def refuses(error, *words):
-    """``pytest.raises`` for a message that holds all ``words`` in this order."""
-    return pytest.raises(error, match=".*".join(map(re.escape, words)))
 
 
 def test_the_guard_itself_fails_a_good_call(pair):

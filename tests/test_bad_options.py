@@ -1,18 +1,16 @@
 """Options that are wrong in a way that shows late: out of a machine's range, without effect, or unbound."""
 
 import copy
-import re
 
+import guards
 import models
 import numpy as np
 import pytest
 import torch
+from guards import IDS, no_step_runs  # noqa: F401 - an autouse fixture
 from transformers import GenerationConfig
 
 import torch_dflash as td
-import torch_dflash.runtime
-
-IDS = torch.tensor([[3, 4, 5, 6]])
 
 
 @pytest.fixture(scope="module")
@@ -20,20 +18,8 @@ def pair():
     return models.make_pair()
 
 
-@pytest.fixture(autouse=True)
-def no_step_runs(monkeypatch):
-    """Every error below must come before a step of decoding."""
-
-    def ran(*args):
-        pytest.fail("a step ran before the input was refused")
-
-    for step in ("begin", "prefill", "decode_round"):
-        monkeypatch.setattr(torch_dflash.runtime, step, ran)
-
-
 def refuses(*words, error=ValueError):
-    """``pytest.raises`` for a message that holds all ``words`` in this order."""
-    return pytest.raises(error, match=".*".join(map(re.escape, words)))
+    return guards.refuses(error, *words)
 
 
 def generate(target, drafter, ids=IDS, mask=None, **options):

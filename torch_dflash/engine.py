@@ -85,9 +85,7 @@ class Engine:
 
     def tensors(self) -> Params:
         """The user's live weights under the pair's names; fetched per call, so changes are seen."""
-        target = self._target()
-        if target is None:
-            raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
+        target = self._live_target()
         tensors = collect_tensors(self.pair.target.model, target, "target.model.")
         if self._drafter is not None:
             drafter, proposer = self._drafter(), self.pair.proposer
@@ -98,6 +96,12 @@ class Engine:
             else:
                 tensors |= collect_tensors(proposer, drafter, "proposer.")
         return tensors
+
+    def _live_target(self) -> PreTrainedModel:
+        target = self._target()
+        if target is None:
+            raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
+        return target
 
     def warmup(self) -> Engine:
         """Compile every prompt bucket and the decoding loop, so that no later call compiles."""
@@ -169,9 +173,7 @@ class Engine:
         return state
 
     def _prepare(self, input_ids, attention_mask, options) -> tuple[list[np.ndarray], Request]:
-        target = self._target()
-        if target is None:
-            raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
+        target = self._live_target()
         rows, request = read_request(target, input_ids, attention_mask, options)
         plan = self.plan
         if len(rows) > plan.batch_size:

@@ -1,0 +1,26 @@
+"""What tests of refused input share: a prompt, a ban on decoding steps, and how a message is read."""
+
+import re
+
+import pytest
+import torch
+
+import torch_dflash.runtime
+
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+@pytest.fixture(autouse=True)
+def no_step_runs(monkeypatch):
+    """Every error below must come before a step of decoding."""
+
+    def ran(*args):
+        pytest.fail("a step ran before the input was refused")
+
+    for step in ("begin", "prefill", "decode_round"):
+        monkeypatch.setattr(torch_dflash.runtime, step, ran)
+
+
+def refuses(error, *words):
+    """``pytest.raises`` for a message that holds all ``words`` in this order."""
+    return pytest.raises(error, match=".*".join(map(re.escape, words)))
