@@ -31,6 +31,8 @@ LAYERS = [
     {"engine"},
     {"engine_cache"},
     {"generation"},
+    {"selftest", "selftest.pairs", "selftest.checks", "selftest.side"},
+    {"selftest.texts", "selftest.parity", "selftest.costs", "selftest.timing"},
 ]
 
 
