@@ -13,8 +13,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    from torch_dflash.cli import demo
+    from torch_dflash.cli import demo, generate
 
     demo.add_parser(commands)
+    generate.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

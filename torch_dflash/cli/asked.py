@@ -1,0 +1,117 @@
+"""What a user of ``generate`` asked for: input read, options checked, before anything is decoded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.loading import Loaded
+
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def read_input(arguments: argparse.Namespace) -> bytes:
+    """The bytes of --prompt, --file or stdin, of which there must be exactly one."""
+    given = {"--prompt": arguments.prompt, "--file": arguments.file, "-": arguments.stdin}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1:
+        what = " and ".join(given) + ": two inputs" if given else "no input"
+        raise UserError(f"{what}; give exactly one of --prompt TEXT, --file PATH and -.")
+    if arguments.prompt is not None:
+        return arguments.prompt.encode("utf-8", "surrogateescape")
+    if arguments.stdin or arguments.file == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(arguments.file).expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(f"--file {arguments.file}: {error.strerror}; give a file that can be read.") from None
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuse what needs no model to be refused: loading one takes minutes."""
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {arguments.max_new_tokens}: must be an integer of at least 1.")
+    if arguments.batch_size is not None and arguments.batch_size < 1:
+        raise UserError(f"--batch-size {arguments.batch_size}: must be an integer of at least 1.")
+    if arguments.batch_size is not None and not arguments.jsonl:
+        raise UserError(
+            f"--batch-size {arguments.batch_size} with one prompt: it is for --jsonl; leave it out."
+        )
+    if arguments.prompt is not None and arguments.jsonl:
+        raise UserError("--jsonl with --prompt: JSON lines come from --file PATH or -; leave --jsonl out.")
+    for name, off in NEUTRAL.items():
+        value = getattr(arguments, name)
+        if arguments.temperature == 0 and value != off:
+            raise UserError(
+                f"--{name.replace('_', '-')} {value} at temperature 0: greedy decoding filters nothing; set "
+                "--temperature."
+            )
+    if arguments.device and arguments.runtime == "xla":
+        raise UserError(
+            f"--device {arguments.device} with --runtime xla: XLA runs on JAX's default device; leave it out "
+            "or use --runtime eager."
+        )
+    template_options(arguments)
+
+
+def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The chat template's further variables."""
+    given = arguments.chat_template_kwargs
+    try:
+        parsed = json.loads(given or "{}")
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise UserError(f"--chat-template-kwargs {given}: must be one JSON object.")
+    return parsed
+
+
+def call_options(arguments: argparse.Namespace, loaded: Loaded) -> dict[str, Any]:
+    """The options of every call on the pair; the seed comes with each call."""
+    options: dict[str, Any] = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "do_sample": arguments.temperature != 0,
+        "eos_token_id": [] if arguments.ignore_eos else _stop_ids(loaded),
+    }
+    if options["do_sample"]:
+        for name in ("temperature", *NEUTRAL):
+            options[name] = getattr(arguments, name)
+    penalty = getattr(loaded.target.generation_config, "repetition_penalty", None)
+    if penalty not in (None, 1.0):
+        # Many published models set one; there would be no way to decode them from here.
+        print(
+            f"torch-dflash generate: the model's repetition_penalty={penalty} is not applied", file=sys.stderr
+        )
+        options["repetition_penalty"] = 1.0
+    return options
+
+
+def _stop_ids(loaded: Loaded) -> list[int]:
+    """The model's stop ids, else the tokenizer's."""
+    stops = loaded.target.generation_config.eos_token_id
+    stops = loaded.tokenizer.eos_token_id if stops is None else stops
+    return [] if stops is None else [*stops] if isinstance(stops, list | tuple) else [stops]
+
+
+def prompt_room(arguments: argparse.Namespace, loaded: Loaded) -> int:
+    """Most tokens a prompt may have beside --max-new-tokens in the target's context."""
+    context = getattr(loaded.target.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and arguments.max_new_tokens >= context:
+        raise UserError(
+            f"--max-new-tokens {arguments.max_new_tokens}: the target's max_position_embeddings={context} "
+            "leaves no room for a prompt; lower it."
+        )
+    return sys.maxsize if context is None else context - arguments.max_new_tokens
+
+
+def check_room(ids: list[int], room: int) -> None:
+    """Raise `UserError` for a prompt of more than ``room`` tokens."""
+    if len(ids) > room:
+        raise UserError(
+            f"prompt of {len(ids)} tokens: the context leaves room for {room} beside the new tokens; shorten "
+            "it or lower --max-new-tokens."
+        )

@@ -1,0 +1,22 @@
+"""What went wrong through no fault of the program: one line on stderr, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import sys
+
+USAGE = 2  # the exit status of argparse, too
+
+
+class UserError(Exception):
+    """A message for the user that names the field, the value and the fix."""
+
+
+def one_line(error: BaseException | str) -> str:
+    """The message on one line; libraries break theirs over several."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def fail(command: str, error: BaseException | str) -> int:
+    """Print ``error`` as one line of ``command`` and return the exit status of wrong usage."""
+    print(f"torch-dflash {command}: {one_line(error)}", file=sys.stderr)
+    return USAGE

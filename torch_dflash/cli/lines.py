@@ -1,0 +1,171 @@
+"""JSON lines in, JSON lines out: one result per line, in order, each flushed when its batch is done."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_dflash.cli.asked import check_room
+from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.engine import Engine
+from torch_dflash.outputs import GenerateOutput
+
+FIELDS = ("prompt", "turns", "messages")
+
+
+@dataclass
+class Item:
+    """One line of input: its ``number`` (from 1), what is echoed, its prompt ``ids``, or its ``error``."""
+
+    number: int
+    echo: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    error: str | None = None
+
+
+def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int) -> list[Item]:
+    """Every line that is not blank, encoded; a bad one keeps its place with an ``error``.
+
+    Args:
+        data: the whole input.
+        encode: chat messages to prompt ids.
+        room: most tokens a prompt may have.
+    """
+    items = []
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if not line.strip():
+            continue
+        item = Item(number)
+        items.append(item)
+        try:
+            record = _record(line.strip())
+            item.echo = {key: record[key] for key in ("id", *FIELDS) if key in record}
+            item.ids = encode(_messages(record))
+            check_room(item.ids, room)
+        except UserError as error:
+            item.error = f"line {number}: {one_line(error)}"
+    return items
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
+        shown = line[:60].decode("utf-8", "replace")
+        raise UserError(f"{shown!r} is not JSON ({error}); write one object per line.") from None
+    if not isinstance(record, dict):
+        raise UserError(f'{line[:60].decode()!r} is no JSON object; write {{"prompt": "..."}}.')
+    return record
+
+
+def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+    given = [name for name in FIELDS if name in record]
+    if len(given) != 1:
+        found = " and ".join(given) if given else f"fields {sorted(record)}"
+        raise UserError(f"{found}: give exactly one of {', '.join(FIELDS)}.")
+    value = record[given[0]]
+    if given[0] == "prompt" and isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if given[0] == "turns" and isinstance(value, list) and value and isinstance(value[0], str):
+        return [{"role": "user", "content": value[0]}]
+    well_formed = (
+        isinstance(value, list)
+        and value
+        and all(
+            isinstance(entry, dict)
+            and isinstance(entry.get("role"), str)
+            and isinstance(entry.get("content"), str)
+            for entry in value
+        )
+    )
+    if given[0] == "messages" and well_formed:
+        return value
+    wanted = {
+        "prompt": "a string",
+        "turns": "a list of strings",
+        "messages": 'a list of {"role": ..., "content": ...} with strings',
+    }
+    raise UserError(f"{given[0]}={json.dumps(value)[:60]}: must be {wanted[given[0]]}.")
+
+
+def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Runs of items in their order, with at most ``size`` good ones in each."""
+    batch: list[Item] = []
+    for item in items:
+        if item.error is None and sum(other.error is None for other in batch) == size:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def decode_items(engine: Engine, items: list[Item], seed: int, options: dict[str, Any]) -> GenerateOutput:
+    """Decode the good ones of a batch; line n draws from ``seed + n - 1`` whatever batch it is in."""
+    width = max(len(item.ids) for item in items)
+    ids, mask = (
+        torch.zeros(len(items), width, dtype=torch.long),
+        torch.zeros(len(items), width, dtype=torch.long),
+    )
+    for row, item in enumerate(items):
+        ids[row, width - len(item.ids) :] = torch.tensor(item.ids)
+        mask[row, width - len(item.ids) :] = 1
+    seeds = [seed + item.number - 1 for item in items]
+    output = engine.generate(ids, mask, seed=seeds, return_dict_in_generate=True, **options)
+    assert isinstance(output, GenerateOutput)
+    return output
+
+
+def run_lines(
+    engine: Engine | None,
+    items: list[Item],
+    *,
+    batch_size: int,
+    seed: int,
+    options: dict[str, Any],
+    decode: Callable[[list[int]], str],
+) -> list[GenerateOutput]:
+    """Decode all batches and write their lines to stdout; the outputs, for the statistics."""
+    outputs = []
+    for batch in batches(items, batch_size):
+        good, results = [item for item in batch if item.error is None], iter(())
+        if good and engine is not None:
+            started = time.perf_counter()
+            output = decode_items(engine, good, seed, options)
+            seconds = time.perf_counter() - started
+            outputs.append(output)
+            results = iter(_results(good, output, seconds, decode, set(options["eos_token_id"])))
+        for item in batch:
+            failed = {"line": item.number, **item.echo, "error": item.error}
+            _write(failed if item.error is not None else next(results))
+    return outputs
+
+
+def _results(
+    items, output: GenerateOutput, seconds: float, decode, stops: set[int]
+) -> Iterator[dict[str, Any]]:
+    assert output.stats is not None and output.sequences is not None
+    width = max(len(item.ids) for item in items)
+    for row, (item, lengths) in enumerate(zip(items, output.stats.acceptance_lengths, strict=True)):
+        new = output.sequences[row, width : width + 1 + sum(lengths)].tolist()
+        yield {
+            "line": item.number,
+            **item.echo,
+            "text": decode(new),
+            "prompt_tokens": len(item.ids),
+            "new_tokens": len(new),
+            "acceptance_lengths": lengths,
+            "finish_reason": "stop" if new[-1] in stops else "length",
+            "seconds": round(seconds, 6),
+        }
+
+
+def _write(record: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,143 @@
+"""A target, its tokenizer and what drafts for it, from what a user names on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.demo_model import DemoModelError, load_demo_target
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers import NGramProposer
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+NGRAM_WIDTH = 8  # wider only pays where long passages are copied
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """``drafter`` is what `torch_dflash.compile` takes: a drafter model, a proposer, or None."""
+
+    target: Any
+    tokenizer: Any
+    drafter: Any
+
+
+# Names with a meaning of their own. Everything else is a directory or a hub id.
+TARGETS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "demo": lambda dtype: load_demo_target(torch.float32 if dtype == "auto" else dtype),
+}
+DRAFTERS: dict[str, Callable[[Any, int | None], Any]] = {
+    "none": lambda dtype, block_size: None,
+    "ngram": lambda dtype, block_size: NGramProposer(NGRAM_WIDTH if block_size is None else block_size),
+}
+
+
+def load_pair(
+    target: str,
+    drafter: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    block_size: int | None = None,
+) -> Loaded:
+    """Load what ``target`` and ``drafter`` name, in evaluation mode on ``device`` (torch's; unset: the CPU).
+
+    Args:
+        target: a key of `TARGETS`, a directory, or a hub id.
+        drafter: a key of `DRAFTERS`, a directory, or a hub id.
+        dtype: a key of `DTYPES`; "auto" is the type the weights are stored in.
+        block_size: width of a proposer that is made here (n-gram lookup).
+
+    Raises:
+        UserError: something does not exist, cannot be read, or is not what it should be.
+    """
+    kind: Any = DTYPES[dtype]
+    try:
+        place = torch.device(device or "cpu")
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"--device {device}: {one_line(error)}; use a device torch has, such as cpu."
+        ) from None
+    if target in TARGETS:
+        try:
+            model, tokenizer = TARGETS[target](kind)
+        except DemoModelError as error:
+            raise UserError(f"--target {target}: {one_line(error)}") from None
+    else:
+        model, tokenizer = _load_target(target, kind)
+    if drafter in DRAFTERS:
+        try:
+            drafts = DRAFTERS[drafter](kind, block_size)
+        except ValueError as error:
+            raise UserError(f"--drafter {drafter}: {one_line(error)}") from None
+    else:
+        drafts = _load_drafter(drafter, kind)
+    if isinstance(drafts, torch.nn.Module):
+        drafts = cast(Any, drafts).to(place).eval()
+    return Loaded(model.to(place).eval(), tokenizer, drafts)
+
+
+def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
+    folder = _existing("--target", source, TARGETS)
+    with _reading("--target", source):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        loading: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        model, info = loading
+    if hasattr(model.config, "dflash_config"):
+        raise UserError(f"--target {source}: that is a DFlash drafter; pass it as --drafter.")
+    if info["missing_keys"]:
+        raise UserError(
+            f"--target {source}: its weights lack {sorted(info['missing_keys'])[:3]}; transformers would "
+            "fill them at random. Check that the checkpoint is complete and a causal LM."
+        )
+    return model, tokenizer
+
+
+def _load_drafter(source: str, dtype: Any) -> DFlashDraftModel:
+    folder = _existing("--drafter", source, DRAFTERS)
+    with _reading("--drafter", source):
+        return cast(DFlashDraftModel, DFlashDraftModel.from_pretrained(folder, dtype=dtype))
+
+
+def _existing(field: str, source: str, names: dict) -> str:
+    """``source``, or its path with ``~`` expanded; a path that is not there never becomes a hub request."""
+    path = Path(source).expanduser()
+    local = source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"{field} {source}: the directory holds no config.json; pass a model's directory."
+            )
+        return str(path)
+    if local or path.exists() or not source:
+        known = ", ".join(names)
+        raise UserError(
+            f"{field} {source}: no such directory; pass a directory, a hub id, or one of {known}."
+        )
+    return source
+
+
+class _reading:  # noqa: N801 - reads as the statement it is
+    """Turn what transformers raises about an unreadable checkpoint into a `UserError`."""
+
+    def __init__(self, field: str, source: str):
+        self.field, self.source = field, source
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, OSError | ValueError | KeyError | ImportError):
+            raise UserError(
+                f"{self.field} {self.source}: {one_line(error)} (It must be a directory, or a hub id that "
+                "can be fetched from here.)"
+            ) from None

@@ -1,0 +1,107 @@
+"""Prompts to ids, and ids to text as they come, never half a character."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from torch_dflash.cli.errors import UserError, one_line
+
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no whole character (yet)
+
+
+class Incremental:
+    """Decode a growing list of ids: every piece is final, and together they are the text of all ids.
+
+    Only the ids since the last two clean cuts are decoded again, so a long text costs no more per token.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = self._read = 0  # ids before `_read` are shown; those from `_context` give spacing
+        self._sent = 0  # characters shown of what follows `_read`
+
+    def push(self, ids: list[int], final: bool = False) -> str:
+        """Take in ``ids``; return what became readable. ``final``: also what never will."""
+        self._ids += ids
+        before = self._decode(self._ids[self._context : self._read])
+        fresh = self._decode(self._ids[self._context :])[len(before) :]
+        # Trailing replacements may still become a character when its other bytes arrive.
+        whole = fresh if final else fresh.rstrip(REPLACEMENT)
+        piece = whole[self._sent :]
+        if whole == fresh and fresh:
+            self._context, self._read, self._sent = self._read, len(self._ids), 0
+        else:
+            self._sent = max(self._sent, len(whole))
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+
+
+class StdoutStreamer:
+    """A transformers streamer that writes text to stdout as it is decoded."""
+
+    def __init__(self, tokenizer: Any):
+        self._pieces = Incremental(tokenizer)
+        self._prompt_seen = False
+
+    def put(self, ids: torch.Tensor) -> None:
+        """The prompt first, which is not shown; then new ids."""
+        if self._prompt_seen:
+            self._write(self._pieces.push(ids.flatten().tolist()))
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Show what was held back, and end the line."""
+        self._write(self._pieces.push([], final=True) + "\n")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def encode(
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    *,
+    raw: bool = False,
+    template_options: dict[str, Any] | None = None,
+) -> list[int]:
+    """Prompt ids of a conversation, through the chat template if the tokenizer has one.
+
+    Args:
+        messages: chat messages; without a template, exactly one of a user, whose text is sent as it is.
+        raw: send the text as it is even though there is a template.
+        template_options: further variables of the template, such as ``enable_thinking``.
+
+    Raises:
+        UserError: an empty prompt, or messages that only a template could join.
+    """
+    if not any(str(message["content"]).strip() for message in messages if message["role"] == "user"):
+        raise UserError("prompt='': it is empty; give at least one word.")
+    if getattr(tokenizer, "chat_template", None) is None or raw:
+        if len(messages) > 1:
+            why = "--raw sends text as it is" if raw else "the tokenizer has no chat template"
+            raise UserError(
+                f"{len(messages)} messages (system: {messages[0]['role'] == 'system'}), but {why}; "
+                "send one prompt without --system."
+            )
+        ids = tokenizer(messages[0]["content"])["input_ids"]
+    else:
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, **(template_options or {})
+            )["input_ids"]
+        except Exception as error:  # a template may raise anything, by jinja's raise_exception too
+            raise UserError(
+                f"messages: the tokenizer's chat template refuses them ({one_line(error)})."
+            ) from None
+    if not ids:
+        raise UserError("prompt: the tokenizer makes no token of it; give some text.")
+    return list(ids)
