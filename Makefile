@@ -60,7 +60,7 @@ $(BIN)/python:
 # Order-only: the age of the interpreter's link says nothing about what is installed.
 $(INSTALLED): pyproject.toml | $(BIN)/python
 	$(PIP) install "$(TORCH)"
-	$(PIP) install -e ".[demo,dev]"
+	$(PIP) install -e ".[demo,train,dev]"
 	@touch $@
 
 $(WITH_REFERENCE): $(INSTALLED)

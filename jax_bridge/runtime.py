@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.state import register_states
 from jax_bridge.weights import Weights
@@ -57,6 +57,10 @@ class XlaRuntime:
         # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
         fields = self._run("read", _copy, (Progress.fields(state),))
         return Progress(*jax.device_get(fields))
+
+    def fetch(self, part: Any) -> Any:
+        """A part of a state as torch tensors of their own, on the CPU."""
+        return to_torch(part)
 
     def warmup(self, params: Arrays, buckets: list[int]) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""

@@ -31,6 +31,12 @@ LAYERS = [
     {"engine"},
     {"engine_cache"},
     {"generation"},
+    {"train", "train.files", "train.blocks", "train.options"},
+    {"train.data", "train.log", "train.checkpoint"},
+    {"train.features", "train.objective", "train.regenerate", "train.evaluate", "train.export"},
+    {"train.architecture", "train.sequences", "train.student"},
+    {"train.schedule"},
+    {"train.fit"},
     {"selftest", "selftest.pairs", "selftest.checks", "selftest.side"},
     {"selftest.texts", "selftest.parity", "selftest.costs", "selftest.timing"},
 ]

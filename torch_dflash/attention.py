@@ -14,11 +14,15 @@ class KeyValue(NamedTuple):
     """Keys and values with the mask that says who may see them.
 
     Shapes: ``key`` [B, G, S, D], ``value`` [B, G, S, Dv]; ``mask`` bool [B, 1, M, S], True = visible.
+
+    With ``blocks`` A > 1, query rows and keys are A equal blocks in order, each blind to the others (as in
+    training, where a pass drafts many blocks); ``mask`` is then over a block's own keys: [B, 1, M, S / A].
     """
 
     key: Float[Tensor, "B G S D"]
     value: Float[Tensor, "B G S Dv"]
-    mask: Bool[Tensor, "B one M S"] | None
+    mask: Bool[Tensor, "B one M seen"] | None
+    blocks: int = 1
 
 
 def grouped_attention(
@@ -41,10 +45,10 @@ def grouped_attention(
     """
     batch, heads, rows, dim = query.shape
     groups = parts[0].key.shape[1]
-    stacked = query.reshape(batch, groups, heads // groups * rows, dim)
+    shared = query.view(batch, groups, heads // groups, rows, dim)
     scores = []
-    for key, _, mask in parts:
-        score = (stacked @ key.transpose(2, 3) * scale).view(batch, groups, heads // groups, rows, -1)
+    for key, _, mask, blocks in parts:
+        score = _per_block(shared, key.transpose(2, 3), blocks, dim=-1) * scale
         if softcap is not None:
             score = torch.tanh(score / softcap) * softcap
         if mask is not None:
@@ -56,11 +60,21 @@ def grouped_attention(
         scores.append(sink.expand(batch, groups, heads // groups, rows, 1))
     weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1, dtype=torch.float32).to(query.dtype)
     outputs, start = [], 0
-    for _, value, _ in parts:
-        share = weights[..., start : start + value.shape[2]]
-        outputs.append(share.reshape(batch, groups, -1, value.shape[2]) @ value)
-        start += value.shape[2]
+    for _, value, _, blocks in parts:
+        share = weights[..., start : start + value.shape[2] // blocks]
+        outputs.append(_per_block(share, value, blocks, dim=-2))
+        start += value.shape[2] // blocks
     return reduce(torch.add, outputs).view(batch, heads, rows, -1).transpose(1, 2)
+
+
+def _per_block(rows: Tensor, keyed: Tensor, blocks: int, dim: int) -> Tensor:
+    """``rows`` [B, G, heads, M, X] times ``keyed`` [B, G, X, Y]; block by block along M and ``dim``."""
+    batch, groups, heads, count, _ = rows.shape
+    if blocks == 1:
+        return (rows.reshape(batch, groups, heads * count, -1) @ keyed).view(batch, groups, heads, count, -1)
+    own = keyed.unflatten(dim, (blocks, -1))
+    own = own.transpose(2, 3) if dim == -1 else own  # [B, G, A, X, Y of one block]
+    return (rows.unflatten(3, (blocks, -1)) @ own[:, :, None]).flatten(3, 4)
 
 
 def visible(

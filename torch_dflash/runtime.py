@@ -55,6 +55,10 @@ class Runtime(Protocol):
         """The one host read of a chunk."""
         ...
 
+    def fetch(self, part: Any) -> Any:
+        """A part of a state as torch tensors of their own."""
+        ...
+
     def warmup(self, params: Any, buckets: list[int]) -> None:
         """Compile every program a request may need."""
         ...
@@ -89,6 +93,9 @@ class EagerRuntime:
 
     def read(self, state: DecodeState) -> Progress:
         return Progress(*(field.cpu().numpy().copy() for field in Progress.fields(state)))
+
+    def fetch(self, part: Any) -> Any:
+        return pytree.tree_map(torch.clone, part)
 
     def warmup(self, params: Params, buckets: list[int]) -> None:
         """Nothing to compile."""

@@ -29,13 +29,13 @@ def _attention(module, query, key, value, attention_mask, scaling, **kwargs):
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 
 
-def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
+def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTrainedModel:
     """The model's architecture on the meta device, with our attention and static-shape experts.
 
     The user's module and its config are not touched.
     """
     config = copy.deepcopy(model.config)
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = attention
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         # The default loops over the experts that were hit: a data-dependent shape.
         config._experts_implementation = "batched_mm"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +98,7 @@ class Target(nn.Module):
         position = start[:, None] + torch.arange(ids.shape[1], device=ids.device, dtype=start.dtype)
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
-            for tap in taps:
-                hook = self._layer(tap).register_forward_hook(_keep(outputs, tap))
-                hooks.callback(hook.remove)
+            hooks.enter_context(tapped(self.model, taps, outputs))
             if row is not None:
                 head = self.model.get_output_embeddings()
                 hook = head.register_forward_pre_hook(lambda _, args: (take_row(args[0], row),))
@@ -114,9 +113,6 @@ class Target(nn.Module):
         features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
         return TargetOutput(logits, features, tuple(view.states))
 
-    def _layer(self, index: int) -> nn.Module:
-        return self.model.get_decoder().layers[index]
-
     def _masks(self, position: Tensor, cache: tuple) -> Tensor | dict[str, Tensor]:
         """4-D boolean masks; one per layer type where windows differ, else transformers drops the window."""
         slots = torch.arange(cache[0].key.shape[2], device=position.device, dtype=position.dtype)[None]
@@ -127,6 +123,16 @@ class Target(nn.Module):
             kind: visible(position, slots, spec.window, causal=True)
             for kind, spec in zip(self.config.layer_types, self.specs, strict=True)
         }
+
+
+@contextmanager
+def tapped(skeleton: Any, taps: tuple[int, ...], outputs: dict[int, Tensor]) -> Iterator[None]:
+    """While open, a forward of ``skeleton`` leaves the outputs of the layers ``taps`` in ``outputs``."""
+    with ExitStack() as hooks:
+        for tap in taps:
+            hook = skeleton.get_decoder().layers[tap].register_forward_hook(_keep(outputs, tap))
+            hooks.callback(hook.remove)
+        yield
 
 
 def _keep(outputs: dict[int, Tensor], tap: int):

@@ -13,9 +13,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    from torch_dflash.cli import demo, generate
+    from torch_dflash.cli import demo, generate, selftest, train
 
     demo.add_parser(commands)
     generate.add_parser(commands)
+    selftest.add_parser(commands)
+    train.add_parser(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

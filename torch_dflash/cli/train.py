@@ -1,0 +1,152 @@
+"""``torch-dflash train``: answers of the target, features, a fitted drafter, its figures; stage by stage."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.loading import load_pair
+from torch_dflash.cli.options import add_options, read_options
+from torch_dflash.cli.provenance import provenance
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.train.architecture import DrafterShape, new_drafter
+from torch_dflash.train.data import read_answers, read_prompts
+from torch_dflash.train.evaluate import EvaluateOptions, evaluate
+from torch_dflash.train.export import export_drafter
+from torch_dflash.train.features import (
+    FeatureExtractor,
+    FeatureOptions,
+    cache_features,
+    encode_answers,
+)
+from torch_dflash.train.files import StageError, write_json
+from torch_dflash.train.fit import fit
+from torch_dflash.train.objective import Objective
+from torch_dflash.train.options import FitOptions
+from torch_dflash.train.regenerate import RegenerateOptions, regenerate
+from torch_dflash.train.sequences import CachedSequences, OnlineSequences
+from torch_dflash.train.student import Student
+
+
+def add_parser(commands) -> None:
+    """Declare the subcommand and its stages."""
+    train = commands.add_parser(
+        "train",
+        help="make a drafter for a target",
+        description="Each stage continues where it stopped when the same command is run again.",
+    )
+    stages = train.add_subparsers(dest="stage", required=True)
+
+    stage = _stage(stages, "regenerate", "the target answers prompts", _regenerate)
+    stage.add_argument("--prompts", nargs="+", required=True, type=Path, metavar="FILE")
+    stage.add_argument("--limit", type=int, metavar="N", help="only N prompts, a fair sample")
+    add_options(stage, RegenerateOptions)
+
+    stage = _stage(stages, "features", "cache the target's tapped states", _features)
+    stage.add_argument("--answers", nargs="+", required=True, type=Path, metavar="PATH")
+    add_options(stage, FeatureOptions)
+
+    stage = _stage(stages, "fit", "train a drafter", _fit)
+    source = stage.add_mutually_exclusive_group(required=True)
+    source.add_argument("--features", nargs="+", type=Path, metavar="DIR", help="from the features stage")
+    source.add_argument(
+        "--answers", nargs="+", type=Path, metavar="PATH", help="compute features as they are needed instead"
+    )
+    stage.add_argument("--max-length", type=int, default=3072, help="with --answers (default 3072)")
+    stage.add_argument("--start-from", metavar="D", help="a drafter to continue from; unset: a new one")
+    for part in (DrafterShape, Objective, FitOptions):
+        add_options(stage, part)
+
+    stage = _stage(stages, "evaluate", "acceptance on held-out prompts", _evaluate, out=False)
+    stage.add_argument("--drafter", required=True, metavar="D")
+    stage.add_argument("--prompts", nargs="+", required=True, type=Path, metavar="FILE")
+    stage.add_argument("--json", type=Path, metavar="FILE", help="one file; sets already in it are kept")
+    add_options(stage, EvaluateOptions)
+
+
+def _stage(stages, name: str, what: str, run, out: bool = True) -> argparse.ArgumentParser:
+    stage = stages.add_parser(name, help=what, description=what)
+    stage.add_argument("--target", required=True, metavar="T", help="directory, hub id or demo")
+    stage.add_argument("--target-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    stage.add_argument("--device", metavar="DEVICE", help="torch device of the target (eager runtime)")
+    if out:
+        stage.add_argument("--out", required=True, type=Path, metavar="DIR")
+    stage.set_defaults(run=lambda arguments: _guarded(run, arguments))
+    return stage
+
+
+def _guarded(run, arguments: argparse.Namespace) -> int:
+    try:
+        return run(arguments)
+    except (UserError, StageError, ValueError, TypeError) as error:
+        return fail(f"train {arguments.stage}", one_line(error))
+
+
+def _load(arguments: argparse.Namespace, drafter: str = "none") -> Any:
+    return load_pair(arguments.target, drafter, dtype=arguments.target_dtype, device=arguments.device)
+
+
+def _regenerate(arguments: argparse.Namespace) -> int:
+    options = read_options(RegenerateOptions, arguments)
+    prompts = read_prompts(arguments.prompts)
+    if arguments.limit is not None:
+        prompts = random.Random(options.seed).sample(prompts, min(arguments.limit, len(prompts)))
+    loaded = _load(arguments)
+    regenerate(loaded.target, loaded.tokenizer, prompts, arguments.out, options)
+    return 0
+
+
+def _features(arguments: argparse.Namespace) -> int:
+    options = read_options(FeatureOptions, arguments)
+    answers = read_answers(arguments.answers)
+    loaded = _load(arguments)
+    sequences = encode_answers(loaded.tokenizer, answers, options.max_length)
+    cache_features(loaded.target, sequences, arguments.out, options)
+    return 0
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    options, objective = read_options(FitOptions, arguments), read_options(Objective, arguments)
+    loaded = _load(arguments, arguments.start_from or "none")
+    drafter = loaded.drafter or new_drafter(loaded.target, read_options(DrafterShape, arguments))
+    drafter = drafter.float()  # the trained weights; products may be in bfloat16
+    taps = tuple(drafter.config.target_layer_ids)
+    student = Student(
+        drafter,
+        loaded.target,
+        objective,
+        head_dtype=torch.bfloat16 if options.mixed_precision == "bf16" else None,
+    )
+    if arguments.features:
+        sequences = CachedSequences(arguments.features)
+    else:
+        answers = encode_answers(loaded.tokenizer, read_answers(arguments.answers), arguments.max_length)
+        wanted = (*taps, student.last_layer) if objective.kl else taps
+        dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
+        sequences = OnlineSequences(answers, FeatureExtractor(loaded.target, wanted, dtype, "eager"))
+    fit(student, sequences, arguments.out, options)
+    export_drafter(drafter, arguments.out / "drafter", loaded.target, arguments.out)
+    print(f"The drafter is in {arguments.out / 'drafter'}.")
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    options = read_options(EvaluateOptions, arguments)
+    sets = {path.name.split(".")[0]: read_prompts([path]) for path in arguments.prompts}
+    loaded = _load(arguments, arguments.drafter)
+    if not isinstance(loaded.drafter, DFlashDraftModel):
+        raise UserError(f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id.")
+    rows: dict[str, Any] = {}
+    for name, prompts in sets.items():
+        found = evaluate(loaded.target, loaded.drafter, loaded.tokenizer, prompts, options, name)
+        rows[name] = found.row()
+        if arguments.json:
+            write_json(arguments.json, {"provenance": provenance(), "options": vars(options), "sets": rows})
+        rates = " ".join(f"{rate:.2f}" for rate in found.drafter.per_position)
+        print(f"{name}: acceptance length {found.drafter.mean:.2f} (n-gram {found.ngram.mean:.2f}); {rates}")
+    return 0

@@ -1,0 +1,85 @@
+"""A new, untrained drafter shaped after its target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_dflash.checks import check_counts
+from torch_dflash.config import DFlashConfig, default_target_layer_ids
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.train.features import Layers
+
+# Of the target's own shape, so that the drafter's cost per layer is the target's.
+COPIED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """What is chosen about a new drafter; the rest is its target's.
+
+    Args:
+        mask_token_id: an id that no text holds, with a row in the target's embedding: a special token that
+            the chat template does not use, or a padding row past the tokenizer's last id.
+        layers: draft layers.
+        block_size: rows W of a block, the anchor included.
+        taps: tapped layers of the target (0-based), as in 1,9,17; unset: five evenly spaced, as z-lab's.
+        intermediate_size: width of the MLPs; unset: the target's.
+        sliding_window: window of every draft layer, causal in the block; unset: full attention.
+        init_seed: of the random weights.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    mask_token_id: int
+    layers: int = 5
+    block_size: int = 16
+    taps: Layers | None = None
+    intermediate_size: int | None = None
+    sliding_window: int | None = None
+    init_seed: int = 0
+
+    def __post_init__(self):
+        check_counts(least=0, mask_token_id=self.mask_token_id)
+        check_counts(layers=self.layers, block_size=self.block_size, sliding_window=self.sliding_window)
+        check_counts(intermediate_size=self.intermediate_size)
+
+
+def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
+    """A drafter with random weights for ``target``, its layers as wide as the target's.
+
+    Raises:
+        ValueError: no drafter can be built so; the message names the field.
+    """
+    base = target.config.get_text_config()
+    layers = base.num_hidden_layers
+    taps = shape.taps or default_target_layer_ids(layers, min(5, max(1, layers - 3)))
+    copied = {name: getattr(base, name) for name in COPIED if getattr(base, name, None) is not None}
+    kind = "sliding_attention" if shape.sliding_window else "full_attention"
+    config = DFlashConfig(
+        **copied,
+        hidden_size=target.get_input_embeddings().weight.shape[1],
+        vocab_size=base.vocab_size,
+        intermediate_size=shape.intermediate_size or base.intermediate_size,
+        num_hidden_layers=shape.layers,
+        num_target_layers=layers,
+        rope_parameters=dict(base.rope_parameters),
+        layer_types=[kind] * shape.layers,
+        sliding_window=shape.sliding_window,
+        tie_word_embeddings=False,
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+        target_layer_ids=list(taps),
+        architectures=["DFlashDraftModel"],
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(shape.init_seed)
+        drafter = DFlashDraftModel(config)
+    final_norm: Any = getattr(target.get_decoder(), "norm", None)
+    if getattr(final_norm, "weight", None) is not None:
+        # The head was trained on states of this scale; with ones, the first losses are many times too high.
+        drafter.norm.weight.data.copy_(final_norm.weight.detach())
+    return drafter

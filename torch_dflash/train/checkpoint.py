@@ -1,0 +1,72 @@
+"""Checkpoints of a fit: one safetensors file with weights, moments and the step, whole or absent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torch_dflash.train.files import StageError, write_atomically
+
+KEPT = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a fit needs to go on: orders, anchors and rates are functions of ``step``.
+
+    ``weights``, ``first`` and ``second`` (AdamW's moments) go by the drafter's parameter names, on either
+    runtime, so that a fit may be continued on the other one. ``seconds`` were spent so far.
+    """
+
+    step: int
+    seconds: float
+    weights: dict[str, Tensor]
+    first: dict[str, Tensor]
+    second: dict[str, Tensor]
+
+
+def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
+    """Write the checkpoint, then remove all but the last few. Refuses weights that are not finite."""
+    bad = [name for name, value in checkpoint.weights.items() if not torch.isfinite(value).all()]
+    if bad:
+        raise StageError(f"{bad[0]} is not finite at step {checkpoint.step}: no checkpoint was written.")
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"step-{checkpoint.step:08}.safetensors"
+    groups = {"weights": checkpoint.weights, "first": checkpoint.first, "second": checkpoint.second}
+    tensors = {f"{group}/{name}": value for group, named in groups.items() for name, value in named.items()}
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    metadata = {"step": str(checkpoint.step), "seconds": str(checkpoint.seconds)}
+    write_atomically(path, lambda part: save_file(tensors, part, metadata))
+    for old in sorted(directory.glob("step-*.safetensors"))[:-KEPT]:
+        old.unlink()
+    return path
+
+
+def load_latest(directory: Path) -> Checkpoint | None:
+    """The last checkpoint under ``directory``, if there is one.
+
+    Raises:
+        StageError: it is damaged; the message says which file to delete to go on from the one before.
+    """
+    paths = sorted(directory.glob("step-*.safetensors"))
+    if not paths:
+        return None
+    groups: dict[str, dict[str, Tensor]] = {"weights": {}, "first": {}, "second": {}}
+    try:
+        with safe_open(paths[-1], framework="pt") as file:
+            metadata = file.metadata()
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                group, name = key.split("/", 1)
+                groups[group][name] = file.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        before = f"the one before, {paths[-2].name}" if len(paths) > 1 else "the beginning"
+        raise StageError(
+            f"{paths[-1]} is damaged ({error}); delete it and run the same command again: it goes on from "
+            f"{before}."
+        ) from error
+    return Checkpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)

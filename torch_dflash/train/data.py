@@ -1,0 +1,113 @@
+"""Prompts and the target's answers to them, as JSON lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_dflash.train.files import StageError, write_atomically
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """User turns of one conversation; each is answered before the next is asked."""
+
+    source: str
+    turns: list[str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the target: the conversation before it, and its ids (stop id included if reached)."""
+
+    source: str
+    messages: Messages
+    response_ids: list[int]
+
+
+def read_prompts(paths: Iterable[Path | str]) -> list[Prompt]:
+    """Prompts of JSON-lines files (plain or .gz), each ``{"turns": [...]}`` or ``{"prompt": "..."}``.
+
+    A line may name its ``source``; else it is the file's name.
+
+    Raises:
+        StageError: a line is no such object; the message names file, line and what was found.
+    """
+    return [_prompt(*line) for path in paths for line in _lines(Path(path))]
+
+
+def read_answers(paths: Iterable[Path | str]) -> list[Answer]:
+    """Answers of JSON-lines files or of directories of them, in the order of their names.
+
+    Raises:
+        StageError: no file, or a line without ``response_ids`` and ``messages`` (or ``prompt``).
+    """
+    files = [file for path in paths for file in _answer_files(Path(path))]
+    return [_answer(*line) for file in files for line in _lines(file)]
+
+
+def write_answers(path: Path, answers: list[Answer]) -> None:
+    """Write a shard of answers, whole or not at all."""
+    text = "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+    # No time stamp inside: the same answers make the same file.
+    write_atomically(path, lambda part: part.write_bytes(gzip.compress(text.encode(), mtime=0)))
+
+
+def encode_conversation(tokenizer: Any, messages: Messages) -> list[int]:
+    """Ids of a conversation by the tokenizer's chat template, up to where the assistant answers."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return tokenizer(messages[-1]["content"])["input_ids"]
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def _answer_files(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
+    if not files:
+        raise StageError(f"{path} holds no *.jsonl or *.jsonl.gz: regenerate answers into it first.")
+    return files
+
+
+def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield path, number, json.loads(line)
+    except FileNotFoundError:
+        raise StageError(f"{path}: no such file.") from None
+    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise StageError(
+            f"{path} is damaged after line {number} ({error}); delete it and run the stage that wrote it "
+            "again: only this file is made anew."
+        ) from error
+
+
+def _prompt(path: Path, number: int, line: Any) -> Prompt:
+    turns: Any = line.get("turns") or [line.get("prompt")] if isinstance(line, dict) else [None]
+    if not all(isinstance(turn, str) and turn for turn in turns):
+        raise StageError(
+            f'{path}:{number} has no text to answer ({str(line)[:80]}): write {{"turns": ["..."]}} or '
+            '{"prompt": "..."} on each line.'
+        )
+    return Prompt(line.get("source") or path.name.split(".")[0], turns)
+
+
+def _answer(path: Path, number: int, line: Any) -> Answer:
+    fields = line if isinstance(line, dict) else {}
+    messages = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
+    ids = fields.get("response_ids")
+    if not isinstance(ids, list) or not all(isinstance(item.get("content"), str) for item in messages):
+        raise StageError(
+            f"{path}:{number} is not an answer of the target ({str(line)[:80]}): needs messages (or prompt) "
+            "and response_ids; `torch-dflash train regenerate` writes such files."
+        )
+    return Answer(fields.get("source") or path.name.split(".")[0], messages, ids)

@@ -1,0 +1,213 @@
+"""Stage 2, features: the target's tapped states for every token of prompt and answer, cached in shards.
+
+They come from the engine's own prefill, on either runtime, so training sees what drafting will see.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from torch_dflash.checks import check_counts, check_runtime, check_target
+from torch_dflash.engine import Engine
+from torch_dflash.prompts import bucket
+from torch_dflash.proposers import PlainProposer
+from torch_dflash.rows import write_rows
+from torch_dflash.skeleton import build_skeleton, collect_tensors
+from torch_dflash.state import DecodePlan, register_state
+from torch_dflash.target import tapped
+from torch_dflash.train.data import Answer, encode_conversation
+from torch_dflash.train.files import open_stage, write_atomically
+
+
+class Layers(tuple):
+    """Layer numbers (0-based), also from a text such as ``1,9,17``."""
+
+    def __new__(cls, layers):
+        if isinstance(layers, str):
+            layers = [int(layer) for layer in layers.split(",")]
+        return super().__new__(cls, layers)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Ids of one conversation; the answer to learn begins at ``start``."""
+
+    ids: list[int]
+    start: int
+
+
+@register_state
+@dataclass(frozen=True)
+class RecorderState:
+    """Features of the tokens seen so far: ``features[b, :length[b]]``."""
+
+    features: Float[Tensor, "B S nH"]
+    length: Int[Tensor, " B"]
+
+
+class FeatureRecorder(PlainProposer):
+    """A proposer that drafts nothing and keeps what it observes."""
+
+    def __init__(self, taps: tuple[int, ...], hidden_size: int, dtype: torch.dtype):
+        super().__init__()
+        self.taps = taps
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+
+    @property
+    def key(self) -> tuple:
+        """What makes two of these the same, so that they share engines."""
+        return type(self), self.taps, self.hidden_size, self.dtype
+
+    def start(self, plan: DecodePlan, device) -> RecorderState:
+        shape = plan.batch_size, plan.slots, len(self.taps) * self.hidden_size
+        length = torch.zeros(plan.batch_size, dtype=torch.int32, device=device)
+        return RecorderState(torch.zeros(shape, dtype=self.dtype, device=device), length)
+
+    def observe(self, pstate, features, ids, next_ids, count) -> RecorderState:
+        return RecorderState(
+            write_rows(pstate.features, features, pstate.length, dim=1), pstate.length + count
+        )
+
+
+class FeatureExtractor:
+    """The target's tapped states for ragged batches.
+
+    "xla" takes them from the engine's prefill. "eager" is a plain forward of the decoder in the attention
+    implementation that the target was loaded with (flash or SDPA, where the engine's is exact and slower).
+
+    Args:
+        target: a live causal LM. taps: 0-based block indices, outputs before the final norm.
+        dtype: type of the features. runtime: "xla" or "eager".
+    """
+
+    def __init__(self, target, taps: tuple[int, ...], dtype=torch.bfloat16, runtime: str = "xla"):
+        check_runtime(runtime)
+        check_target(target)
+        self.target, self.taps, self.dtype = target, tuple(taps), dtype
+        self._recorder = FeatureRecorder(self.taps, target.get_input_embeddings().weight.shape[1], dtype)
+        self._engines: dict[tuple[int, int], Engine] = {}
+        self._skeleton = None
+        if runtime == "eager":
+            self._skeleton = build_skeleton(target, target.config._attn_implementation)
+
+    def __call__(self, rows: list[list[int]]) -> Float[Tensor, "B T nH"]:
+        """Features of ``rows``, padded at the end to the longest."""
+        width = max(map(len, rows))
+        ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width).long()
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+        if self._skeleton is not None:
+            return self._forward(ids)
+        engine = self._engine(len(rows), width)
+        state = engine.start(ids, mask, max_new_tokens=1, do_sample=False)
+        return engine.runtime.fetch(state.proposer.features)[: len(rows), :width]
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        """Padding stands at the end, where no causal row sees it: no mask is needed."""
+        skeleton: Any = self._skeleton
+        tensors = collect_tensors(skeleton, self.target, "")
+        outputs: dict[int, Tensor] = {}
+        with torch.no_grad(), tapped(skeleton, self.taps, outputs):
+            step = {"input_ids": ids.to(self.target.device), "use_cache": False, "logits_to_keep": 1}
+            torch.func.functional_call(skeleton, tensors, (), step)
+        return torch.cat([outputs[tap].to(self.dtype) for tap in self.taps], dim=-1)
+
+    def _engine(self, rows: int, width: int) -> Engine:
+        size, longest = 1 << (rows - 1).bit_length(), max(64, bucket(width))
+        if (size, longest) not in self._engines:
+            context = self.target.config.get_text_config().max_position_embeddings
+            capacity = min(longest + 1, context)
+            self._engines[size, longest] = Engine(
+                self.target, self._recorder, max_length=capacity, batch_size=size, filters=False
+            )
+        return self._engines[size, longest]
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    """How features are cached.
+
+    Args:
+        taps: target layers (0-based); may be more than one drafter uses, so that taps can be compared.
+        max_length: longer conversations are cut at the end.
+        batch_size: rows per target pass. shard_size: answers per file.
+        dtype: "bfloat16" (2 bytes a value) or "float32". runtime: as in `torch_dflash.generate`.
+    """
+
+    taps: Layers
+    max_length: int = 3072
+    batch_size: int = 16
+    shard_size: int = 128
+    dtype: str = "bfloat16"
+    runtime: str = "xla"
+
+    def __post_init__(self):
+        check_counts(**{name: getattr(self, name) for name in ("max_length", "batch_size", "shard_size")})
+        check_runtime(self.runtime)
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype={self.dtype!r}: choose 'bfloat16' or 'float32'.")
+
+
+def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Sequence]:
+    """Conversation and answer as ids; those whose answer keeps fewer than two tokens are left out."""
+    sequences = []
+    for answer in answers:
+        prompt = encode_conversation(tokenizer, answer.messages)
+        ids = [*prompt, *answer.response_ids][:max_length]
+        if len(ids) >= len(prompt) + 2:
+            sequences.append(Sequence(ids, len(prompt)))
+    return sequences
+
+
+def cache_features(target, sequences: list[Sequence], directory: Path, options: FeatureOptions) -> None:
+    """Write the features of ``sequences`` into shards under ``directory``, skipping those that are there."""
+    checksum = zlib.crc32(repr([(item.ids, item.start) for item in sequences]).encode())
+    settings = {"stage": "features", "target": target.config.name_or_path, "sequences": len(sequences)}
+    open_stage(directory, settings | vars(options) | {"checksum": checksum})
+    extract = FeatureExtractor(target, options.taps, getattr(torch, options.dtype), options.runtime)
+    starts = range(0, len(sequences), options.shard_size)
+    with tqdm(total=sum(len(item.ids) for item in sequences), desc="features", unit="token") as bar:
+        for index, start in enumerate(starts):
+            shard = sequences[start : start + options.shard_size]
+            path = directory / f"features-{index:05}-of-{len(starts):05}.safetensors"
+            if not path.exists():
+                _write_shard(path, shard, extract, options)
+            bar.update(sum(len(item.ids) for item in shard))
+
+
+def _write_shard(
+    path: Path, shard: list[Sequence], extract: FeatureExtractor, options: FeatureOptions
+) -> None:
+    rows: dict[int, Tensor] = {}
+    by_length = sorted(range(len(shard)), key=lambda item: len(shard[item].ids))
+    for start in range(0, len(shard), options.batch_size):
+        batch = by_length[start : start + options.batch_size]
+        features = extract([shard[item].ids for item in batch])
+        rows |= {item: features[row, : len(shard[item].ids)].clone() for row, item in enumerate(batch)}
+    tensors = {
+        "ids": torch.tensor([token for item in shard for token in item.ids], dtype=torch.int32),
+        "lengths": torch.tensor([len(item.ids) for item in shard], dtype=torch.int32),
+        "starts": torch.tensor([item.start for item in shard], dtype=torch.int32),
+        "features": torch.cat([rows[item] for item in range(len(shard))]),
+    }
+    taps = ",".join(map(str, options.taps))
+    metadata = {"checksum": str(checksum_of(tensors)), "taps": taps}
+    write_atomically(path, lambda part: save_file(tensors, part, metadata))
+
+
+def checksum_of(tensors: dict[str, Tensor]) -> int:
+    """CRC-32 over the tensors' bytes, by name."""
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().data, value)
+    return value

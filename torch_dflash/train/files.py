@@ -1,0 +1,69 @@
+"""Files that are whole or absent: atomic writes, and stages that continue where they stopped."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "stage.json"
+
+
+class StageError(RuntimeError):
+    """A stage cannot go on; the message says what was kept and what to do."""
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.
+
+    Raises:
+        StageError: the disk is full; what was there before is untouched.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free // 10**6
+        raise StageError(
+            f"the disk of {path.parent} is full ({free} MB free) while writing {path.name}; nothing written "
+            "before is lost. Free some space and run the same command again: it goes on from here."
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON, whole or not at all."""
+    write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def open_stage(directory: Path, settings: dict[str, Any]) -> Path:
+    """Make ``directory`` the home of a stage with ``settings``, or go on in one that has the same.
+
+    Raises:
+        StageError: the directory holds the stage with other settings; mixing the two would go unnoticed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    manifest = directory / MANIFEST
+    settings = json.loads(json.dumps(settings))
+    if manifest.exists():
+        before = json.loads(manifest.read_text())
+        changed = sorted(name for name in before | settings if before.get(name) != settings.get(name))
+        if changed:
+            name = changed[0]
+            raise StageError(
+                f"{directory} was begun with {name}={before.get(name)!r}, now {name}={settings.get(name)!r}: "
+                "go on with the old value, or choose another directory."
+            )
+    else:
+        write_json(manifest, settings)
+    return directory

@@ -1,0 +1,60 @@
+"""What a fit leaves to look at: JSON lines, a progress bar with the time left, and a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch_dflash.train.files import write_atomically
+
+
+class TrainLog:
+    """``log.jsonl`` in ``directory``; on going on from ``step``, lines of later steps are dropped."""
+
+    def __init__(self, directory: Path, step: int):
+        self.path = directory / "log.jsonl"
+        kept = [line for line in read_log(self.path) if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_atomically(self.path, lambda part: part.write_text(text))
+
+    def write(self, **line: Any) -> None:
+        """Append one line, at once on disk."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Lines of a log; a last line that a kill cut short is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def draw_log(directory: Path) -> Path:
+    """Loss and acceptance length over the steps, as ``training.png``.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing (extra ``train``).
+    """
+    from matplotlib.figure import Figure
+
+    lines = read_log(directory / "log.jsonl")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for kind, style in (("train", "-"), ("held_out", "o-")):
+        of_kind = [line for line in lines if line["kind"] == kind]
+        steps = [line["step"] for line in of_kind]
+        left.plot(steps, [line["loss"] for line in of_kind], style, markersize=3, label=kind)
+        right.plot(steps, [line["acceptance_length"] for line in of_kind], style, markersize=3, label=kind)
+    left.set(xlabel="step", ylabel="loss")
+    right.set(xlabel="step", ylabel="acceptance length at random anchors")
+    left.legend()
+    right.legend()
+    path = directory / "training.png"
+    write_atomically(path, lambda part: figure.savefig(part, format="png", dpi=120))
+    return path

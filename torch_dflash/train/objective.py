@@ -1,0 +1,180 @@
+"""What a drafter is trained for: cross-entropy on the target's tokens, weighted along the block.
+
+Sources: exponential decay, arXiv 2602.06036 section 4; D-PACE, arXiv 2605.18810 equations 7 to 9; sampled
+softmax, Jean et al. 2015 (arXiv 1412.2007) section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from torch_dflash.control import chunked
+from torch_dflash.state import register_state
+
+# Published decay constants by block width; other widths are interpolated.
+DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a block: ``sum_k w_k (ce_k + kl * kl_k)``, averaged over blocks.
+
+    Args:
+        weighting: "decay", ``w_k = exp(-(k-1)/gamma)`` normalised over the block; or "dpace", ``w_k`` = the
+            effect of row k on the expected accepted length by the drafter's present confidence.
+        gamma: decay constant; unset: the published one for the width (7 at 16, 5 at 10, 4 at 8).
+        alpha: D-PACE's smoothing of the confidence, ``(1-alpha) q + alpha``.
+        kl: weight of the KL divergence from the target's distribution to the drafter's; 0: not computed.
+        rows_per_chunk: rows whose logits exist at a time; the rest are recomputed in the backward pass.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    weighting: str = "decay"
+    gamma: float | None = None
+    alpha: float = 0.5
+    kl: float = 0.0
+    rows_per_chunk: int = 1024
+
+    def __post_init__(self):
+        if self.weighting not in ("decay", "dpace"):
+            raise ValueError(f"weighting={self.weighting!r}: choose 'decay' or 'dpace'.")
+        if self.gamma is not None and not self.gamma > 0:
+            raise ValueError(f"gamma={self.gamma}: must be above 0.")
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha}: must be above 0 and at most 1.")
+        if self.kl < 0 or self.rows_per_chunk < 1:
+            raise ValueError(f"kl={self.kl}, rows_per_chunk={self.rows_per_chunk}: need kl >= 0, rows >= 1.")
+
+    def weights(self, ce: Float[Tensor, "B A N"], known: Bool[Tensor, "B A N"]) -> Float[Tensor, "B A N"]:
+        """Weight of every row; no gradient flows through it."""
+        count = ce.shape[-1]
+        if self.weighting == "dpace":
+            confidence = (1 - self.alpha) * torch.exp(-ce.detach()) + self.alpha
+            reach = torch.cumprod(confidence, dim=-1) * known
+            # Suffix sums: what is still to be gained from row k on.
+            return (reach.sum(-1, keepdim=True) - reach.cumsum(-1) + reach) / count
+        gamma = self.gamma or default_gamma(count + 1)
+        decay = torch.exp(-torch.arange(count, device=ce.device, dtype=ce.dtype) / gamma)
+        return (decay / decay.sum()).expand_as(ce)
+
+
+def default_gamma(width: int) -> float:
+    """The published decay constant for a block of ``width`` rows, linear between and beyond them."""
+    if width in DECAYS:
+        return DECAYS[width]
+    return max(1.0, 4.0 + 3.0 * (width - 8) / 8)
+
+
+@register_state
+@dataclass(frozen=True)
+class Vocabulary:
+    """The part of the vocabulary that the loss's softmax runs over, with the head's rows for it.
+
+    ``shift`` is added to each logit: log of how many ids a sampled one stands for.
+    """
+
+    weight: Float[Tensor, "C H"]
+    bias: Float[Tensor, " C"] | None
+    shift: Float[Tensor, " C"] | None
+    index: Int[Tensor, " V"] | None  # place of every id in the rows above; None: all ids, in order
+
+
+@register_state
+@dataclass(frozen=True)
+class Losses:
+    """Sums over a batch; divide by ``blocks`` (loss) or ``known`` (per position).
+
+    ``ce`` and ``hits`` are per position; ``prefix`` counts blocks whose first k rows are all right, so that
+    ``1 + prefix.sum() / blocks`` is the acceptance length at random anchors.
+    """
+
+    loss: Float[Tensor, ""]
+    blocks: Float[Tensor, ""]
+    known: Float[Tensor, " N"]
+    ce: Float[Tensor, " N"]
+    hits: Float[Tensor, " N"]
+    prefix: Float[Tensor, " N"]
+
+
+def block_losses(
+    hidden: Float[Tensor, "B A N H"],
+    targets: Int[Tensor, "B A N"],
+    known: Bool[Tensor, "B A N"],
+    vocabulary: Vocabulary,
+    objective: Objective,
+    logits_of: Any,
+    teacher: Float[Tensor, "B A N H"] | None = None,
+    extra: Float[Tensor, "B A N"] | None = None,
+) -> Losses:
+    """The objective of a batch of blocks from the states of their rows 1..W-1.
+
+    Args:
+        logits_of: ``(hidden, head) -> logits``, `DFlashDraftModel.logits`: multiplier and soft cap.
+        teacher: the target's own final states for the same rows, when ``objective.kl`` > 0.
+        extra: further losses per row, weighted like the others: where a second head joins (DFlash2's
+            candidate selector).
+    """
+    labels = targets if vocabulary.index is None else vocabulary.index[targets.long()]
+
+    def head(rows):
+        return F.linear(rows.to(vocabulary.weight.dtype), vocabulary.weight, vocabulary.bias)
+
+    def rows_of(hidden, labels, teacher=None):
+        logits = logits_of(hidden, head).float()
+        hit = torch.argmax(logits, dim=-1) == labels
+        if vocabulary.shift is not None:
+            logits = logits + vocabulary.shift
+        scores = torch.log_softmax(logits, dim=-1)
+        ce = -scores.gather(1, labels[:, None].long())[:, 0]
+        if teacher is None:
+            return ce, torch.zeros_like(ce), hit
+        wanted = torch.log_softmax(head(teacher).float(), dim=-1)
+        return ce, (wanted.exp() * (wanted - scores)).sum(-1), hit
+
+    flat = [hidden.flatten(0, 2), labels.flatten()] + ([] if teacher is None else [teacher.flatten(0, 2)])
+    ce, kl, hit = (rows.view(known.shape) for rows in chunked(rows_of, objective.rows_per_chunk, *flat))
+    per_row = ce + objective.kl * kl + (0 if extra is None else extra)
+    weight = objective.weights(ce, known) * known
+    accepted = torch.cumprod((hit & known).to(ce.dtype), dim=-1)
+    return Losses(
+        loss=(weight * per_row).sum(),
+        blocks=known.any(-1).sum().to(ce.dtype),
+        known=known.sum((0, 1)).to(ce.dtype),
+        ce=(ce * known).sum((0, 1)).detach(),
+        hits=(hit & known).sum((0, 1)).to(ce.dtype),
+        prefix=accepted.sum((0, 1)),
+    )
+
+
+def sample_vocabulary(
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    always: Int[Tensor, " K"],
+    sampled: int,
+    generator: torch.Generator,
+) -> Vocabulary:
+    """The ids ``always`` and ``sampled`` of the others, each standing for its share of them."""
+    size = weight.shape[0]
+    rest = torch.ones(size, dtype=torch.bool)
+    rest[always.long()] = False
+    others = rest.nonzero()[:, 0]
+    drawn = others[torch.randperm(len(others), generator=generator)[:sampled]]
+    ids = torch.cat([always.long(), drawn])
+    index = torch.zeros(size, dtype=torch.int32)
+    index[ids] = torch.arange(len(ids), dtype=torch.int32)
+    shift = torch.zeros(len(ids))
+    shift[len(always) :] = math.log(len(others) / max(len(drawn), 1))
+    device = weight.device
+    picked = ids.to(device)
+    return Vocabulary(
+        weight[picked], None if bias is None else bias[picked], shift.to(device), index.to(device)
+    )

@@ -1,0 +1,122 @@
+"""Stage 1, regenerate: the target answers the prompts, by plain batched decoding.
+
+A drafter is to imitate its target, so it is trained on the target's own answers (arXiv 2602.06036,
+section 4.1), not on those a dataset came with.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from torch_dflash.checks import check_counts, check_runtime
+from torch_dflash.generation import generate
+from torch_dflash.train.data import Answer, Messages, Prompt, encode_conversation, write_answers
+from torch_dflash.train.files import open_stage
+
+
+@dataclass(frozen=True)
+class RegenerateOptions:
+    """How the target answers.
+
+    Args:
+        max_new_tokens: longest answer, in tokens.
+        max_prompt_tokens: longer prompts are left out, and counted.
+        batch_size: rows decoded together.
+        shard_size: prompts per file; a file is written when all its prompts are answered.
+        sampled: answer with the model's own ``generation_config`` sampling, else greedily.
+        seed: orders the prompts, and is the seed of sampled answers.
+        runtime: as in `torch_dflash.generate`.
+    """
+
+    max_new_tokens: int = 512
+    max_prompt_tokens: int = 1024
+    batch_size: int = 32
+    shard_size: int = 256
+    sampled: bool = False
+    seed: int = 0
+    runtime: str = "xla"
+
+    def __post_init__(self):
+        counts = ("max_new_tokens", "max_prompt_tokens", "batch_size", "shard_size")
+        check_counts(**{name: getattr(self, name) for name in counts})
+        check_runtime(self.runtime)
+
+
+def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, options: RegenerateOptions) -> int:
+    """Answer ``prompts`` into shards under ``directory``, except those there; returns how many were made.
+
+    Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample.
+    """
+    settings = {"stage": "regenerate", "target": target.config.name_or_path, "prompts": len(prompts)}
+    open_stage(directory, settings | vars(options))
+    prompts = random.Random(options.seed).sample(prompts, len(prompts))
+    starts = range(0, len(prompts), options.shard_size)
+    made, left_out = 0, 0
+    with tqdm(total=len(prompts), desc="regenerate", unit="prompt", smoothing=0.05) as bar:
+        for index, start in enumerate(starts):
+            shard = prompts[start : start + options.shard_size]
+            path = directory / f"answers-{index:05}-of-{len(starts):05}.jsonl.gz"
+            if not path.exists():
+                answers = _answer_shard(target, tokenizer, shard, options, index)
+                left_out += sum(len(prompt.turns) for prompt in shard) - len(answers)
+                write_answers(path, answers)
+                made += len(answers)
+            bar.update(len(shard))
+            bar.set_postfix(answers=made, left_out=left_out)
+    return made
+
+
+def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int) -> list[Answer]:
+    """Turn by turn: the answers to the first turns are part of the conversations of the second."""
+    answers: list[Answer] = []
+    talks: list[tuple[Prompt, Messages]] = [(prompt, []) for prompt in prompts]
+    turn = 0
+    while talks:
+        asked = [
+            (prompt, [*messages, {"role": "user", "content": prompt.turns[turn]}])
+            for prompt, messages in talks
+        ]
+        encoded = [(talk, encode_conversation(tokenizer, talk[1])) for talk in asked]
+        fitting = [item for item in encoded if len(item[1]) <= options.max_prompt_tokens]
+        fitting.sort(key=lambda item: len(item[1]))  # batches of like lengths pad least
+        talks, turn = [], turn + 1
+        for start in range(0, len(fitting), options.batch_size):
+            batch = fitting[start : start + options.batch_size]
+            seed = options.seed + shard * options.shard_size + start
+            responses = answer_batch(target, [ids for _, ids in batch], options, seed)
+            for ((prompt, messages), _), response in zip(batch, responses, strict=True):
+                answers.append(Answer(prompt.source, messages, response))
+                if turn < len(prompt.turns):
+                    text = tokenizer.decode(response, skip_special_tokens=True)
+                    talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))
+    return answers
+
+
+def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list[list[int]]:
+    """The target's answers to ragged prompts, without padding; the stop id is part of an answer."""
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width).long()
+    for row, prompt in enumerate(rows):
+        ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
+    sampling = {} if options.sampled else {"do_sample": False}
+    output: Any = generate(
+        target,
+        None,
+        ids,
+        mask,
+        max_new_tokens=options.max_new_tokens,
+        seed=seed,
+        runtime=options.runtime,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    lengths = [1 + sum(rounds) for rounds in output.stats.acceptance_lengths]
+    return [
+        row[width : width + length].tolist() for row, length in zip(output.sequences, lengths, strict=True)
+    ]

@@ -1,0 +1,103 @@
+"""Which sequences each step trains on: a function of the step, so that a resumed fit goes the same way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from torch_dflash.train.blocks import Batch
+from torch_dflash.train.objective import Vocabulary, sample_vocabulary
+from torch_dflash.train.options import FitOptions
+from torch_dflash.train.sequences import Sequences, epoch_batches, make_batch, seed_of, split
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a fit.
+
+    Args:
+        taps: the drafter's. last: the target's last layer, when the KL loss needs it. processes: how many
+            share a step; each takes every ``processes``-th micro-batch.
+    """
+
+    sequences: Sequences
+    options: FitOptions
+    taps: tuple[int, ...]
+    last: int | None = None
+    processes: int = 1
+
+    def __post_init__(self):
+        if len(self.sequences) <= self.options.held_out:
+            raise ValueError(
+                f"held_out={self.options.held_out}, but there are {len(self.sequences)} sequences; hold out "
+                "fewer, or train on more."
+            )
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"batch_size={self.options.batch_size} x accumulation={self.options.accumulation} x "
+                f"{self.processes} processes is more than the {len(self.training)} training sequences; "
+                "lower it."
+            )
+
+    @property
+    def training(self) -> list[int]:
+        """Numbers of the sequences to train on."""
+        return split(self.sequences, self.options.held_out, self.options.seed)[0]
+
+    @property
+    def held_out(self) -> list[int]:
+        """Numbers of the sequences kept for validation."""
+        return split(self.sequences, self.options.held_out, self.options.seed)[1]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole steps in an epoch; the batches of an incomplete one are left to other epochs' orders."""
+        batches = -(-(len(self.sequences) - self.options.held_out) // self.options.batch_size)
+        return batches // (self.options.accumulation * self.processes)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole fit."""
+        return self.steps_per_epoch * self.options.epochs
+
+    def step_batches(self, step: int, process: int = 0) -> list[Batch]:
+        """The micro-batches of one step for one process, with their anchors."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        size = self.options.accumulation * self.processes
+        mine = self._epoch(epoch)[place * size : (place + 1) * size][process :: self.processes]
+        return [self._batch(indices, f"{self.options.seed}/{epoch}") for indices in mine]
+
+    def held_out_batches(self) -> list[Batch]:
+        """Validation batches; their anchors never change."""
+        size, indices = self.options.batch_size, self.held_out
+        indices = sorted(indices, key=lambda index: len(self.sequences.sequence(index).ids))
+        return [self._batch(indices[at : at + size], "held out") for at in range(0, len(indices), size)]
+
+    def vocabulary(
+        self, step: int, weight: torch.Tensor, bias: torch.Tensor | None, always: torch.Tensor
+    ) -> Vocabulary:
+        """The ids of this step's softmax (``options.sampled_vocabulary``)."""
+        generator = torch.Generator().manual_seed(seed_of(f"vocabulary/{self.options.seed}/{step}"))
+        return sample_vocabulary(weight, bias, always, self.options.sampled_vocabulary or 0, generator)
+
+    def answer_ids(self) -> torch.Tensor:
+        """Every id that occurs in an answer, sorted."""
+        rows = (self.sequences.sequence(index) for index in range(len(self.sequences)))
+        return torch.tensor(sorted({token for row in rows for token in row.ids[row.start :]}))
+
+    def _batch(self, indices: list[int], seed: str) -> Batch:
+        return make_batch(self.sequences, indices, self.taps, self.options.anchors, seed, self.last)
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        return _cached_epoch(self, epoch)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@lru_cache(maxsize=4)
+def _cached_epoch(schedule: Schedule, epoch: int) -> list[list[int]]:
+    options = schedule.options
+    return epoch_batches(schedule.sequences, schedule.training, options.batch_size, options.seed, epoch)

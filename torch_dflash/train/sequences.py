@@ -1,0 +1,181 @@
+"""Where training batches come from: cached feature shards, or the target in the loop."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from torch_dflash.train.blocks import Batch, draw_anchors
+from torch_dflash.train.features import FeatureExtractor, Sequence, checksum_of
+from torch_dflash.train.files import StageError
+
+
+class Sequences(Protocol):
+    """Training sequences by number, with the tapped states of their tokens.
+
+    Attributes:
+        taps: layers whose outputs are joined in the features, in this order.
+    """
+
+    taps: tuple[int, ...]
+
+    def __len__(self) -> int: ...
+
+    def sequence(self, index: int) -> Sequence: ...
+
+    def features(self, indices: list[int]) -> list[Tensor]:
+        """Features [tokens, n*H] of each sequence."""
+        ...
+
+
+class CachedSequences:
+    """Sequences in the shards that `cache_features` wrote, read from memory-mapped files.
+
+    Raises:
+        StageError: no shard, a damaged one, or shards of different taps.
+    """
+
+    def __init__(self, directories: list[Path]):
+        files = [file for path in directories for file in sorted(path.glob("features-*.safetensors"))]
+        if not files:
+            raise StageError(f"{directories}: no features-*.safetensors; run the features stage first.")
+        self._sequences: list[Sequence] = []
+        self._places: list[tuple[Any, int]] = []
+        taps = {self._open(path) for path in files}
+        if len(taps) > 1:
+            raise StageError(
+                f"{directories} hold features of different taps {sorted(taps)}; train on one kind."
+            )
+        self.taps = taps.pop()
+
+    def _open(self, path: Path) -> tuple[int, ...]:
+        remedy = "delete it and run the features stage again: only this shard is computed anew."
+        try:
+            file = safe_open(path, framework="pt")
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise StageError(f"{path} is damaged ({error}); {remedy}") from error
+        if str(checksum_of(tensors)) != metadata["checksum"]:
+            raise StageError(f"{path} is damaged (its checksum differs); {remedy}")
+        rows, offset = file.get_slice("features"), 0
+        ids = tensors["ids"].tolist()
+        for length, start in zip(tensors["lengths"].tolist(), tensors["starts"].tolist(), strict=True):
+            self._sequences.append(Sequence(ids[offset : offset + length], start))
+            self._places.append((rows, offset))
+            offset += length
+        return tuple(int(tap) for tap in metadata["taps"].split(","))
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def sequence(self, index: int) -> Sequence:
+        return self._sequences[index]
+
+    def features(self, indices: list[int]) -> list[Tensor]:
+        found = []
+        for index in indices:
+            rows, offset = self._places[index]
+            found.append(rows[offset : offset + len(self._sequences[index].ids)])
+        return found
+
+
+class OnlineSequences:
+    """Sequences whose features the target computes when they are asked for: no disk, a forward per batch."""
+
+    def __init__(self, sequences: list[Sequence], extract: FeatureExtractor):
+        self._sequences, self._extract = sequences, extract
+        self.taps = extract.taps
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def sequence(self, index: int) -> Sequence:
+        return self._sequences[index]
+
+    def features(self, indices: list[int]) -> list[Tensor]:
+        rows = [self._sequences[index].ids for index in indices]
+        return [row[: len(ids)] for row, ids in zip(self._extract(rows), rows, strict=True)]
+
+
+def split(sequences: Sequences, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+    """(training, held-out) sequence numbers; the same for the same seed and data."""
+    order = random.Random(seed).sample(range(len(sequences)), len(sequences))
+    return sorted(order[held_out:]), sorted(order[:held_out])
+
+
+def epoch_batches(
+    sequences: Sequences, indices: list[int], batch_size: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """The batches of an epoch, in an order that depends on ``seed`` and ``epoch`` alone.
+
+    Neighbours in length share a batch, to pad little; windows of 64 batches keep the mixture random.
+    """
+    shuffle = random.Random(f"{seed}/{epoch}")
+    order = shuffle.sample(indices, len(indices))
+    window = 64 * batch_size
+    batches = []
+    for start in range(0, len(order), window):
+        near = sorted(order[start : start + window], key=lambda item: len(sequences.sequence(item).ids))
+        batches += [near[at : at + batch_size] for at in range(0, len(near), batch_size)]
+    shuffle.shuffle(batches)
+    return batches
+
+
+def make_batch(
+    sequences: Sequences, indices: list[int], taps: tuple[int, ...], anchors: int, seed: str, last: int | None
+) -> Batch:
+    """A padded batch with anchors drawn by ``seed``; widths are multiples of 64, so few shapes occur.
+
+    Args:
+        taps: the drafter's taps, among those of ``sequences``. last: the target's last layer, when its
+            output is wanted too.
+    """
+    rows = [sequences.sequence(index) for index in indices]
+    width = -(-max(len(row.ids) for row in rows) // 64) * 64
+    ids = torch.zeros(len(rows), width, dtype=torch.int32)
+    drawn = []
+    for number, row in enumerate(rows):
+        ids[number, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(seed_of(f"{seed}/{indices[number]}"))
+        drawn.append(draw_anchors(row.start, len(row.ids), anchors, generator))
+    found = sequences.features(indices)
+    hidden = found[0].shape[1] // len(sequences.taps)
+
+    def joined(layers: tuple[int, ...]) -> Tensor:
+        padded = found[0].new_zeros(len(rows), width, len(layers) * hidden)
+        for number, features in enumerate(found):
+            for place, layer in enumerate(layers):
+                at = sequences.taps.index(layer) * hidden
+                padded[number, : len(features), place * hidden : (place + 1) * hidden] = features[
+                    :, at : at + hidden
+                ]
+        return padded
+
+    return Batch(
+        ids=ids,
+        length=torch.tensor([len(row.ids) for row in rows], dtype=torch.int32),
+        features=joined(taps),
+        anchors=torch.stack(drawn),
+        last=None if last is None else joined((last,)),
+    )
+
+
+def seed_of(text: str) -> int:
+    """A 63-bit seed from a text."""
+    return random.Random(text).getrandbits(63)
+
+
+def check_taps(sequences: Sequences, wanted: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless every wanted layer is among the features."""
+    missing = [tap for tap in wanted if tap not in sequences.taps]
+    if missing:
+        raise ValueError(
+            f"target_layer_ids={list(wanted)}: layers {missing} are not among the features' "
+            f"{list(sequences.taps)}; choose among these, or compute features with them."
+        )

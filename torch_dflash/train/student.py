@@ -1,0 +1,73 @@
+"""The trained module: a drafter between the target's frozen embedding and head."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_dflash.checkpoints import check_pair
+from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.train.blocks import Batch, block_targets, draft_blocks, gather_rows
+from torch_dflash.train.objective import Losses, Objective, Vocabulary, block_losses
+
+
+class Student(nn.Module):
+    """Losses of a batch: the drafter's blocks against the target's tokens. Only the drafter is trained.
+
+    Args:
+        drafter: trained in place. target: gives embedding, head and, for the KL loss, the final norm.
+        objective: the loss. width: rows W of a block; unset: the drafter's ``block_size``.
+        head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
+
+    Raises:
+        ValueError: the drafter does not fit the target, or the loss needs what the target does not have.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDraftModel,
+        target: Any,
+        objective: Objective,
+        width: int | None = None,
+        head_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        check_pair(target, drafter)
+        self.drafter = drafter
+        self.objective = objective
+        self.width = drafter.config.block_size if width is None else width
+        self.last_layer = target.config.get_text_config().num_hidden_layers - 1
+        head = target.get_output_embeddings()
+        weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        # Buffers outside the state dict: moved with the module, never trained, never saved.
+        self.register_buffer("embedding", target.get_input_embeddings().weight.detach(), persistent=False)
+        self.register_buffer("head_weight", weight.to(head_dtype or weight.dtype), persistent=False)
+        self.register_buffer("head_bias", bias, persistent=False)
+        self.final_norm: Any = _frozen_norm(target) if objective.kl else None
+
+    def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> Losses:
+        """Sums over the batch; ``vocabulary`` unset: the loss runs over all ids."""
+        hidden = draft_blocks(self.drafter, batch, self.embedding, self.width)[:, :, 1:]
+        targets, known = block_targets(batch, self.width)
+        teacher = None
+        if self.final_norm is not None:
+            at = batch.anchors.clamp(min=0)[..., None] + torch.arange(self.width - 1, device=hidden.device)
+            # Row k's token was picked from the target's state one position before it.
+            teacher = self.final_norm(gather_rows(batch.last, at.clamp(max=batch.ids.shape[1] - 1)))
+        if vocabulary is None:
+            vocabulary = Vocabulary(self.head_weight, self.head_bias, None, None)
+        return block_losses(hidden, targets, known, vocabulary, self.objective, self.drafter.logits, teacher)
+
+
+def _frozen_norm(target) -> nn.Module:
+    norm = getattr(target.get_decoder(), "norm", None)
+    cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+    if norm is None or cap is not None:
+        raise ValueError(
+            f"kl > 0 with target={type(target).__name__}: the KL loss needs a decoder whose logits are "
+            "head(norm(state)), without soft cap; set kl=0."
+        )
+    return copy.deepcopy(norm).requires_grad_(False)
