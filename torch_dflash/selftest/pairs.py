@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     GptOssConfig,
@@ -61,7 +63,7 @@ FAMILIES = {
 }
 
 
-def randomise(model: torch.nn.Module, seed: int, gain: float = 2.0) -> torch.nn.Module:
+def randomise(model: Any, seed: int, gain: float = 2.0) -> Any:
     """Random weights of a size at which the choice of a token depends on the whole context.
 
     Projections keep or raise the size of what they are given (``gain``), so the current token's own

@@ -1,0 +1,142 @@
+"""``torch-dflash selftest``: does it work on this device, and what does a round cost here?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.provenance import provenance, write_json
+from torch_dflash.selftest.checks import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
+from torch_dflash.selftest.costs import hidden_costs
+from torch_dflash.selftest.parity import parity
+from torch_dflash.selftest.side import EagerSide, Side, Subject
+from torch_dflash.selftest.texts import lossless
+from torch_dflash.selftest.timing import SIZES, measure
+
+# Full attention with tied heads; then windows, sinks, biases and experts.
+FAMILIES = ("qwen3", "gpt_oss")
+
+
+def add_parser(commands) -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser(
+        "selftest",
+        help="check parity, losslessness and hidden costs on this device, and time its passes",
+        description="Random pairs, no download. Exit status: 0 every check passed, 1 some did not, 2 wrong "
+        "usage.",
+    )
+    parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
+    parser.add_argument("--device", help="torch device of --runtime eager, such as cuda")
+    parser.add_argument("--quick", action="store_true", help="one family, no batch of one, no timings")
+    parser.add_argument("--size", choices=SIZES, help="pair that is timed (unset: small on a CPU, else base)")
+    parser.add_argument("--json", metavar="FILE", help="write everything with its provenance")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run all checks; returns the exit status."""
+    try:
+        _check_arguments(arguments)
+        side = _side(arguments)
+    except UserError as error:
+        return fail("selftest", error)
+    print(f"device: {side.describe()}, runtime {side.runtime}\n", flush=True)
+    report = Report(lambda line: print(line, flush=True))
+    for family in FAMILIES[:1] if arguments.quick else FAMILIES:
+        subject, single = Subject(side, family), family == FAMILIES[0] and not arguments.quick
+        report.attempt(f"parity, {family}", lambda subject=subject: _parity(subject, side))
+        report.attempt(f"texts, {family}", lambda subject=subject, single=single: lossless(subject, single))
+        if family == FAMILIES[0]:
+            report.attempt("hidden costs", lambda subject=subject: hidden_costs(subject, side))
+    timings: list[dict[str, Any]] = []
+    report.attempt("timings", lambda: _timings(side, arguments, timings))
+    if timings:
+        print("\n" + _table(timings))
+    _conclude(report, side, timings, arguments)
+    return 0 if report.passed else 1
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.device and arguments.runtime == "xla":
+        raise UserError(
+            f"--device {arguments.device} with --runtime xla: XLA runs on JAX's default device; leave it out "
+            "or use --runtime eager."
+        )
+    if arguments.size and arguments.quick:
+        raise UserError(f"--size {arguments.size} with --quick: nothing is timed; leave one of them out.")
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        raise UserError(f"--json {arguments.json}: its folder does not exist; make it first.")
+
+
+def _side(arguments: argparse.Namespace) -> Side:
+    try:
+        if arguments.runtime == "eager":
+            return EagerSide(arguments.device)
+        from jax_bridge.selftest import XlaSide  # only when asked for: it loads JAX
+
+        return XlaSide()
+    except (ImportError, RuntimeError, AssertionError) as error:  # no such device, or no working JAX
+        where = f"--device {arguments.device}" if arguments.device else f"--runtime {arguments.runtime}"
+        raise UserError(f"{where}: {one_line(error)} Choose a device and a runtime that are here.") from None
+
+
+def _parity(subject: Subject, side: Side) -> Iterator[Check]:
+    try:
+        from jax_bridge.selftest import reference_hidden  # the independent drafter is written in JAX
+    except Exception as error:
+        why = f"{type(error).__name__}: {one_line(error)}"
+        yield Check(f"drafter hidden states, {subject.family}, pure JAX", NOT_RUN, f"JAX: {why}")
+        yield from parity(subject, side, None)
+        return
+    yield from parity(subject, side, reference_hidden)
+
+
+def _timings(side: Side, arguments: argparse.Namespace, timings: list[dict[str, Any]]) -> Iterator[Check]:
+    if arguments.quick:
+        yield Check("timings", NOT_APPLICABLE, "left out by --quick")
+        return
+    size = arguments.size or ("base" if side.accelerated else "small")
+    timings += measure(side, size)
+    sane = all(0 < row["ms"] < float("inf") for row in timings)
+    yield judged("timings", sane, f"{len(timings)} passes of the {size} pair timed, see below")
+
+
+def _table(timings: list[dict[str, Any]]) -> str:
+    """The timings to read, and what the columns mean."""
+    first = timings[0]
+    lines = [
+        f"{'pass':22}{'ms':>10}{'(range)':>18}{'plain steps':>13}{'MB read':>10}{'floor ms':>10}{'GB/s':>8}"
+    ]
+    for row in timings:
+        spread = f"({row['fastest_ms']:.2f}..{row['slowest_ms']:.2f})"
+        lines.append(
+            f"{row['pass']:22}{row['ms']:>10.2f}{spread:>18}{row['plain_steps']:>13.2f}"
+            f"{row['bytes_read'] / 1e6:>10.1f}{row['floor_ms']:>10.2f}{row['gb_per_s']:>8.1f}"
+        )
+    lines.append(
+        f"{first['size']} pair, {first['dtype']}, batch 1. MB read: weights once and every K/V slot once,\n"
+        f"the least there is. Floor: that at the {first['copy_gb_per_s']:.1f} GB/s at which this device\n"
+        "reads and writes a large array; what fits a cache can be faster."
+    )
+    return "\n".join(lines)
+
+
+def _conclude(
+    report: Report, side: Side, timings: list[dict[str, Any]], arguments: argparse.Namespace
+) -> None:
+    """Print the verdict and the provenance, and write them where --json says."""
+    failures = report.failures()
+    count = f"{len(report.checks) - len(failures)} of {len(report.checks)} checks passed or do not apply"
+    print(f"\n{count}" + (f"; not: {'; '.join(failures)}" if failures else ""))
+    origin = provenance()
+    packages = ", ".join(f"{name} {version or 'none'}" for name, version in origin["packages"].items())
+    print(f"{origin['date']}, Python {origin['python']}, {packages}")
+    print(f"{side.describe()}; {origin['hardware']}; {torch.get_num_threads()} torch threads")
+    if arguments.json:
+        results = {"passed": report.passed, "runtime": side.runtime, "device": side.describe()}
+        write_json(arguments.json, results | {"checks": report.as_json(), "timings": timings})

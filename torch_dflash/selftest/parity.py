@@ -1,0 +1,140 @@
+"""Drafter states and target logits of the path under test, against eager fp32 PyTorch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dflash.decode import Pair, Params
+from torch_dflash.rows import read_rows
+from torch_dflash.selftest.checks import Check, within
+from torch_dflash.selftest.side import Side, Subject, padded, prompts
+from torch_dflash.state import DecodeState
+
+# Of the largest value compared. Both sides compute the features of all rounds themselves, so rounding grows;
+# a broken convention (a mask, a tap, a norm, a position) is off by more than 1e-3.
+TOLERANCE = 1e-4
+DEPTHS = (
+    0,
+    2,
+)  # chunks of rounds before the comparison: right after prefill, and on a cache that rounds wrote
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One round's passes for one row: what the drafter was given, and what came out.
+
+    ``committed`` are all tokens up to the anchor, ``drafts`` [N] what was drafted after it, ``hidden``
+    [W-1, H] the drafter's states, ``logits`` [M, V] the target's.
+    """
+
+    committed: list[int]
+    drafts: list[int]
+    hidden: Tensor
+    logits: Tensor
+
+
+def probe(pair: Pair, params: Params, state: DecodeState) -> tuple[Tensor, ...]:
+    """A round's draft and verify passes: (tokens, length, drafts, hidden states, logits); commits nothing."""
+    return pair.run(_probe, params, state)
+
+
+def _probe(pair: Pair, state: DecodeState) -> tuple[Tensor, ...]:
+    drafter, seen = pair.proposer.drafter, []
+    plain = drafter.logits
+
+    def watched(hidden, head):
+        seen.append(hidden)
+        return plain(hidden, head)
+
+    anchor = read_rows(state.tokens, state.length, 1)
+    # The states are no output of a proposer, so the step that turns them into drafts is watched.
+    drafter.logits = watched
+    try:
+        draft, _ = pair.proposer.propose(
+            state.proposer, anchor[:, 0], state.length, pair.target.embed, pair.target.head
+        )
+    finally:
+        del drafter.logits
+    ids = torch.cat([anchor, draft.tokens[:, : pair.plan.verify_width - 1]], dim=1)
+    out = pair.target(ids, state.length, state.cache, pair.proposer.taps)
+    return state.tokens, state.length, draft.tokens, seen[0], out.logits
+
+
+def passes(subject: Subject, side: Side, depth: int) -> list[Pass]:
+    """What every row's next round computes after ``depth`` chunks of rounds."""
+    engine = subject.engine("agreeing", len(prompts()))
+    state = engine.start(*padded(prompts()), max_new_tokens=50, do_sample=False, eos_token_id=None)
+    for _ in range(depth):
+        state = engine.advance(state)
+    tokens, length, drafts, hidden, logits = side.run(engine, probe, state)
+    return [
+        Pass(tokens[row, : end + 1].tolist(), drafts[row].tolist(), hidden[row].float(), logits[row].float())
+        for row, end in enumerate(length.tolist())
+    ]
+
+
+@torch.no_grad()
+def eager_features(target: Any, taps: list[int], tokens: list[int], context: int) -> tuple[Tensor, Tensor]:
+    """transformers' own forward, without a cache: (features [1, context, n*H], logits [R, V])."""
+    out = target(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    features = torch.cat([out.hidden_states[tap + 1] for tap in taps], dim=-1)  # 0 is the embedding
+    return features[:, :context], out.logits[0]
+
+
+@torch.no_grad()
+def eager_hidden(subject: Subject, anchor: int, features: Tensor, width: int) -> Tensor:
+    """The drafter's states [W-1, H] from one pass over the whole context, without a cache."""
+    config = subject.drafter.config
+    ids = torch.tensor([[anchor, *[config.mask_token_id] * (width - 1)]])
+    noise = subject.target.get_input_embeddings().weight[ids] * config.input_embedding_scale
+    position = torch.arange(features.shape[1] + width)[None]
+    return subject.drafter(noise, features, position).last_hidden_state[0, 1:]
+
+
+Reference = Callable[[Any, Any, int, Tensor, int], Tensor]
+"""``(drafter, embedding weight, anchor, features, W) -> hidden states``: an independent drafter."""
+
+
+def parity(subject: Subject, side: Side, reference: Reference | None) -> Iterator[Check]:
+    """Compare both passes at every depth: all rows with eager PyTorch, one with ``reference`` (if any)."""
+    for depth in DEPTHS:
+        when = f"{subject.family}, after {'prefill' if not depth else 'rounds'}"
+        worst = {"logits": 0.0, "hidden": 0.0}
+        scale = {"logits": 1.0, "hidden": 1.0}
+        found = passes(subject, side, depth)
+        first = {}
+        for row, item in enumerate(found):
+            verified = item.logits.shape[0]
+            tokens = item.committed + item.drafts[: verified - 1]
+            context, width = len(item.committed) - 1, len(item.drafts) + 1
+            features, logits = eager_features(
+                subject.target, subject.drafter.config.target_layer_ids, tokens, context
+            )
+            hidden = eager_hidden(subject, item.committed[-1], features, width)
+            if row == 1:  # a short one: the reference compiles for every length
+                first = {"item": item, "features": features, "width": width}
+            for name, ours, theirs in (
+                ("logits", item.logits, logits[-verified:]),
+                ("hidden", item.hidden, hidden),
+            ):
+                error = float((ours - theirs).abs().max())
+                # max() would drop a NaN.
+                worst[name] = error if error != error else max(worst[name], error)
+                scale[name] = max(scale[name], float(theirs.abs().max()))
+        rows = f"{len(found)} rows, fp32 eager on CPU"
+        yield within(f"target logits, {when}", worst["logits"], TOLERANCE * scale["logits"], rows)
+        yield within(f"drafter hidden states, {when}", worst["hidden"], TOLERANCE * scale["hidden"], rows)
+        if reference is not None:
+            yield _against_reference(subject, reference, when, TOLERANCE * scale["hidden"], **first)
+
+
+def _against_reference(subject: Subject, reference: Reference, when: str, tolerance: float, **given) -> Check:
+    item, embedding = given["item"], subject.target.get_input_embeddings().weight
+    hidden = reference(subject.drafter, embedding, item.committed[-1], given["features"], given["width"])
+    error = float((item.hidden - hidden).abs().max())
+    return within(f"drafter hidden states, {when}, pure JAX", error, tolerance, "1 row, jax_bridge.reference")

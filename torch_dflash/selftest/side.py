@@ -1,0 +1,178 @@
+"""What is under test: a runtime on a device, and a random pair that decodes on it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_dflash.engine import Engine
+from torch_dflash.generation import compile as compile_pair
+from torch_dflash.proposers import NGramProposer
+from torch_dflash.selftest.pairs import make_drafter, make_pair
+
+WIDTH = 6
+CAPACITY = 96
+CHUNK = 3  # rounds between host reads: several reads even in a short text
+
+
+@dataclass
+class Reads:
+    """Host reads seen so far, or None where nobody can count them; ``how`` says who counted."""
+
+    count: int | None
+    how: str
+
+
+class Side(Protocol):
+    """A runtime as the self-test needs it. A step is ``(pair, params, state) -> result``, as in `decode`."""
+
+    runtime: str
+    accelerated: bool
+
+    def describe(self) -> str:
+        """The device in words."""
+        ...
+
+    def place(self, model: Any) -> Any:
+        """``model`` where this runtime wants it."""
+        ...
+
+    def run(self, engine: Engine, step: Callable, state: Any) -> Any:
+        """``step`` on the device, its result as CPU tensors; consumes ``state``."""
+        ...
+
+    def repeat(self, engine: Engine, step: Callable, times: int) -> Callable[[Any, Any], Any]:
+        """``(params, state) -> state`` that runs ``step`` ``times`` times; consumes its state."""
+        ...
+
+    def wait(self, tree: Any) -> None:
+        """Return when ``tree`` has been computed."""
+        ...
+
+    def watch_reads(self) -> AbstractContextManager[Reads]:
+        """Count host reads inside."""
+        ...
+
+    def reuse(self, engine: Engine, state: Any) -> tuple[bool | None, str]:
+        """Whether a chunk of rounds leaves every buffer where it was (None: does not apply), and why."""
+        ...
+
+    def copy_speed(self, megabytes: int) -> float:
+        """GB/s, read and written together, of going once over a large array on the device."""
+        ...
+
+
+class EagerSide:
+    """PyTorch on one of its devices."""
+
+    runtime = "eager"
+
+    def __init__(self, device: str | None = None):
+        self.device = torch.device(device or "cpu")
+        torch.empty(0, device=self.device)  # a device that is not there fails here
+        self.accelerated = self.device.type != "cpu"
+
+    def describe(self) -> str:
+        if self.device.type == "cuda":
+            return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(self.device)}"
+        return f"{self.device}, {torch.get_num_threads()} threads"
+
+    def place(self, model: Any) -> Any:
+        return model.to(self.device)
+
+    def run(self, engine: Engine, step: Callable, state: Any) -> Any:
+        result = step(engine.pair, engine.tensors(), state)
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), result)
+
+    def repeat(self, engine: Engine, step: Callable, times: int) -> Callable[[Any, Any], Any]:
+        def repeated(params, state):
+            for _ in range(times):
+                state = step(engine.pair, params, state)
+            return state
+
+        return repeated
+
+    def wait(self, tree: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def watch_reads(self) -> Iterator[Reads]:
+        yield Reads(None, "as the engine counts; eager rounds also test flags")
+
+    def reuse(self, engine: Engine, state: Any) -> tuple[bool | None, str]:
+        return None, "eager PyTorch writes its cache in place and donates nothing"
+
+    def copy_speed(self, megabytes: int) -> float:
+        array = torch.ones(megabytes << 18, device=self.device)
+        return best_speed(lambda: array.add_(1), self.wait, 2 * array.nbytes)
+
+
+def best_speed(copy_once: Callable[[], Any], wait: Callable[[Any], None], moved: int) -> float:
+    """GB/s of the best of five runs after a discarded one."""
+    times = []
+    for _ in range(6):
+        started = time.perf_counter()
+        wait(copy_once())
+        times.append(time.perf_counter() - started)
+    return moved / min(times[1:]) / 1e9
+
+
+class Subject:
+    """A random pair: ``target`` and ``drafter`` on the CPU to compare with, and engines on ``side``; fp32."""
+
+    def __init__(self, side: Side, family: str):
+        self.side, self.family = side, family
+        self.target, self.drafter = make_pair(family, agree=8.0)
+        self._live = side.place(copy.deepcopy(self.target)), side.place(copy.deepcopy(self.drafter))
+        self._engines: dict[tuple[str, int], Engine] = {}
+        self._random = make_drafter(self.target, seed=77).state_dict()
+
+    def engine(self, kind: str, batch_size: int) -> Engine:
+        """The engine that drafts as ``kind`` says: "plain", "agreeing", "random" or "n-gram".
+
+        The agreeing and the random drafter share one: weights are data, and nothing compiles again.
+        """
+        target, drafter = self._live
+        if kind in ("agreeing", "random"):
+            drafter.load_state_dict(self._random if kind == "random" else self.drafter.state_dict())
+            kind = "DFlash"
+        if (kind, batch_size) not in self._engines:
+            drafts = {"DFlash": drafter, "plain": None, "n-gram": NGramProposer(WIDTH, max_ngram=2)}[kind]
+            self._engines[kind, batch_size] = compile_pair(
+                target,
+                drafts,
+                runtime=self.side.runtime,
+                max_length=CAPACITY,
+                batch_size=batch_size,
+                rounds_per_chunk=CHUNK,
+                prefill_chunk_size=16,
+            )
+        return self._engines[kind, batch_size]
+
+    def plain_on_cpu(self) -> Callable[..., Any]:
+        """Plain eager decoding of the reference target: what samples are compared with."""
+        return partial(compile_pair(self.target, None, runtime="eager", max_length=CAPACITY).generate)
+
+
+def prompts() -> list[list[int]]:
+    """Three rows of one to three prompt chunks; the last repeats itself, which prompt lookup likes."""
+    generator = torch.Generator().manual_seed(11)
+    rows = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in (40, 9, 7)]
+    return [rows[0], rows[1], rows[2] * 3]
+
+
+def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(input_ids [B, T], attention_mask [B, T]), padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask

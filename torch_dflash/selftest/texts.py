@@ -1,0 +1,117 @@
+"""Losslessness: whatever drafts, the text is the target's own, greedy and sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_dflash.outputs import GenerateOutput
+from torch_dflash.sampling import gumbel
+from torch_dflash.selftest.checks import Check, judged
+from torch_dflash.selftest.parity import TOLERANCE
+from torch_dflash.selftest.side import Subject, padded, prompts
+
+NEW = 24
+TEMPERATURE = 8.0  # the two best logits of an agreeing pair stand tens above the rest: see `correlate`
+SEED = 5
+KINDS = ("plain", "agreeing", "random", "n-gram")
+
+
+def own_texts(subject: Subject) -> dict[str, list[list[int]]]:
+    """Per mode and prompt, the text to reproduce: transformers' greedy text, our plain samples on the CPU."""
+    greedy, sampled = [], []
+    sample = subject.plain_on_cpu()
+    for row, prompt in enumerate(prompts()):
+        ids = torch.tensor([prompt])
+        options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+        out = subject.target.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, **options
+        )
+        greedy.append(out[0, len(prompt) :].tolist())
+        out = sample(ids, torch.ones_like(ids), **options, **_sampled([SEED + row]))
+        sampled.append(out[0, len(prompt) :].tolist())
+    return {"greedy": greedy, "sampled": sampled}
+
+
+def lossless(subject: Subject, single: bool) -> Iterator[Check]:
+    """One check per drafter, mode and batch; ``single`` adds engines of batch size 1."""
+    wanted = own_texts(subject)
+    everything = list(range(len(prompts())))
+    for rows in (everything, [0]) if single else (everything,):
+        for kind in KINDS:
+            for mode in ("greedy", "sampled"):
+                yield _same_text(subject, kind, mode, rows, wanted)
+
+
+def _sampled(seeds: list[int]) -> dict[str, Any]:
+    return {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "seed": seeds}
+
+
+def _same_text(
+    subject: Subject, kind: str, mode: str, rows: list[int], texts: dict[str, list[list[int]]]
+) -> Check:
+    wanted = texts[mode]
+    chosen = [prompts()[row] for row in rows]
+    how = _sampled([SEED + row for row in rows]) if mode == "sampled" else {"do_sample": False}
+    out = subject.engine(kind, len(rows)).generate(
+        *padded(chosen),
+        max_new_tokens=NEW,
+        eos_token_id=None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        **how,
+    )
+    assert isinstance(out, GenerateOutput) and out.stats is not None and out.sequences is not None
+    width = max(map(len, chosen))
+    wrong, ties = [], []
+    for row, prompt, ids in zip(rows, chosen, out.sequences[:, width:].tolist(), strict=True):
+        at, gap = _difference(subject, prompt, wanted[row], ids, SEED + row if mode == "sampled" else None)
+        if at is not None:
+            (wrong if gap is None else ties).append(f"row {row} at token {at}")
+    lengths = sum(out.stats.acceptance_lengths, [])
+    tau = out.stats.mean_acceptance_length
+    detail = f"acceptance length {tau:.2f} ({min(lengths)} to {max(lengths)})"
+    blind = {
+        "acceptance never varied": kind == "agreeing" and len(set(lengths)) < 2,
+        "samples equal the greedy text": mode == "sampled" and wanted == texts["greedy"],
+    }
+    for words, what in ((wrong, "another text"), (ties, "a tie of the two best, so not compared further")):
+        detail += f"; {what}: {', '.join(words)}" if words else ""
+    detail += "".join(f"; {what}, so this shows nothing" for what, seen in blind.items() if seen)
+    against = "plain" if mode == "sampled" else "target.generate"
+    batch = f"{len(rows)} ragged rows" if len(rows) > 1 else "batch 1"
+    drafter = kind if kind in ("plain", "n-gram") else f"{kind} drafter"
+    return judged(
+        f"{subject.family}, {mode} = {against}: {drafter}, {batch}",
+        not wrong and not any(blind.values()),
+        detail,
+        acceptance_length=tau,
+        ties=len(ties),
+    )
+
+
+@torch.no_grad()
+def _difference(
+    subject: Subject, prompt: list[int], wanted: list[int], got: list[int], seed: int | None
+) -> tuple[int | None, float | None]:
+    """(first token that differs or None, gap of the two scores if rounding alone can have flipped them)."""
+    if wanted == got:
+        return None, None
+    if len(wanted) != len(got):
+        return min(len(wanted), len(got)), None
+    at = next(index for index, (one, other) in enumerate(zip(wanted, got, strict=True)) if one != other)
+    logits = subject.target(torch.tensor([prompt + wanted[:at]]), use_cache=False).logits[0, -1]
+    scores, temperature = logits, 1.0
+    if seed is not None:
+        noise = gumbel(
+            torch.tensor([seed], dtype=torch.int32),
+            torch.tensor([[len(prompt) + at]], dtype=torch.int32),
+            len(logits),
+        )
+        temperature = TEMPERATURE
+        scores = logits / temperature + noise[0, 0]
+    gap = float(scores.max() - scores[got[at]])
+    # What two computations of the logits may differ by, once for each of the two tokens.
+    return at, gap if gap * temperature <= 2 * TOLERANCE * float(logits.abs().max()) else None

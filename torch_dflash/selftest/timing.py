@@ -1,0 +1,204 @@
+"""What a plain step, a verify pass, a draft pass and a whole round cost on this device, beside their floor.
+
+Every program runs its rounds in one go, waits for the result, and is timed in turn with the others, after
+a discarded run. States are made anew outside the timed part.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_dflash.cache import LayerSpec
+from torch_dflash.decode import Pair, Params, decode_round
+from torch_dflash.engine import Engine
+from torch_dflash.generation import compile as compile_pair
+from torch_dflash.rows import read_rows, write_rows
+from torch_dflash.selftest.pairs import make_drafter, make_target
+from torch_dflash.selftest.side import Side
+from torch_dflash.state import DecodeState, Draft
+
+ROUNDS = 8
+REPEATS = 5
+PROMPT = 64
+VERIFY_WIDTHS = (8, 16)
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """A random Qwen3-shaped pair: ``target`` and ``drafter`` config fields, and the weights' type."""
+
+    target: dict[str, Any]
+    drafter: dict[str, Any]
+    dtype: torch.dtype
+
+
+def _shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+def _size(layers: int, vocab: int, draft_layers: int, dtype: torch.dtype, *shape: int) -> Size:
+    """A pair of which both have ``shape``; taps spread over the target."""
+    taps = [1 + index * (layers - 2) // draft_layers for index in range(draft_layers)]
+    common = _shape(*shape) | {"max_position_embeddings": 4096}
+    target = common | {"num_hidden_layers": layers, "vocab_size": vocab, "tie_word_embeddings": True}
+    own = {"num_hidden_layers": draft_layers, "target_layer_ids": taps, "block_size": BLOCK}
+    return Size(target, common | own | {"mask_token_id": vocab - 1}, dtype)
+
+
+SIZES = {
+    "tiny": _size(4, 97, 2, torch.float32, 32, 48, 4, 2, 16),
+    "small": _size(8, 8192, 2, torch.float32, 512, 1536, 8, 4, 64),
+    "base": _size(24, 65536, 5, torch.bfloat16, 2048, 6144, 16, 8, 128),
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One line: median milliseconds of a pass, and the bytes it has to read at least."""
+
+    name: str
+    milliseconds: float
+    spread: tuple[float, float]
+    bytes_read: int
+
+    def row(self, plain: float, speed: float) -> dict[str, Any]:
+        """The line as data; ``plain``: milliseconds of a plain step, ``speed``: GB/s the device copies at."""
+        return {
+            "pass": self.name,
+            "ms": self.milliseconds,
+            "fastest_ms": self.spread[0],
+            "slowest_ms": self.spread[1],
+            "plain_steps": self.milliseconds / plain,
+            "bytes_read": self.bytes_read,
+            "gb_per_s": self.bytes_read / self.milliseconds / 1e6,
+            "floor_ms": self.bytes_read / speed / 1e6,
+        }
+
+
+class Unaccepted(nn.Module):
+    """Drafts at no cost, and nothing of it counts: its round is the verify pass of ``width`` rows alone."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def start(self, plan, device) -> tuple:
+        return ()
+
+    def observe(self, pstate, features, ids, next_ids, count) -> tuple:
+        return pstate
+
+    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, tuple]:
+        return Draft(anchor[:, None].expand(-1, self.width - 1), length * 0), pstate
+
+
+def draft_pass(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
+    """A round without its verify pass: propose, take one draft for committed, project its features."""
+    return pair.run(_draft_pass, params, state)
+
+
+def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
+    target, proposer, width = pair.target, pair.proposer, pair.plan.verify_width
+    anchor = read_rows(state.tokens, state.length, 1)
+    draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
+    ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
+    # Features made from what was drafted: of constants, a compiler could move the projection out of the loop.
+    features = target.embed(ids).repeat(1, 1, len(proposer.taps))
+    count = torch.ones_like(state.length)
+    return replace(
+        state,
+        tokens=write_rows(state.tokens, draft.tokens, state.length + 1, dim=1),
+        length=state.length + count,
+        proposer=proposer.observe(pstate, features, ids, draft.tokens, count),
+    )
+
+
+def measure(side: Side, size: str) -> Iterator[dict[str, Any]]:
+    """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``side``: one row of figures each."""
+    chosen = SIZES[size]
+    target = make_target("qwen3", **chosen.target)
+    drafter = make_drafter(target, **chosen.drafter)
+    target, drafter = (side.place(model.to(chosen.dtype)) for model in (target, drafter))
+    engines = {"plain step, M=1": _engine(side, target, None, chosen)}
+    for width in VERIFY_WIDTHS:
+        engines[f"verify, M={width}"] = _engine(side, target, Unaccepted(width), chosen)
+    block = _engine(side, target, drafter, chosen)
+    engines |= {f"draft, W={BLOCK}": block, f"whole round, W=M={BLOCK}": block}
+    programs = {
+        name: side.repeat(engine, draft_pass if name.startswith("draft") else decode_round, ROUNDS)
+        for name, engine in engines.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(REPEATS + 1):
+        for name, engine in engines.items():
+            times[name].append(_timed(side, engine, programs[name]))
+    speed = side.copy_speed(512 if side.accelerated else 64)
+    rows = []
+    for name, engine in engines.items():
+        kept = sorted(seconds / ROUNDS * 1e3 for seconds in times[name][1:])
+        timing = Timing(name, statistics.median(kept), (kept[0], kept[-1]), _bytes(name, engine))
+        rows.append(timing.row(rows[0]["ms"] if rows else timing.milliseconds, speed))
+        yield rows[-1] | {"copy_gb_per_s": speed, "size": size, "dtype": str(chosen.dtype)}
+
+
+def _engine(side: Side, target: Any, drafter: Any, size: Size) -> Engine:
+    return compile_pair(
+        target,
+        drafter,
+        runtime=side.runtime,
+        max_length=PROMPT + (ROUNDS + 1) * BLOCK,  # a round may commit a whole block
+        prefill_chunk_size=PROMPT,
+        filters=False,
+        # In fp32 the exact product, as everywhere else; narrow types have no more than their own.
+        matmul_precision="highest" if size.dtype == torch.float32 else "default",
+    )
+
+
+def _timed(side: Side, engine: Engine, program: Callable[[Any, Any], Any]) -> float:
+    prompt = torch.arange(PROMPT)[None] % 89 + 1
+    new = engine.plan.capacity - PROMPT
+    state = engine.start(prompt, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    params = engine.runtime.refresh(engine.tensors())
+    side.wait(state)
+    started = time.perf_counter()
+    side.wait(program(params, state))
+    return time.perf_counter() - started
+
+
+def _bytes(name: str, engine: Engine) -> int:
+    """What a pass reads at the very least: its weights once, and every slot of its K/V once."""
+    tensors, pair = engine.tensors(), engine.pair
+    item = next(iter(tensors.values())).element_size()
+    slots = engine.plan.batch_size * engine.plan.slots * item
+
+    def weights(prefix: str) -> int:
+        return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(prefix))
+
+    def cached(specs: list[LayerSpec]) -> int:
+        return sum(spec.heads * (spec.k_dim + spec.v_dim) for spec in specs) * slots
+
+    # The pairs here tie embedding and head: what the lookup reads of it, the head reads anyway.
+    target = weights("target.") + cached(list(pair.target.specs))
+    if not name.startswith(("draft", "whole")):
+        return target
+    config = pair.proposer.drafter.config
+    spec = LayerSpec("draft", config.num_key_value_heads, config.head_dim, config.head_dim, None)
+    head = config.vocab_size * config.hidden_size * item
+    draft = weights("proposer.") + cached([spec] * config.num_hidden_layers) + head
+    return draft + target if name.startswith("whole") else draft
