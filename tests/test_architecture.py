@@ -37,8 +37,10 @@ LAYERS = [
     {"train.architecture", "train.sequences", "train.student"},
     {"train.schedule"},
     {"train.fit"},
-    {"selftest", "selftest.pairs", "selftest.checks", "selftest.side"},
-    {"selftest.texts", "selftest.parity", "selftest.costs", "selftest.timing"},
+    {"selftest", "selftest.pairs", "selftest.checks"},
+    {"selftest.side"},
+    {"selftest.parity", "selftest.costs", "selftest.timing"},
+    {"selftest.texts"},
 ]
 
 
