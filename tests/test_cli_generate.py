@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torch_dflash.cli import main
-from torch_dflash.cli.text import Incremental
+from torch_dflash.cli.text import Incremental, StdoutStreamer
 from torch_dflash.engine import Engine
 
 TEMPLATE = (
@@ -288,6 +288,29 @@ def test_a_target_that_lacks_weights_is_refused(pair, capsys, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert generate(pair, "--prompt", "x", target=str(tmp_path)) == 2
     assert "its weights lack ['model.layers.1.mlp.up_proj.weight']" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_one_line(pair, capsys, tmp_path):
+    for side, source in (("target", pair.model), ("drafter", make_drafter(pair.model))):
+        folder = tmp_path / side
+        source.save_pretrained(folder)
+        pair.tokenizer.save_pretrained(folder)
+        for file, content in (("model.safetensors", b"\x08"), ("config.json", b"{")):
+            (folder / file).write_bytes(content)
+            assert generate(pair, "--prompt", "x", **{side: str(folder)}) == 2
+            last = capsys.readouterr().err.splitlines()[-1]
+            assert last.startswith(f"torch-dflash generate: --{side} {folder}: "), last
+
+
+def test_text_is_written_before_the_end(pair, capsys):
+    streamer = StdoutStreamer(pair.tokenizer)
+    for ids, shown in (("prompt", ""), ("a", "a"), ("é", "é"), ("b", "b")):
+        streamer.put(torch.tensor(pair.tokenizer(ids)["input_ids"]))
+        assert capsys.readouterr().out == shown
+    streamer.put(torch.tensor(pair.tokenizer("€")["input_ids"][:1]))
+    assert capsys.readouterr().out == ""
+    streamer.end()
+    assert capsys.readouterr().out == "\ufffd\n"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

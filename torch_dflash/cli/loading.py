@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_dflash.cli.errors import UserError, one_line
@@ -16,6 +17,8 @@ from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.proposers import NGramProposer
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+# What a missing, damaged or foreign checkpoint makes transformers and safetensors raise.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
 NGRAM_WIDTH = 8  # wider only pays where long passages are copied
 
 
@@ -136,7 +139,7 @@ class _reading:  # noqa: N801 - reads as the statement it is
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, OSError | ValueError | KeyError | ImportError):
+        if isinstance(error, UNREADABLE):
             raise UserError(
                 f"{self.field} {self.source}: {one_line(error)} (It must be a directory, or a hub id that "
                 "can be fetched from here.)"

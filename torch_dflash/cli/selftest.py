@@ -42,9 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run all checks; returns the exit status."""
     try:
         _check_arguments(arguments)
-        side = _side(arguments)
+        return _all_checks(_side(arguments), arguments)
     except UserError as error:
         return fail("selftest", error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _all_checks(side: Side, arguments: argparse.Namespace) -> int:
     print(f"device: {side.describe()}, runtime {side.runtime}\n", flush=True)
     report = Report(lambda line: print(line, flush=True))
     for family in FAMILIES[:1] if arguments.quick else FAMILIES:
