@@ -36,6 +36,7 @@ LAYERS = [
     {"train.features", "train.objective", "train.regenerate", "train.evaluate", "train.export"},
     {"train.architecture", "train.sequences", "train.student"},
     {"train.schedule"},
+    {"train.loop"},
     {"train.fit"},
     {"selftest", "selftest.pairs", "selftest.checks"},
     {"selftest.side"},

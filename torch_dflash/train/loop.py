@@ -1,0 +1,208 @@
+"""The loop of a fit, written once for every kind of device: resume, validate, checkpoint, log, stop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+from torch_dflash.train.blocks import Batch
+from torch_dflash.train.checkpoint import Checkpoint, load_latest, save_checkpoint
+from torch_dflash.train.files import StageError, open_stage
+from torch_dflash.train.log import TrainLog, draw_log
+from torch_dflash.train.objective import Losses
+from torch_dflash.train.options import FitOptions
+from torch_dflash.train.schedule import Schedule
+from torch_dflash.train.sequences import Sequences, check_taps
+from torch_dflash.train.student import Student
+
+
+class Trainer(Protocol):
+    """What takes the steps: torch devices (`torch_dflash.train.fit`) or XLA (`jax_bridge.train`).
+
+    Attributes:
+        process: number of this process among those that share a step. main: whether it writes the files.
+    """
+
+    process: int
+    main: bool
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from ``checkpoint``."""
+        ...
+
+    def step(self, step: int, rate: float, batches: list[Batch]) -> Any:
+        """One optimizer step, the 0-based ``step``; need not wait for it. Returns what `read` reads."""
+        ...
+
+    def read(self, stepped: Any) -> tuple[Losses, float]:
+        """Losses of a step over all processes, and the norm of its gradient before clipping."""
+        ...
+
+    def losses(self, batch: Batch) -> Losses:
+        """Losses of a held-out batch over the whole vocabulary."""
+        ...
+
+    def checkpoint(self, step: int, seconds: float) -> Checkpoint:
+        """Weights and moments after ``step`` steps; asked of the main process only."""
+        ...
+
+
+def plan_fit(student: Student, sequences: Sequences, options: FitOptions, processes: int = 1) -> Schedule:
+    """The steps of a fit of ``student``.
+
+    Raises:
+        ValueError: the data do not fit the drafter or the options.
+    """
+    config: Any = student.drafter.config
+    taps = tuple(config.target_layer_ids)
+    last = student.last_layer if student.objective.kl else None
+    check_taps(sequences, taps if last is None else (*taps, last))
+    return Schedule(sequences, options, taps, last, processes)
+
+
+def open_fit(directory: Path, student: Student, schedule: Schedule) -> None:
+    """Make ``directory`` the home of this fit; a fit goes on only with the settings it was begun with.
+
+    The runtime is not among them: a fit begun on one may be continued on another.
+    """
+    settings = asdict(schedule.options) | asdict(student.objective)
+    settings |= {"width": student.width, "taps": schedule.taps}
+    open_stage(directory, {"stage": "fit", "sequences": len(schedule.sequences), **settings})
+
+
+class Loop:
+    """One run of a fit in ``directory``, from its last checkpoint if there is one."""
+
+    def __init__(self, trainer: Trainer, schedule: Schedule, directory: Path):
+        self.trainer, self.schedule, self.directory = trainer, schedule, directory
+        self.options = schedule.options
+        checkpoint = load_latest(directory / "checkpoints")
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        self.done, self.seconds = (checkpoint.step, checkpoint.seconds) if checkpoint else (0, 0.0)
+
+    def run(self) -> None:
+        """Take the remaining steps. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint.
+
+        Raises:
+            StageError: it was stopped, or a loss is not finite.
+        """
+        steps = self.schedule.steps
+        log = TrainLog(self.directory, self.done) if self.trainer.main else None
+        started = time.monotonic() - self.seconds
+        saved = evaluated = time.monotonic()
+        with stop_requested() as stopping, self._batches() as batches, self._bar(steps) as bar:
+            while self.done < steps and not stopping:
+                rate = self.options.rate(self.done, steps)
+                stepped = self.trainer.step(self.done, rate, next(batches))
+                self.done += 1
+                self.seconds = time.monotonic() - started
+                bar.update()
+                last = self.done == steps or bool(stopping)
+                if self.done % self.options.log_steps == 0 or last:
+                    losses, norm = self.trainer.read(stepped)
+                    found = measures(losses) | {"rate": rate, "gradient_norm": norm}
+                    self._report(log, bar, "train", found)
+                if last or time.monotonic() - evaluated > 60 * self.options.evaluate_minutes:
+                    self._report(log, bar, "held_out", self._validate())
+                    evaluated = time.monotonic()
+                if last or time.monotonic() - saved > 60 * self.options.checkpoint_minutes:
+                    self._save()
+                    saved = time.monotonic()
+        if self.done < steps:
+            raise StageError(
+                f"stopped after step {self.done} of {steps}; run the same command again to go on from here."
+            )
+
+    def _validate(self) -> dict[str, Any]:
+        """The held-out losses over the whole vocabulary, on every process alike."""
+        return measures(reduce(add, map(self.trainer.losses, self.schedule.held_out_batches())))
+
+    def _report(self, log: TrainLog | None, bar: tqdm, kind: str, found: dict[str, Any]) -> None:
+        if not math.isfinite(found["loss"]):
+            kept = load_latest(self.directory / "checkpoints")
+            raise StageError(
+                f"the {kind} loss is {found['loss']} at step {self.done}: the fit has diverged. The "
+                f"checkpoint of step {kept.step if kept else 0} is kept. Lower learning_rate="
+                f"{self.options.learning_rate:g} or clip={self.options.clip:g} in a new directory, or look "
+                "for damaged features."
+            )
+        if log is not None:
+            log.write(kind=kind, step=self.done, seconds=round(self.seconds, 1), **found)
+            bar.set_postfix(kind=kind, loss=found["loss"], acceptance=found["acceptance_length"])
+
+    def _save(self) -> None:
+        if self.trainer.main:
+            checkpoint = self.trainer.checkpoint(self.done, self.seconds)
+            save_checkpoint(self.directory / "checkpoints", checkpoint)
+            draw_log(self.directory)
+
+    @contextmanager
+    def _batches(self) -> Iterator[Iterator[list[Batch]]]:
+        """The steps' batches, each made in a thread while the step before it runs."""
+        make, process = self.schedule.step_batches, self.trainer.process
+        with ThreadPoolExecutor(1) as pool:
+
+            def batches():
+                ahead = pool.submit(make, self.done, process)
+                for step in range(self.done + 1, self.schedule.steps + 1):
+                    ready = ahead.result()
+                    if step < self.schedule.steps:
+                        ahead = pool.submit(make, step, process)
+                    yield ready
+
+            yield batches()
+
+    def _bar(self, steps: int) -> tqdm:
+        return tqdm(total=steps, initial=self.done, desc="fit", unit="step", disable=not self.trainer.main)
+
+
+def add(one: Losses, other: Losses) -> Losses:
+    """Sums of two batches together."""
+    return pytree.tree_map(torch.add, one, other)
+
+
+def measures(losses: Losses) -> dict[str, Any]:
+    """Sums as figures: the mean loss of a block, per-position cross-entropy, accuracy, acceptance length."""
+    blocks, known = losses.blocks.clamp(min=1), losses.known.clamp(min=1)
+    return {
+        "loss": float(losses.loss / blocks),
+        "acceptance_length": float(1 + losses.prefix.sum() / blocks),
+        "accuracy": [round(value, 4) for value in (losses.hits / known).tolist()],
+        "cross_entropy": [round(value, 4) for value in (losses.ce / known).tolist()],
+        "blocks": int(losses.blocks),
+    }
+
+
+@contextmanager
+def stop_requested() -> Iterator[list[int]]:
+    """A list that fills when the process is asked to stop (Ctrl-C, SIGTERM); a second request kills it."""
+    asked: list[int] = []
+    before = {}
+
+    def note(number, _frame):
+        asked.append(number)
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    except ValueError:  # not the main thread: the caller's thread keeps the signals
+        pass
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
