@@ -94,7 +94,8 @@ def test_text_is_the_targets_own_through_the_chat_template(pair, capsys, drafter
 
 
 def test_xla_gives_the_same_text(pair, capsys):
-    assert generate(pair, "--prompt", "hello", "--verify-width", "4", runtime="xla") == 0
+    options = ["--block-size", "6", "--verify-width", "4"]
+    assert generate(pair, "--prompt", "hello", *options, drafter="ngram", runtime="xla") == 0
     out, err = capsys.readouterr()
     assert out == wanted(pair, chat("hello")) + "\n"
     assert "compiling" in err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 
 import jax
 import pytest
@@ -13,7 +15,7 @@ import torch_dflash.cli.selftest as command
 import torch_dflash.decode
 import torch_dflash.proposers.dflash as dflash
 from jax_bridge.runtime import XlaRuntime
-from jax_bridge.selftest import XlaSide, reference_hidden
+from jax_bridge.selftest import reference_hidden
 from torch_dflash.cli import main
 from torch_dflash.runtime import EagerRuntime
 from torch_dflash.selftest import texts, timing
@@ -31,12 +33,27 @@ def selftest(*options):
     return main(["selftest", *options])
 
 
+@pytest.fixture(scope="module")
+def on_xla(tmp_path_factory):
+    """One run on XLA: exit status, stdout, stderr, what it wrote, and its pair with all that was compiled."""
+    file, subjects = tmp_path_factory.mktemp("xla") / "found.json", []
+
+    def kept(side, family):
+        subjects.append(Subject(side, family))
+        return subjects[-1]
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+        patch.setattr(command, "Subject", kept)
+        with redirect_stderr(StringIO()) as err:
+            status = selftest("--quick", "--json", str(file))
+    (subject,) = subjects
+    return status, out.getvalue(), err.getvalue(), json.loads(file.read_text()), subject
+
+
 @pytest.mark.slow
-def test_xla_passes_and_says_where_it_ran(capsys, tmp_path):
-    file = tmp_path / "found.json"
-    assert selftest("--quick", "--json", str(file)) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(file.read_text())
+def test_xla_passes_and_says_where_it_ran(on_xla):
+    status, out, err, found, _ = on_xla
+    assert status == 0
     assert found["passed"] and found["runtime"] == "xla" and found["timings"] == []
     seen = {check["name"]: check for check in found["checks"]}
     assert {check["status"] for check in found["checks"]} == {PASS, NOT_APPLICABLE}
@@ -52,7 +69,8 @@ def test_xla_passes_and_says_where_it_ran(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_eager_passes_with_timings(capsys, tmp_path):
+def test_eager_passes_with_timings(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "REPEATS", 2)
     file = tmp_path / "found.json"
     assert selftest("--runtime", "eager", "--size", "tiny", "--json", str(file)) == 0
     out = capsys.readouterr().out
@@ -132,8 +150,8 @@ def test_a_round_too_few_per_read_fails(eager, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(monkeypatch):
-    subject = Subject(XlaSide(), "qwen3")
+def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, monkeypatch):
+    subject = on_xla[-1]
     side, engine = subject.side, subject.engine("agreeing", 3)
     read, run, advance = XlaRuntime.read, XlaRuntime._run, XlaRuntime.advance
 
