@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 MIN_BUCKET = 16
+Registered = TypeVar("Registered", bound=type)
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ PYTREES: list[tuple[type, list[str]]] = []
 """Every dataclass that may stand in a state, with its fields; `jax_bridge` registers them with JAX."""
 
 
-def register_state(cls: type) -> type:
+def register_state(cls: Registered) -> Registered:
     """Make a frozen dataclass a pytree node (class decorator for proposer and cache states)."""
-    fields = list(cls.__dataclass_fields__)
+    fields = [field.name for field in dataclasses.fields(cls)]
     pytree.register_dataclass(cls)
     PYTREES.append((cls, fields))
     return cls

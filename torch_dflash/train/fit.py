@@ -42,8 +42,10 @@ class TorchTrainer:
     """Steps on torch devices, one or several processes (`torch_dflash.train.loop.Trainer`)."""
 
     def __init__(self, student: Student, schedule: Schedule, accelerator: Accelerator):
-        self.options, self.schedule, self.accelerator = schedule.options, schedule, accelerator
-        self.process, self.main = accelerator.process_index, accelerator.is_main_process
+        self.options, self.schedule = schedule.options, schedule
+        self.accelerator: Any = accelerator
+        self.process: int = accelerator.process_index
+        self.main: bool = accelerator.is_main_process
         self.trained = dict(student.drafter.named_parameters())
         self.optimizer = torch.optim.AdamW(
             self.trained.values(), lr=self.options.learning_rate, weight_decay=self.options.weight_decay

@@ -26,6 +26,10 @@ class Student(nn.Module):
         ValueError: the drafter does not fit the target, or the loss needs what the target does not have.
     """
 
+    embedding: torch.Tensor
+    head_weight: torch.Tensor
+    head_bias: torch.Tensor | None
+
     def __init__(
         self,
         drafter: DFlashDraftModel,
@@ -54,9 +58,10 @@ class Student(nn.Module):
         targets, known = block_targets(batch, self.width)
         teacher = None
         if self.final_norm is not None:
+            last: Any = batch.last  # given, or there is no KL loss to compute
             at = batch.anchors.clamp(min=0)[..., None] + torch.arange(self.width - 1, device=hidden.device)
             # Row k's token was picked from the target's state one position before it.
-            teacher = self.final_norm(gather_rows(batch.last, at.clamp(max=batch.ids.shape[1] - 1)))
+            teacher = self.final_norm(gather_rows(last, at.clamp(max=batch.ids.shape[1] - 1)))
         if vocabulary is None:
             vocabulary = Vocabulary(self.head_weight, self.head_bias, None, None)
         return block_losses(hidden, targets, known, vocabulary, self.objective, self.drafter.logits, teacher)
