@@ -137,7 +137,8 @@ def block_losses(
         ce = -scores.gather(1, labels[:, None].long())[:, 0]
         if teacher is None:
             return ce, torch.zeros_like(ce), hit
-        wanted = torch.log_softmax(head(teacher).float(), dim=-1)
+        wanted = head(teacher).float() + (0 if vocabulary.shift is None else vocabulary.shift)
+        wanted = torch.log_softmax(wanted, dim=-1)
         return ce, (wanted.exp() * (wanted - scores)).sum(-1), hit
 
     flat = [hidden.flatten(0, 2), labels.flatten()] + ([] if teacher is None else [teacher.flatten(0, 2)])
