@@ -83,8 +83,9 @@ def draft_blocks(
     anchor_ids = gather_rows(batch.ids, batch.anchors.clamp(min=0)[..., None])
     masks = torch.full_like(anchor_ids, config.mask_token_id).expand(-1, -1, width - 1)
     ids = torch.cat([anchor_ids, masks], dim=2).flatten(1)
-    noise = torch.nn.functional.embedding(ids, embedding) * config.input_embedding_scale
-    context = drafter.project(batch.features.to(embedding.dtype))
+    dtype = drafter.fc.weight.dtype  # trained in float32 also where the target is in bfloat16
+    noise = torch.nn.functional.embedding(ids, embedding).to(dtype) * config.input_embedding_scale
+    context = drafter.project(batch.features.to(dtype))
     rows = context.shape[1]
     slots = torch.arange(rows, device=ids.device, dtype=batch.anchors.dtype)
     block_at = block_positions(batch.anchors, width).flatten(1)
