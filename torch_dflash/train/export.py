@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.train.files import MANIFEST
+from torch_dflash.train.files import MANIFEST, naming_a_full_disk
 from torch_dflash.train.log import read_log
 
 
@@ -24,8 +24,9 @@ def export_drafter(
     copied: Any = copy.deepcopy(drafter)
     copied = copied.to(dtype)
     copied.config.architectures = ["DFlashDraftModel"]
-    copied.save_pretrained(directory)
-    (directory / "README.md").write_text(model_card(drafter, target, fitted))
+    with naming_a_full_disk(directory):
+        copied.save_pretrained(directory)
+        (directory / "README.md").write_text(model_card(drafter, target, fitted))
 
 
 def model_card(drafter: DFlashDraftModel, target: Any, fitted: Path) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 MANIFEST = "stage.json"
 
@@ -17,26 +22,45 @@ class StageError(RuntimeError):
     """A stage cannot go on; the message says what was kept and what to do."""
 
 
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.
-
-    Raises:
-        StageError: the disk is full; what was there before is untouched.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+@contextmanager
+def naming_a_full_disk(path: Path) -> Iterator[None]:
+    """Turn what a write under this raises when there is no room for ``path`` into a `StageError`."""
     try:
-        write(part)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors writes in Rust: the number is only in its message.
+        found = re.search(r"os error (\d+)", str(error))
+        number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+        if number == errno.EFBIG:
+            raise StageError(
+                f"{path} would be larger than a file may be here; nothing written before is lost. Raise the "
+                "limit (ulimit -f) or choose another disk, and run the same command again: it goes on from "
+                "here."
+            ) from error
+        if number not in (errno.ENOSPC, errno.EDQUOT):
             raise
         free = shutil.disk_usage(path.parent).free // 10**6
         raise StageError(
             f"the disk of {path.parent} is full ({free} MB free) while writing {path.name}; nothing written "
             "before is lost. Free some space and run the same command again: it goes on from here."
         ) from error
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.
+
+    Raises:
+        StageError: the disk is full; what was there before is untouched.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        left.unlink(missing_ok=True)  # of a process that was killed while it wrote this file
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with naming_a_full_disk(path):
+            write(part)
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 

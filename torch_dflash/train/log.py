@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import write_atomically
+from torch_dflash.train.files import naming_a_full_disk, write_atomically
 
 
 class TrainLog:
@@ -20,7 +20,7 @@ class TrainLog:
 
     def write(self, **line: Any) -> None:
         """Append one line, at once on disk."""
-        with self.path.open("a") as file:
+        with naming_a_full_disk(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
