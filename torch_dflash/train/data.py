@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,7 +69,8 @@ def encode_conversation(tokenizer: Any, messages: Messages) -> list[int]:
 
 
 def _answer_files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
+    # Not the hidden part of a file that a killed process was writing.
+    files = sorted(path.glob("[!.]*.jsonl*")) if path.is_dir() else [path]
     if not files:
         raise StageError(f"{path} holds no *.jsonl or *.jsonl.gz: regenerate answers into it first.")
     return files
@@ -78,34 +80,40 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield path, number, json.loads(line)
-    except FileNotFoundError:
-        raise StageError(f"{path}: no such file.") from None
-    except (EOFError, gzip.BadGzipFile, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except json.JSONDecodeError as error:
+        raise StageError(f"{path}:{number} is not JSON ({error}); write one object on each line.") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
         raise StageError(
             f"{path} is damaged after line {number} ({error}); delete it and run the stage that wrote it "
             "again: only this file is made anew."
         ) from error
+    except OSError as error:
+        raise StageError(f"{path}: {error.strerror}; pass a file of JSON lines.") from error
 
 
 def _prompt(path: Path, number: int, line: Any) -> Prompt:
-    turns: Any = line.get("turns") or [line.get("prompt")] if isinstance(line, dict) else [None]
-    if not all(isinstance(turn, str) and turn for turn in turns):
+    fields = line if isinstance(line, dict) else {}
+    turns: Any = fields.get("turns") or [fields.get("prompt")]
+    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn for turn in turns):
         raise StageError(
             f'{path}:{number} has no text to answer ({str(line)[:80]}): write {{"turns": ["..."]}} or '
             '{"prompt": "..."} on each line.'
         )
-    return Prompt(line.get("source") or path.name.split(".")[0], turns)
+    return Prompt(fields.get("source") or path.name.split(".")[0], turns)
 
 
 def _answer(path: Path, number: int, line: Any) -> Answer:
     fields = line if isinstance(line, dict) else {}
     messages = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
-    ids = fields.get("response_ids")
-    if not isinstance(ids, list) or not all(isinstance(item.get("content"), str) for item in messages):
+    ids: Any = fields.get("response_ids")
+    said = isinstance(messages, list) and all(
+        isinstance(item, dict) and isinstance(item.get("content"), str) for item in messages
+    )
+    if not said or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise StageError(
             f"{path}:{number} is not an answer of the target ({str(line)[:80]}): needs messages (or prompt) "
             "and response_ids; `torch-dflash train regenerate` writes such files."
