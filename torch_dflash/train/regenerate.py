@@ -26,7 +26,8 @@ class RegenerateOptions:
 
     Args:
         max_new_tokens: longest answer, in tokens.
-        max_prompt_tokens: longer prompts are left out, and counted.
+        max_prompt_tokens: longer prompts, and those without room for the longest answer in the target's
+            context, are left out and counted.
         batch_size: rows decoded together.
         shard_size: prompts per file; a file is written when all its prompts are answered.
         sampled: answer with the model's own ``generation_config`` sampling, else greedily.
@@ -53,6 +54,12 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
 
     Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample.
     """
+    context = target.config.get_text_config().max_position_embeddings
+    if options.max_new_tokens >= context:
+        raise ValueError(
+            f"max_new_tokens={options.max_new_tokens}: the target's context of {context} leaves no room for "
+            "a prompt; lower it."
+        )
     settings = {"stage": "regenerate", "target": target.config.name_or_path, "prompts": len(prompts)}
     open_stage(directory, settings | vars(options))
     prompts = random.Random(options.seed).sample(prompts, len(prompts))
@@ -77,13 +84,15 @@ def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int)
     answers: list[Answer] = []
     talks: list[tuple[Prompt, Messages]] = [(prompt, []) for prompt in prompts]
     turn = 0
+    context = target.config.get_text_config().max_position_embeddings
+    longest = min(options.max_prompt_tokens, context - options.max_new_tokens)
     while talks:
         asked = [
             (prompt, [*messages, {"role": "user", "content": prompt.turns[turn]}])
             for prompt, messages in talks
         ]
         encoded = [(talk, encode_conversation(tokenizer, talk[1])) for talk in asked]
-        fitting = [item for item in encoded if len(item[1]) <= options.max_prompt_tokens]
+        fitting = [item for item in encoded if len(item[1]) <= longest]
         fitting.sort(key=lambda item: len(item[1]))  # batches of like lengths pad least
         talks, turn = [], turn + 1
         for start in range(0, len(fitting), options.batch_size):
