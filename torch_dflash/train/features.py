@@ -25,7 +25,7 @@ from torch_dflash.skeleton import build_skeleton, collect_tensors
 from torch_dflash.state import DecodePlan, register_state
 from torch_dflash.target import tapped
 from torch_dflash.train.data import Answer, encode_conversation
-from torch_dflash.train.files import open_stage, write_atomically
+from torch_dflash.train.files import StageError, open_stage, write_atomically
 
 
 class Layers(tuple):
@@ -93,6 +93,13 @@ class FeatureExtractor:
     def __init__(self, target, taps: tuple[int, ...], dtype=torch.bfloat16, runtime: str = "xla"):
         check_runtime(runtime)
         check_target(target)
+        layers = target.config.get_text_config().num_hidden_layers
+        outside = [tap for tap in taps if not 0 <= tap < layers]
+        if outside or not taps:
+            raise ValueError(
+                f"taps={list(taps)}: {outside} lie outside the target's {layers} layers, 0 to {layers - 1}; "
+                "choose among these."
+            )
         self.target, self.taps, self.dtype = target, tuple(taps), dtype
         self._recorder = FeatureRecorder(self.taps, target.get_input_embeddings().weight.shape[1], dtype)
         self._engines: dict[tuple[int, int], Engine] = {}
@@ -109,7 +116,10 @@ class FeatureExtractor:
         if self._skeleton is not None:
             return self._forward(ids)
         engine = self._engine(len(rows), width)
-        state = engine.start(ids, mask, max_new_tokens=1, do_sample=False)
+        # The engine asks for room for one more token. Where the context has none, the last token is left out,
+        # and what stands there are features of padding: no block of training sees the last token's.
+        room = engine.plan.capacity - 1
+        state = engine.start(ids[:, :room], mask[:, :room], max_new_tokens=1, do_sample=False)
         return engine.runtime.fetch(state.proposer.features)[: len(rows), :width]
 
     def _forward(self, ids: Tensor) -> Tensor:
@@ -171,6 +181,10 @@ def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Se
 
 def cache_features(target, sequences: list[Sequence], directory: Path, options: FeatureOptions) -> None:
     """Write the features of ``sequences`` into shards under ``directory``, skipping those that are there."""
+    if not sequences:
+        raise StageError(
+            "no answer has two tokens within max_length; raise it, or regenerate longer answers."
+        )
     checksum = zlib.crc32(repr([(item.ids, item.start) for item in sequences]).encode())
     settings = {"stage": "features", "target": target.config.name_or_path, "sequences": len(sequences)}
     open_stage(directory, settings | vars(options) | {"checksum": checksum})
@@ -192,7 +206,7 @@ def _write_shard(
     by_length = sorted(range(len(shard)), key=lambda item: len(shard[item].ids))
     for start in range(0, len(shard), options.batch_size):
         batch = by_length[start : start + options.batch_size]
-        features = extract([shard[item].ids for item in batch])
+        features = extract([shard[item].ids for item in batch]).cpu()
         rows |= {item: features[row, : len(shard[item].ids)].clone() for row, item in enumerate(batch)}
     tensors = {
         "ids": torch.tensor([token for item in shard for token in item.ids], dtype=torch.int32),

@@ -42,26 +42,25 @@ class CachedSequences:
 
     def __init__(self, directories: list[Path]):
         files = [file for path in directories for file in sorted(path.glob("features-*.safetensors"))]
+        places = ", ".join(map(str, directories))
         if not files:
-            raise StageError(f"{directories}: no features-*.safetensors; run the features stage first.")
+            raise StageError(f"{places}: no features-*.safetensors; run the features stage first.")
         self._sequences: list[Sequence] = []
         self._places: list[tuple[Any, int]] = []
         taps = {self._open(path) for path in files}
         if len(taps) > 1:
-            raise StageError(
-                f"{directories} hold features of different taps {sorted(taps)}; train on one kind."
-            )
+            raise StageError(f"{places} hold features of different taps {sorted(taps)}; train on one kind.")
         self.taps = taps.pop()
 
     def _open(self, path: Path) -> tuple[int, ...]:
         remedy = "delete it and run the features stage again: only this shard is computed anew."
         try:
             file = safe_open(path, framework="pt")
-            metadata = file.metadata()
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise StageError(f"{path} is damaged ({error}); {remedy}") from error
-        if str(checksum_of(tensors)) != metadata["checksum"]:
+        if str(checksum_of(tensors)) != metadata.get("checksum"):
             raise StageError(f"{path} is damaged (its checksum differs); {remedy}")
         rows, offset = file.get_slice("features"), 0
         ids = tensors["ids"].tolist()
