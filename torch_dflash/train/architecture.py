@@ -75,11 +75,11 @@ def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
         target_layer_ids=list(taps),
         architectures=["DFlashDraftModel"],
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.init_seed)
         drafter = DFlashDraftModel(config)
     final_norm: Any = getattr(target.get_decoder(), "norm", None)
     if getattr(final_norm, "weight", None) is not None:
         # The head was trained on states of this scale; with ones, the first losses are many times too high.
         drafter.norm.weight.data.copy_(final_norm.weight.detach())
-    return drafter
+    return drafter.to(target.device)
