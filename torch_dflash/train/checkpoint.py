@@ -34,7 +34,11 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
     """Write the checkpoint, then remove all but the last few. Refuses weights that are not finite."""
     bad = [name for name, value in checkpoint.weights.items() if not torch.isfinite(value).all()]
     if bad:
-        raise StageError(f"{bad[0]} is not finite at step {checkpoint.step}: no checkpoint was written.")
+        raise StageError(
+            f"{bad[0]} is not finite at step {checkpoint.step}: the fit has diverged. No checkpoint of this "
+            "step was written, those before are kept. Lower the learning rate in a new directory, or look "
+            "for damaged features."
+        )
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{checkpoint.step:08}.safetensors"
     groups = {"weights": checkpoint.weights, "first": checkpoint.first, "second": checkpoint.second}
