@@ -11,8 +11,16 @@ from typing import Any, TypeVar, get_args, get_type_hints
 T = TypeVar("T")
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type, without: tuple[str, ...] = ()) -> None:
-    """One ``--option`` per field of ``cls``, with its default, and its help from the ``Args:`` of ``cls``."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    cls: type,
+    without: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+) -> None:
+    """One ``--option`` per field of ``cls``, with its default, and its help from the ``Args:`` of ``cls``.
+
+    An option without a default is required, unless it is among the ``optional``: these are None if unset.
+    """
     hints, helps = get_type_hints(cls), _helps(cls)
     for field in dataclasses.fields(cls):
         if field.name in without:
@@ -24,7 +32,11 @@ def add_options(parser: argparse.ArgumentParser, cls: type, without: tuple[str, 
         if kind is bool:
             parser.add_argument(name, action="store_true", help=shown)
         else:
-            parser.add_argument(name, type=kind, default=default, help=shown, metavar=kind.__name__.upper())
+            required = field.default is dataclasses.MISSING and field.name not in optional
+            metavar = kind.__name__.upper()
+            parser.add_argument(
+                name, type=kind, default=default, help=shown, metavar=metavar, required=required
+            )
 
 
 def read_options(cls: type[T], arguments: argparse.Namespace, **more: Any) -> T:

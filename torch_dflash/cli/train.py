@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_dflash.checks import check_counts
 from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.options import add_options, read_options
@@ -59,7 +61,8 @@ def add_parser(commands) -> None:
     )
     stage.add_argument("--max-length", type=int, default=3072, help="with --answers (default 3072)")
     stage.add_argument("--start-from", metavar="D", help="a drafter to continue from; unset: a new one")
-    for part in (DrafterShape, Objective, FitOptions):
+    add_options(stage, DrafterShape, optional=("mask_token_id",))
+    for part in (Objective, FitOptions):
         add_options(stage, part)
 
     stage = _stage(stages, "evaluate", "acceptance on held-out prompts", _evaluate, out=False)
@@ -83,8 +86,11 @@ def _stage(stages, name: str, what: str, run, out: bool = True) -> argparse.Argu
 def _guarded(run, arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
-    except (UserError, StageError, ValueError, TypeError) as error:
+    except (UserError, StageError, ValueError, TypeError, OSError) as error:
         return fail(f"train {arguments.stage}", one_line(error))
+    except KeyboardInterrupt:
+        fail(f"train {arguments.stage}", "interrupted; run the same command again to go on from here.")
+        return 130
 
 
 def _load(arguments: argparse.Namespace, drafter: str = "none") -> Any:
@@ -93,6 +99,7 @@ def _load(arguments: argparse.Namespace, drafter: str = "none") -> Any:
 
 def _regenerate(arguments: argparse.Namespace) -> int:
     options = read_options(RegenerateOptions, arguments)
+    check_counts(limit=arguments.limit)
     prompts = read_prompts(arguments.prompts)
     if arguments.limit is not None:
         prompts = random.Random(options.seed).sample(prompts, min(arguments.limit, len(prompts)))
@@ -105,16 +112,16 @@ def _features(arguments: argparse.Namespace) -> int:
     options = read_options(FeatureOptions, arguments)
     answers = read_answers(arguments.answers)
     loaded = _load(arguments)
-    sequences = encode_answers(loaded.tokenizer, answers, options.max_length)
+    sequences = encode_answers(loaded.tokenizer, answers, _room(loaded.target, options.max_length))
     cache_features(loaded.target, sequences, arguments.out, options)
     return 0
 
 
 def _fit(arguments: argparse.Namespace) -> int:
     options, objective = read_options(FitOptions, arguments), read_options(Objective, arguments)
+    check_counts(max_length=arguments.max_length)
     loaded = _load(arguments, arguments.start_from or "none")
-    drafter = loaded.drafter or new_drafter(loaded.target, read_options(DrafterShape, arguments))
-    drafter = drafter.float()  # the trained weights; products may be in bfloat16
+    drafter = _drafter(loaded, arguments).float()  # the trained weights; products may be in bfloat16
     taps = tuple(drafter.config.target_layer_ids)
     student = Student(
         drafter,
@@ -125,7 +132,8 @@ def _fit(arguments: argparse.Namespace) -> int:
     if arguments.features:
         sequences = CachedSequences(arguments.features)
     else:
-        answers = encode_answers(loaded.tokenizer, read_answers(arguments.answers), arguments.max_length)
+        longest = _room(loaded.target, arguments.max_length)
+        answers = encode_answers(loaded.tokenizer, read_answers(arguments.answers), longest)
         wanted = (*taps, student.last_layer) if objective.kl else taps
         dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
         sequences = OnlineSequences(answers, FeatureExtractor(loaded.target, wanted, dtype, "eager"))
@@ -135,13 +143,33 @@ def _fit(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _drafter(loaded: Any, arguments: argparse.Namespace) -> DFlashDraftModel:
+    if arguments.start_from is None:
+        if arguments.mask_token_id is None:
+            raise UserError(
+                "--mask-token-id: a new drafter needs one, an id that no text holds; --start-from takes that "
+                "of the drafter."
+            )
+        return new_drafter(loaded.target, read_options(DrafterShape, arguments))
+    if not isinstance(loaded.drafter, DFlashDraftModel):
+        raise UserError(f"--start-from {arguments.start_from}: pass a DFlash drafter's directory or id.")
+    return loaded.drafter
+
+
+def _room(target: Any, max_length: int) -> int:
+    """Longest sequence that both the user and the target's context allow."""
+    return min(max_length, target.config.get_text_config().max_position_embeddings)
+
+
 def _evaluate(arguments: argparse.Namespace) -> int:
     options = read_options(EvaluateOptions, arguments)
     sets = {path.name.split(".")[0]: read_prompts([path]) for path in arguments.prompts}
+    if len(sets) < len(arguments.prompts):
+        raise UserError(f"--prompts: two files would both be called one of {sorted(sets)}; rename one.")
+    rows = _kept(arguments.json, options) if arguments.json else {}
     loaded = _load(arguments, arguments.drafter)
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id.")
-    rows: dict[str, Any] = {}
     for name, prompts in sets.items():
         found = evaluate(loaded.target, loaded.drafter, loaded.tokenizer, prompts, options, name)
         rows[name] = found.row()
@@ -150,3 +178,22 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         rates = " ".join(f"{rate:.2f}" for rate in found.drafter.per_position)
         print(f"{name}: acceptance length {found.drafter.mean:.2f} (n-gram {found.ngram.mean:.2f}); {rates}")
     return 0
+
+
+def _kept(path: Path, options: EvaluateOptions) -> dict[str, Any]:
+    """The sets already in ``path``, which must have been decoded with the same options."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        before, rows = content["options"], dict(content["sets"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--json {path}: holds no figures of this command; name another file.") from error
+    changed = [name for name, value in vars(options).items() if before.get(name) != value]
+    if changed:
+        name = changed[0]
+        raise UserError(
+            f"--json {path}: its figures are with {name}={before.get(name)!r}, now "
+            f"{name}={getattr(options, name)!r}; name another file."
+        )
+    return rows
