@@ -1,4 +1,4 @@
-"""The loss: its weights by their definition, its values torch's own, a sampled softmax that is right on average."""
+"""The loss: its weights by their definition, its values torch's own, a sample right on average."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain(hidden, head):
 
 @pytest.fixture
 def case():
-    """States, targets and a head. Known rows are a prefix of each block, as the end of an answer leaves them."""
+    """States, targets and a head. Known rows are a prefix of each block, as the end of an answer has them."""
     generator = torch.Generator().manual_seed(0)
     count = torch.tensor([[5, 3, 0], [1, 5, 4]])
     return {
