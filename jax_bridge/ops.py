@@ -1,13 +1,15 @@
-"""How torch_dflash's few special operations lower: windowed cache writes and a device-side branch."""
+"""How torch_dflash's few special operations lower: cache writes, a branch, a loop over chunks of rows."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, environment
-from torch_dflash.control import branch
+from torch_dflash.control import branch, chunked
 from torch_dflash.rows import write_rows
 
 UNROLLED_ROWS = 8
@@ -36,10 +38,35 @@ def _branch(condition, then, otherwise, *operands):
     return call_jax(jax.lax.cond, condition, then, otherwise, *operands)
 
 
+def chunked_jax(step: Callable, size: int, *rows: Array) -> tuple[Array, ...]:
+    """A device-side loop over chunks of at most ``size`` rows (`torch_dflash.control.chunked`).
+
+    The chunks are equal: a scan has one shape. What pads the last one is zeros, and is cut off the result,
+    so no gradient comes from it.
+    """
+    count = rows[0].shape[0]
+    chunks = max(1, -(-count // size))
+    size = -(-count // chunks)
+
+    def cut(rows: Array) -> Array:
+        padding = [(0, chunks * size - count)] + [(0, 0)] * (rows.ndim - 1)
+        return jnp.pad(rows, padding).reshape(chunks, size, *rows.shape[1:])
+
+    # A scan keeps XLA from merging the recomputation with the first pass; no barrier is needed for that.
+    recomputed = jax.checkpoint(step, prevent_cse=False)
+    pieces = jax.lax.map(lambda piece: recomputed(*piece), tuple(map(cut, rows)))
+    return tuple(piece.reshape(chunks * size, *piece.shape[2:])[:count] for piece in pieces)
+
+
+def _chunked(step, size, *rows):
+    return call_jax(chunked_jax, step, size, *rows)
+
+
 def register() -> None:
     """Teach torchax's environment the lowerings."""
     environment().override_op_definition(write_rows, _write_rows)
     environment().override_op_definition(branch, _branch)
+    environment().override_op_definition(chunked, _chunked)
 
 
 register()

@@ -1,0 +1,52 @@
+"""Mixed precision of lowered torch code: products in bfloat16, everything else as it is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torch_dflash.control import chunked
+
+# What torch's autocast lowers, as far as the drafter uses it; torchax's own autocast knows only the
+# operators these decompose into, which it never sees.
+PRODUCTS = {
+    torch.nn.functional.linear,
+    torch.matmul,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.bmm,
+}
+
+
+class Bfloat16Products(TorchFunctionMode):
+    """Casts the float32 inputs of products to bfloat16, as ``torch.autocast`` does; so is their result.
+
+    Weights stay float32 outside, and so do their gradients. Norms, the residual stream, softmaxes and
+    losses are float32: they compute in it, or promote a product's bfloat16 result with a float32 operand.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if func is chunked:
+            # Its step runs later, when this mode is not on the stack.
+            step, *rest = args
+            args = (self._inside(step), *rest)
+        elif func in PRODUCTS:
+            args = tuple(map(_lowered, args))
+            kwargs = {name: _lowered(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _inside(self, step):
+        def run(*rows):
+            with self:
+                return step(*rows)
+
+        return run
+
+
+def _lowered(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.to(torch.bfloat16) if floats else value
