@@ -113,6 +113,21 @@ def test_one_lazy_door_from_torch_dflash_to_the_bridge():
     }
 
 
+def test_the_command_line_opens_the_bridge_only_when_asked():
+    # An engine's runtime is behind the one door; these use what exists on the other side alone.
+    doors = {
+        (name, module, lazy)
+        for name, path in MODULES.items()
+        if name.startswith("torch_dflash.cli")
+        for module, lazy in imports(path)
+        if module in MODULES and module.split(".")[0] == "jax_bridge"
+    }
+    assert doors == {
+        ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),
+        ("torch_dflash.cli.train", "jax_bridge.train", True),
+    }
+
+
 def test_importing_torch_dflash_and_decoding_eagerly_loads_no_jax():
     done = python(
         "import sys, torch, models, torch_dflash as td\n"

@@ -137,7 +137,12 @@ def _fit(arguments: argparse.Namespace) -> int:
         wanted = (*taps, student.last_layer) if objective.kl else taps
         dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
         sequences = OnlineSequences(answers, FeatureExtractor(loaded.target, wanted, dtype, "eager"))
-    fit(student, sequences, arguments.out, options)
+    if arguments.runtime == "xla":
+        from jax_bridge.train import fit_xla  # only when asked for: it loads JAX
+
+        fit_xla(student, sequences, arguments.out, options)
+    else:
+        fit(student, sequences, arguments.out, options)
     export_drafter(drafter, arguments.out / "drafter", loaded.target, arguments.out)
     print(f"The drafter is in {arguments.out / 'drafter'}.")
     return 0
