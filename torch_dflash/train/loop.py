@@ -104,7 +104,8 @@ class Loop:
         started = time.monotonic() - self.seconds
         saved = evaluated = time.monotonic()
         with stop_requested() as stopping, self._batches() as batches, self._bar(steps) as bar:
-            while self.done < steps and not stopping:
+            last = self.done == steps
+            while not last:  # a request during validation is seen after the next step, so that it is saved
                 rate = self.options.rate(self.done, steps)
                 stepped = self.trainer.step(self.done, rate, next(batches))
                 self.done += 1
