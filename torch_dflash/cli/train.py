@@ -194,7 +194,7 @@ def _kept(path: Path, options: EvaluateOptions) -> dict[str, Any]:
         before, rows = content["options"], dict(content["sets"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--json {path}: holds no figures of this command; name another file.") from error
-    changed = [name for name, value in vars(options).items() if before.get(name) != value]
+    changed = [name for name, value in vars(options).items() if before.get(name, value) != value]
     if changed:
         name = changed[0]
         raise UserError(
