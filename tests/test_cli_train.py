@@ -1,0 +1,194 @@
+"""``torch-dflash train``: the whole chain on saved models, again without work, and its errors in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from trained import CONTEXT, MASK, World
+
+import torch_dflash as td
+from torch_dflash.cli import main
+from torch_dflash.train.log import read_log
+
+STAGES = ("regenerate", "features", "fit", "evaluate")
+SHAPE = ("--mask-token-id", str(MASK), "--layers", "1", "--block-size", "4")
+SHORT = ("--batch-size", "4", "--held-out", "1", "--anchors", "8", "--learning-rate", "1e-3")
+EAGER = ("--runtime", "eager", "--max-new-tokens", "8")
+
+
+def train(world: World, stage: str, *line) -> int:
+    return main(["train", stage, "--target", world.path, *map(str, line)])
+
+
+def fit(world: World, out: Path, *line, shape=SHAPE, epochs=2) -> int:
+    return train(world, "fit", "--out", out, *shape, *SHORT, "--epochs", epochs, *line)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeypatch):
+    prompts = world.write_prompts(tmp_path / "math.jsonl")
+    answers, features, fitted = tmp_path / "answers", tmp_path / "features", tmp_path / "fit"
+    figures = tmp_path / "figures.json"
+    chain = [
+        ("regenerate", "--prompts", prompts, "--out", answers, *EAGER, "--shard-size", 4, "--limit", 7),
+        ("features", "--answers", answers, "--out", features, "--taps", "0,2", "--runtime", "eager"),
+        ("fit", "--features", features, "--out", fitted, *SHAPE, *SHORT, "--taps", "0,2", "--epochs", 2),
+    ]
+    for line in chain:
+        assert train(world, *line) == 0
+    assert capsys.readouterr().out == f"The drafter is in {fitted / 'drafter'}.\n"
+    assert len(list(answers.glob("answers-*-of-00002.jsonl.gz"))) == 2
+    assert {line["step"] for line in read_log(fitted / "log.jsonl")} == {4}  # two batches, two epochs
+    judge = ("evaluate", "--drafter", fitted / "drafter", *EAGER, "--json", figures, "--prompts")
+    assert train(world, *judge, prompts) == 0
+    said = capsys.readouterr().out
+    found = json.loads(figures.read_text())
+    row = found["sets"]["math"]
+    assert f"math: acceptance length {row['acceptance_length']:.2f} (n-gram" in said
+    assert row["prompts"] == 9 and found["options"]["max_new_tokens"] == 8 and found["provenance"]
+
+    for module in ("regenerate", "features"):
+        monkeypatch.setattr(f"torch_dflash.train.{module}.write_atomically", None, raising=False)
+    before = content(tmp_path)
+    for line in chain:
+        assert train(world, *line) == 0
+    assert content(tmp_path) == before
+
+    other = tmp_path / "code.jsonl"
+    other.write_text('{"prompt": "x = 1"}\n')
+    assert train(world, *judge, other) == 0
+    kept = json.loads(figures.read_text())["sets"]
+    assert list(kept) == ["math", "code"] and kept["math"] == row
+    assert train(world, *judge, prompts, "--verify-width", 2) == 2
+    assert "verify_width=None, now verify_width=2; name another file" in capsys.readouterr().err
+    assert json.loads(figures.read_text())["sets"] == kept
+
+
+def test_features_can_be_computed_as_they_are_needed(world, tmp_path):
+    """The same features, so the same fit, but for rounding."""
+    answers = world.folder / "answers"
+    runs = (("a", "--answers", answers), ("b", "--features", world.features))
+    for name, option, path in runs:
+        line = ("--taps", "0,2", "--kl", "0.5", "--weighting", "dpace", "--log-steps", 1)
+        assert fit(world, tmp_path / name, option, path, *line) == 0
+    one, other = (read_log(tmp_path / name / "log.jsonl") for name, _, _ in runs)
+    assert len(one) == len(other) == 5
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine["step"] == theirs["step"] and mine["blocks"] == theirs["blocks"]
+        assert math.isclose(mine["loss"], theirs["loss"], rel_tol=1e-3)
+
+
+def test_a_drafter_is_trained_on_from_where_another_stopped(world, overfit, tmp_path, capsys):
+    line = ("--features", world.features, "--start-from", overfit.exported, "--log-steps", 1)
+    assert fit(world, tmp_path, *line, shape=(), epochs=1) == 0
+    first = read_log(tmp_path / "log.jsonl")[0]
+    assert first["loss"] < 0.2  # a new one begins above 5
+    config = td.DFlashDraftModel.from_pretrained(tmp_path / "drafter").config
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (6, MASK, [0, 2])
+    assert fit(world, tmp_path / "x", *line[:2], "--start-from", "ngram", shape=()) == 2
+    assert "--start-from ngram: pass a DFlash drafter" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_no_traceback(world, tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_dflash.train.regenerate.generate", interrupted)
+    prompts = world.write_prompts(tmp_path / "math.jsonl")
+    assert train(world, "regenerate", "--prompts", prompts, "--out", tmp_path / "out", *EAGER) == 130
+    assert "train regenerate: interrupted; run the same command again" in capsys.readouterr().err
+
+
+def errors(world, tmp_path):
+    prompts, answers = tmp_path / "math.jsonl", world.folder / "answers"
+    bad, empty = tmp_path / "bad.jsonl", tmp_path / "empty"
+    bad.write_text('{"prompt": "x"}\n{"prompt": \n')
+    empty.mkdir()
+    same = tmp_path / "same" / "math.jsonl"
+    same.parent.mkdir()
+    world.write_prompts(same)
+    cached = ("--features", world.features)
+    drafter = ("--drafter", world.path)
+    return [
+        ("regenerate", ("--prompts", tmp_path / "gone.jsonl"), ["gone.jsonl", "No such file"]),
+        ("regenerate", ("--prompts", bad), ["bad.jsonl:2 is not JSON"]),
+        ("regenerate", ("--prompts", prompts, "--limit", 0), ["limit=0", "at least 1"]),
+        ("regenerate", ("--prompts", prompts, "--max-new-tokens", CONTEXT), ["max_new_tokens=128"]),
+        ("regenerate", ("--prompts", prompts, "--out", prompts, *EAGER), ["math.jsonl", "exists"]),
+        ("regenerate", ("--prompts", prompts, "--target", tmp_path / "gone"), ["gone", "no such directory"]),
+        ("features", ("--answers", empty, "--taps", "1"), ["empty", "regenerate answers"]),
+        ("features", ("--answers", prompts, "--taps", "1"), ["math.jsonl:1", "response_ids"]),
+        ("features", ("--answers", answers, "--taps", "1,9"), ["taps=[1, 9]", "[9]", "0 to 3"]),
+        ("features", ("--answers", answers, "--taps", "1", "--max-length", 2), ["max_length", "raise it"]),
+        ("features", ("--answers", answers, "--taps", "1", "--dtype", "int8"), ["dtype='int8'", "bfloat16"]),
+        ("fit", (*SHAPE, "--features", tmp_path / "gone"), ["gone", "run the features stage first"]),
+        ("fit", (*SHAPE, *cached, "--taps", "0,1"), ["[0, 1]", "layers [1]", "[0, 2, 3]"]),
+        ("fit", (*SHAPE, *cached, "--taps", "7"), ["target_layer_ids=[7]", "4 layers"]),
+        ("fit", (*SHAPE, *cached, "--weighting", "flat"), ["weighting='flat'", "'decay' or 'dpace'"]),
+        ("fit", (*SHAPE, *cached, "--held-out", 64), ["held_out=64", "9 sequences"]),
+        ("fit", cached, ["--mask-token-id", "--start-from"]),
+        ("fit", (*cached, *SHAPE, "--mask-token-id", 999), ["mask_token_id=999", "260 rows"]),
+        ("fit", (*SHAPE, *cached, "--start-from", tmp_path / "gone"), ["gone", "no such directory"]),
+        ("fit", (*SHAPE, "--answers", tmp_path / "gone.jsonl"), ["gone.jsonl", "No such file"]),
+        ("evaluate", (*drafter, "--prompts", prompts), ["not a DFlash drafter"]),
+        ("evaluate", ("--drafter", "ngram", "--prompts", prompts), ["--drafter ngram", "DFlash drafter"]),
+        ("evaluate", (*drafter, "--prompts", prompts, same), ["two files", "math", "rename"]),
+        ("evaluate", (*drafter, "--prompts", prompts, "--json", bad), ["bad.jsonl", "name another file"]),
+    ]  # fmt: skip
+
+
+def test_errors_are_one_line_and_status_2(world, tmp_path, capsys):
+    world.write_prompts(tmp_path / "math.jsonl")
+    for stage, line, words in errors(world, tmp_path):
+        out = () if stage == "evaluate" else ("--out", tmp_path / "out")
+        assert train(world, stage, *out, *line) == 2, line
+        shown, err = capsys.readouterr()
+        told = [text for text in err.splitlines() if text.startswith(f"torch-dflash train {stage}: ")]
+        assert shown == "" and len(told) == 1 and told[0] == err.splitlines()[-1], (line, err)
+        for word in words:
+            assert word in told[0], (line, told)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        (["train"], "stage"),
+        (["train", "features", "--target", "t", "--out", "o", "--answers", "a"], "--taps"),
+        (["train", "features", "--target", "t", "--out", "o", "--answers", "a", "--taps", "a,b"], "--taps"),
+        (["train", "fit", "--target", "t", "--out", "o"], "--features"),
+        (["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--answers", "a"], "not allowed"),
+        (["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--epochs", "many"], "--epochs"),
+        (["train", "evaluate", "--target", "t", "--prompts", "p"], "--drafter"),
+    ],
+)
+def test_wrong_usage_is_argparses(line, word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    assert ended.value.code == 2 and word in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_help_lists_every_option_once_with_its_meaning(stage, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", stage, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out.partition("options:")[2]
+    entries = re.split(r"\n  (?=-)", text)[1:]
+    names = [re.search(r"--[\w-]+", entry)[0] for entry in entries]
+    assert len(names) == len(set(names)) > 5
+    for entry in entries:
+        words = entry.split("\n", 1)[0].split("  ")[1:] + entry.split("\n")[1:]
+        name = re.search(r"--([\w-]+)", entry)[1]
+        if name not in ("target-dtype", "out", "prompts", "answers", "drafter"):
+            assert "".join(words).strip(), entry  # a sentence on what it is
+    if stage == "fit":
+        assert "--learning-rate FLOAT" in text and "(default 0.0006)" in text and "--taps LAYERS" in text
