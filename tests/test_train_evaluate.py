@@ -130,13 +130,13 @@ def test_a_narrower_verification_bounds_the_lengths(world, overfit):
     )
 
 
-def test_prompts_beyond_the_context_are_left_out_and_counted(world, overfit):
+def test_turns_beyond_the_context_are_left_out_and_counted_with_those_after_them(world, overfit):
     prompts = [*world.prompts[:2], Prompt("long", ["x" * (CONTEXT - NEW), "never"])]
     found = evaluate(world.target, overfit.drafter, world.tokenizer, prompts, EAGER)
     short = evaluate(world.target, overfit.drafter, world.tokenizer, prompts[:2], EAGER)
-    assert found.left_out == 1 and found.drafter == short.drafter and found.new_tokens == short.new_tokens
+    assert found.left_out == 2 and found.drafter == short.drafter and found.new_tokens == short.new_tokens
     nothing = evaluate(world.target, overfit.drafter, world.tokenizer, prompts[2:], EAGER)
-    assert nothing.left_out == 1 and nothing.drafter.lengths == [] and nothing.new_tokens == 0
+    assert nothing.left_out == 2 and nothing.drafter.lengths == [] and nothing.new_tokens == 0
 
 
 def test_the_limit_is_of_prompts(world, overfit):

@@ -41,6 +41,11 @@ def check_blocks(drafter: Any, **widths: Any) -> None:
             )
 
 
+def context_of(target: Any) -> int:
+    """Positions the target was made for; without a limit in its config, as many as int32 counts."""
+    return getattr(target.config.get_text_config(), "max_position_embeddings", None) or INT32_MAX
+
+
 def check_target(target: Any) -> None:
     """Raise ``TypeError`` unless ``target`` is a causal LM that decodes on its own."""
     name, config = type(target).__name__, getattr(target, "config", None)

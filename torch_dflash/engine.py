@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torch_dflash.checkpoints import make_proposer
-from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target
+from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair, Params, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.options import UNSET, Request, defaults_of, resolve, seed_key
@@ -261,8 +261,8 @@ def _put_new(streamer, progress: Progress, prompt_length: int, shown: int) -> in
 
 
 def _check_context(target: PreTrainedModel, max_length: int) -> None:
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and max_length > context:
+    context = context_of(target)
+    if max_length > context:
         raise ValueError(
             f"max_length={max_length} is beyond the target's max_position_embeddings={context}; lower it."
         )

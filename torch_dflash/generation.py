@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from torch_dflash.checks import check_blocks, check_counts, check_runtime, check_streamer
+from torch_dflash.checks import check_blocks, check_counts, check_runtime, check_streamer, context_of
 from torch_dflash.engine import Engine, read_request
 from torch_dflash.engine_cache import cached_engine
 from torch_dflash.options import UNSET, drawn_seed, refuse_unsupported, room_below
@@ -223,8 +223,8 @@ def _refuse_classes(argument: str, objects, known: tuple[str, ...]) -> None:
 def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> int:
     """The longest row's end, rounded up to one of four sizes per octave: few programs serve all lengths."""
     needed = max(ends)
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and needed > context:
+    context = context_of(target)
+    if needed > context:
         row = ends.index(needed)
         raise ValueError(
             f"row {row}: a prompt of {needed - budgets[row]} tokens and max_new_tokens={budgets[row]} exceed "
@@ -232,4 +232,4 @@ def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> i
         )
     step = max(64, (1 << (needed - 1).bit_length()) // 8)
     rounded = -(-needed // step) * step
-    return rounded if context is None else min(rounded, context)
+    return min(rounded, context)

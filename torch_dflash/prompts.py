@@ -78,6 +78,15 @@ def split_rows(
     return rows
 
 
+def pad_rows(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Ragged ids as (input_ids [B, T], attention_mask [B, T]), int64, padded at the end."""
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width).long()
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+    return ids, mask
+
+
 def bucket(length: int) -> int:
     """The power of two, at least `MIN_BUCKET`, that holds ``length``."""
     return max(MIN_BUCKET, 1 << (length - 1).bit_length())

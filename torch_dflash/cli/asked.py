@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch_dflash.checks import context_of
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import Loaded
 
@@ -99,13 +100,13 @@ def _stop_ids(loaded: Loaded) -> list[int]:
 
 def prompt_room(arguments: argparse.Namespace, loaded: Loaded) -> int:
     """Most tokens a prompt may have beside --max-new-tokens in the target's context."""
-    context = getattr(loaded.target.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and arguments.max_new_tokens >= context:
+    context = context_of(loaded.target)
+    if arguments.max_new_tokens >= context:
         raise UserError(
             f"--max-new-tokens {arguments.max_new_tokens}: the target's max_position_embeddings={context} "
             "leaves no room for a prompt; lower it."
         )
-    return sys.maxsize if context is None else context - arguments.max_new_tokens
+    return context - arguments.max_new_tokens
 
 
 def check_room(ids: list[int], room: int) -> None:

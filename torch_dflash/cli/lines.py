@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from torch_dflash.cli.asked import check_room
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.engine import Engine
 from torch_dflash.outputs import GenerateOutput
+from torch_dflash.prompts import pad_rows
 
 FIELDS = ("prompt", "turns", "messages")
 
@@ -108,14 +107,7 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 def decode_items(engine: Engine, items: list[Item], seed: int, options: dict[str, Any]) -> GenerateOutput:
     """Decode the good ones of a batch; line n draws from ``seed + n - 1`` whatever batch it is in."""
-    width = max(len(item.ids) for item in items)
-    ids, mask = (
-        torch.zeros(len(items), width, dtype=torch.long),
-        torch.zeros(len(items), width, dtype=torch.long),
-    )
-    for row, item in enumerate(items):
-        ids[row, width - len(item.ids) :] = torch.tensor(item.ids)
-        mask[row, width - len(item.ids) :] = 1
+    ids, mask = pad_rows([item.ids for item in items])
     seeds = [seed + item.number - 1 for item in items]
     output = engine.generate(ids, mask, seed=seeds, return_dict_in_generate=True, **options)
     assert isinstance(output, GenerateOutput)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_dflash.checks import check_counts
+from torch_dflash.checks import check_counts, context_of
 from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.options import add_options, read_options
@@ -60,6 +60,13 @@ def add_parser(commands) -> None:
         "--answers", nargs="+", type=Path, metavar="PATH", help="compute features as they are needed instead"
     )
     stage.add_argument("--max-length", type=int, default=3072, help="with --answers (default 3072)")
+    stage.add_argument(
+        "--runtime",
+        choices=("xla", "eager"),
+        default="eager",
+        help="what takes the steps: XLA, on all of JAX's devices, or torch (eager, the default); a fit begun "
+        "with one may go on with the other",
+    )
     stage.add_argument("--start-from", metavar="D", help="a drafter to continue from; unset: a new one")
     add_options(stage, DrafterShape, optional=("mask_token_id",))
     for part in (Objective, FitOptions):
@@ -163,7 +170,7 @@ def _drafter(loaded: Any, arguments: argparse.Namespace) -> DFlashDraftModel:
 
 def _room(target: Any, max_length: int) -> int:
     """Longest sequence that both the user and the target's context allow."""
-    return min(max_length, target.config.get_text_config().max_position_embeddings)
+    return min(max_length, context_of(target))
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torch_dflash.checks import check_counts, check_runtime
+from torch_dflash.checks import check_counts, check_runtime, context_of
 from torch_dflash.engine import Engine
-from torch_dflash.prompts import bucket
+from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.state import DecodePlan
-from torch_dflash.train.data import Prompt, encode_conversation
+from torch_dflash.train.controls import ShuffledFeatures
+from torch_dflash.train.conversations import converse
+from torch_dflash.train.data import Prompt
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,22 @@ class EvaluateOptions:
     Args:
         limit: first prompts of each set. max_new_tokens: per turn. batch_size: rows decoded together.
         verify_width: how much of the block is verified, the anchor included; unset: all of it.
+        shuffled: the control: each row drafts from another row's features.
     """
 
     limit: int = 100
     max_new_tokens: int = 256
     batch_size: int = 8
     verify_width: int | None = None
+    shuffled: bool = False
     runtime: str = "xla"
 
     def __post_init__(self):
         counts = ("limit", "max_new_tokens", "batch_size", "verify_width")
         check_counts(**{name: getattr(self, name) for name in counts})
         check_runtime(self.runtime)
+        if self.shuffled and self.batch_size < 2:
+            raise ValueError(f"batch_size={self.batch_size} with shuffled=True: needs 2 rows to shuffle.")
 
 
 @dataclass(frozen=True)
@@ -94,76 +100,72 @@ def evaluate(
 ) -> Evaluation:
     """Decode the first ``options.limit`` of ``prompts`` with ``drafter`` and count what was accepted.
 
-    Later turns are asked after the earlier answers. Prompts that do not fit the target's context are left
-    out and counted. N-gram lookup is replayed on the finished texts: greedy text does not depend on the
+    Later turns are asked after the earlier answers. A question that does not fit the target's context ends
+    its conversation; ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished texts: greedy text does not depend on the
     drafter, so this gives the rounds that decoding with it would have had.
     """
     prompts = prompts[: options.limit]
-    talks: list[tuple[Prompt, list[dict[str, str]]]] = [(prompt, []) for prompt in prompts]
-    engines: dict[int, Engine] = {}
-    lengths: list[int] = []
-    ngram: list[int] = []
-    turn, new_tokens, left_out, started = 0, 0, 0, time.monotonic()
-    context = target.config.get_text_config().max_position_embeddings
+    decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options)
     eos = target.generation_config.eos_token_id
     stops = set(eos if isinstance(eos, list) else [eos])
-    with tqdm(total=sum(len(prompt.turns) for prompt in prompts), desc=name, unit="turn") as bar:
-        while talks:
-            asked = []
-            for prompt, messages in talks:
-                said = [*messages, {"role": "user", "content": prompt.turns[turn]}]
-                ids = encode_conversation(tokenizer, said)
-                if len(ids) + options.max_new_tokens <= context:
-                    asked.append((prompt, said, ids))
-                else:
-                    left_out += 1
-            asked.sort(key=lambda item: len(item[2]))
-            talks, turn = [], turn + 1
-            for start in range(0, len(asked), options.batch_size):
-                batch = asked[start : start + options.batch_size]
-                rows = [ids for _, _, ids in batch]
-                engine = _engine(engines, target, drafter, rows, options)
-                texts, rounds = decode_batch(engine, rows, options.max_new_tokens)
-                lengths += rounds
-                stopped = [text[-1] in stops for text in texts]
-                ngram += replay_ngram(rows, texts, stopped, engine.plan.verify_width)
-                new_tokens += sum(map(len, texts))
-                for (prompt, said, _), text in zip(batch, texts, strict=True):
-                    if turn < len(prompt.turns):
-                        answer = tokenizer.decode(text, skip_special_tokens=True)
-                        talks.append((prompt, [*said, {"role": "assistant", "content": answer}]))
-                bar.update(len(batch))
-                bar.set_postfix(acceptance=sum(lengths) / max(len(lengths), 1))
-    seconds = time.monotonic() - started
-    width = next(iter(engines.values())).plan.verify_width if engines else 1
-    drafted, looked_up = Acceptance(lengths, width), Acceptance(ngram, width)
-    return Evaluation(drafted, looked_up, len(prompts), new_tokens, seconds, left_out)
+    turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
+    longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
+    with tqdm(total=turns, desc=name, unit="turn") as bar:
+        batches = converse(tokenizer, prompts, decode, batch_size=options.batch_size, longest=longest)
+        for batch in batches:
+            texts = [item.response for item in batch]
+            stopped = [text[-1] in stops for text in texts]
+            ngram += replay_ngram([item.ids for item in batch], texts, stopped, decode.width)
+            asked += len(batch)
+            bar.update(len(batch))
+            bar.set_postfix(acceptance=sum(decode.lengths) / max(len(decode.lengths), 1))
+    return Evaluation(
+        drafter=Acceptance(decode.lengths, decode.width),
+        ngram=Acceptance(ngram, decode.width),
+        prompts=len(prompts),
+        new_tokens=decode.new_tokens,
+        seconds=time.monotonic() - started,
+        left_out=turns - asked,
+    )
 
 
-def _engine(engines: dict[int, Engine], target, drafter, rows, options: EvaluateOptions) -> Engine:
-    longest = max(map(len, rows))
-    if bucket(longest) not in engines:
-        context = target.config.get_text_config().max_position_embeddings
-        engines[bucket(longest)] = Engine(
-            target,
-            drafter,
-            runtime=options.runtime,
-            max_length=min(bucket(longest) + options.max_new_tokens, context),
-            batch_size=options.batch_size,
-            verify_width=options.verify_width,
-            filters=False,
-        )
-    return engines[bucket(longest)]
+class _Decoder:
+    """Answers batches with an engine per prompt bucket, and keeps count."""
+
+    def __init__(self, target, drafter, options: EvaluateOptions):
+        self.target, self.drafter, self.options = target, drafter, options
+        self.engines: dict[int, Engine] = {}
+        self.lengths: list[int] = []
+        self.new_tokens, self.width = 0, 1
+
+    def __call__(self, rows: list[list[int]]) -> list[list[int]]:
+        engine = self._engine(bucket(max(map(len, rows))))
+        texts, lengths = decode_batch(engine, rows, self.options.max_new_tokens)
+        self.lengths += lengths
+        self.new_tokens += sum(map(len, texts))
+        self.width = engine.plan.verify_width
+        return texts
+
+    def _engine(self, longest: int) -> Engine:
+        if longest not in self.engines:
+            self.engines[longest] = Engine(
+                self.target,
+                self.drafter,
+                runtime=self.options.runtime,
+                max_length=min(longest + self.options.max_new_tokens, context_of(self.target)),
+                batch_size=self.options.batch_size,
+                verify_width=self.options.verify_width,
+                filters=False,
+            )
+        return self.engines[longest]
 
 
 def decode_batch(
     engine: Engine, rows: list[list[int]], max_new_tokens: int
 ) -> tuple[list[list[int]], list[int]]:
     """Greedy answers to ragged prompts, and the acceptance length of every round that no cap cut."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width).long()
-    for row, prompt in enumerate(rows):
-        ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
+    ids, mask = pad_rows(rows)
+    width = ids.shape[1]
     output: Any = engine.generate(
         ids, mask, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
     )

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from torch_dflash.checks import check_counts, check_runtime, check_target
+from torch_dflash.checks import check_counts, check_runtime, check_target, context_of
 from torch_dflash.engine import Engine
-from torch_dflash.prompts import bucket
+from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import PlainProposer
 from torch_dflash.rows import write_rows
 from torch_dflash.skeleton import build_skeleton, collect_tensors
@@ -109,10 +109,8 @@ class FeatureExtractor:
 
     def __call__(self, rows: list[list[int]]) -> Float[Tensor, "B T nH"]:
         """Features of ``rows``, padded at the end to the longest."""
-        width = max(map(len, rows))
-        ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width).long()
-        for row, tokens in enumerate(rows):
-            ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+        ids, mask = pad_rows(rows)
+        width = ids.shape[1]
         if self._skeleton is not None:
             return self._forward(ids)
         engine = self._engine(len(rows), width)
@@ -135,8 +133,7 @@ class FeatureExtractor:
     def _engine(self, rows: int, width: int) -> Engine:
         size, longest = 1 << (rows - 1).bit_length(), max(64, bucket(width))
         if (size, longest) not in self._engines:
-            context = self.target.config.get_text_config().max_position_embeddings
-            capacity = min(longest + 1, context)
+            capacity = min(longest + 1, context_of(self.target))
             self._engines[size, longest] = Engine(
                 self.target, self._recorder, max_length=capacity, batch_size=size, filters=False
             )

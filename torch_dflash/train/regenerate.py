@@ -6,17 +6,19 @@ section 4.1), not on those a dataset came with.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from torch_dflash.checks import check_counts, check_runtime
+from torch_dflash.checks import check_counts, check_runtime, context_of
 from torch_dflash.generation import generate
-from torch_dflash.train.data import Answer, Messages, Prompt, encode_conversation, write_answers
+from torch_dflash.prompts import pad_rows
+from torch_dflash.train.conversations import converse
+from torch_dflash.train.data import Answer, Prompt, write_answers
 from torch_dflash.train.files import open_stage
 
 
@@ -54,7 +56,7 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
 
     Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample.
     """
-    context = target.config.get_text_config().max_position_embeddings
+    context = context_of(target)
     if options.max_new_tokens >= context:
         raise ValueError(
             f"max_new_tokens={options.max_new_tokens}: the target's context of {context} leaves no room for "
@@ -80,39 +82,21 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
 
 
 def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int) -> list[Answer]:
-    """Turn by turn: the answers to the first turns are part of the conversations of the second."""
-    answers: list[Answer] = []
-    talks: list[tuple[Prompt, Messages]] = [(prompt, []) for prompt in prompts]
-    turn = 0
-    context = target.config.get_text_config().max_position_embeddings
-    longest = min(options.max_prompt_tokens, context - options.max_new_tokens)
-    while talks:
-        asked = [
-            (prompt, [*messages, {"role": "user", "content": prompt.turns[turn]}])
-            for prompt, messages in talks
-        ]
-        encoded = [(talk, encode_conversation(tokenizer, talk[1])) for talk in asked]
-        fitting = [item for item in encoded if len(item[1]) <= longest]
-        fitting.sort(key=lambda item: len(item[1]))  # batches of like lengths pad least
-        talks, turn = [], turn + 1
-        for start in range(0, len(fitting), options.batch_size):
-            batch = fitting[start : start + options.batch_size]
-            seed = options.seed + shard * options.shard_size + start
-            responses = answer_batch(target, [ids for _, ids in batch], options, seed)
-            for ((prompt, messages), _), response in zip(batch, responses, strict=True):
-                answers.append(Answer(prompt.source, messages, response))
-                if turn < len(prompt.turns):
-                    text = tokenizer.decode(response, skip_special_tokens=True)
-                    talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))
-    return answers
+    seed = itertools.count(options.seed + shard * options.shard_size, options.batch_size)
+    batches = converse(
+        tokenizer,
+        prompts,
+        lambda rows: answer_batch(target, rows, options, next(seed)),
+        batch_size=options.batch_size,
+        longest=min(options.max_prompt_tokens, context_of(target) - options.max_new_tokens),
+    )
+    return [Answer(asked.source, asked.messages, asked.response) for batch in batches for asked in batch]
 
 
 def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list[list[int]]:
     """The target's answers to ragged prompts, without padding; the stop id is part of an answer."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width).long()
-    for row, prompt in enumerate(rows):
-        ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
+    ids, mask = pad_rows(rows)
+    width = ids.shape[1]
     sampling = {} if options.sampled else {"do_sample": False}
     output: Any = generate(
         target,

@@ -1,0 +1,42 @@
+"""The pair that comes with the library: SmolLM2-135M-Instruct and a drafter trained for it."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_dflash.demo_model import load_demo_target
+from torch_dflash.drafter import DFlashDraftModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DRAFTER = "smollm2-135m-instruct-dflash"
+
+
+def load_demo_pair(
+    dtype: torch.dtype = torch.float32, progress: bool = True
+) -> tuple["PreTrainedModel", DFlashDraftModel, "PreTrainedTokenizerBase"]:
+    """SmolLM2-135M-Instruct, its drafter and its tokenizer, ready for `torch_dflash.generate`.
+
+    The target is fetched on the first call (`load_demo_target`); the drafter is part of the package. Both
+    are Apache-2.0. How the drafter was trained and what it reaches stands in its model card beside it.
+
+    Args:
+        dtype: type of both models' weights.
+        progress: whether to say on stderr what is being fetched.
+
+    Raises:
+        DemoModelError: the target could not be fetched; the message says what to do.
+    """
+    target, tokenizer = load_demo_target(dtype, progress)
+    return target, load_demo_drafter(dtype), tokenizer
+
+
+def load_demo_drafter(dtype: torch.dtype = torch.float32) -> DFlashDraftModel:
+    """The drafter of `load_demo_pair` alone."""
+    with as_file(files("torch_dflash") / "assets" / DRAFTER) as directory:
+        drafter: Any = DFlashDraftModel.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    return drafter.eval()

@@ -1,0 +1,57 @@
+"""Conversations turn by turn, in batches: each answer is part of what is asked next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dflash.train.data import Messages, Prompt, encode_conversation
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with the conversation before it, as messages and as ids, and its answer's ids."""
+
+    source: str
+    messages: Messages
+    ids: list[int]
+    response: list[int]
+
+
+def converse(
+    tokenizer: Any,
+    prompts: list[Prompt],
+    answer: Callable[[list[list[int]]], list[list[int]]],
+    *,
+    batch_size: int,
+    longest: int,
+) -> Iterator[list[Asked]]:
+    """Ask every prompt's turns in order; yields what was asked and answered, batch by batch.
+
+    A conversation ends early when its next question is beyond ``longest`` tokens.
+
+    Args:
+        answer: ids of a batch of prompts to ids of their answers.
+    """
+    talks: list[tuple[Prompt, Messages]] = [(prompt, []) for prompt in prompts]
+    turn = 0
+    while talks:
+        questions = []
+        for prompt, messages in talks:
+            messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
+            ids = encode_conversation(tokenizer, messages)
+            if len(ids) <= longest:
+                questions.append((prompt, messages, ids))
+        questions.sort(key=lambda item: len(item[2]))  # batches of like lengths pad least
+        talks, turn = [], turn + 1
+        for start in range(0, len(questions), batch_size):
+            batch = questions[start : start + batch_size]
+            responses = answer([ids for _, _, ids in batch])
+            asked = []
+            for (prompt, messages, ids), response in zip(batch, responses, strict=True):
+                asked.append(Asked(prompt.source, messages, ids, response))
+                if turn < len(prompt.turns):
+                    text = tokenizer.decode(response, skip_special_tokens=True)
+                    talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))
+            yield asked
