@@ -17,7 +17,7 @@ from models import make_target
 from test_cli_generate import TEMPLATE, byte_tokenizer
 
 from torch_dflash.train.architecture import DrafterShape, new_drafter
-from torch_dflash.train.data import Answer, Prompt, encode_conversation, read_answers
+from torch_dflash.train.data import Answer, Prompt, read_answers
 from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features import FeatureOptions, Layers, Sequence, cache_features, encode_answers
 from torch_dflash.train.fit import fit
@@ -25,7 +25,7 @@ from torch_dflash.train.log import read_log
 from torch_dflash.train.objective import Objective
 from torch_dflash.train.options import FitOptions
 from torch_dflash.train.regenerate import RegenerateOptions, regenerate
-from torch_dflash.train.sequences import CachedSequences
+from torch_dflash.train.sequences import CachedSequences, split
 from torch_dflash.train.student import Student
 
 VOCAB = 260  # 257 ids of the tokenizer; the last one is the mask
@@ -142,13 +142,6 @@ def overfit(world, tmp_path_factory) -> Overfit:
     fit(trained, sequences, directory, options(epochs=300, log_steps=25))
     exported = directory / "drafter"
     export_drafter(trained.drafter, exported, world.target, directory, torch.float32)
-    from torch_dflash.train.sequences import split
-
     rows = [sequences.sequence(index) for index in split(sequences, 1, 0)[0]]
     prompts = [row.ids[: row.start] for row in rows]
     return Overfit(trained.drafter.eval(), directory, exported, prompts, read_log(directory / "log.jsonl"))
-
-
-def said_after(world: World, text: str) -> list[int]:
-    """Ids of the conversation that begins with ``text``."""
-    return encode_conversation(world.tokenizer, [{"role": "user", "content": text}])
