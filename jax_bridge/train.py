@@ -113,6 +113,9 @@ class XlaTrainer:
         args = (self.params, self.frozen, self._put(rows, P(AXIS)))
         return to_torch(self.programs.get("losses", self._validate, args)(*args))
 
+    def agreed(self, stop: bool) -> bool:
+        return stop  # one process, whatever its devices
+
     def checkpoint(self, step: int, seconds: float) -> Checkpoint:
         moments = [optax.tree.get(self.state, name) for name in ("mu", "nu")]
         return Checkpoint(step, seconds, *to_torch((self.params, *moments)))

@@ -51,7 +51,7 @@ def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeyp
     said = capsys.readouterr().out
     found = json.loads(figures.read_text())
     row = found["sets"]["math"]
-    assert f"math: acceptance length {row['acceptance_length']:.2f} (n-gram" in said
+    assert f"| math | {row['acceptance_length']:.2f} | {row['ngram_acceptance_length']:.2f} |" in said
     assert row["prompts"] == 9 and found["options"]["max_new_tokens"] == 8 and found["provenance"]
 
     for module in ("regenerate", "features"):

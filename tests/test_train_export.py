@@ -11,6 +11,7 @@ from safetensors import safe_open
 from trained import MASK, NEW, VOCAB, WIDTH
 
 import torch_dflash as td
+from torch_dflash.train.card import add_figures
 from torch_dflash.train.export import export_drafter
 
 PER_LAYER = (
@@ -122,3 +123,19 @@ def test_the_card_names_data_recipe_and_figures(overfit, words):
     last = [line for line in overfit.log if line["kind"] == "held_out"][-1]
     assert f"acceptance length {last['acceptance_length']:.2f}" in card
     assert ", ".join(f"{rate:.3f}" for rate in last["accuracy"]) in card
+
+
+def test_figures_replace_those_before_them_in_the_card(tmp_path):
+    row = {"acceptance_length": 2.345, "ngram_acceptance_length": 1.2, "per_position": [0.5, 0.25]}
+    origin = {"hardware": "a CPU", "command": "torch-dflash train evaluate --limit 3"}
+    figures = {"provenance": origin, "options": {"limit": 3, "max_new_tokens": 9}, "sets": {"one": row}}
+    (tmp_path / "README.md").write_text("# A drafter\n\nWhat it is.\n")
+    add_figures(tmp_path, figures)
+    add_figures(tmp_path, figures | {"sets": {"two": row, "three": row | {"per_position": [1.0, 0.0]}}})
+    card = (tmp_path / "README.md").read_text()
+    assert (
+        card.startswith("# A drafter\n\nWhat it is.\n\n## Acceptance\n") and card.count("## Acceptance") == 1
+    )
+    assert "| set | acceptance length | n-gram lookup | 1 | 2 |" in card and "| one |" not in card
+    assert "| two | 2.35 | 1.20 | 0.50 | 0.25 |" in card or "| two | 2.34 | 1.20 | 0.50 | 0.25 |" in card
+    assert origin["command"] in card

@@ -186,7 +186,9 @@ class DFlashDraftModel(PreTrainedModel):
 
     def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
         """Draft logits through the target's ``head``, with the checkpoint's multiplier and soft cap."""
-        logits = head(hidden) * self.config.output_multiplier
+        logits, multiplier = head(hidden), self.config.output_multiplier
+        if multiplier != 1:  # a pass over all logits, and in training two more
+            logits = logits * multiplier
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
 

@@ -17,6 +17,8 @@ from torch_dflash.cli.options import add_options, read_options
 from torch_dflash.cli.provenance import provenance
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.train.architecture import DrafterShape, new_drafter
+from torch_dflash.train.card import acceptance_table, add_figures
+from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.data import read_answers, read_prompts
 from torch_dflash.train.evaluate import EvaluateOptions, evaluate
 from torch_dflash.train.export import export_drafter
@@ -75,7 +77,12 @@ def add_parser(commands) -> None:
     stage = _stage(stages, "evaluate", "acceptance on held-out prompts", _evaluate, out=False)
     stage.add_argument("--drafter", required=True, metavar="D")
     stage.add_argument("--prompts", nargs="+", required=True, type=Path, metavar="FILE")
-    stage.add_argument("--json", type=Path, metavar="FILE", help="one file; sets already in it are kept")
+    stage.add_argument(
+        "--json", type=Path, metavar="FILE", help="one file; sets already in it are kept, not decoded again"
+    )
+    stage.add_argument(
+        "--card", action="store_true", help="put the figures of --json into the drafter's card"
+    )
     add_options(stage, EvaluateOptions)
 
 
@@ -176,36 +183,45 @@ def _room(target: Any, max_length: int) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     options = read_options(EvaluateOptions, arguments)
     sets = {path.name.split(".")[0]: read_prompts([path]) for path in arguments.prompts}
+    if arguments.card and not (arguments.json and Path(arguments.drafter).is_dir()):
+        raise UserError("--card: needs --json, and a --drafter that is a directory.")
     if len(sets) < len(arguments.prompts):
         raise UserError(f"--prompts: two files would both be called one of {sorted(sets)}; rename one.")
-    rows = _kept(arguments.json, options) if arguments.json else {}
+    before, rows = _read_figures(arguments.json)
     loaded = _load(arguments, arguments.drafter)
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id.")
+    settings = vars(options) | {"drafter_checksum": checksum_of(loaded.drafter.state_dict())}
+    _check_same(arguments.json, before, settings)
     for name, prompts in sets.items():
-        found = evaluate(loaded.target, loaded.drafter, loaded.tokenizer, prompts, options, name)
-        rows[name] = found.row()
+        if name not in rows:
+            found = evaluate(loaded.target, loaded.drafter, loaded.tokenizer, prompts, options, name)
+            rows[name] = found.row()
+        figures = {"provenance": provenance(), "options": settings, "sets": rows}
         if arguments.json:
-            write_json(arguments.json, {"provenance": provenance(), "options": vars(options), "sets": rows})
-        rates = " ".join(f"{rate:.2f}" for rate in found.drafter.per_position)
-        print(f"{name}: acceptance length {found.drafter.mean:.2f} (n-gram {found.ngram.mean:.2f}); {rates}")
+            write_json(arguments.json, figures)
+        if arguments.card:
+            add_figures(Path(arguments.drafter), figures)
+    print(acceptance_table(rows))
     return 0
 
 
-def _kept(path: Path, options: EvaluateOptions) -> dict[str, Any]:
-    """The sets already in ``path``, which must have been decoded with the same options."""
-    if not path.exists():
-        return {}
+def _read_figures(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings and sets of the figures already in ``path``."""
+    if path is None or not path.exists():
+        return {}, {}
     try:
         content = json.loads(path.read_text())
-        before, rows = content["options"], dict(content["sets"])
+        return dict(content["options"]), dict(content["sets"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"--json {path}: holds no figures of this command; name another file.") from error
-    changed = [name for name, value in vars(options).items() if before.get(name, value) != value]
-    if changed:
-        name = changed[0]
-        raise UserError(
-            f"--json {path}: its figures are with {name}={before.get(name)!r}, now "
-            f"{name}={getattr(options, name)!r}; name another file."
-        )
-    return rows
+
+
+def _check_same(path: Path | None, before: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Figures of other options or of another drafter must not stand in one file."""
+    for name, value in settings.items():
+        if before.get(name, value) != value:
+            raise UserError(
+                f"--json {path}: its figures are with {name}={before[name]!r}, now {name}={value!r}; name "
+                "another file."
+            )

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.files import StageError, write_atomically
 
 KEPT = 2
@@ -45,6 +46,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
     tensors = {f"{group}/{name}": value for group, named in groups.items() for name, value in named.items()}
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     metadata = {"step": str(checkpoint.step), "seconds": str(checkpoint.seconds)}
+    metadata["checksum"] = str(checksum_of(tensors))
     write_atomically(path, lambda part: save_file(tensors, part, metadata))
     for old in sorted(directory.glob("step-*.safetensors"))[:-KEPT]:
         old.unlink()
@@ -60,17 +62,20 @@ def load_latest(directory: Path) -> Checkpoint | None:
     paths = sorted(directory.glob("step-*.safetensors"))
     if not paths:
         return None
-    groups: dict[str, dict[str, Tensor]] = {"weights": {}, "first": {}, "second": {}}
     try:
         with safe_open(paths[-1], framework="pt") as file:
             metadata = file.metadata()
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                group, name = key.split("/", 1)
-                groups[group][name] = file.get_tensor(key)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+        if str(checksum_of(tensors)) != metadata["checksum"]:
+            raise OSError("its checksum differs")
     except (SafetensorError, OSError) as error:
         before = f"the one before, {paths[-2].name}" if len(paths) > 1 else "the beginning"
         raise StageError(
             f"{paths[-1]} is damaged ({error}); delete it and run the same command again: it goes on from "
             f"{before}."
         ) from error
+    groups: dict[str, dict[str, Tensor]] = {"weights": {}, "first": {}, "second": {}}
+    for key, tensor in tensors.items():
+        group, name = key.split("/", 1)
+        groups[group][name] = tensor
     return Checkpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)

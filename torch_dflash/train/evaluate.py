@@ -101,8 +101,8 @@ def evaluate(
     """Decode the first ``options.limit`` of ``prompts`` with ``drafter`` and count what was accepted.
 
     Later turns are asked after the earlier answers. A question that does not fit the target's context ends
-    its conversation; ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished texts: greedy text does not depend on the
-    drafter, so this gives the rounds that decoding with it would have had.
+    its conversation; ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished
+    texts: greedy text does not depend on the drafter, so this gives the rounds it would have had.
     """
     prompts = prompts[: options.limit]
     decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options)

@@ -24,6 +24,7 @@ from torch_dflash.rows import write_rows
 from torch_dflash.skeleton import build_skeleton, collect_tensors
 from torch_dflash.state import DecodePlan, register_state
 from torch_dflash.target import tapped
+from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.data import Answer, encode_conversation
 from torch_dflash.train.files import StageError, open_stage, write_atomically
 
@@ -214,11 +215,3 @@ def _write_shard(
     taps = ",".join(map(str, options.taps))
     metadata = {"checksum": str(checksum_of(tensors)), "taps": taps}
     write_atomically(path, lambda part: save_file(tensors, part, metadata))
-
-
-def checksum_of(tensors: dict[str, Tensor]) -> int:
-    """CRC-32 over the tensors' bytes, by name."""
-    value = 0
-    for name in sorted(tensors):
-        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().data, value)
-    return value

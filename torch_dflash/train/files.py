@@ -83,7 +83,7 @@ def open_stage(directory: Path, settings: dict[str, Any]) -> Path:
         before = json.loads(manifest.read_text())
         changed = sorted(name for name in before | settings if before.get(name) != settings.get(name))
         if changed:
-            name = changed[0]
+            name = next((name for name in changed if name != "checksum"), "checksum")  # of the data
             raise StageError(
                 f"{directory} was begun with {name}={before.get(name)!r}, now {name}={settings.get(name)!r}: "
                 "go on with the old value, or choose another directory."

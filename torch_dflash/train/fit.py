@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
 from torch.utils import _pytree as pytree
 
 from torch_dflash.train.blocks import Batch
@@ -31,7 +32,11 @@ def fit(student: Student, sequences: Sequences, directory: Path, options: FitOpt
         StageError: a loss that is not finite, a damaged file, a full disk; the message says what to do.
         ValueError: the data do not fit the drafter.
     """
-    accelerator = Accelerator(mixed_precision=options.mixed_precision)
+    # accelerate keeps the precision of a process's first fit, and refuses another one.
+    AcceleratorState._reset_state()
+    # Embedding and head are buffers, the same everywhere: not to be sent around in every forward.
+    kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
+    accelerator = Accelerator(mixed_precision=options.mixed_precision, kwargs_handlers=[kwargs])
     schedule = plan_fit(student, sequences, options, accelerator.num_processes)
     if accelerator.is_main_process:
         open_fit(directory, student, schedule)
@@ -94,6 +99,12 @@ class TorchTrainer:
     def losses(self, batch: Batch) -> Losses:
         with torch.no_grad(), self.accelerator.autocast():
             return self.bare(_moved(batch, self.accelerator.device))
+
+    def agreed(self, stop: bool) -> bool:
+        if self.accelerator.num_processes == 1:
+            return stop
+        asked = torch.tensor(float(stop), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, "sum") > 0)
 
     def checkpoint(self, step: int, seconds: float) -> Checkpoint:
         state = self.optimizer.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def check_drawing() -> None:
+    """Raise ``ModuleNotFoundError`` without matplotlib: before a fit, not at its first checkpoint."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "the picture of a fit needs matplotlib; install it with: pip install 'torch-dflash[train]'"
+        )
 
 
 def draw_log(directory: Path) -> Path:

@@ -20,12 +20,15 @@ from tqdm import tqdm
 from torch_dflash.train.blocks import Batch
 from torch_dflash.train.checkpoint import Checkpoint, load_latest, save_checkpoint
 from torch_dflash.train.files import StageError, open_stage
-from torch_dflash.train.log import TrainLog, draw_log
+from torch_dflash.train.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.objective import Losses
 from torch_dflash.train.options import FitOptions
 from torch_dflash.train.schedule import Schedule
 from torch_dflash.train.sequences import Sequences, check_taps
 from torch_dflash.train.student import Student
+
+# What else of a drafter's config makes its weights other weights.
+SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "mask_token_id", "sliding_window")
 
 
 class Trainer(Protocol):
@@ -54,6 +57,10 @@ class Trainer(Protocol):
         """Losses of a held-out batch over the whole vocabulary."""
         ...
 
+    def agreed(self, stop: bool) -> bool:
+        """Whether any process wants to stop: all of them must, after the same step."""
+        ...
+
     def checkpoint(self, step: int, seconds: float) -> Checkpoint:
         """Weights and moments after ``step`` steps; asked of the main process only."""
         ...
@@ -77,8 +84,10 @@ def open_fit(directory: Path, student: Student, schedule: Schedule) -> None:
 
     The runtime is not among them: a fit begun on one may be continued on another.
     """
+    config: Any = student.drafter.config
     settings = asdict(schedule.options) | asdict(student.objective)
-    settings |= {"width": student.width, "taps": schedule.taps}
+    settings |= {"target": student.target_name, "width": student.width, "taps": schedule.taps}
+    settings |= {name: getattr(config, name) for name in SHAPE}
     open_stage(directory, {"stage": "fit", "sequences": len(schedule.sequences), **settings})
 
 
@@ -88,6 +97,7 @@ class Loop:
     def __init__(self, trainer: Trainer, schedule: Schedule, directory: Path):
         self.trainer, self.schedule, self.directory = trainer, schedule, directory
         self.options = schedule.options
+        check_drawing()
         checkpoint = load_latest(directory / "checkpoints")
         if checkpoint is not None:
             trainer.restore(checkpoint)
@@ -111,7 +121,7 @@ class Loop:
                 self.done += 1
                 self.seconds = time.monotonic() - started
                 bar.update()
-                last = self.done == steps or bool(stopping)
+                last = self.done == steps or self.trainer.agreed(bool(stopping))
                 if self.done % self.options.log_steps == 0 or last:
                     losses, norm = self.trainer.read(stepped)
                     found = measures(losses) | {"rate": rate, "gradient_norm": norm}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
             "a prompt; lower it."
         )
     settings = {"stage": "regenerate", "target": target.config.name_or_path, "prompts": len(prompts)}
+    settings["checksum"] = zlib.crc32(repr(prompts).encode())
     open_stage(directory, settings | vars(options))
     prompts = random.Random(options.seed).sample(prompts, len(prompts))
     starts = range(0, len(prompts), options.shard_size)

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torch_dflash.train.blocks import Batch, draw_anchors
-from torch_dflash.train.features import FeatureExtractor, Sequence, checksum_of
+from torch_dflash.train.checksums import checksum_of
+from torch_dflash.train.features import FeatureExtractor, Sequence
 from torch_dflash.train.files import StageError
 
 
@@ -37,14 +38,12 @@ class CachedSequences:
     """Sequences in the shards that `cache_features` wrote, read from memory-mapped files.
 
     Raises:
-        StageError: no shard, a damaged one, or shards of different taps.
+        StageError: a shard is missing or damaged, or shards are of different taps.
     """
 
     def __init__(self, directories: list[Path]):
-        files = [file for path in directories for file in sorted(path.glob("features-*.safetensors"))]
+        files = [file for path in directories for file in _shards(path)]
         places = ", ".join(map(str, directories))
-        if not files:
-            raise StageError(f"{places}: no features-*.safetensors; run the features stage first.")
         self._sequences: list[Sequence] = []
         self._places: list[tuple[Any, int]] = []
         taps = {self._open(path) for path in files}
@@ -82,6 +81,19 @@ class CachedSequences:
             rows, offset = self._places[index]
             found.append(rows[offset : offset + len(self._sequences[index].ids)])
         return found
+
+
+def _shards(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("features-*-of-*.safetensors"))
+    if not files:
+        raise StageError(f"{directory}: no features-*.safetensors; run the features stage first.")
+    wanted = int(files[0].stem.rpartition("-")[2])
+    if len(files) < wanted:
+        raise StageError(
+            f"{directory} holds {len(files)} of {wanted} shards; run the features stage again, which makes "
+            "those that are missing."
+        )
+    return files
 
 
 class OnlineSequences:

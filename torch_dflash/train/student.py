@@ -42,6 +42,7 @@ class Student(nn.Module):
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective
+        self.target_name: str = target.config.name_or_path
         self.width = drafter.config.block_size if width is None else width
         self.last_layer = target.config.get_text_config().num_hidden_layers - 1
         head = target.get_output_embeddings()
