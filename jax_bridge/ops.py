@@ -42,7 +42,8 @@ def chunked_jax(step: Callable, size: int, *rows: Array) -> tuple[Array, ...]:
     """A device-side loop over chunks of at most ``size`` rows (`torch_dflash.control.chunked`).
 
     The chunks are equal: a scan has one shape. What pads the last one is zeros, and is cut off the result,
-    so no gradient comes from it.
+    so no gradient comes from it. The inner values are recomputed in the backward pass; torch's side takes
+    its gradients in the forward instead, which the step's rows being independent allows either way.
     """
     count = rows[0].shape[0]
     chunks = max(1, -(-count // size))
