@@ -3,9 +3,8 @@
 import torch
 
 import torch_dflash as td
-from torch_dflash.demo_model import load_demo_target
 
-target, tokenizer = load_demo_target(progress=False)
+target, drafter, tokenizer = td.load_demo_pair(progress=False)
 question = [{"role": "user", "content": "Write a Python function that returns the n-th Fibonacci number."}]
 inputs = tokenizer.apply_chat_template(
     question, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -13,7 +12,7 @@ inputs = tokenizer.apply_chat_template(
 options = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True}
 
 plain = td.generate(target, None, **inputs, **options)
-drafted = td.generate(target, td.NGramProposer(width=8), **inputs, **options)
+drafted = td.generate(target, drafter, **inputs, **options)
 
 print(tokenizer.decode(drafted.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 print("same text:", torch.equal(plain.sequences, drafted.sequences))

@@ -13,14 +13,20 @@ import transformers
 from models import VOCAB, make_pair
 
 import torch_dflash as td
-from torch_dflash import demo_model
+from torch_dflash.demo_pair import load_demo_drafter
+from torch_dflash.train.architecture import DrafterShape, new_drafter
+from torch_dflash.train.card import acceptance_table
+from torch_dflash.train.checksums import checksum_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 class FakeTokenizer:
-    """Enough of a tokenizer for the README: a fixed prompt in, numbers out."""
+    """Enough of a tokenizer for the README and the demo: a fixed prompt in, numbers out."""
+
+    def __call__(self, text):
+        return {"input_ids": [len(text) % VOCAB, 5, 6, 7]}
 
     def apply_chat_template(self, messages, **options):
         assert options["return_dict"] and options["return_tensors"] == "pt"
@@ -78,6 +84,21 @@ def test_the_demo_table_is_the_one_in_its_json():
     assert printed == stored
 
 
+def test_the_acceptance_table_is_the_one_in_its_json():
+    results = json.loads((ROOT / "docs/results/acceptance_cpu.json").read_text())
+    card = (ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md").read_text()
+    table = acceptance_table(results["sets"])
+    assert table + "\n" in README and table + "\n" in card
+    command = results["provenance"]["command"]
+    assert command in card and command in README.replace(" \\\n    ", " ")
+    assert all(row["prompts"] >= 80 and row["left_out"] == 0 for row in results["sets"].values())
+    shuffled = json.loads((ROOT / "docs/results/acceptance_shuffled_cpu.json").read_text())
+    control = shuffled["sets"]["gsm8k"]["acceptance_length"]
+    assert shuffled["options"]["shuffled"] and f"same drafter reaches {control:.2f} on GSM8K" in README
+    drafter = load_demo_drafter(torch.bfloat16)
+    assert results["options"]["drafter_checksum"] == checksum_of(drafter.state_dict())
+
+
 def test_every_test_file_and_link_named_in_the_readme_exists():
     for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", README):
         assert (ROOT / "tests" / name).exists(), name
@@ -95,15 +116,16 @@ def test_examples_run(example, capsys):
     assert "same text: False" not in said and "same tokens: False" not in said
 
 
-def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys):
+def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys, tmp_path):
     """The demo on a tiny model: exit status 0, and 1 when a method's text is not plain decoding's."""
     from torch_dflash.cli import demo, main
 
-    target, drafter = make_pair("qwen3")
-    monkeypatch.setattr(demo, "load_demo_target", lambda: (target, FakeTokenizer()))
-    monkeypatch.setattr(demo, "random_drafter", lambda target, width: drafter)
-    arguments = ["demo", "--runtime", "eager", "--max-new-tokens", "12", "--width", "6"]
+    target, drafter = make_pair("qwen3", block_size=6)
+    monkeypatch.setattr(demo, "load_demo_pair", lambda: (target, drafter, FakeTokenizer()))
+    picture = tmp_path / "timeline.png"
+    arguments = ["demo", "--runtime", "eager", "--max-new-tokens", "12", "--png", str(picture)]
     assert main(arguments) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert "n-gram lookup, W=6" in said and "acceptance length" in said and "verify round costs" in said
 
@@ -111,7 +133,7 @@ def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys):
 
     def wrong(self, *args, **options):
         output = honest(self, *args, **options)
-        if self.plan.block_size > 1:
+        if self.plan.block_size > 1 and isinstance(output, td.GenerateOutput):
             output.sequences[0, -1] += 1
         return output
 
@@ -124,10 +146,9 @@ def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys):
 @pytest.mark.network
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 def test_smollm2_is_lossless(runtime):
-    """A real model: a ragged batch, n-gram and random DFlash drafts, against transformers row by row."""
-    from torch_dflash.cli.demo import random_drafter
-
-    target, tokenizer = demo_model.load_demo_target(progress=False)
+    """The real pair: a ragged batch, n-gram, trained and random drafters, against transformers row by row."""
+    target, trained, tokenizer = td.load_demo_pair(progress=False)
+    untrained = new_drafter(target, DrafterShape(mask_token_id=16, layers=2, block_size=6, init_seed=1))
     tokenizer.padding_side = "left"
     prompts = ["The capital of France is", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,", "Roses are red,"]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
@@ -136,7 +157,7 @@ def test_smollm2_is_lossless(runtime):
         target.generate(row[real.bool()][None], max_new_tokens=20, do_sample=False)[0, int(real.sum()) :]
         for row, real in zip(ids, mask, strict=True)
     ]
-    for drafter in (td.NGramProposer(6), random_drafter(target, 6)):
+    for drafter in (td.NGramProposer(6), trained, untrained):
         out = td.generate(
             target,
             drafter,
@@ -151,3 +172,4 @@ def test_smollm2_is_lossless(runtime):
             assert row[: len(text)].tolist() == text.tolist()
             assert set(row[len(text) :].tolist()) <= {target.generation_config.pad_token_id}
         assert isinstance(out.stats, td.DecodeStats)
+        assert drafter is not trained or out.stats.mean_acceptance_length > 1.3

@@ -8,6 +8,7 @@ This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is 
 """
 
 from torch_dflash.config import DFlashConfig as DFlashConfig
+from torch_dflash.demo_pair import load_demo_pair as load_demo_pair
 from torch_dflash.drafter import DFlashDraftModel as DFlashDraftModel
 from torch_dflash.engine import Engine as Engine
 from torch_dflash.generation import compile as compile

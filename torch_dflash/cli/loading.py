@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.demo_model import DemoModelError, load_demo_target
+from torch_dflash.demo_pair import load_demo_drafter
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.proposers import NGramProposer
 
@@ -36,6 +37,7 @@ TARGETS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
     "demo": lambda dtype: load_demo_target(torch.float32 if dtype == "auto" else dtype),
 }
 DRAFTERS: dict[str, Callable[[Any, int | None], Any]] = {
+    "demo": lambda dtype, block_size: load_demo_drafter(torch.float32 if dtype == "auto" else dtype),
     "none": lambda dtype, block_size: None,
     "ngram": lambda dtype, block_size: NGramProposer(NGRAM_WIDTH if block_size is None else block_size),
 }

@@ -62,8 +62,8 @@ def draw_log(directory: Path) -> Path:
         right.plot(steps, [line["acceptance_length"] for line in of_kind], style, markersize=3, label=kind)
     left.set(xlabel="step", ylabel="loss")
     right.set(xlabel="step", ylabel="acceptance length at random anchors")
-    left.legend()
-    right.legend()
+    left.legend(loc="upper right")
+    right.legend(loc="upper left")
     path = directory / "training.png"
     write_atomically(path, lambda part: figure.savefig(part, format="png", dpi=120))
     return path
