@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from torch_dflash.checks import check_counts, context_of
 from torch_dflash.cli.errors import UserError, fail, one_line
@@ -157,8 +158,9 @@ def _fit(arguments: argparse.Namespace) -> int:
         fit_xla(student, sequences, arguments.out, options)
     else:
         fit(student, sequences, arguments.out, options)
-    export_drafter(drafter, arguments.out / "drafter", loaded.target, arguments.out)
-    print(f"The drafter is in {arguments.out / 'drafter'}.")
+    if PartialState().is_main_process:  # the others have no log to make a card of
+        export_drafter(drafter, arguments.out / "drafter", loaded.target, arguments.out)
+        print(f"The drafter is in {arguments.out / 'drafter'}.")
     return 0
 
 
