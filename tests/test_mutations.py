@@ -13,6 +13,7 @@ import torch
 from parity import CHUNK, EXACT, LOOP, MIXED, Case, engine_runs, gap, replay
 
 from torch_dflash import drafter, runtime
+from torch_dflash import target as target_module
 from torch_dflash.cache import StaticLayer
 from torch_dflash.drafter import DFlashDraftModel, DFlashLayer
 from torch_dflash.proposers import DFlashProposer
@@ -143,8 +144,10 @@ IN_THE_NETWORK = {
 }
 # Broken in what is around it: only the loop can show it.
 IN_THE_LOOP = {
-    "tap one too high": around(Target, "_layer", lambda layer, self, tap: layer(self, tap + 1)),
-    "tap one too low": around(Target, "_layer", lambda layer, self, tap: layer(self, tap - 1)),
+    "tap one too high": around(
+        torch_dflash.target, "_layer", lambda layer, model, tap: layer(model, tap + 1)
+    ),
+    "tap one too low": around(target_module, "_layer", lambda layer, model, tap: layer(model, tap - 1)),
     "features after the final norm": around(Target, "forward", features_after_the_final_norm),
     "wrong mask token": config(mask_token_id=lambda token: token - 1),
     "embedding scaled twice": config(input_embedding_scale=lambda scale: scale**2),

@@ -130,9 +130,13 @@ def tapped(skeleton: Any, taps: tuple[int, ...], outputs: dict[int, Tensor]) -> 
     """While open, a forward of ``skeleton`` leaves the outputs of the layers ``taps`` in ``outputs``."""
     with ExitStack() as hooks:
         for tap in taps:
-            hook = skeleton.get_decoder().layers[tap].register_forward_hook(_keep(outputs, tap))
+            hook = _layer(skeleton, tap).register_forward_hook(_keep(outputs, tap))
             hooks.callback(hook.remove)
         yield
+
+
+def _layer(skeleton: Any, tap: int) -> nn.Module:
+    return skeleton.get_decoder().layers[tap]
 
 
 def _keep(outputs: dict[int, Tensor], tap: int):
