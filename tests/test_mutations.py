@@ -144,9 +144,7 @@ IN_THE_NETWORK = {
 }
 # Broken in what is around it: only the loop can show it.
 IN_THE_LOOP = {
-    "tap one too high": around(
-        torch_dflash.target, "_layer", lambda layer, model, tap: layer(model, tap + 1)
-    ),
+    "tap one too high": around(target_module, "_layer", lambda layer, model, tap: layer(model, tap + 1)),
     "tap one too low": around(target_module, "_layer", lambda layer, model, tap: layer(model, tap - 1)),
     "features after the final norm": around(Target, "forward", features_after_the_final_norm),
     "wrong mask token": config(mask_token_id=lambda token: token - 1),
