@@ -13,25 +13,22 @@ from torch_dflash.train.files import write_atomically
 GREEN, RESET = "\033[32m", "\033[0m"
 
 
-def stream_answer(engine: Engine, tokenizer: Any, ids: Any, colour: bool, **options: Any) -> list[int]:
-    """Decode one row to stdout round by round; returns the acceptance length of every round.
+def stream_answer(engine: Engine, tokenizer: Any, ids: Any, colour: bool, **options: Any) -> None:
+    """Decode one row to stdout round by round.
 
     With ``colour``, accepted drafts are green; the target's own tokens (one a round) are not. The engine
     should read after every round (``rounds_per_chunk=1``), or pieces of text hold several.
     """
-    text, lengths = Incremental(tokenizer), []
+    text = Incremental(tokenizer)
     for number, (tokens,) in enumerate(engine.stream(ids, **options)):
-        if number:  # the first piece is prefill's token
-            lengths.append(len(tokens))
         for place, token in enumerate(tokens):
-            accepted = number > 0 and place + 1 < len(tokens)
+            accepted = number > 0 and place + 1 < len(tokens)  # the first piece is prefill's token
             piece = text.push([token])
             if piece and colour and accepted:
                 piece = f"{GREEN}{piece}{RESET}"
             sys.stdout.write(piece)
         sys.stdout.flush()
     print(text.push([], final=True))
-    return lengths
 
 
 def draw_timeline(path: Path, timelines: dict[str, list[int]], width: int) -> None:

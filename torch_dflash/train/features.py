@@ -1,6 +1,6 @@
 """Stage 2, features: the target's tapped states for every token of prompt and answer, cached in shards.
 
-They come from the engine's own prefill, on either runtime, so training sees what drafting will see.
+On XLA they come from the engine's own prefill; eagerly, from a plain forward in the target's own attention.
 """
 
 from __future__ import annotations
