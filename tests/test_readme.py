@@ -99,6 +99,17 @@ def test_the_acceptance_table_is_the_one_in_its_json():
     assert results["options"]["drafter_checksum"] == checksum_of(drafter.state_dict())
 
 
+def test_the_throughput_table_is_the_one_in_its_json():
+    results = json.loads((ROOT / "docs/results/train_throughput_cpu.json").read_text())["results"]
+    table = (ROOT / "docs/training.md").read_text().partition("| blocks/s |")[2].partition("\n\n")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    shown = {name: cells for name, *cells in lines}
+    for column, result in enumerate(results):
+        for row in result["rows"]:
+            name = re.sub(r"\b[1-9]\d* ids", "sampled ids", row["name"])
+            assert shown[name][column] == f"{row['blocks_per_second']:.1f}", name
+
+
 def test_every_test_file_and_link_named_in_the_readme_exists():
     for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", README):
         assert (ROOT / "tests" / name).exists(), name

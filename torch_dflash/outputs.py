@@ -19,6 +19,14 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
     stats: DecodeStats | None = None
 
+    @property
+    def new_tokens(self) -> list[list[int]]:
+        """The ids each row gained, its stop id included, without padding."""
+        assert self.stats is not None and self.sequences is not None
+        counts = [1 + sum(lengths) for lengths in self.stats.acceptance_lengths]
+        added = self.sequences[:, self.sequences.shape[1] - max(counts) :].tolist()
+        return [row[:count] for row, count in zip(added, counts, strict=True)]
+
 
 def collect(
     input_ids: Tensor,

@@ -32,13 +32,18 @@ class DecodeStats:
     host_reads: int
 
     @property
-    def mean_acceptance_length(self) -> float:
-        """Mean tokens per target forward (tau), rounds that the cap cut left out; nan without rounds."""
-        whole = [
+    def whole_rounds(self) -> list[int]:
+        """The acceptance length of every round of every row that the cap did not cut."""
+        return [
             length
             for lengths, capped in zip(self.acceptance_lengths, self.capped, strict=True)
             for length in (lengths[:-1] if capped else lengths)
         ]
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean tokens per target forward (tau), rounds that the cap cut left out; nan without rounds."""
+        whole = self.whole_rounds
         return sum(whole) / len(whole) if whole else float("nan")
 
 

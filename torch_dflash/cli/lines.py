@@ -142,10 +142,8 @@ def run_lines(
 def _results(
     items, output: GenerateOutput, seconds: float, decode, stops: set[int]
 ) -> Iterator[dict[str, Any]]:
-    assert output.stats is not None and output.sequences is not None
-    width = max(len(item.ids) for item in items)
-    for row, (item, lengths) in enumerate(zip(items, output.stats.acceptance_lengths, strict=True)):
-        new = output.sequences[row, width : width + 1 + sum(lengths)].tolist()
+    assert output.stats is not None
+    for item, new, lengths in zip(items, output.new_tokens, output.stats.acceptance_lengths, strict=True):
         yield {
             "line": item.number,
             **item.echo,

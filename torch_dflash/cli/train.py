@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -174,6 +175,11 @@ def _drafter(loaded: Any, arguments: argparse.Namespace) -> DFlashDraftModel:
         return new_drafter(loaded.target, read_options(DrafterShape, arguments))
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(f"--start-from {arguments.start_from}: pass a DFlash drafter's directory or id.")
+    for field in dataclasses.fields(DrafterShape):
+        if getattr(arguments, field.name) not in (None, field.default):
+            raise UserError(
+                f"--{field.name.replace('_', '-')}: --start-from takes the drafter's own; leave one out."
+            )
     return loaded.drafter
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from torch_dflash.outputs import GenerateOutput
+from torch_dflash.prompts import pad_rows
 from torch_dflash.selftest.checks import NOT_APPLICABLE, Check, judged
-from torch_dflash.selftest.side import CHUNK, Side, Subject, padded, prompts
+from torch_dflash.selftest.side import CHUNK, Side, Subject, prompts
 
 # Everything a request may change without a new program.
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
@@ -29,7 +30,7 @@ def hidden_costs(subject: Subject, side: Side) -> Iterator[Check]:
     with side.watch_reads() as reads:
         for lengths, options in REQUESTS:
             options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None} | options
-            ids, mask = padded([_prompt(length) for length in lengths])
+            ids, mask = pad_rows([_prompt(length) for length in lengths])
             out = engine.generate(ids, mask, return_dict_in_generate=True, pad_token_id=0, **options)
             assert isinstance(out, GenerateOutput) and out.stats is not None
             compiled += out.stats.compilations
@@ -49,7 +50,7 @@ def hidden_costs(subject: Subject, side: Side) -> Iterator[Check]:
         reads=seen,
         expected=expected,
     )
-    state = engine.start(*padded(prompts()), max_new_tokens=40, do_sample=False, eos_token_id=None)
+    state = engine.start(*pad_rows(prompts()), max_new_tokens=40, do_sample=False, eos_token_id=None)
     reused, detail = side.reuse(engine, state)
     name = "donated buffers are reused"
     yield Check(name, NOT_APPLICABLE, detail) if reused is None else judged(name, reused, detail)

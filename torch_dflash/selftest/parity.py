@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_dflash.decode import Pair, Params
+from torch_dflash.prompts import pad_rows
 from torch_dflash.rows import read_rows
 from torch_dflash.selftest.checks import Check, within
-from torch_dflash.selftest.side import Side, Subject, padded, prompts
+from torch_dflash.selftest.side import Side, Subject, prompts
 from torch_dflash.state import DecodeState
 
 # Of the largest value compared. Both sides compute the features of all rounds themselves, so rounding grows;
@@ -68,7 +69,7 @@ def _probe(pair: Pair, state: DecodeState) -> tuple[Tensor, ...]:
 def passes(subject: Subject, side: Side, depth: int) -> list[Pass]:
     """What every row's next round computes after ``depth`` chunks of rounds."""
     engine = subject.engine("agreeing", len(prompts()))
-    state = engine.start(*padded(prompts()), max_new_tokens=50, do_sample=False, eos_token_id=None)
+    state = engine.start(*pad_rows(prompts()), max_new_tokens=50, do_sample=False, eos_token_id=None)
     for _ in range(depth):
         state = engine.advance(state)
     tokens, length, drafts, hidden, logits = side.run(engine, probe, state)

@@ -168,11 +168,3 @@ def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
     rows = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in (40, 9, 7)]
     return [rows[0], rows[1], rows[2] * 3]
-
-
-def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(input_ids [B, T], attention_mask [B, T]), padded on the left."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from torch_dflash.outputs import GenerateOutput
+from torch_dflash.prompts import pad_rows
 from torch_dflash.sampling import gumbel
 from torch_dflash.selftest.checks import Check, judged
 from torch_dflash.selftest.parity import TOLERANCE
-from torch_dflash.selftest.side import Subject, padded, prompts
+from torch_dflash.selftest.side import Subject, prompts
 
 NEW = 24
 TEMPERATURE = 8.0  # the two best logits of an agreeing pair stand tens above the rest: see `correlate`
@@ -56,17 +57,16 @@ def _same_text(
     chosen = [prompts()[row] for row in rows]
     how = _sampled([SEED + row for row in rows]) if mode == "sampled" else {"do_sample": False}
     out = subject.engine(kind, len(rows)).generate(
-        *padded(chosen),
+        *pad_rows(chosen),
         max_new_tokens=NEW,
         eos_token_id=None,
         pad_token_id=0,
         return_dict_in_generate=True,
         **how,
     )
-    assert isinstance(out, GenerateOutput) and out.stats is not None and out.sequences is not None
-    width = max(map(len, chosen))
+    assert isinstance(out, GenerateOutput) and out.stats is not None
     wrong, ties = [], []
-    for row, prompt, ids in zip(rows, chosen, out.sequences[:, width:].tolist(), strict=True):
+    for row, prompt, ids in zip(rows, chosen, out.new_tokens, strict=True):
         at, gap = _difference(subject, prompt, wanted[row], ids, SEED + row if mode == "sampled" else None)
         if at is not None:
             (wrong if gap is None else ties).append(f"row {row} at token {at}")

@@ -165,16 +165,10 @@ def decode_batch(
 ) -> tuple[list[list[int]], list[int]]:
     """Greedy answers to ragged prompts, and the acceptance length of every round that no cap cut."""
     ids, mask = pad_rows(rows)
-    width = ids.shape[1]
     output: Any = engine.generate(
         ids, mask, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
     )
-    stats = output.stats
-    texts, lengths = [], []
-    for row, (rounds, capped) in enumerate(zip(stats.acceptance_lengths, stats.capped, strict=True)):
-        texts.append(output.sequences[row, width : width + 1 + sum(rounds)].tolist())
-        lengths += rounds[:-1] if capped else rounds
-    return texts, lengths
+    return output.new_tokens, output.stats.whole_rounds
 
 
 def replay_ngram(

@@ -98,7 +98,6 @@ def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int)
 def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list[list[int]]:
     """The target's answers to ragged prompts, without padding; the stop id is part of an answer."""
     ids, mask = pad_rows(rows)
-    width = ids.shape[1]
     sampling = {} if options.sampled else {"do_sample": False}
     output: Any = generate(
         target,
@@ -111,7 +110,4 @@ def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list
         return_dict_in_generate=True,
         **sampling,
     )
-    lengths = [1 + sum(rounds) for rounds in output.stats.acceptance_lengths]
-    return [
-        row[width : width + length].tolist() for row, length in zip(output.sequences, lengths, strict=True)
-    ]
+    return output.new_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -44,12 +44,16 @@ class Schedule:
     @property
     def training(self) -> list[int]:
         """Numbers of the sequences to train on."""
-        return split(self.sequences, self.options.held_out, self.options.seed)[0]
+        return self._parts[0]
 
     @property
     def held_out(self) -> list[int]:
         """Numbers of the sequences kept for validation."""
-        return split(self.sequences, self.options.held_out, self.options.seed)[1]
+        return self._parts[1]
+
+    @cached_property
+    def _parts(self) -> tuple[list[int], list[int]]:
+        return split(self.sequences, self.options.held_out, self.options.seed)
 
     @property
     def steps_per_epoch(self) -> int:
