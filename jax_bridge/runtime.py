@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from jax_bridge.arrays import to_jax, to_torch
@@ -47,6 +49,11 @@ class XlaRuntime:
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
         return self._run("prefill", self._prefill, (params, state, to_jax(chunk)), donate=(1,))
+
+    def place(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+        """Set which rows rest and the page tables: two small transfers, no program."""
+        put = lambda values: jnp.array(values, copy=True)  # noqa: E731 - the state's arrays are donated
+        return replace(state, pages=state.pages if pages is None else put(pages), done=put(done))
 
     def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""

@@ -21,8 +21,8 @@ ONE_DOOR = "torch_dflash.engine"
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
     {"checks", "control", "state", "rows", "attention", "stats"},
-    {"config"},
-    {"skeleton", "cache", "sampling", "accept", "drafter"},
+    {"config", "paged", "pages"},
+    {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
     {"target", "proposers.base", "demo_model"},
     {"demo_pair"},
     {"decode", "proposers", "proposers.dflash", "proposers.ngram", "proposers.plain"},

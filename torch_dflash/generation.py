@@ -31,6 +31,10 @@ def compile(target: PreTrainedModel, drafter, **options: Any) -> Engine:
         filters: compile top-k, top-p and min-p in.
         prefill_chunk_size: largest piece of a prompt, a power of two.
         matmul_precision: XLA matmul precision; "highest" keeps fp32 exact on TPU and GPU.
+        cache: the target's: "static" (dense) or "paged", whose rows share pages as they grow.
+        page_size: positions in a page, a multiple of 16.
+        pool_pages: pages in all; unset: as many as a dense cache takes. With fewer, rows may have to wait for
+            others to end; what they say does not change.
 
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -47,6 +47,10 @@ class Runtime(Protocol):
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
 
+    def place(self, state: Any, pages: np.ndarray | None, done: np.ndarray) -> Any:
+        """Set which rows rest and, where the cache is paged, the page tables; consumes ``state``."""
+        ...
+
     def advance(self, params: Any, state: Any) -> Any:
         """Up to ``plan.rounds_per_chunk`` rounds, fewer when every row is done."""
         ...
@@ -83,6 +87,12 @@ class EagerRuntime:
 
     def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         return _checked(self._step(prefill, params, state, chunk))
+
+    def place(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+        def tensor(values: np.ndarray) -> torch.Tensor:
+            return torch.tensor(values, device=state.done.device)
+
+        return replace(state, pages=state.pages if pages is None else tensor(pages), done=tensor(done))
 
     def advance(self, params: Params, state: DecodeState) -> DecodeState:
         for _ in range(self.plan.rounds_per_chunk):

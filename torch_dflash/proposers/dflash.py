@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.attention import KeyValue, visible
-from torch_dflash.cache import LayerSpec, StaticLayer, allocate
+from torch_dflash.cache import LayerSpec, StaticLayer, allocate_static
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.skeleton import build_skeleton
 from torch_dflash.state import DecodePlan, Draft, register_state
@@ -55,7 +55,7 @@ class DFlashProposer(nn.Module):
         spec = LayerSpec("draft", config.num_key_value_heads, config.head_dim, config.head_dim, None)
         zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device=device)
         return DFlashState(
-            layers=tuple(allocate(spec, plan, dtype, device) for _ in self.drafter.layers),
+            layers=tuple(allocate_static(spec, plan, dtype, device) for _ in self.drafter.layers),
             length=zeros,
             context=torch.zeros(
                 plan.batch_size, plan.verify_width, config.hidden_size, dtype=dtype, device=device
@@ -75,7 +75,7 @@ class DFlashProposer(nn.Module):
     def _append(self, pstate: DFlashState, context: Tensor, count: Tensor) -> DFlashState:
         rope = self.drafter.rotary_emb(context, _positions(pstate.length, context.shape[1]))
         layers = tuple(
-            state.write(*layer.self_attn.key_value(context, rope), pstate.length)
+            state.write(*layer.self_attn.key_value(context, rope), pstate.length, count)
             for layer, state in zip(self.drafter.layers, pstate.layers, strict=True)
         )
         return replace(pstate, layers=layers, length=pstate.length + count)
