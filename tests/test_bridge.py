@@ -146,16 +146,16 @@ def test_copies_own_their_memory(eager, xla):
     assert np.array_equal(after.tokens, kept) and not mine.tokens.numpy().tolist() == kept.tolist()
 
 
-def test_a_change_on_one_side_is_seen_on_the_other(eager, xla):
+def test_a_change_on_one_side_is_seen_on_the_other(eager, xla, cache):
     state = eager.advance(eager.start())
     state.tokens[1, 30] = 77
-    state.cache[1].key[0, 1, 2, 3] = -5.5
+    leaf = "pool" if cache == "paged" else "value"
+    getattr(state.cache[1], leaf)[0, 1, 2, 3] = -5.5
     there = jb.state_to_jax(state)
-    assert int(there.tokens[1, 30]) == 77 and float(there.cache[1].key[0, 1, 2, 3]) == -5.5
-    value = there.cache[0].value.at[2, 0, 4, 1].set(9.25)
-    object.__setattr__(there.cache[0], "value", value)
+    assert int(there.tokens[1, 30]) == 77 and float(getattr(there.cache[1], leaf)[0, 1, 2, 3]) == -5.5
+    object.__setattr__(there.cache[0], leaf, getattr(there.cache[0], leaf).at[2, 0, 4, 1].set(9.25))
     back = jb.state_to_torch(there)
-    assert float(back.cache[0].value[2, 0, 4, 1]) == 9.25 and int(back.tokens[1, 30]) == 77
+    assert float(getattr(back.cache[0], leaf)[2, 0, 4, 1]) == 9.25 and int(back.tokens[1, 30]) == 77
     # What the other side sees decides what it says.
     plain = eager.finish(jb.state_to_torch(xla.start()))
     state = eager.start()

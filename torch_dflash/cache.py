@@ -86,20 +86,19 @@ class LatentLayer(StaticLayer):
 
 
 def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> StaticLayer | PagedLayer:
-    """An empty cache of one layer, of the plan's kind.
+    """An empty cache of one layer, of the plan's kind."""
+    if plan.cache == "paged":
+        return allocate_pool(spec, plan, dtype, device)
+    kind = LatentLayer if spec.kind == "latent" else StaticLayer
+    return allocate_static(spec, plan, dtype, device, kind)
 
-    Raises:
-        ValueError: a latent layer in a paged cache.
-    """
-    if plan.cache == "static":
-        return allocate_static(
-            spec, plan, dtype, device, LatentLayer if spec.kind == "latent" else StaticLayer
-        )
-    if spec.kind == "latent":
+
+def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
+    """Raise ``ValueError`` for a latent layer in a paged cache."""
+    if plan.cache == "paged" and any(spec.kind == "latent" for spec in specs):
         raise ValueError(
             "cache='paged': the target's layers expand what they cache (latent attention); choose 'static'."
         )
-    return allocate_pool(spec, plan, dtype, device)
 
 
 def allocate_static(

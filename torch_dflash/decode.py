@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from torch_dflash.accept import accept_chain, trim_at_stop
+from torch_dflash.cache import check_specs
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
@@ -30,6 +31,7 @@ class Pair(nn.Module):
 
     def __init__(self, target: Target, proposer: Proposer, plan: DecodePlan):
         super().__init__()
+        check_specs(target.specs, plan)
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,36 +48,48 @@ def pallas_paged_attention(
         interpret: run on the CPU, slowly, for tests.
     """
     batch, groups, heads, rows, _ = query.shape
-    page, lanes = pool.shape[2:]
     tile_rows = _divisor(rows, max(1, row_tile // heads))
-    tiles, halves = rows // tile_rows, 2 if groups % 2 == 0 else 1
-    own, height = groups // halves, heads * tile_rows
+    tiles = rows // tile_rows
     kind = Kind(k_dim, rows, tile_rows, scale, window, softcap)
-    block_pages = max(1, block_keys // page)
-    staged = -(-(rows + TILE - 1) // TILE) * TILE
 
     # Where K ends inside a tile of lanes, zeros over V's lanes are cheaper than moving lanes.
     whole = k_dim % LANES != 0
+    lanes = pool.shape[3]
     query = jnp.pad(query, [(0, 0)] * 4 + [(0, lanes - k_dim)]) if whole else query
     width = lanes if whole else lanes - k_dim
-    tiled = query.reshape(batch, groups, heads, tiles, tile_rows, -1).transpose(0, 1, 3, 2, 4, 5)
-    tiled = tiled.reshape(batch, groups, tiles, height, -1)
+    tiled = _swap(query, (batch, groups, heads, tiles, tile_rows, -1))
+    tiled = tiled.reshape(batch, groups, tiles, heads * tile_rows, -1)
+
+    block_pages = max(1, block_keys // pool.shape[2])
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
     sinks = jnp.full((groups, heads), LOWEST) if sinks is None else sinks
     first = jnp.repeat(sinks.astype(jnp.float32), tile_rows, axis=1)[:, :, None]
+
+    call = _call(kind, tiled, pool, width, block_pages, interpret)
+    out, pool = call(start, table.reshape(-1), tiled, fresh, first, pool)
+    out = _swap(out, (batch, groups, tiles, heads, tile_rows, width)).reshape(*query.shape[:-1], width)
+    return (out[..., k_dim:] if whole else out), pool
+
+
+def _call(kind: Kind, query: Array, pool: Array, width: int, block_pages: int, interpret: Any) -> Callable:
+    """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place."""
+    batch, groups, tiles, height, depth = query.shape
+    page, lanes = pool.shape[2:]
+    halves = 2 if groups % 2 == 0 else 1
+    own, staged = groups // halves, -(-(kind.rows + TILE - 1) // TILE) * TILE
 
     def by_tile(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, own, 1, height, width), lambda half, b, tile, *_: (b, half, tile, 0, 0))
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    out, pool = pl.pallas_call(
+    return pl.pallas_call(
         partial(attend_to_pages, kind),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(halves, batch, tiles),
             in_specs=[
-                by_tile(tiled.shape[-1]),
-                pl.BlockSpec((1, own, rows, lanes), lambda half, b, tile, *_: (b, half, 0, 0)),
+                by_tile(depth),
+                pl.BlockSpec((1, own, kind.rows, lanes), lambda half, b, tile, *_: (b, half, 0, 0)),
                 pl.BlockSpec((own, height, 1), lambda half, b, tile, *_: (half, 0, 0)),
                 in_hbm,
             ],
@@ -83,15 +97,13 @@ def pallas_paged_attention(
             scratch_shapes=[
                 pltpu.VMEM((own, staged, lanes), pool.dtype),
                 pltpu.VMEM((2, block_pages, own, page, lanes), pool.dtype),
-                pltpu.VMEM((own, height, LANES), jnp.float32),
-                pltpu.VMEM((own, height, LANES), jnp.float32),
-                pltpu.VMEM((own, height, width), jnp.float32),
+                *(pltpu.VMEM((own, height, size), jnp.float32) for size in (LANES, LANES, width)),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SemaphoreType.DMA,
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((*tiled.shape[:-1], width), query.dtype),
+            jax.ShapeDtypeStruct((*query.shape[:-1], width), query.dtype),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={5: 1},
@@ -101,10 +113,12 @@ def pallas_paged_attention(
         ),
         interpret=interpret,
         name="paged_attention",
-    )(start, table.reshape(-1), tiled, fresh, first, pool)
-    out = out.reshape(batch, groups, tiles, heads, tile_rows, width).transpose(0, 1, 3, 2, 4, 5)
-    out = out.reshape(batch, groups, heads, rows, width)
-    return (out[..., k_dim:] if whole else out), pool
+    )
+
+
+def _swap(rows: Array, shape: tuple[int, ...]) -> Array:
+    """To and from tiles: a program's rows are its tile of the rows of every head."""
+    return rows.reshape(shape).transpose(0, 1, 3, 2, 4, 5)
 
 
 def _divisor(count: int, most: int) -> int:
