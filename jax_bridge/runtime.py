@@ -50,7 +50,7 @@ class XlaRuntime:
         """Append a prompt chunk; consumes ``state``."""
         return self._run("prefill", self._prefill, (params, state, to_jax(chunk)), donate=(1,))
 
-    def place(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+    def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set which rows rest and the page tables: two small transfers, no program."""
         put = lambda values: jnp.array(values, copy=True)  # noqa: E731 - the state's arrays are donated
         return replace(state, pages=state.pages if pages is None else put(pages), done=put(done))

@@ -63,6 +63,11 @@ class StaticLayer:
         out = grouped_attention(rows.query, [part], rows.scale, sinks=rows.sinks, softcap=rows.softcap)
         return out, layer
 
+    def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
+        """The position each slot holds when ``length`` [B] are committed, -1 for none."""
+        slots = torch.arange(self.key.shape[2], device=length.device, dtype=length.dtype)
+        return torch.where(slots < length[:, None], slots, -1)
+
     def commit(self, commit) -> StaticLayer:
         """A chain's accepted rows already stand where they belong."""
         return self

@@ -195,7 +195,7 @@ class Engine:
     def _take_turn(self, params: Any, state: Any, turn: Turn, rows: list[np.ndarray]) -> DecodeState:
         """Give the rows what the host decided for the next chunk, and read the prompts whose turn it is."""
         if turn.done is not None:
-            state = self.runtime.place(state, turn.pages, turn.done)
+            state = self.runtime.assign(state, turn.pages, turn.done)
         if turn.fed:
             fed = [prompt if row in turn.fed else prompt[:0] for row, prompt in enumerate(rows)]
             for chunk in prompt_chunks(fed, self.plan.batch_size, self.largest_chunk, self.plan.slots):

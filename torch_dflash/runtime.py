@@ -47,7 +47,7 @@ class Runtime(Protocol):
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
 
-    def place(self, state: Any, pages: np.ndarray | None, done: np.ndarray) -> Any:
+    def assign(self, state: Any, pages: np.ndarray | None, done: np.ndarray) -> Any:
         """Set which rows rest and, where the cache is paged, the page tables; consumes ``state``."""
         ...
 
@@ -88,7 +88,7 @@ class EagerRuntime:
     def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         return _checked(self._step(prefill, params, state, chunk))
 
-    def place(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+    def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
         def tensor(values: np.ndarray) -> torch.Tensor:
             return torch.tensor(values, device=state.done.device)
 
