@@ -11,9 +11,10 @@ Shapes: B batch, W block width (anchor included), S context rows, H hidden, Q qu
 heads, D head dim, V vocab, n tapped target layers.
 """
 
-from jax_bridge.reference.checkpoint import load
+from jax_bridge.reference.checkpoint import load, load_target
 from jax_bridge.reference.config import DrafterConfig, LayerMask, default_taps
 from jax_bridge.reference.drafter import forward, logits, noise_embeddings
+from jax_bridge.reference.loop import Models, State, Weights, decode, decode_round, start
 
 __all__ = [
     "DrafterConfig",
