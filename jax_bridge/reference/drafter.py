@@ -62,9 +62,7 @@ def forward(
     return rms_norm(params, "norm", hidden, config.rms_norm_eps), kept
 
 
-def project(
-    params: Params, config: DrafterConfig, features: Float[Array, "B R nH"]
-) -> Float[Array, "B R H"]:
+def project(params: Params, config: DrafterConfig, features: Float[Array, "B R nH"]) -> Float[Array, "B R H"]:
     """Context rows of target features: mixed once for all layers, then normed."""
     return rms_norm(params, "hidden_norm", linear(params, "fc", features), config.rms_norm_eps)
 

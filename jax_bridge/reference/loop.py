@@ -125,9 +125,7 @@ def decode_round(models: Models, weights: Weights, state: State) -> State:
     drafted = draft(models, weights, state)
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
     block = jnp.concatenate([anchor, drafted.tokens], axis=1)
-    out = forward_target(
-        weights.target, target, block, state.length, state.target, drafter.target_layer_ids
-    )
+    out = forward_target(weights.target, target, block, state.length, state.target, drafter.target_layer_ids)
     picks = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)
     # Row i's pick is the token after it; the first pick that the block does not hold ends the prefix.
     wrong = jnp.pad(picks[:, :-1] != block[:, 1:], ((0, 0), (0, 1)), constant_values=True)

@@ -29,9 +29,7 @@ def empty_layer(batch: int, heads: int, slots: int, dim: int, dtype: DTypeLike) 
 
 def write_layer(layer: Layer, rows: Rows, start: Int[Array, " B"]) -> Layer:
     """Put keys and values [B, G, R, D] at ``start[b]``."""
-    return Layer(
-        put_rows(layer.key, rows[0], start, axis=2), put_rows(layer.value, rows[1], start, axis=2)
-    )
+    return Layer(put_rows(layer.key, rows[0], start, axis=2), put_rows(layer.value, rows[1], start, axis=2))
 
 
 def put_rows(
