@@ -20,7 +20,7 @@ ONE_DOOR = "torch_dflash.engine"
 # What each module of torch_dflash may import of torch_dflash, by the order of the design:
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
-    {"checks", "control", "state", "rows", "attention", "stats"},
+    {"checks", "control", "state", "rows", "attention", "stats", "files", "checksums"},
     {"config"},
     {"skeleton", "cache", "sampling", "accept", "drafter"},
     {"target", "proposers.base", "demo_model"},
@@ -30,9 +30,9 @@ LAYERS = [
     {"options", "prompts"},
     {"outputs"},
     {"engine"},
-    {"engine_cache"},
+    {"engine_cache", "state_io"},
     {"generation"},
-    {"train", "train.files", "train.blocks", "train.options", "train.checksums"},
+    {"train", "train.files", "train.blocks", "train.options"},
     {"train.data", "train.log", "train.checkpoint", "train.card"},
     {"train.conversations", "train.controls"},
     {
