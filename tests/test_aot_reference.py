@@ -24,8 +24,9 @@ def reference_round(model: aot.AbstractPair) -> aot.CompiledRound:
     """The reference's round for the configs, batch and capacity of ``model``.
 
     It has our jobs, stop ids and acceptance counts included, but one: it is greedy, and ours also holds
-    the branch that samples, which a greedy batch does not run. Traffic counts the cheaper branch; FLOPs
-    count the dearer, whose hashing of the vocabulary is a few thousandths of the round.
+    the branch that samples, which a greedy batch does not run. For that branch ours writes the logits out
+    (10 MB and their reading), where the reference's argmax is fused with the head. Traffic counts the
+    cheaper branch; FLOPs count the dearer, whose hashing of the vocabulary is 0.3 % of the round.
     """
     target, drafter = model.pair.target.config, model.pair.proposer.drafter.config
     models = loop.Models(
