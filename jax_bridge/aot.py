@@ -114,7 +114,7 @@ def export_round(model: AbstractPair, *, chunk: bool = False) -> jax.export.Expo
     ``chunk=True`` lowers what the runtime runs instead: the `lax.while_loop` over rounds.
     """
     with tracing(model.pair.plan.matmul_precision):
-        return jax.export.export(_jit(model, chunk), platforms=["tpu"])(model.params, model.state)
+        return jax.export.export(_jit(_step(model, chunk)), platforms=["tpu"])(model.params, model.state)
 
 
 def compile_round(
@@ -134,14 +134,22 @@ def compile_round(
     """
     if chips != 1:
         raise ValueError(f"chips={chips}: this version compiles for one chip; pass chips=1.")
-    mesh = Mesh(np.array(_topology(topology).devices[:chips]), ("chip",))
+    with tracing(model.pair.plan.matmul_precision):
+        return compile_step(_step(model, chunk), model.params, model.state, topology=topology)
+
+
+def compile_step(step: Any, params: Any, state: Any, *, topology: str = "v5p:2x2x1") -> CompiledRound:
+    """Compile any ``(params, state) -> state`` for one chip, ``state`` donated; arguments are shapes.
+
+    Raises:
+        As `compile_round`.
+    """
+    mesh = Mesh(np.array(_topology(topology).devices[:1]), ("chip",))
     everywhere = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
-        (model.params, model.state),
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), (params, state)
     )
-    with tracing(model.pair.plan.matmul_precision):
-        lowered = _jit(model, chunk).trace(*args).lower(lowering_platforms=("tpu",))
+    lowered = _jit(step).trace(*args).lower(lowering_platforms=("tpu",))
     started = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - started
@@ -153,7 +161,7 @@ def compile_round(
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         traffic_bytes=Program(hlo).traffic(),
-        aliases=read_aliases(hlo, _paths(args), _paths(model.state)),
+        aliases=read_aliases(hlo, _paths(args), _paths(state)),
         hlo=hlo,
         cost=dict(compiled.cost_analysis()),
     )
@@ -170,9 +178,11 @@ def _shape(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> jax.ShapeD
     return jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.dtype(name))
 
 
-def _jit(model: AbstractPair, chunk: bool) -> Any:
-    one_round = partial(call_torch, partial(decode_round, model.pair))
-    step = lower_rounds(model.pair) if chunk else one_round
+def _step(model: AbstractPair, chunk: bool) -> Any:
+    return lower_rounds(model.pair) if chunk else partial(call_torch, partial(decode_round, model.pair))
+
+
+def _jit(step: Any) -> Any:
     # keep_unused: parameter numbers in the HLO are then positions in the flattened arguments.
     return jax.jit(step, donate_argnums=1, keep_unused=True)
 

@@ -12,7 +12,7 @@ import torch
 
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill, lower_rounds
-from jax_bridge.state import register_states
+from jax_bridge.state import register_states, state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.runtime import Progress
@@ -68,6 +68,10 @@ class XlaRuntime:
     def fetch(self, part: Any) -> Any:
         """A part of a state as torch tensors of their own, on the CPU."""
         return to_torch(part)
+
+    def place(self, state: DecodeState) -> DecodeState:
+        """A state of torch tensors as device arrays that may be donated."""
+        return state_to_jax(state)
 
     def warmup(self, params: Arrays, buckets: list[int]) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""

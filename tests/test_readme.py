@@ -13,10 +13,10 @@ import transformers
 from models import VOCAB, make_pair
 
 import torch_dflash as td
+from torch_dflash.checksums import checksum_of
 from torch_dflash.demo_pair import load_demo_drafter
 from torch_dflash.train.architecture import DrafterShape, new_drafter
 from torch_dflash.train.card import acceptance_table
-from torch_dflash.train.checksums import checksum_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -63,6 +63,10 @@ class Runtime(Protocol):
         """A part of a state as torch tensors of their own."""
         ...
 
+    def place(self, state: DecodeState) -> Any:
+        """A state of torch tensors, as `fetch` gives one, on this side of the border; consumes it."""
+        ...
+
     def warmup(self, params: Any, buckets: list[int]) -> None:
         """Compile every program a request may need."""
         ...
@@ -106,6 +110,9 @@ class EagerRuntime:
 
     def fetch(self, part: Any) -> Any:
         return pytree.tree_map(torch.clone, part)
+
+    def place(self, state: DecodeState) -> DecodeState:
+        return state  # every step moves what it is given to its parameters' device
 
     def warmup(self, params: Params, buckets: list[int]) -> None:
         """Nothing to compile."""

@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState
 
 from torch_dflash.checks import check_counts, context_of
+from torch_dflash.checksums import checksum_of
 from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.options import add_options, read_options
@@ -20,7 +21,6 @@ from torch_dflash.cli.provenance import provenance
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.train.architecture import DrafterShape, new_drafter
 from torch_dflash.train.card import acceptance_table, add_figures
-from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.data import read_answers, read_prompts
 from torch_dflash.train.evaluate import EvaluateOptions, evaluate
 from torch_dflash.train.export import export_drafter
