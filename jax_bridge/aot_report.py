@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -22,18 +21,14 @@ class CompileError(RuntimeError):
     """The compiler refused the program; most often it does not fit the chip's HBM."""
 
 
-def prepare(topology: str) -> None:
-    """Make this process one that only compiles: off any accelerator here, which another may be using.
+def check_topology(topology: str) -> None:
+    """Refuse, before anything is built, what cannot be compiled for here.
 
     Raises:
         ModuleNotFoundError: libtpu is not installed. ValueError: no such topology, or no peaks for it.
     """
     chip_of(topology)
-    # Without a TPU host's name and type libtpu prints what looks like failures, and compiles all the same.
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     find_topology(topology)
-    jax.config.update("jax_platforms", "cpu")
 
 
 def report(

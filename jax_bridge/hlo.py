@@ -37,6 +37,7 @@ class Instruction(NamedTuple):
     attributes: str
     is_root: bool
     index: int  # of a parameter
+    literal: str  # of a constant
 
     def called(self, key: str) -> str:
         """The computation named by attribute ``key``."""
@@ -65,7 +66,10 @@ class Program:
                 root, name, kind, op, inside, attributes = match.groups()
                 index = int(inside) if op == "parameter" else -1
                 operands = re.findall(r"%([\w.-]+)", inside)
-                current[name] = Instruction(name, kind, op, operands, attributes or "", bool(root), index)
+                literal = inside if op == "constant" else ""
+                current[name] = Instruction(
+                    name, kind, op, operands, attributes or "", bool(root), index, literal
+                )
 
     def instructions(self) -> list[Instruction]:
         """Of all computations."""

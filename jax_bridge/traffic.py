@@ -8,7 +8,7 @@ Here only buffers outside VMEM count. The result is an estimate from the program
 - a custom call (a Pallas kernel) reads its operands once and writes its results once; a result that lives in
   an operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
 - an asynchronous pair moves what the operation it stands for moves, counted where it ends;
-- a loop with a known trip count repeats its body, any other (the loop over rounds) counts it once;
+- a loop that counts to a constant repeats its body, any other (the loop over rounds) counts it once;
 - of a conditional the cheapest branch counts: the branch is there to avoid the other.
 """
 
@@ -50,7 +50,7 @@ def moved(program: Program, body: Body, at: Instruction) -> int:
         return moved(program, body, _finished(body, at))
     operands = [body[name].type for name in at.operands]
     if at.op == "while":
-        return _trips(at) * hbm_traffic(program, at.called("body"))
+        return _trips(program, at) * hbm_traffic(program, at.called("body"))
     if at.op in ("call", "async"):
         return hbm_traffic(program, at.called("to_apply" if at.op == "call" else "calls"))
     if at.op == "conditional":
@@ -76,9 +76,14 @@ def _finished(body: Body, done: Instruction) -> Instruction:
     return start._replace(op=start.op.removesuffix("-start"), type=done.type)
 
 
-def _trips(loop: Instruction) -> int:
-    match = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    return int(match[1]) if match else 1
+def _trips(program: Program, loop: Instruction) -> int:
+    """How often a loop runs whose condition is ``counter < constant``: JAX counts from 0 by 1."""
+    condition = program.computations.get(loop.called("condition"), {})
+    root = next((one for one in condition.values() if one.is_root), None)
+    if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
+        return 1
+    limit = condition[root.operands[1]]
+    return int(limit.literal) if limit.op == "constant" else 1
 
 
 def _custom_call(at: Instruction, operands: list[str]) -> int:

@@ -20,7 +20,7 @@ ONE_DOOR = "torch_dflash.engine"
 # What each module of torch_dflash may import of torch_dflash, by the order of the design:
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
-    {"checks", "control", "state", "rows", "attention", "stats"},
+    {"checks", "control", "state", "rows", "attention", "experts", "stats"},
     {"config"},
     {"skeleton", "cache", "sampling", "accept", "drafter"},
     {"target", "proposers.base", "demo_model"},
@@ -133,6 +133,7 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
     assert doors == {
         ("torch_dflash.cli.aot", "jax_bridge.aot", True),
         ("torch_dflash.cli.aot", "jax_bridge.aot_report", True),
+        ("torch_dflash.cli.aot", "jax_bridge.offline", True),
         ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),
         ("torch_dflash.cli.train", "jax_bridge.train", True),
     }

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.attention import KeyValue, grouped_attention
+from torch_dflash.experts import EXPERTS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 WINDOWS: ContextVar[dict[int, int | None] | None] = ContextVar("windows", default=None)
@@ -37,8 +38,7 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
     config = copy.deepcopy(model.config)
     config._attn_implementation = attention
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
-        # The default loops over the experts that were hit: a data-dependent shape.
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = EXPERTS
     try:
         with torch.device("meta"):
             skeleton = type(model)(config)

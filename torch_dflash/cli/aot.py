@@ -72,8 +72,11 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
     _check_arguments(arguments)
     target, drafter = load_configs(arguments.target, arguments.drafter, arguments.block, arguments.layers)
     try:
-        from jax_bridge.aot import abstract_pair  # only when asked for: it loads JAX
-        from jax_bridge.aot_report import CompileError, prepare, report
+        from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
+
+        compile_only()
+        from jax_bridge.aot import abstract_pair
+        from jax_bridge.aot_report import CompileError, check_topology, report
     except ImportError as error:
         raise UserError(one_line(error)) from None
     plan = {
@@ -82,7 +85,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
         if field.name not in BY_HAND
     }
     try:
-        prepare(arguments.topology)
+        check_topology(arguments.topology)
         model = abstract_pair(
             target,
             drafter,
