@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from transformers.integrations.moe import _default_apply_gate, batched_mm_experts_forward
 
+from jax_bridge import aot
+from jax_bridge.floor import floor_of
+from jax_bridge.hlo import Program
+from torch_dflash.cli.configs import load_configs
 from torch_dflash.experts import ONE_BY_ONE, static_experts
 
+CONFIGS = Path(__file__).parents[1] / "benchmarks/configs/qwen3-coder-30b-a3b"
 COUNT, HIDDEN, INNER, CHOSEN = 20, 12, 10, 4
 
 
@@ -78,3 +85,21 @@ def test_gradients_flow_as_in_transformers():
         experts.zero_grad()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.aot
+def test_no_expert_is_copied_on_a_tpu():
+    """One layer of Qwen3-Coder-30B-A3B, 10 rows: 80 pairs on 128 experts."""
+    target, drafter = load_configs(str(CONFIGS), str(CONFIGS) + "-dflash", None, layers=1)
+    model = aot.abstract_pair(target, drafter, capacity=512, verify_width=10)
+    step, floor = aot.compile_step(model, "verify"), floor_of(model.pair, model.params, 512)
+    experts = sum(
+        shape.size * shape.dtype.itemsize for name, shape in model.params.items() if ".experts." in name
+    )
+    unused = experts * (1 - 80 / 128)  # all are read, for that is cheaper than finding out which
+    assert floor.verify < step.traffic_bytes < 1.05 * (floor.verify + unused)
+    assert step.temp_bytes < 0.02 * experts
+    inside = [one.type for one in Program(step.hlo).instructions() if one.op != "parameter"]
+    assert not [
+        kind for kind in inside if kind.startswith(("bf16[80,1536,", "bf16[80,2048,768", "(bf16[80,1536,"))
+    ]
