@@ -20,7 +20,7 @@ from jax_bridge.reference.target_config import read_target_config
 CLOSE = 0.02
 
 
-def reference_round(model: aot.AbstractPair) -> aot.CompiledRound:
+def reference_round(model: aot.AbstractPair) -> aot.CompiledStep:
     """The reference's round for the configs, batch and capacity of ``model``.
 
     It has our jobs, stop ids and acceptance counts included, but one: it is greedy, and ours also holds
@@ -44,7 +44,7 @@ def reference_round(model: aot.AbstractPair) -> aot.CompiledRound:
     state = jax.eval_shape(
         lambda: loop.empty_state(models, jnp.bfloat16, plan.batch_size, plan.slots, plan.stop_slots)
     )
-    return aot.compile_step(partial(loop.decode_round, models), weights, state)
+    return aot.compile_function(partial(loop.decode_round, models), weights, state, topology="v5p:2x2x1")
 
 
 @pytest.mark.aot

@@ -20,7 +20,7 @@ ONE_DOOR = "torch_dflash.engine"
 # What each module of torch_dflash may import of torch_dflash, by the order of the design:
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
-    {"checks", "control", "state", "rows", "attention", "stats", "files", "checksums"},
+    {"checks", "control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
     {"config", "paged", "pages", "ring"},
     {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
     {"target", "proposers.base", "demo_model"},
@@ -131,6 +131,9 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
         if module in MODULES and module.split(".")[0] == "jax_bridge"
     }
     assert doors == {
+        ("torch_dflash.cli.aot", "jax_bridge.aot", True),
+        ("torch_dflash.cli.aot", "jax_bridge.aot_report", True),
+        ("torch_dflash.cli.aot", "jax_bridge.offline", True),
         ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),
         ("torch_dflash.cli.train", "jax_bridge.train", True),
     }

@@ -232,7 +232,7 @@ TPU = {
 @pytest.mark.parametrize("case", TPU)
 def test_the_kernel_compiles_for(topology, case):
     step, args = step_of(TPU[case])
-    chip = NamedSharding(Mesh(np.array(aot._topology(topology).devices[:1]), ("chip",)), PartitionSpec())
+    chip = NamedSharding(Mesh(np.array(aot.find_topology(topology).devices[:1]), ("chip",)), PartitionSpec())
     args = [jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=chip) for arg in args]
     compiled = step.trace(*args).lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.attention import Rows
+from torch_dflash.experts import EXPERTS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
@@ -50,8 +51,7 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
     config = copy.deepcopy(model.config)
     config._attn_implementation = attention
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
-        # The default loops over the experts that were hit: a data-dependent shape.
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = EXPERTS
     try:
         with torch.device("meta"):
             skeleton = type(model)(config)
