@@ -20,7 +20,7 @@ ONE_DOOR = "torch_dflash.engine"
 # What each module of torch_dflash may import of torch_dflash, by the order of the design:
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
-    {"checks", "control", "state", "rows", "attention", "stats"},
+    {"checks", "control", "state", "rows", "attention", "stats", "loaded", "progress"},
     {"config"},
     {"skeleton", "cache", "sampling", "accept", "drafter"},
     {"target", "proposers.base", "demo_model"},

@@ -59,8 +59,8 @@ class Runtime(Protocol):
         """A part of a state as torch tensors of their own."""
         ...
 
-    def warmup(self, params: Any, buckets: list[int]) -> None:
-        """Compile every program a request may need."""
+    def warmup(self, params: Any, buckets: list[int], progress: bool | None) -> None:
+        """Compile every program a request may need; ``progress`` as in `Engine.warmup`."""
         ...
 
 
@@ -97,7 +97,7 @@ class EagerRuntime:
     def fetch(self, part: Any) -> Any:
         return pytree.tree_map(torch.clone, part)
 
-    def warmup(self, params: Params, buckets: list[int]) -> None:
+    def warmup(self, params: Params, buckets: list[int], progress: bool | None) -> None:
         """Nothing to compile."""
 
     def _step(self, step, params: Params, *args):
