@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from accelerate import init_empty_weights
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
@@ -150,8 +151,17 @@ def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, linear: bool
         tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
     del source
     # Never an alias of the mapped file, which may change; and waited for, or host copies would pile up.
-    array = jax.device_put(to_jax(tensor, copy=False), place, may_alias=False).block_until_ready()
+    array = jax.device_put(_host_view(tensor), place, may_alias=False).block_until_ready()
     return Turned(array) if turn else array
+
+
+def _host_view(tensor: torch.Tensor) -> Any:
+    """``tensor`` as JAX takes it without a copy of its own; DLPack makes one of what a file has unaligned."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+    if tensor.dtype in (torch.float32, torch.float16):
+        return tensor.numpy()
+    return to_jax(tensor)  # narrowed or refused
 
 
 def _check_tied(kept: Stored, other: Stored) -> None:
