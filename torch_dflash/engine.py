@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.checkpoints import make_proposer
 from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target, context_of
-from torch_dflash.decode import Pair, Params, RowRequests
+from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.loaded import LoadedTarget, model_of, named_arrays
 from torch_dflash.options import UNSET, Request, defaults_of, resolve, seed_key
@@ -87,8 +87,8 @@ class Engine:
         self.tensors()  # refuses a model that its config does not describe
         self.runtime: Runtime = _make_runtime(runtime, self.pair, self.plan)
 
-    def tensors(self) -> Params:
-        """The user's live weights under the pair's names; fetched per call, so changes are seen."""
+    def tensors(self) -> dict[str, Any]:
+        """The live weights, or a loaded target's arrays, by the pair's names; fetched per call: changes are seen."""
         target = self._live_target()
         if self._arrays is None:
             tensors = collect_tensors(self.pair.target.model, target, "target.model.")
