@@ -88,7 +88,7 @@ class Engine:
         self.runtime: Runtime = _make_runtime(runtime, self.pair, self.plan)
 
     def tensors(self) -> dict[str, Any]:
-        """The live weights, or a loaded target's arrays, by the pair's names. Per call, so changes are seen."""
+        """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
         target = self._live_target()
         if self._arrays is None:
             tensors = collect_tensors(self.pair.target.model, target, "target.model.")
