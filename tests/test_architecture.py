@@ -21,6 +21,7 @@ ONE_DOOR = "torch_dflash.engine"
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
     {"checks", "control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
+    {"loaded", "progress"},
     {"config", "paged", "pages", "ring"},
     {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
     {"target", "proposers.base", "demo_model"},

@@ -12,6 +12,7 @@ import torch
 import transformers
 from models import VOCAB, make_pair
 
+import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.checksums import checksum_of
 from torch_dflash.demo_pair import load_demo_drafter
@@ -37,7 +38,7 @@ class FakeTokenizer:
         return " ".join(str(int(token)) for token in ids)
 
 
-def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys):
+def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys, tmp_path):
     target, drafter = make_pair("qwen3")
     loads = []
     monkeypatch.setattr(
@@ -54,15 +55,19 @@ def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys):
         td.DFlashDraftModel, "from_pretrained", lambda name, **kw: loads.append(name) or drafter
     )
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
+    # The directory stands for the id; the loading is real.
+    target.save_pretrained(tmp_path)
+    whole = jb.load
+    monkeypatch.setattr(jb, "load", lambda name: loads.append(name) or whole(tmp_path))
     scope: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), scope)
-    assert loads == ["Qwen/Qwen3-4B", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"]
+    assert loads == ["Qwen/Qwen3-4B", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B"]
     plain = target.generate(**scope["inputs"], max_new_tokens=64, do_sample=False)
     assert torch.equal(scope["ids"], plain)
     assert torch.equal(scope["out"].sequences[:, : plain.shape[1]], plain)
-    streamed = capsys.readouterr().out.split("torch.Size([1, 68])\n")[-1]
+    streamed = capsys.readouterr().out.split("torch.Size([1, 68])\n")[1]
     assert streamed.replace(" ", "") == "".join(map(str, plain[0, 4:].tolist()))
 
 

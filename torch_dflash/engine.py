@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from torch_dflash.admission import Admission, Turn
 from torch_dflash.checkpoints import make_proposer
 from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target, context_of
-from torch_dflash.decode import Pair, Params, RowRequests
+from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.loaded import LoadedTarget, model_of, named_arrays
 from torch_dflash.options import UNSET, Request, defaults_of, resolve, seed_key
 from torch_dflash.outputs import GenerateOutput, collect
 from torch_dflash.prompts import bucket, prompt_chunks, split_rows
@@ -36,7 +37,7 @@ class Engine:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: Any,
         drafter,
         *,
         runtime: str = "xla",
@@ -54,6 +55,9 @@ class Engine:
         pool_pages: int | None = None,
     ):
         check_runtime(runtime)
+        # The arrays of a target without torch weights; they lead back to none of the user's objects.
+        self._arrays = target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
+        target = model_of(target)
         check_target(target)
         check_counts(max_length=max_length, batch_size=batch_size, rounds_per_chunk=rounds_per_chunk)
         check_counts(verify_width=verify_width, prefill_chunk_size=prefill_chunk_size)
@@ -91,10 +95,13 @@ class Engine:
         self.tensors()  # refuses a model that its config does not describe
         self.runtime: Runtime = _make_runtime(runtime, self.pair, self.plan)
 
-    def tensors(self) -> Params:
-        """The user's live weights under the pair's names; fetched per call, so changes are seen."""
+    def tensors(self) -> dict[str, Any]:
+        """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
         target = self._live_target()
-        tensors = collect_tensors(self.pair.target.model, target, "target.model.")
+        if self._arrays is None:
+            tensors = collect_tensors(self.pair.target.model, target, "target.model.")
+        else:
+            tensors = named_arrays(self.pair.target.model, self._arrays, "target.model.")
         if self._drafter is not None:
             drafter, proposer = self._drafter(), self.pair.proposer
             if drafter is None:
@@ -111,13 +118,16 @@ class Engine:
             raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
         return target
 
-    def warmup(self) -> Engine:
-        """Compile every prompt bucket and the decoding loop, so that no later call compiles."""
+    def warmup(self, progress: bool | None = None) -> Engine:
+        """Compile every prompt bucket and the decoding loop, so that no later call compiles.
+
+        ``progress``: show a bar with the name of what is compiled; None: where stderr is a terminal.
+        """
         buckets, width = [], MIN_BUCKET
         while width <= min(self.largest_chunk, self.plan.slots):  # as `chunk_widths` chooses them
             buckets.append(width)
             width *= 2
-        self.runtime.warmup(self.runtime.refresh(self.tensors()), buckets)
+        self.runtime.warmup(self.runtime.refresh(self.tensors()), buckets, progress)
         return self
 
     def generate(
@@ -246,9 +256,10 @@ class Engine:
 
 
 def read_request(
-    target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+    target: Any, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[list[np.ndarray], Request]:
     """Validate a call against the target alone: its ragged rows and its resolved options."""
+    target = model_of(target)
     check_target(target)
     options = dict(options)
     config = defaults_of(target, options.pop("generation_config", None))

@@ -67,8 +67,8 @@ class Runtime(Protocol):
         """A state of torch tensors, as `fetch` gives one, on this side of the border; consumes it."""
         ...
 
-    def warmup(self, params: Any, buckets: list[int]) -> None:
-        """Compile every program a request may need."""
+    def warmup(self, params: Any, buckets: list[int], progress: bool | None) -> None:
+        """Compile every program a request may need; ``progress`` as in `Engine.warmup`."""
         ...
 
 
@@ -114,7 +114,7 @@ class EagerRuntime:
     def place(self, state: DecodeState) -> DecodeState:
         return state  # every step moves what it is given to its parameters' device
 
-    def warmup(self, params: Params, buckets: list[int]) -> None:
+    def warmup(self, params: Params, buckets: list[int], progress: bool | None) -> None:
         """Nothing to compile."""
 
     def _step(self, step, params: Params, *args):
