@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from jax_bridge.arrays import to_torch
-from jax_bridge.lower import lower
+from jax_bridge._torchax import call_torch
+from jax_bridge.arrays import to_jax, to_torch
+from jax_bridge.lower import lower, tracing
 from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine import Engine
+from torch_dflash.paged import paged_attention
 from torch_dflash.selftest.side import Reads, best_speed
 
 
@@ -51,6 +53,15 @@ class XlaSide:
             return _runtime(engine)._run(f"{times} x {step.__name__}", loop, (params, state), donate=(1,))
 
         return repeated
+
+    def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
+        """On a TPU this is the Pallas kernel."""
+
+        def step(*arrays):
+            return call_torch(lambda *tensors: paged_attention(*tensors, scale, **options), *arrays)
+
+        with tracing("highest"):
+            return to_torch(jax.jit(step, donate_argnums=3)(*to_jax(arguments)))
 
     def wait(self, tree: Any) -> None:
         jax.block_until_ready(tree)

@@ -49,7 +49,7 @@ LAYERS = [
     {"train.fit"},
     {"selftest", "selftest.pairs", "selftest.checks"},
     {"selftest.side"},
-    {"selftest.parity", "selftest.costs", "selftest.timing"},
+    {"selftest.parity", "selftest.costs", "selftest.timing", "selftest.kernels"},
     {"selftest.texts"},
 ]
 
