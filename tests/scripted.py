@@ -75,7 +75,7 @@ def own_text(target, prompt: list[int], new: int, eos=None) -> list[int]:
 
 
 def _logits(pair: Pair, state, ids, row):
-    return pair.target(ids, state.length, state.cache, row=row).logits[:, 0]
+    return pair.target(ids, state.length, state.cache, count=row + 1).logits[:, 0]
 
 
 def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) -> torch.Tensor:

@@ -18,8 +18,7 @@ from scripted import run as run_engine
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge._torchax import call_torch
-from jax_bridge.lower import tracing
+from jax_bridge.lower import lower, tracing
 from jax_bridge.reference import load, load_target, loop, static_drafter
 from jax_bridge.reference.config import LayerMask
 from jax_bridge.reference.target import empty_cache, forward_target
@@ -163,6 +162,7 @@ def decode_state(state: loop.State, slots: int) -> DecodeState:
         done=state.done,
         sampling=Sampling(zeros * 0.0, zeros, zeros + 1.0, zeros * 0.0, zeros),
         cache=cache(state.target),
+        pages=None,
         proposer=DFlashState(
             cache(state.drafter), state.length - state.buffered, state.context, state.buffered
         ),
@@ -228,7 +228,7 @@ def test_taps_logits_and_cache_of_the_target(tmp_path, name):
         out = pair.target(ids, start, cache, taps)
         return out.logits, out.features, out.cache
 
-    ours = jax.jit(lambda *args: call_torch(partial(engine.pair.run, lowered), *args))
+    ours = jax.jit(lower(partial(engine.pair.run, lowered)))
     theirs = jax.jit(forward_target, static_argnums=(1, 5))
     dtype = params["model.norm.weight"].dtype
     cache = empty_cache(config, 3, engine.plan.slots, dtype)
