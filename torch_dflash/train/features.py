@@ -170,7 +170,7 @@ def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Se
     """Conversation and answer as ids; those whose answer keeps fewer than two tokens are left out."""
     sequences = []
     for answer in answers:
-        prompt = encode_conversation(tokenizer, answer.messages)
+        prompt = encode_conversation(tokenizer, answer.messages, answer.chat_template_kwargs)
         ids = [*prompt, *answer.response_ids][:max_length]
         if len(ids) >= len(prompt) + 2:
             sequences.append(Sequence(ids, len(prompt)))

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from torch_dflash.checks import check_counts, check_runtime, context_of
 from torch_dflash.generation import generate
 from torch_dflash.prompts import pad_rows
-from torch_dflash.train.conversations import converse
+from torch_dflash.train.conversations import check_turns, converse, penalty_of, stop_ids
 from torch_dflash.train.data import Answer, Prompt, write_answers
 from torch_dflash.train.files import open_stage
 
@@ -36,6 +36,7 @@ class RegenerateOptions:
         sampled: answer with the model's own ``generation_config`` sampling, else greedily.
         seed: orders the prompts, and is the seed of sampled answers.
         runtime: as in `torch_dflash.generate`.
+        chat_template_kwargs: further variables of the chat template; recorded with every answer.
     """
 
     max_new_tokens: int = 512
@@ -45,6 +46,7 @@ class RegenerateOptions:
     sampled: bool = False
     seed: int = 0
     runtime: str = "xla"
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self):
         counts = ("max_new_tokens", "max_prompt_tokens", "batch_size", "shard_size")
@@ -55,8 +57,20 @@ class RegenerateOptions:
 def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, options: RegenerateOptions) -> int:
     """Answer ``prompts`` into shards under ``directory``, except those there; returns how many were made.
 
-    Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample.
+    Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample. Greedy
+    answers leave the model's repetition penalty out.
+
+    Raises:
+        ValueError, StageError: the target cannot answer these prompts so; the message says what to change.
     """
+    check_turns(tokenizer, prompts)
+    penalty = penalty_of(target)
+    if options.sampled and penalty:
+        raise ValueError(
+            f"sampled=True: the target's generation_config has repetition_penalty={penalty}, which "
+            "decoding here cannot apply; answer greedily (sampled=False), or set it to 1.0 in "
+            "generation_config.json."
+        )
     context = context_of(target)
     if options.max_new_tokens >= context:
         raise ValueError(
@@ -85,20 +99,26 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
 
 def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int) -> list[Answer]:
     seed = itertools.count(options.seed + shard * options.shard_size, options.batch_size)
+    stops, template = stop_ids(target, tokenizer), options.chat_template_kwargs or {}
     batches = converse(
         tokenizer,
         prompts,
-        lambda rows: answer_batch(target, rows, options, next(seed)),
+        lambda rows: answer_batch(target, rows, options, next(seed), stops),
         batch_size=options.batch_size,
         longest=min(options.max_prompt_tokens, context_of(target) - options.max_new_tokens),
+        template=template,
     )
-    return [Answer(asked.source, asked.messages, asked.response) for batch in batches for asked in batch]
+    return [
+        Answer(asked.source, asked.messages, asked.response, template) for batch in batches for asked in batch
+    ]
 
 
-def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list[list[int]]:
+def answer_batch(
+    target, rows: list[list[int]], options: RegenerateOptions, seed: int, stops: list[int]
+) -> list[list[int]]:
     """The target's answers to ragged prompts, without padding; the stop id is part of an answer."""
     ids, mask = pad_rows(rows)
-    sampling = {} if options.sampled else {"do_sample": False}
+    sampling: Any = {} if options.sampled else {"do_sample": False, "repetition_penalty": 1.0}
     output: Any = generate(
         target,
         None,
@@ -106,6 +126,7 @@ def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list
         mask,
         max_new_tokens=options.max_new_tokens,
         seed=seed,
+        eos_token_id=stops,
         runtime=options.runtime,
         return_dict_in_generate=True,
         **sampling,
