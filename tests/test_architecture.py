@@ -33,8 +33,9 @@ LAYERS = [
     {"engine_cache"},
     {"generation"},
     {"train", "train.files", "train.blocks", "train.options", "train.checksums"},
-    {"train.data", "train.log", "train.checkpoint", "train.card"},
-    {"train.conversations", "train.controls"},
+    {"train.data", "train.log", "train.checkpoint"},
+    {"train.conversations", "train.controls", "train.mixture"},
+    {"train.card"},
     {
         "train.features",
         "train.objective",

@@ -22,6 +22,10 @@ class StageError(RuntimeError):
     """A stage cannot go on; the message says what was kept and what to do."""
 
 
+class Stopped(StageError):
+    """A stage was asked to stop, and left everything needed to go on."""
+
+
 @contextmanager
 def naming_a_full_disk(path: Path) -> Iterator[None]:
     """Turn what a write under this raises when there is no room for ``path`` into a `StageError`."""

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from torch_dflash.train.blocks import Batch
 from torch_dflash.train.checkpoint import Checkpoint, load_latest, save_checkpoint
-from torch_dflash.train.files import StageError, open_stage
+from torch_dflash.train.files import StageError, Stopped, open_stage
 from torch_dflash.train.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.objective import Losses
 from torch_dflash.train.options import FitOptions
@@ -107,7 +107,7 @@ class Loop:
         """Take the remaining steps. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint.
 
         Raises:
-            StageError: it was stopped, or a loss is not finite.
+            StageError: it was stopped (`Stopped`), or a loss is not finite.
         """
         steps = self.schedule.steps
         log = TrainLog(self.directory, self.done) if self.trainer.main else None
@@ -133,7 +133,7 @@ class Loop:
                     self._save()
                     saved = time.monotonic()
         if self.done < steps:
-            raise StageError(
+            raise Stopped(
                 f"stopped after step {self.done} of {steps}; run the same command again to go on from here."
             )
 
