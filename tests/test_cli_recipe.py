@@ -16,7 +16,7 @@ from trained import CONTEXT, World
 
 import torch_dflash as td
 from torch_dflash.cli import main, main_parser
-from torch_dflash.cli.recipe import target_name
+from torch_dflash.cli.recipe import fit_command, target_name
 from torch_dflash.train.data import Prompt, encode_conversation, read_answers
 from torch_dflash.train.evaluate import EvaluateOptions, evaluate
 from torch_dflash.train.export import export_drafter, trained_template
@@ -142,6 +142,8 @@ def test_the_card_names_data_and_recipe_and_keeps_its_figures(world, tmp_path, c
     assert (given.target, given.answers, given.out) == ("target", [Path("answers")], Path("fit"))
     assert (given.taps, given.layers, given.block_size, given.kl, given.epochs) == ((0, 2), 1, 4, 0.5, 1)
     assert (given.held_out, given.anchors, given.learning_rate, given.accumulation) == (1, 8, 1e-3, 1)
+
+    assert fit_command(given, 2) == f"accelerate launch --num_processes 2 --no_python {command}"
 
     judge = ("evaluate", "--drafter", folder, "--prompts", prompts, *EAGER, "--json", tmp_path / "f.json")
     assert train(world, *judge, "--limit", 2, "--card") == 0

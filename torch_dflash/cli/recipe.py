@@ -23,8 +23,9 @@ def target_name(target: str) -> str:
     return DEMO if target in TARGETS else path.resolve().name if path.is_dir() else target
 
 
-def fit_command(arguments: argparse.Namespace) -> str:
+def fit_command(arguments: argparse.Namespace, processes: int = 1) -> str:
     """Everything that is not a default; of a path its last part alone, for a card names nobody's home."""
+    launched = ["accelerate", "launch", "--num_processes", str(processes), "--no_python"]
     defaults: dict[str, Any] = {"target": None, "target_dtype": "auto", "features": None, "answers": None}
     defaults |= {"max_length": MAX_LENGTH, "start_from": None, "chat_template_kwargs": None, "out": None}
     defaults |= {
@@ -32,7 +33,7 @@ def fit_command(arguments: argparse.Namespace) -> str:
         for part in (DrafterShape, Objective, FitOptions)
         for field in dataclasses.fields(part)
     }
-    words = ["torch-dflash", "train", "fit"]
+    words = [*(launched if processes > 1 else ()), "torch-dflash", "train", "fit"]
     for name, default in defaults.items():
         value = getattr(arguments, name)
         if value is None or value == default:

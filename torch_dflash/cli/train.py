@@ -234,7 +234,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             arguments.out,
             data=data,
             name=target_name(arguments.target),
-            command=fit_command(arguments),
+            command=fit_command(arguments, process.num_processes if process else 1),
         )
         print(f"The drafter is in {arguments.out / 'drafter'}.")
     return 0
