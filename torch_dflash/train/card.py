@@ -91,6 +91,7 @@ def add_figures(directory: Path, figures: dict[str, Any]) -> None:
     origins = [row["provenance"] for row in sets.values()]
     machines = list(dict.fromkeys(origin["hardware"] for origin in origins))
     commands = "\n".join(dict.fromkeys(origin["command"] for origin in origins))
+    commands = commands.replace(str(Path.home()), "~")
     width = options.get("verify_width")
     template = options.get("chat_template_kwargs")
     asked = f", chat template with `{json.dumps(template)}`" if template else ""
