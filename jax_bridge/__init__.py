@@ -6,5 +6,7 @@ Imports torch_dflash, never the other way; `torch_dflash` reaches it behind ``ru
 from jax_bridge import _torchax as _torchax  # first: says which versions work together
 from jax_bridge.arrays import to_jax as to_jax
 from jax_bridge.arrays import to_torch as to_torch
+from jax_bridge.loading import DeviceModel as DeviceModel
+from jax_bridge.loading import load as load
 from jax_bridge.state import state_to_jax as state_to_jax
 from jax_bridge.state import state_to_torch as state_to_torch

@@ -2,7 +2,8 @@
 
 `abstract_pair` builds a target and a drafter from their configs alone. `export_round` lowers their
 decoding round for TPU on plain CPU jax; `compile_round` runs the real TPU compiler on it, out of the
-libtpu wheel (the ``tpu`` extra), and returns what that compiler decided.
+libtpu wheel (the ``tpu`` extra), and returns what that compiler decided; `compile_step` does so for a pass
+of a round. `jax_bridge.aot_report` holds the bytes of all three against their floors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,19 +23,19 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from jax_bridge._torchax import call_torch
+from jax_bridge.floor import Shapes
 from jax_bridge.hlo import Program, read_aliases
-from jax_bridge.lower import lower_begin, lower_rounds, tracing
+from jax_bridge.lower import lower_begin, tracing
+from jax_bridge.passes import STEPS, feature_shape
 from jax_bridge.runtime import idle_rows
 from jax_bridge.state import register_states
+from jax_bridge.traffic import hbm_traffic
 from torch_dflash.checkpoints import make_proposer
 from torch_dflash.config import DFlashConfig
-from torch_dflash.decode import Pair, decode_round
+from torch_dflash.decode import Pair
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.state import DecodePlan, DecodeState
 from torch_dflash.target import Target
-
-Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ class AbstractPair:
 
 
 @dataclass(frozen=True)
-class CompiledRound:
+class CompiledStep:
     """What the TPU compiler made of a step.
 
     Sizes are bytes of HBM on one chip. ``alias_bytes`` counts outputs that live in a donated input's
     buffer; ``aliases`` maps the path of each such output in the state, ``.cache[0].key`` for one, to the
-    path of that input in ``(params, state)``: ``[1].cache[0].key``. ``traffic_bytes`` is what one round
-    reads and writes (`jax_bridge.hlo`). ``cost`` is XLA's own ``cost_analysis``; its ``"bytes accessed"``
-    counts on-chip VMEM traffic too, so a prefetched weight counts about three times.
+    path of that input in ``(params, state)``: ``[1].cache[0].key``. ``unaliased`` holds the state's other
+    paths. ``traffic_bytes`` is what one run reads and writes (`jax_bridge.traffic`). ``cost`` is XLA's own
+    ``cost_analysis``; its ``"bytes accessed"`` counts on-chip VMEM traffic too, so a prefetched weight
+    counts about three times.
     """
 
     compile_seconds: float
@@ -64,8 +66,14 @@ class CompiledRound:
     alias_bytes: int
     traffic_bytes: int
     aliases: dict[str, str]
+    unaliased: list[str]
     hlo: str
     cost: dict[str, float]
+
+    @property
+    def hbm_bytes(self) -> int:
+        """HBM a chip needs to run it: what goes in, what comes out elsewhere, what it needs meanwhile."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
 def abstract_pair(
@@ -113,47 +121,69 @@ def export_round(model: AbstractPair, *, chunk: bool = False) -> jax.export.Expo
 
     ``chunk=True`` lowers what the runtime runs instead: the `lax.while_loop` over rounds.
     """
+    step = "chunk" if chunk else "round"
     with tracing(model.pair.plan.matmul_precision):
-        return jax.export.export(_jit(model, chunk), platforms=["tpu"])(model.params, model.state)
+        lowered = jax.export.export(_jit(STEPS[step](model.pair)), platforms=["tpu"])
+        return lowered(*_arguments(model, step))
 
 
 def compile_round(
     model: AbstractPair, *, chunk: bool = False, topology: str = "v5p:2x2x1", chips: int = 1
-) -> CompiledRound:
-    """Compile a round (``chunk=True``: the loop over rounds) for one chip of a TPU topology.
+) -> CompiledStep:
+    """Compile a round (``chunk=True``: the loop over rounds) for one chip; see `compile_step`."""
+    return compile_step(model, "chunk" if chunk else "round", topology=topology, chips=chips)
+
+
+def compile_step(
+    model: AbstractPair, step: str, *, topology: str = "v5p:2x2x1", chips: int = 1
+) -> CompiledStep:
+    """Compile a step for one chip of a TPU topology.
 
     Args:
         model: from `abstract_pair`.
-        chunk: see `export_round`.
+        step: a key of `jax_bridge.passes.STEPS`.
         topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x2", "v6e:2x2".
         chips: chips the program runs on; this version compiles for 1.
 
     Raises:
-        ModuleNotFoundError: libtpu is not installed. ValueError: more than one chip.
+        ModuleNotFoundError: libtpu is not installed. ValueError: more than one chip, or no such topology.
         jax.errors.JaxRuntimeError: the program does not fit the chip's HBM or VMEM.
     """
     if chips != 1:
         raise ValueError(f"chips={chips}: this version compiles for one chip; pass chips=1.")
-    mesh = Mesh(np.array(_topology(topology).devices[:chips]), ("chip",))
+    with tracing(model.pair.plan.matmul_precision):
+        return compile_function(STEPS[step](model.pair), *_arguments(model, step), topology=topology)
+
+
+def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: str) -> CompiledStep:
+    """Compile any ``(params, state, ...) -> state`` or ``(state, ...)`` for one chip, ``state`` donated.
+
+    Arguments are trees of shapes. Raises: as `compile_step`.
+    """
+    mesh = Mesh(np.array(find_topology(topology).devices[:1]), ("chip",))
     everywhere = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
-        (model.params, model.state),
+        (params, state, *more),
     )
-    with tracing(model.pair.plan.matmul_precision):
-        lowered = _jit(model, chunk).trace(*args).lower(lowering_platforms=("tpu",))
+    lowered = _jit(step).trace(*args).lower(lowering_platforms=("tpu",))
     started = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - started
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
-    return CompiledRound(
+    outputs = _paths(state)
+    # A pass may return more than the state, which then comes first.
+    others = len(jax.tree.leaves(lowered.out_info)) - len(outputs)
+    aliases = read_aliases(hlo, _paths(args), outputs + [f"result[{index}]" for index in range(others)])
+    return CompiledStep(
         compile_seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
-        traffic_bytes=Program(hlo).traffic(),
-        aliases=read_aliases(hlo, _paths(args), _paths(model.state)),
+        traffic_bytes=hbm_traffic(Program(hlo)),
+        aliases=aliases,
+        unaliased=[path for path in outputs if path not in aliases],
         hlo=hlo,
         cost=dict(compiled.cost_analysis()),
     )
@@ -170,16 +200,26 @@ def _shape(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> jax.ShapeD
     return jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.dtype(name))
 
 
-def _jit(model: AbstractPair, chunk: bool) -> Any:
-    one_round = partial(call_torch, partial(decode_round, model.pair))
-    step = lower_rounds(model.pair) if chunk else one_round
+def _jit(step: Any) -> Any:
     # keep_unused: parameter numbers in the HLO are then positions in the flattened arguments.
     return jax.jit(step, donate_argnums=1, keep_unused=True)
 
 
+def _arguments(model: AbstractPair, step: str) -> tuple:
+    if step != "draft":
+        return model.params, model.state
+    shape, dtype = feature_shape(model.pair), jax.tree.leaves(model.state.cache)[0].dtype
+    features = None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
+    return model.params, model.state, features
+
+
 @lru_cache
-def _topology(name: str) -> Any:
-    """One object per name and process: devices of two topologies never compare equal."""
+def find_topology(name: str) -> Any:
+    """What libtpu knows of a topology; one object per name and process, for those of two never compare equal.
+
+    Raises:
+        ModuleNotFoundError: libtpu is not installed. ValueError: it knows no such topology.
+    """
     if find_spec("libtpu") is None:
         raise ModuleNotFoundError(
             "libtpu is not installed, and it is the TPU compiler: pip install 'torch-dflash[tpu]'. "
@@ -187,7 +227,13 @@ def _topology(name: str) -> Any:
         )
     # libtpu locks the chips it expects to drive, so a second process that only compiles would abort.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(platform="tpu", topology_name=name)
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"topology={name!r}: {' '.join(str(error).split())[:200]}; name a generation and its shape, such "
+            "as v5p:2x2x1, v5e:2x2 or v6e:2x2."
+        ) from None
 
 
 def _paths(tree: Any) -> list[str]:

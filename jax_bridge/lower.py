@@ -15,6 +15,7 @@ import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
+from jax_bridge.layout import upright
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -34,18 +35,29 @@ def compilations() -> int:
     return getattr(_counter, "value", 0)
 
 
+def lower(step: Callable) -> Callable:
+    """torch's ``step(params, *args)`` in JAX, for parameters as a runtime holds them."""
+
+    def lowered(params: Any, *args: Any) -> Any:
+        return call_torch(step, upright(params), *args)
+
+    lowered.__name__ = getattr(getattr(step, "func", step), "__name__", "step")  # the program's, in profiles
+    return lowered
+
+
 def lower_begin(pair: Pair) -> Callable:
     """``(params, rows) -> state``."""
-    return partial(call_torch, partial(begin, pair))
+    return lower(partial(begin, pair))
 
 
 def lower_prefill(pair: Pair) -> Callable:
     """``(params, state, chunk) -> state``."""
-    return partial(call_torch, partial(prefill, pair))
+    return lower(partial(prefill, pair))
 
 
 def lower_rounds(pair: Pair) -> Callable:
     """``(params, state) -> state``: rounds on the device until all rows are done or the chunk is full."""
+    step = lower(partial(decode_round, pair))
 
     def rounds(params: Any, state: Any) -> Any:
         def unfinished(carry):
@@ -54,7 +66,7 @@ def lower_rounds(pair: Pair) -> Callable:
 
         def one_round(carry):
             count, state = carry
-            return count + 1, call_torch(partial(decode_round, pair), params, state)
+            return count + 1, step(params, state)
 
         return jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 

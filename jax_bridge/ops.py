@@ -1,4 +1,4 @@
-"""How torch_dflash's few special operations lower: cache writes, a branch, a loop over chunks of rows."""
+"""How torch_dflash's few special operations lower: cache writes, paged attention, a branch, a loop."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, environment
+from jax_bridge.kernels.paged_attention import paged_attention_jax
 from torch_dflash.control import branch, chunked
+from torch_dflash.paged import paged_attention, side_by_side
 from torch_dflash.rows import write_rows
 
 UNROLLED_ROWS = 8
 
 
-def write_rows_jax(buffer: Array, rows: Array, start: Int[Array, " B"], dim: int) -> Array:
+def write_rows_jax(
+    buffer: Array, rows: Array, start: Int[Array, " B"], dim: int, count: Int[Array, " B"] | None = None
+) -> Array:
     """One ``dynamic_update_slice`` per batch row (`torch_dflash.rows.write_rows`).
 
     Not a vmap: JAX batches ``dynamic_update_slice`` into a scatter, which TPUs run element by element.
@@ -25,13 +29,27 @@ def write_rows_jax(buffer: Array, rows: Array, start: Int[Array, " B"], dim: int
     def write_one(row: Array, buffer: Array) -> Array:
         at = [jnp.int32(0)] * buffer.ndim
         at[0], at[dim] = jnp.int32(row), start[row].astype(jnp.int32)
-        return jax.lax.dynamic_update_slice(buffer, jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0), at)
+        new = jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0)
+        if count is not None:
+            # Read where the write will go, clamped alike, so what is not to be put goes back unchanged.
+            old = jax.lax.dynamic_slice(buffer, at, new.shape)
+            step = jax.lax.broadcasted_iota(jnp.int32, new.shape, dim)
+            new = jnp.where(step < count[row], new, old)
+        return jax.lax.dynamic_update_slice(buffer, new, at)
 
     return jax.lax.fori_loop(0, buffer.shape[0], write_one, buffer, unroll=UNROLLED_ROWS)
 
 
-def _write_rows(buffer, rows, start, dim):
-    return call_jax(write_rows_jax, buffer, rows, start, dim)
+def _write_rows(buffer, rows, start, dim, count=None):
+    return call_jax(write_rows_jax, buffer, rows, start, dim, count)
+
+
+def _paged_attention(query, key, value, pool, table, start, scale, window=None, sinks=None, softcap=None):
+    fresh = side_by_side(key, value, pool.shape[3])
+    dims = key.shape[3], value.shape[3]
+    return call_jax(
+        paged_attention_jax, query, fresh, pool, table, start, scale, *dims, window, sinks, softcap
+    )
 
 
 def _branch(condition, then, otherwise, *operands):
@@ -66,6 +84,7 @@ def _chunked(step, size, *rows):
 def register() -> None:
     """Teach torchax's environment the lowerings."""
     environment().override_op_definition(write_rows, _write_rows)
+    environment().override_op_definition(paged_attention, _paged_attention)
     environment().override_op_definition(branch, _branch)
     environment().override_op_definition(chunked, _chunked)
 

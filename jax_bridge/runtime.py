@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from jax_bridge.arrays import to_jax, to_torch
+from jax_bridge.compile_cache import keep_programs
+from jax_bridge.layout import Weight, linear_weights
 from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill, lower_rounds
-from jax_bridge.state import register_states
+from jax_bridge.state import register_states, state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
+from torch_dflash.progress import progress_bar
 from torch_dflash.runtime import Progress
 from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Weight]
 
 
 class XlaRuntime:
@@ -24,8 +29,9 @@ class XlaRuntime:
 
     def __init__(self, pair: Pair, plan: DecodePlan):
         register_states()
+        keep_programs()
         self.plan = plan
-        self._weights = Weights()
+        self._weights = Weights(linear_weights(pair, pair.target.model.get_output_embeddings()))
         self._programs = Programs(plan.matmul_precision)
         self._begin = lower_begin(pair)
         self._prefill = lower_prefill(pair)
@@ -36,7 +42,7 @@ class XlaRuntime:
         """XLA programs this thread has compiled so far."""
         return compilations()
 
-    def refresh(self, tensors: dict[str, torch.Tensor]) -> Arrays:
+    def refresh(self, tensors: dict[str, Any]) -> Arrays:
         """Device arrays of the live weights; only changed ones are converted."""
         return self._weights.refresh(tensors)
 
@@ -47,6 +53,11 @@ class XlaRuntime:
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
         return self._run("prefill", self._prefill, (params, state, to_jax(chunk)), donate=(1,))
+
+    def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+        """Set which rows rest and the page tables: two small transfers, no program."""
+        put = lambda values: jnp.array(values, copy=True)  # noqa: E731 - the state's arrays are donated
+        return replace(state, pages=state.pages if pages is None else put(pages), done=put(done))
 
     def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""
@@ -62,21 +73,37 @@ class XlaRuntime:
         """A part of a state as torch tensors of their own, on the CPU."""
         return to_torch(part)
 
-    def warmup(self, params: Arrays, buckets: list[int]) -> None:
+    def place(self, state: DecodeState) -> DecodeState:
+        """A state of torch tensors as device arrays that may be donated."""
+        return state_to_jax(state)
+
+    def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         size = self.plan.batch_size
-        state = self.begin(params, idle_rows(self.plan))
-        for width in buckets:
-            chunk = PromptChunk(
-                ids=torch.zeros(size, width, dtype=torch.int32),
-                count=torch.zeros(size, dtype=torch.int32),
-                following=torch.full((size,), -1, dtype=torch.int32),
-            )
-            state = self.prefill(params, state, chunk)
-        self.read(self.advance(params, state))
+        with progress_bar(progress, total=len(buckets) + 3, unit="program", desc="begin") as bar:
+            state = self.begin(params, idle_rows(self.plan))
+            for width in buckets:
+                _next(bar, f"prefill {width}")
+                chunk = PromptChunk(
+                    ids=torch.zeros(size, width, dtype=torch.int32),
+                    count=torch.zeros(size, dtype=torch.int32),
+                    following=torch.full((size,), -1, dtype=torch.int32),
+                )
+                state = self.prefill(params, state, chunk)
+            _next(bar, "rounds")
+            state = self.advance(params, state)
+            _next(bar, "read")
+            self.read(state)
+            bar.update()
 
     def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         return self._programs.get(name, step, args, donate)(*args)
+
+
+def _next(bar: Any, name: str) -> None:
+    """One program is done, and ``name`` is what the bar now waits for."""
+    bar.update()
+    bar.set_description(name)
 
 
 def _copy(fields: list[jax.Array]) -> list[jax.Array]:

@@ -15,10 +15,12 @@ import torch
 from transformers.utils import logging
 
 from jax_bridge._torchax import call_torch
-from jax_bridge.arrays import to_torch
+from jax_bridge.arrays import to_jax, to_torch
+from jax_bridge.lower import lower, tracing
 from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine import Engine
+from torch_dflash.paged import paged_attention
 from torch_dflash.selftest.side import Reads, best_speed
 
 
@@ -38,19 +40,28 @@ class XlaSide:
         return model  # the runtime keeps its own copy of the weights
 
     def run(self, engine: Engine, step: Callable, state: Any) -> Any:
-        lowered = partial(call_torch, partial(step, engine.pair))
+        lowered = lower(partial(step, engine.pair))
         return to_torch(_runtime(engine)._run(step.__name__, lowered, (_params(engine), state)))
 
     def repeat(self, engine: Engine, step: Callable, times: int) -> Callable[[Any, Any], Any]:
+        lowered = lower(partial(step, engine.pair))
+
         def loop(params, state):
-            return jax.lax.fori_loop(
-                0, times, lambda _, state: call_torch(partial(step, engine.pair), params, state), state
-            )
+            return jax.lax.fori_loop(0, times, lambda _, state: lowered(params, state), state)
 
         def repeated(params, state):
             return _runtime(engine)._run(f"{times} x {step.__name__}", loop, (params, state), donate=(1,))
 
         return repeated
+
+    def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
+        """On a TPU this is the Pallas kernel."""
+
+        def step(*arrays):
+            return call_torch(lambda *tensors: paged_attention(*tensors, scale, **options), *arrays)
+
+        with tracing("highest"):
+            return to_torch(jax.jit(step, donate_argnums=3)(*to_jax(arguments)))
 
     def wait(self, tree: Any) -> None:
         jax.block_until_ready(tree)

@@ -1,3 +1,6 @@
+import os
+import tempfile
+
 import torch
 from trained import overfit, world
 
@@ -5,3 +8,13 @@ __all__ = ["overfit", "world"]  # fixtures of the session
 
 # Threads that wait for a busy core make small tensors many times slower than one thread is.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """Programs are kept in a folder of this run, in its subprocesses too, never in the user's cache."""
+    config.kept_programs = tempfile.TemporaryDirectory()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = config.kept_programs.name
+
+
+def pytest_unconfigure(config):
+    config.kept_programs.cleanup()

@@ -196,10 +196,9 @@ def _lowered(engine):
     import jax
 
     import jax_bridge as jb
-    from jax_bridge._torchax import call_torch
-    from jax_bridge.lower import tracing
+    from jax_bridge.lower import lower, tracing
 
-    step = jax.jit(lambda *args: call_torch(partial(engine.pair.run, _drafting), *args))
+    step = jax.jit(lower(partial(engine.pair.run, _drafting)))
 
     def look(params, state):
         with tracing(engine.plan.matmul_precision):

@@ -20,9 +20,10 @@ ONE_DOOR = "torch_dflash.engine"
 # What each module of torch_dflash may import of torch_dflash, by the order of the design:
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
-    {"checks", "control", "state", "rows", "attention", "stats"},
-    {"config"},
-    {"skeleton", "cache", "sampling", "accept", "drafter"},
+    {"checks", "control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
+    {"loaded", "progress"},
+    {"config", "paged", "pages", "ring"},
+    {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
     {"target", "proposers.base", "demo_model"},
     {"demo_pair"},
     {"decode", "proposers", "proposers.dflash", "proposers.ngram", "proposers.plain"},
@@ -30,9 +31,9 @@ LAYERS = [
     {"options", "prompts"},
     {"outputs"},
     {"engine"},
-    {"engine_cache"},
+    {"engine_cache", "state_io"},
     {"generation"},
-    {"train", "train.files", "train.blocks", "train.options", "train.checksums"},
+    {"train", "train.files", "train.blocks", "train.options"},
     {"train.data", "train.log", "train.checkpoint"},
     {"train.conversations", "train.controls", "train.mixture"},
     {"train.card"},
@@ -49,7 +50,7 @@ LAYERS = [
     {"train.fit"},
     {"selftest", "selftest.pairs", "selftest.checks"},
     {"selftest.side"},
-    {"selftest.parity", "selftest.costs", "selftest.timing"},
+    {"selftest.parity", "selftest.costs", "selftest.timing", "selftest.kernels"},
     {"selftest.texts"},
 ]
 
@@ -132,6 +133,9 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
         if module in MODULES and module.split(".")[0] == "jax_bridge"
     }
     assert doors == {
+        ("torch_dflash.cli.aot", "jax_bridge.aot", True),
+        ("torch_dflash.cli.aot", "jax_bridge.aot_report", True),
+        ("torch_dflash.cli.aot", "jax_bridge.offline", True),
         ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),
         ("torch_dflash.cli.train", "jax_bridge.train", True),
     }
@@ -150,7 +154,7 @@ def test_importing_torch_dflash_and_decoding_eagerly_loads_no_jax():
 
 def test_the_reference_is_independent():
     names = [name for name in MODULES if name.startswith("jax_bridge.reference")]
-    assert len(names) >= 5
+    assert {f"jax_bridge.reference.{part}" for part in ("drafter", "target", "loop")} < set(names)
     for name in names:
         assert not roots(name) & {"torch", "torchax", "torch_dflash", "transformers"}, name
         inside = {module for module, _ in imports(MODULES[name]) if module.startswith("jax_bridge")}

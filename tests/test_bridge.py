@@ -16,9 +16,6 @@ from scripted import own_text
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge._torchax import call_torch
-from torch_dflash.decode import decode_round
-from torch_dflash.engine import _row_requests, read_request
-from torch_dflash.prompts import prompt_chunks
 from torch_dflash.rows import write_rows
 
 NEW = 20
@@ -28,28 +25,23 @@ PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [7] * 3, list(range(20, 41))]
 class Side:
     """An engine's steps one by one, on one side of the border."""
 
-    def __init__(self, pair, runtime):
+    def __init__(self, pair, runtime, cache="static"):
         options = {"max_length": 64, "batch_size": 4, "rounds_per_chunk": 1, "filters": False}
-        self.engine = td.compile(*pair, runtime=runtime, **options)
+        self.engine = td.compile(*pair, runtime=runtime, cache=cache, page_size=16, **options)
         self.runtime = self.engine.runtime
         self.params = self.runtime.refresh(self.engine.tensors())
 
     def start(self, **options):
-        target, plan = self.engine._target(), self.engine.plan
         ids = torch.zeros(3, 21, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(PROMPTS):
             ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
         options = {"max_new_tokens": NEW, "eos_token_id": None, "seed": 0, "do_sample": False} | options
-        rows, request = read_request(target, ids, mask, options)
-        state = self.runtime.begin(self.params, _row_requests(rows, request, plan))
-        for chunk in prompt_chunks(rows, plan.batch_size, 512, plan.slots):
-            state = self.runtime.prefill(self.params, state, chunk)
-        return state
+        return self.engine.start(ids, mask, **options)
 
     def advance(self, state, rounds=1):
         for _ in range(rounds):
-            state = self.runtime.advance(self.params, state)
+            state = self.engine.advance(state)
         return state
 
     def finish(self, state):
@@ -67,14 +59,19 @@ def pair():
     return make_pair("gpt_oss", agree=6.0)
 
 
-@pytest.fixture(scope="module")
-def eager(pair):
-    return Side(pair, "eager")
+@pytest.fixture(scope="module", params=["static", "paged"])
+def cache(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def xla(pair):
-    return Side(pair, "xla")
+def eager(pair, cache):
+    return Side(pair, "eager", cache)
+
+
+@pytest.fixture(scope="module")
+def xla(pair, cache):
+    return Side(pair, "xla", cache)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +88,7 @@ def leaves(tree, path=""):
     elif isinstance(tree, tuple):
         for index, item in enumerate(tree):
             yield from leaves(item, f"{path}[{index}]")
-    else:
+    elif tree is not None:
         yield path, tree
 
 
@@ -106,7 +103,7 @@ def test_a_state_crosses_twice_in_mid_generation(pair, eager, xla, sampled):
     for first, second in ((0, 2), (1, 1), (2, 3)):
         state = eager.start(**options)
         for _ in range(first):
-            state = decode_round(eager.engine.pair, eager.params, state)
+            state = eager.advance(state)
         state = xla.advance(jb.state_to_jax(state), second)
         assert eager.finish(jb.state_to_torch(state)) == alone
         state = eager.advance(jb.state_to_torch(xla.advance(xla.start(**options), first)), second)
@@ -114,8 +111,8 @@ def test_a_state_crosses_twice_in_mid_generation(pair, eager, xla, sampled):
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_conversion_keeps_every_field(pair, half_pair, half):
-    side = Side(half_pair if half else pair, "eager")
+def test_conversion_keeps_every_field(pair, half_pair, half, cache):
+    side = Side(half_pair if half else pair, "eager", cache)
     state = side.advance(side.start(), 2)
     there = jb.state_to_jax(state)
     back = jb.state_to_torch(there)
@@ -149,16 +146,16 @@ def test_copies_own_their_memory(eager, xla):
     assert np.array_equal(after.tokens, kept) and not mine.tokens.numpy().tolist() == kept.tolist()
 
 
-def test_a_change_on_one_side_is_seen_on_the_other(eager, xla):
+def test_a_change_on_one_side_is_seen_on_the_other(eager, xla, cache):
     state = eager.advance(eager.start())
     state.tokens[1, 30] = 77
-    state.cache[1].key[0, 1, 2, 3] = -5.5
+    leaf = "pool" if cache == "paged" else "value"
+    getattr(state.cache[1], leaf)[0, 1, 2, 3] = -5.5
     there = jb.state_to_jax(state)
-    assert int(there.tokens[1, 30]) == 77 and float(there.cache[1].key[0, 1, 2, 3]) == -5.5
-    value = there.cache[0].value.at[2, 0, 4, 1].set(9.25)
-    object.__setattr__(there.cache[0], "value", value)
+    assert int(there.tokens[1, 30]) == 77 and float(getattr(there.cache[1], leaf)[0, 1, 2, 3]) == -5.5
+    object.__setattr__(there.cache[0], leaf, getattr(there.cache[0], leaf).at[2, 0, 4, 1].set(9.25))
     back = jb.state_to_torch(there)
-    assert float(back.cache[0].value[2, 0, 4, 1]) == 9.25 and int(back.tokens[1, 30]) == 77
+    assert float(getattr(back.cache[0], leaf)[2, 0, 4, 1]) == 9.25 and int(back.tokens[1, 30]) == 77
     # What the other side sees decides what it says.
     plain = eager.finish(jb.state_to_torch(xla.start()))
     state = eager.start()

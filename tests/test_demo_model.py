@@ -237,7 +237,7 @@ def test_progress_goes_to_stderr_or_nowhere(pip, cache, capfd):
 def test_cache_root_ignores_a_relative_xdg_folder(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
-    assert demo_model._cache_root() == Path.home() / ".cache" / "torch-dflash"
+    assert demo_model.cache_root() == Path.home() / ".cache" / "torch-dflash"
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from parity import CHUNK, EXACT, LOOP, MIXED, Case, engine_runs, gap, replay
 
 from torch_dflash import drafter, runtime
 from torch_dflash import target as target_module
-from torch_dflash.cache import StaticLayer
 from torch_dflash.drafter import DFlashDraftModel, DFlashLayer
 from torch_dflash.proposers import DFlashProposer
 from torch_dflash.proposers import dflash as proposer
@@ -100,7 +99,7 @@ def one_rejected_draft_counted(original, self, pstate, features, ids, next_ids, 
 def only_the_last_chunk(original, self, pstate, features, ids, next_ids, count):
     if pstate.context is not None:
         keep = (count == 0)[:, None, None, None]  # rows whose prompt has ended already
-        layers = (StaticLayer(layer.key * keep, layer.value * keep) for layer in pstate.layers)
+        layers = (replace(layer, key=layer.key * keep, value=layer.value * keep) for layer in pstate.layers)
         pstate = replace(pstate, layers=tuple(layers))
     return original(self, pstate, features, ids, next_ids, count)
 

@@ -1,56 +1,34 @@
 """Drafters as they are published: real shapes, the authors' own class, and what is refused."""
 
 import json
+from pathlib import Path
 
 import models
 import pytest
 import torch
 from dflash.model import DFlashDraftModel as AuthorsModel
 from safetensors.torch import save_file
-from test_loading import FULL, LLAMA3, SLIDING, YARN, draft, publish, same_tensors, tensors_for
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
+from test_loading import FULL, SLIDING, YARN, draft, publish, same_tensors, tensors_for
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_dflash as td
 from torch_dflash.checkpoints import check_pair
 
-
-def shape(layers, block, taps, mask, hidden, inner, heads, kv, dim, vocab, depth, **more):
-    """A config.json of z-lab's layout from a row of published figures."""
-    return {
-        "num_hidden_layers": layers, "block_size": block, "hidden_size": hidden, "intermediate_size": inner,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": dim, "vocab_size": vocab,
-        "num_target_layers": depth, "layer_types": [FULL] * layers, "max_position_embeddings": 40960,
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": taps},
-    } | more  # fmt: skip
-
-
-QWEN3_TAPS, LLAMA_TAPS, OSS_TAPS = [1, 9, 17, 25, 33], [1, 8, 15, 22, 29], [1, 6, 11, 16, 21]
-OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-REAL = {
-    "Qwen3-4B-DFlash-b16": shape(5, 16, QWEN3_TAPS, 151669, 2560, 9728, 32, 8, 128, 151936, 36),
-    "Qwen3-8B-DFlash-b16": shape(5, 16, QWEN3_TAPS, 151669, 4096, 12288, 32, 8, 128, 151936, 36),
-    "Qwen3-Coder-30B-A3B-DFlash": shape(
-        8, 16, [1, 12, 23, 34, 45], 151669, 2048, 6144, 32, 4, 128, 151936, 48, rope_theta=10000000
-    ),
-    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": shape(
-        5, 10, LLAMA_TAPS, 128002, 4096, 14336, 32, 8, 128, 128256, 32,
-        rope_theta=500000, rope_scaling=LLAMA3 | {"original_max_position_embeddings": 8192},
-    ),
-    "gpt-oss-20b-DFlash": shape(
-        8, 8, OSS_TAPS, 200000, 2880, 7680, 64, 8, 64, 201088, 24, attention_bias=True,
-        model_type="gpt_oss", rope_theta=150000, rope_scaling=OSS_ROPE, max_position_embeddings=131072,
-    ),
-    "Qwen3.5-27B-DFlash": shape(
-        6, 16, [1, 16, 31, 46, 61], 248070, 5120, 17408, 32, 8, 128, 248320, 64, rope_theta=10000000,
-        layer_types=[SLIDING] * 5 + [FULL], sliding_window=4096, use_sliding_window=True,
-    ),
+CONFIGS = Path(__file__).parents[1] / "benchmarks/configs"
+TARGETS = ["qwen3-4b", "qwen3-8b", "llama-3.1-8b", "qwen3-coder-30b-a3b", "gpt-oss-20b"]
+REAL = {name: json.loads((CONFIGS / f"{name}-dflash/config.json").read_text()) for name in TARGETS}
+REAL["qwen3.5-27b"] = {
+    "num_hidden_layers": 6, "block_size": 16, "hidden_size": 5120, "intermediate_size": 17408,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 248320,
+    "num_target_layers": 64, "layer_types": [SLIDING] * 5 + [FULL], "max_position_embeddings": 40960,
+    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+    "rope_theta": 10000000, "sliding_window": 4096, "use_sliding_window": True,
 }  # fmt: skip
-TARGETS = {
-    "Qwen3-4B-DFlash-b16": (Qwen3Config, {"tie_word_embeddings": True}),
-    "Qwen3-8B-DFlash-b16": (Qwen3Config, {}),
-    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": (LlamaConfig, {}),
-    "gpt-oss-20b-DFlash": (GptOssConfig, {"num_local_experts": 2}),
-}
+# Parameters in billions: of the published weight files.
+SIZES = {
+    "qwen3-4b": (4.02, 0.537), "qwen3-8b": (8.19, 1.049), "llama-3.1-8b": (8.03, 1.049),
+    "qwen3-coder-30b-a3b": (30.53, 0.474), "gpt-oss-20b": (20.91, 0.785),
+}  # fmt: skip
 
 
 def read(folder, raw):
@@ -85,15 +63,13 @@ def test_real_configs_give_the_published_tensors(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_real_configs_fit_their_targets(tmp_path, name):
-    raw, (kind, more) = REAL[name], TARGETS[name]
-    sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    config = kind(
-        **{size: raw[size] for size in sizes}, intermediate_size=64,
-        num_hidden_layers=raw["num_target_layers"], pad_token_id=None, **more,
-    )  # fmt: skip
+def test_real_configs_fit_their_targets_and_have_the_published_size(name):
     with torch.device("meta"):
-        check_pair(AutoModelForCausalLM.from_config(config), td.DFlashDraftModel(read(tmp_path, raw)))
+        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / name))
+        drafter = td.DFlashDraftModel(td.DFlashConfig.from_pretrained(CONFIGS / f"{name}-dflash"))
+    check_pair(target, drafter)
+    sizes = tuple(sum(weight.numel() for weight in model.parameters()) / 1e9 for model in (target, drafter))
+    assert sizes == pytest.approx(SIZES[name], abs=0.01)
 
 
 @pytest.mark.parametrize("name", REAL)

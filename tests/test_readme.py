@@ -13,13 +13,14 @@ import torch
 import transformers
 from models import VOCAB, make_pair
 
+import jax_bridge as jb
 import torch_dflash as td
+from torch_dflash.checksums import checksum_of
 from torch_dflash.cli import demo, main, main_parser
 from torch_dflash.cli.judge import prompts_checksum, read_figures
 from torch_dflash.demo_pair import load_demo_drafter
 from torch_dflash.train.architecture import DrafterShape, new_drafter
 from torch_dflash.train.card import acceptance_table
-from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.data import read_answers, read_prompts
 from torch_dflash.train.log import read_log
 from torch_dflash.train.mixture import data_section, describe
@@ -43,7 +44,7 @@ class FakeTokenizer:
         return " ".join(str(int(token)) for token in ids)
 
 
-def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys):
+def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys, tmp_path):
     target, drafter = make_pair("qwen3")
     loads = []
     monkeypatch.setattr(
@@ -60,15 +61,19 @@ def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys):
         td.DFlashDraftModel, "from_pretrained", lambda name, **kw: loads.append(name) or drafter
     )
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
+    # The directory stands for the id; the loading is real.
+    target.save_pretrained(tmp_path)
+    whole = jb.load
+    monkeypatch.setattr(jb, "load", lambda name: loads.append(name) or whole(tmp_path))
     scope: dict = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), scope)
-    assert loads == ["Qwen/Qwen3-4B", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"]
+    assert loads == ["Qwen/Qwen3-4B", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B"]
     plain = target.generate(**scope["inputs"], max_new_tokens=64, do_sample=False)
     assert torch.equal(scope["ids"], plain)
     assert torch.equal(scope["out"].sequences[:, : plain.shape[1]], plain)
-    streamed = capsys.readouterr().out.split("torch.Size([1, 68])\n")[-1]
+    streamed = capsys.readouterr().out.split("torch.Size([1, 68])\n")[1]
     assert streamed.replace(" ", "") == "".join(map(str, plain[0, 4:].tolist()))
 
 
@@ -159,6 +164,18 @@ def test_every_command_that_is_shown_is_one():
     assert len(lines) > 15
     for line in lines:
         main_parser().parse_args(shlex.split(line, comments=True))
+
+
+def test_the_figures_of_scanned_layers_are_those_of_their_json():
+    forms = json.loads((ROOT / "docs/results/scan_aot.json").read_text())["forms"]
+    text = " ".join((ROOT / "benchmarks/README.md").read_text().partition("# Scanned layers")[2].split())
+    assert {"unrolled", "scanned", "carried"} == set(forms)
+    for form in forms.values():
+        assert (
+            f"{form['hbm_bytes'] / 1e9:.3f} GB" in text and f"{form['peak_temp_bytes'] / 1e6:.1f} MB" in text
+        )
+    for name in ("unrolled", "carried"):
+        assert f"{forms[name]['compile_seconds']} s" in text
 
 
 def test_every_test_file_and_link_named_in_the_readme_exists():

@@ -18,6 +18,8 @@ from torch_dflash.outputs import GenerateOutput as GenerateOutput
 from torch_dflash.proposers import NGramProposer as NGramProposer
 from torch_dflash.state import DecodePlan as DecodePlan
 from torch_dflash.state import DecodeState as DecodeState
+from torch_dflash.state_io import load_state as load_state
+from torch_dflash.state_io import save_state as save_state
 from torch_dflash.stats import DecodeStats as DecodeStats
 
 __version__ = "0.1.0"

@@ -25,6 +25,22 @@ class KeyValue(NamedTuple):
     blocks: int = 1
 
 
+class Rows(NamedTuple):
+    """What a layer asks of its cache: attention of M new rows per sequence, whose K and V are to be kept.
+
+    Shapes: ``query`` [B, Q, M, D], ``key`` [B, G, M, D], ``value`` [B, G, M, Dv]; ``scale``, ``sinks`` and
+    ``softcap`` as in `grouped_attention`; ``window``: how many positions a row sees, None for all.
+    """
+
+    query: Float[Tensor, "B Q M D"]
+    key: Float[Tensor, "B G M D"]
+    value: Float[Tensor, "B G M Dv"]
+    scale: float
+    window: int | None = None
+    sinks: Float[Tensor, " Q"] | None = None
+    softcap: float | None = None
+
+
 def grouped_attention(
     query: Float[Tensor, "B Q M D"],
     parts: list[KeyValue],

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from torch_dflash.accept import accept_chain, trim_at_stop
+from torch_dflash.cache import check_specs
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
@@ -30,6 +31,7 @@ class Pair(nn.Module):
 
     def __init__(self, target: Target, proposer: Proposer, plan: DecodePlan):
         super().__init__()
+        check_specs(target.specs, plan)
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan
@@ -78,7 +80,7 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
 
     ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
-    out = target(ids, state.length, state.cache, proposer.taps)
+    out = target(ids, state.length, state.cache, proposer.taps, state.pages)
     following = state.length[:, None] + 1 + torch.arange(width, device=ids.device, dtype=ids.dtype)
     picks = pick_tokens(out.logits, following, state.sampling, plan.filters)
 
@@ -106,7 +108,9 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     ids, count = chunk.ids, chunk.count
     fed, last = count > 0, (count - 1).clamp(min=0)
 
-    out = target(ids, state.length, state.cache, proposer.taps, row=last)
+    # A row without a piece may stand anywhere: it writes to the write-off page.
+    pages = None if state.pages is None else torch.where(fed[:, None], state.pages, 0)
+    out = target(ids, state.length, state.cache, proposer.taps, pages, count)
     length = state.length + count
     pick = pick_tokens(out.logits, length[:, None], state.sampling, pair.plan.filters)[:, 0]
     ended = fed & (chunk.following < 0)
@@ -115,10 +119,8 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     column = torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype)
     next_ids = torch.where(column == last[:, None], bonus[:, None], torch.roll(ids, -1, dims=1))
     # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
-    held = read_rows(state.tokens, state.length, ids.shape[1])
-    tokens = write_rows(state.tokens, torch.where(column < count[:, None], ids, held), state.length, dim=1)
-    held = read_rows(tokens, length, 1)
-    tokens = write_rows(tokens, torch.where(fed[:, None], bonus[:, None], held), length, dim=1)
+    tokens = write_rows(state.tokens, ids, state.length, dim=1, count=count)
+    tokens = write_rows(tokens, bonus[:, None], length, dim=1, count=fed.to(count.dtype))
 
     hit_stop = (bonus[:, None] == state.stop_ids).any(dim=1)
     return replace(
@@ -144,7 +146,14 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
         done=rows.done,
         sampling=rows.sampling,
         cache=pair.target.start(plan),
+        pages=_no_pages(plan, device),
         proposer=pair.proposer.start(plan, device),
         accepted=torch.zeros(shape, dtype=torch.uint8, device=device),
         rounds=zeros.clone(),
     )
+
+
+def _no_pages(plan: DecodePlan, device) -> Tensor | None:
+    if plan.cache == "static":
+        return None
+    return torch.zeros(plan.batch_size, plan.row_pages, dtype=torch.int32, device=device)

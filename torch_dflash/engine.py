@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from torch_dflash.admission import Admission, Turn
 from torch_dflash.checkpoints import make_proposer
 from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target, context_of
-from torch_dflash.decode import Pair, Params, RowRequests
+from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.loaded import LoadedTarget, model_of, named_arrays
 from torch_dflash.options import UNSET, Request, defaults_of, resolve, seed_key
 from torch_dflash.outputs import GenerateOutput, collect
 from torch_dflash.prompts import bucket, prompt_chunks, split_rows
@@ -35,7 +37,7 @@ class Engine:
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: Any,
         drafter,
         *,
         runtime: str = "xla",
@@ -48,11 +50,18 @@ class Engine:
         filters: bool = True,
         prefill_chunk_size: int = LARGEST_CHUNK,
         matmul_precision: str = "highest",
+        cache: str = "static",
+        page_size: int = 64,
+        pool_pages: int | None = None,
     ):
         check_runtime(runtime)
+        # The arrays of a target without torch weights; they lead back to none of the user's objects.
+        self._arrays = target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
+        target = model_of(target)
         check_target(target)
         check_counts(max_length=max_length, batch_size=batch_size, rounds_per_chunk=rounds_per_chunk)
         check_counts(verify_width=verify_width, prefill_chunk_size=prefill_chunk_size)
+        check_counts(page_size=page_size, pool_pages=pool_pages)
         check_counts(least=0, stop_slots=stop_slots)
         if prefill_chunk_size != bucket(prefill_chunk_size):
             raise ValueError(
@@ -72,6 +81,9 @@ class Engine:
             rounds_per_chunk=rounds_per_chunk or (16 if runtime == "xla" else 1),
             filters=filters,
             matmul_precision=matmul_precision,
+            cache=cache,
+            page_size=page_size,
+            pool_pages=pool_pages,
         )
         self.largest_chunk = prefill_chunk_size
         self.pair = Pair(skeleton, proposer, self.plan)
@@ -83,10 +95,13 @@ class Engine:
         self.tensors()  # refuses a model that its config does not describe
         self.runtime: Runtime = _make_runtime(runtime, self.pair, self.plan)
 
-    def tensors(self) -> Params:
-        """The user's live weights under the pair's names; fetched per call, so changes are seen."""
+    def tensors(self) -> dict[str, Any]:
+        """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
         target = self._live_target()
-        tensors = collect_tensors(self.pair.target.model, target, "target.model.")
+        if self._arrays is None:
+            tensors = collect_tensors(self.pair.target.model, target, "target.model.")
+        else:
+            tensors = named_arrays(self.pair.target.model, self._arrays, "target.model.")
         if self._drafter is not None:
             drafter, proposer = self._drafter(), self.pair.proposer
             if drafter is None:
@@ -103,13 +118,16 @@ class Engine:
             raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
         return target
 
-    def warmup(self) -> Engine:
-        """Compile every prompt bucket and the decoding loop, so that no later call compiles."""
+    def warmup(self, progress: bool | None = None) -> Engine:
+        """Compile every prompt bucket and the decoding loop, so that no later call compiles.
+
+        ``progress``: show a bar with the name of what is compiled; None: where stderr is a terminal.
+        """
         buckets, width = [], MIN_BUCKET
         while width <= min(self.largest_chunk, self.plan.slots):  # as `chunk_widths` chooses them
             buckets.append(width)
             width *= 2
-        self.runtime.warmup(self.runtime.refresh(self.tensors()), buckets)
+        self.runtime.warmup(self.runtime.refresh(self.tensors()), buckets, progress)
         return self
 
     def generate(
@@ -150,7 +168,8 @@ class Engine:
     def _stream(self, rows: list[np.ndarray], request: Request) -> Iterator[list[list[int]]]:
         shown = [len(row) for row in rows]
         for progress in self._run(rows, request):
-            ends = [int(progress.length[row]) + 1 for row in range(len(rows))]
+            # A row that waits for pages has not read its prompt yet.
+            ends = [max(start, int(progress.length[row]) + 1) for row, start in enumerate(shown)]
             yield [
                 progress.tokens[row, start:end].tolist()
                 for row, (start, end) in enumerate(zip(shown, ends, strict=True))
@@ -160,16 +179,37 @@ class Engine:
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
         rows, request = self._prepare(input_ids, attention_mask, options)
-        return self._prefilled(self.runtime.refresh(self.tensors()), rows, request)
+        params, admission = self.runtime.refresh(self.tensors()), self._admission(rows, request)
+        turn = admission.next_turn()
+        if len(turn.fed) < len(rows):
+            raise ValueError(
+                f"pool_pages={self.plan.pool_pages}: pages for {len(turn.fed)} of {len(rows)} rows at once; "
+                "compile with more, or call generate, where rows wait for each other."
+            )
+        state = self.runtime.begin(params, _row_requests(rows, request, self.plan))
+        return self._take_turn(params, state, turn, rows)
 
     def advance(self, state: DecodeState) -> DecodeState:
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan."""
-        return self.runtime.advance(self.runtime.refresh(self.tensors()), state)
+        params = self.runtime.refresh(self.tensors())
+        if self.plan.cache == "paged":
+            admission = Admission.of(self.plan, self.runtime.fetch(state))
+            state = self._take_turn(params, state, admission.next_turn(), [])
+        return self.runtime.advance(params, state)
 
-    def _prefilled(self, params: Any, rows: list[np.ndarray], request: Request) -> DecodeState:
-        state = self.runtime.begin(params, _row_requests(rows, request, self.plan))
-        for chunk in prompt_chunks(rows, self.plan.batch_size, self.largest_chunk, self.plan.slots):
-            state = self.runtime.prefill(params, state, chunk)
+    def _admission(self, rows: list[np.ndarray], request: Request) -> Admission:
+        lengths = [len(row) for row in rows]
+        limits = [a + b for a, b in zip(lengths, request.max_new_tokens, strict=True)]
+        return Admission(self.plan, lengths, limits)
+
+    def _take_turn(self, params: Any, state: Any, turn: Turn, rows: list[np.ndarray]) -> DecodeState:
+        """Give the rows what the host decided for the next chunk, and read the prompts whose turn it is."""
+        if turn.done is not None:
+            state = self.runtime.assign(state, turn.pages, turn.done)
+        if turn.fed:
+            fed = [prompt if row in turn.fed else prompt[:0] for row, prompt in enumerate(rows)]
+            for chunk in prompt_chunks(fed, self.plan.batch_size, self.largest_chunk, self.plan.slots):
+                state = self.runtime.prefill(params, state, chunk)
         return state
 
     def _prepare(self, input_ids, attention_mask, options) -> tuple[list[np.ndarray], Request]:
@@ -200,22 +240,26 @@ class Engine:
         return rows, request
 
     def _run(self, rows: list[np.ndarray], request: Request) -> Iterator[Progress]:
-        """Prefill, then chunks of rounds until every row is done; the host reads once after each."""
-        runtime = self.runtime
+        """Prefill, then chunks of rounds until every row has ended; the host reads once after each."""
+        runtime, admission = self.runtime, self._admission(rows, request)
         params = runtime.refresh(self.tensors())
-        state = self._prefilled(params, rows, request)
-        progress = runtime.read(state)
-        yield progress
-        while not progress.done.all():
-            state = runtime.advance(params, state)
+        state = runtime.begin(params, _row_requests(rows, request, self.plan))
+        first = True
+        while not admission.over:
+            state = self._take_turn(params, state, admission.next_turn(), rows)
+            if not first:
+                state = runtime.advance(params, state)
+            first = False
             progress = runtime.read(state)
+            admission.update(progress.length, progress.done)
             yield progress
 
 
 def read_request(
-    target: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+    target: Any, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[list[np.ndarray], Request]:
     """Validate a call against the target alone: its ragged rows and its resolved options."""
+    target = model_of(target)
     check_target(target)
     options = dict(options)
     config = defaults_of(target, options.pop("generation_config", None))

@@ -10,6 +10,7 @@ from typing import Any
 from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import check_target
 from torch_dflash.engine import Engine
+from torch_dflash.loaded import model_of
 
 ENGINES_PER_PAIR = 8
 
@@ -30,9 +31,10 @@ _engines: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, OrderedD
 def cached_engine(target, drafter, **options: Any) -> Engine:
     """The engine for these arguments (as `Engine`), built at most once while it stays in use."""
     check_drafter(drafter)
-    check_target(target)
+    model = model_of(target)
+    check_target(model)
     # A resized vocabulary makes other programs of the same model.
-    key = target.get_input_embeddings().weight.shape, *sorted(options.items())
+    key = model.get_input_embeddings().weight.shape, *sorted(options.items())
     value = None if drafter is None else getattr(drafter, "key", None)
     with _lock:
         known = drafter if drafter is not None and value is None else _values.setdefault(value, _Value())

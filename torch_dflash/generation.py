@@ -11,15 +11,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from torch_dflash.checks import check_blocks, check_counts, check_runtime, check_streamer, context_of
 from torch_dflash.engine import Engine, read_request
 from torch_dflash.engine_cache import cached_engine
+from torch_dflash.loaded import LoadedTarget, model_of
 from torch_dflash.options import UNSET, drawn_seed, refuse_unsupported, room_below
 from torch_dflash.outputs import GenerateOutput
 
 
-def compile(target: PreTrainedModel, drafter, **options: Any) -> Engine:
+def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> Engine:
     """A reusable engine for ``target`` and ``drafter``. It keeps both alive.
 
     Args:
-        target: a transformers causal LM; stays untouched and usable.
+        target: a transformers causal LM, which stays untouched and usable, or what `jax_bridge.load` gave.
         drafter: a `DFlashDraftModel`, another proposer (`NGramProposer`), or None for plain decoding.
         runtime: "xla" (one compiled program on JAX's default device) or "eager" (PyTorch, on the models').
         max_length: most positions a row may fill, prompt and new tokens.
@@ -31,6 +32,10 @@ def compile(target: PreTrainedModel, drafter, **options: Any) -> Engine:
         filters: compile top-k, top-p and min-p in.
         prefill_chunk_size: largest piece of a prompt, a power of two.
         matmul_precision: XLA matmul precision; "highest" keeps fp32 exact on TPU and GPU.
+        cache: the target's: "static" (dense) or "paged", whose rows share pages as they grow.
+        page_size: positions in a page, a multiple of 16.
+        pool_pages: pages in all; unset: as many as a dense cache takes. With fewer, rows may have to wait for
+            others to end; what they say does not change.
 
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
@@ -42,7 +47,7 @@ def compile(target: PreTrainedModel, drafter, **options: Any) -> Engine:
 
 
 def generate(
-    target: PreTrainedModel,
+    target: PreTrainedModel | LoadedTarget,
     drafter,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
@@ -68,7 +73,7 @@ def generate(
     ``eos_token_id`` as a list of lists) take one value or one per row.
 
     Args:
-        target: a transformers causal LM.
+        target: a transformers causal LM, or what `jax_bridge.load` gave.
         drafter: a `DFlashDraftModel`, another proposer, or None for plain autoregressive decoding.
         input_ids: LongTensor [B, T], padded on either side.
         attention_mask: [B, T], 1 = real token.
@@ -104,7 +109,7 @@ def generate(
         target,
         drafter,
         runtime=runtime,
-        max_length=_capacity(ends, request.max_new_tokens, target),
+        max_length=_capacity(ends, request.max_new_tokens, model_of(target)),
         # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
         batch_size=len(rows) if runtime == "eager" else 1 << (len(rows) - 1).bit_length(),
         block_size=block_size,

@@ -13,21 +13,35 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 
-def write_rows(buffer: Tensor, rows: Tensor, start: Int[Tensor, " B"], dim: int) -> Tensor:
+def write_rows(
+    buffer: Tensor,
+    rows: Tensor,
+    start: Int[Tensor, " B"],
+    dim: int,
+    count: Int[Tensor, " B"] | None = None,
+) -> Tensor:
     """Put ``rows`` into ``buffer`` at ``start[b]`` along ``dim`` of each batch row b; return the buffer.
 
-    The buffer is consumed: eagerly it is written in place, under XLA it is donated. ``start[b] +
-    rows.shape[dim]`` must not exceed the buffer: XLA clamps the start and would overwrite good rows,
-    which is why every buffer ends in slack (`DecodePlan.slack`).
+    The buffer is consumed: eagerly it is written in place, under XLA it is donated. With ``count`` only the
+    first ``count[b]`` rows are put; what stands in the place of the others stays.
+
+    Where anything is written, ``start[b] + rows.shape[dim]`` must not exceed the buffer: XLA clamps the
+    start and would overwrite good rows, which is why every buffer ends in slack (`DecodePlan.slack`).
 
     Shapes: ``buffer`` [B, ..., S, ...], ``rows`` [B, ..., R, ...] with S and R at ``dim``.
     """
     if has_torch_function((buffer, rows, start)):
-        return handle_torch_function(write_rows, (buffer, rows, start), buffer, rows, start, dim)
-    at = start[:, None] + torch.arange(rows.shape[dim], device=rows.device)
+        return handle_torch_function(write_rows, (buffer, rows, start), buffer, rows, start, dim, count)
+    step = torch.arange(rows.shape[dim], device=rows.device)
+    at = start[:, None] + step
     shape = [1] * buffer.ndim
     shape[0], shape[dim] = at.shape
-    return buffer.scatter_(dim, at.long().view(shape).expand_as(rows), rows.to(buffer.dtype))
+    rows = rows.to(buffer.dtype)
+    if count is not None:
+        at = at.clamp(max=buffer.shape[dim] - 1)
+        old = buffer.gather(dim, at.long().view(shape).expand_as(rows))
+        rows = torch.where((step < count[:, None]).view(shape), rows, old)
+    return buffer.scatter_(dim, at.long().view(shape).expand_as(rows), rows)
 
 
 def read_rows(buffer: Tensor, start: Int[Tensor, " B"], width: int) -> Tensor:

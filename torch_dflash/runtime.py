@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -47,6 +47,10 @@ class Runtime(Protocol):
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
 
+    def assign(self, state: Any, pages: np.ndarray | None, done: np.ndarray) -> Any:
+        """Set which rows rest and, where the cache is paged, the page tables; consumes ``state``."""
+        ...
+
     def advance(self, params: Any, state: Any) -> Any:
         """Up to ``plan.rounds_per_chunk`` rounds, fewer when every row is done."""
         ...
@@ -59,8 +63,12 @@ class Runtime(Protocol):
         """A part of a state as torch tensors of their own."""
         ...
 
-    def warmup(self, params: Any, buckets: list[int]) -> None:
-        """Compile every program a request may need."""
+    def place(self, state: DecodeState) -> Any:
+        """A state of torch tensors, as `fetch` gives one, on this side of the border; consumes it."""
+        ...
+
+    def warmup(self, params: Any, buckets: list[int], progress: bool | None) -> None:
+        """Compile every program a request may need; ``progress`` as in `Engine.warmup`."""
         ...
 
 
@@ -84,6 +92,12 @@ class EagerRuntime:
     def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         return _checked(self._step(prefill, params, state, chunk))
 
+    def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+        def tensor(values: np.ndarray) -> torch.Tensor:
+            return torch.tensor(values, device=state.done.device)
+
+        return replace(state, pages=state.pages if pages is None else tensor(pages), done=tensor(done))
+
     def advance(self, params: Params, state: DecodeState) -> DecodeState:
         for _ in range(self.plan.rounds_per_chunk):
             if state.done.all():
@@ -97,7 +111,10 @@ class EagerRuntime:
     def fetch(self, part: Any) -> Any:
         return pytree.tree_map(torch.clone, part)
 
-    def warmup(self, params: Params, buckets: list[int]) -> None:
+    def place(self, state: DecodeState) -> DecodeState:
+        return state  # every step moves what it is given to its parameters' device
+
+    def warmup(self, params: Params, buckets: list[int], progress: bool | None) -> None:
         """Nothing to compile."""
 
     def _step(self, step, params: Params, *args):

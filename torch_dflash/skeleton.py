@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_dflash.attention import KeyValue, grouped_attention
+from torch_dflash.attention import Rows
+from torch_dflash.experts import EXPERTS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
-WINDOWS: ContextVar[dict[int, int | None] | None] = ContextVar("windows", default=None)
+_memory: ContextVar[Any] = ContextVar("memory")
+
+
+@contextmanager
+def remembered_in(cache: Any) -> Iterator[None]:
+    """While open, attention of a skeleton is ``cache.attend(layer, rows)``."""
+    token = _memory.set(cache)
+    try:
+        yield
+    finally:
+        _memory.reset(token)
 
 
 def _attention(module, query, key, value, attention_mask, scaling, **kwargs):
-    """transformers' attention interface on our grouped attention: [B, Q, M, D] -> [B, M, Q, Dv]."""
-    windows = WINDOWS.get()
-    if windows is not None:
-        windows[module.layer_idx] = kwargs.get("sliding_window")
-    part = KeyValue(key, value, attention_mask)
-    out = grouped_attention(query, [part], scaling, sinks=kwargs.get("s_aux"), softcap=kwargs.get("softcap"))
-    return out, None
+    """transformers' attention interface: [B, Q, M, D] -> [B, M, Q, Dv].
+
+    The mask is not read: the cache knows every row's position, and here stands what else a mask would say.
+    """
+    window, sinks, softcap = (kwargs.get(name) for name in ("sliding_window", "s_aux", "softcap"))
+    rows = Rows(query, key, value, scaling, window, sinks, softcap)
+    return _memory.get().attend(module.layer_idx, rows), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -37,8 +51,7 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
     config = copy.deepcopy(model.config)
     config._attn_implementation = attention
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
-        # The default loops over the experts that were hit: a data-dependent shape.
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = EXPERTS
     try:
         with torch.device("meta"):
             skeleton = type(model)(config)

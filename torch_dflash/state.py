@@ -27,7 +27,9 @@ class DecodePlan:
         rounds_per_chunk: rounds between two host reads.
         filters: whether top-k, top-p and min-p are compiled in (they sort the vocabulary).
         matmul_precision: XLA matmul precision; "highest" for fp32 exactness off the CPU.
-        cache: kind of the target's cache.
+        cache: kind of the target's cache: "static" (dense, a whole row's positions each) or "paged".
+        page_size: positions in a page.
+        pool_pages: pages that all rows share; unset: as many as a dense cache would take.
     """
 
     batch_size: int
@@ -39,6 +41,8 @@ class DecodePlan:
     filters: bool = False
     matmul_precision: str = "highest"
     cache: str = "static"
+    page_size: int = 64
+    pool_pages: int | None = None
 
     def __post_init__(self):
         for name in ("batch_size", "capacity", "block_size", "verify_width", "rounds_per_chunk"):
@@ -51,8 +55,17 @@ class DecodePlan:
             )
         if self.block_size > 255:
             raise ValueError(f"block_size={self.block_size}: acceptance is counted in 8 bits; use <= 255.")
-        if self.cache != "static":
-            raise ValueError(f"cache={self.cache!r}: this version has the 'static' cache.")
+        if self.cache not in ("static", "paged"):
+            raise ValueError(f"cache={self.cache!r}: choose 'static' or 'paged'.")
+        if self.cache == "static" and self.pool_pages is not None:
+            raise ValueError(f"pool_pages={self.pool_pages}: only cache='paged' has pages; leave it out.")
+        if self.page_size < MIN_BUCKET or self.page_size % MIN_BUCKET:
+            raise ValueError(f"page_size={self.page_size}: must be a multiple of {MIN_BUCKET}.")
+        if self.pool_pages is not None and self.pool_pages < self.row_pages:
+            raise ValueError(
+                f"pool_pages={self.pool_pages}: one row of capacity {self.capacity} alone may need "
+                f"{self.row_pages} pages of {self.page_size}; give at least so many, or lower the capacity."
+            )
 
     @property
     def nodes(self) -> int:
@@ -68,6 +81,16 @@ class DecodePlan:
     def slots(self) -> int:
         """Positions S of every per-position buffer."""
         return self.capacity + self.slack
+
+    @property
+    def row_pages(self) -> int:
+        """Most pages T a row may have: the width of its page table."""
+        return -(-self.slots // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages P of a paged cache's pools, the write-off page 0 included."""
+        return 1 + (self.pool_pages or self.batch_size * self.row_pages)
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,7 @@ class DecodeState:
     done: Bool[Tensor, " B"]
     sampling: Sampling
     cache: tuple  # one state per target layer
+    pages: Int[Tensor, "B T"] | None  # paged caches: page numbers, 0 where a row has no page
     proposer: Any  # whatever the proposer keeps
     accepted: UInt8[Tensor, "B S"]  # tokens committed in each round, trimmed at stop ids, not at limit
     rounds: Int[Tensor, " B"]

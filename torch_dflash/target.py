@@ -13,12 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torch_dflash.attention import visible
 from torch_dflash.cache import CacheView, LayerSpec, RecordingCache, allocate
 from torch_dflash.checks import check_target
 from torch_dflash.config import check_static_rope
 from torch_dflash.rows import take_row
-from torch_dflash.skeleton import WINDOWS, build_skeleton
+from torch_dflash.skeleton import build_skeleton, remembered_in
 from torch_dflash.state import DecodePlan
 
 
@@ -83,7 +82,8 @@ class Target(nn.Module):
         start: Int[Tensor, " B"],
         cache: tuple,
         taps: tuple[int, ...] = (),
-        row: Int[Tensor, " B"] | None = None,
+        pages: Int[Tensor, "B T"] | None = None,
+        count: Int[Tensor, " B"] | None = None,
     ) -> TargetOutput:
         """One cached forward of M rows per sequence at positions ``start[b] .. start[b]+M-1``.
 
@@ -92,37 +92,35 @@ class Target(nn.Module):
             start: first position of each sequence's rows.
             cache: per-layer states, consumed.
             taps: layers whose outputs (before the final norm) are joined into ``features``.
-            row: head applied to this one row per sequence (prefill) instead of to all of them.
+            pages: page numbers, where the cache is paged.
+            count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
+                to the last of them alone.
         """
-        view = CacheView(cache, start)
+        view = CacheView(cache, start, pages, count)
         position = start[:, None] + torch.arange(ids.shape[1], device=ids.device, dtype=start.dtype)
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             hooks.enter_context(tapped(self.model, taps, outputs))
-            if row is not None:
+            hooks.enter_context(remembered_in(view))
+            if count is not None:
+                row = (count - 1).clamp(min=0)
                 head = self.model.get_output_embeddings()
                 hook = head.register_forward_pre_hook(lambda _, args: (take_row(args[0], row),))
                 hooks.callback(hook.remove)
             logits = self.model(
                 input_ids=ids,
                 position_ids=position,
-                attention_mask=self._masks(position, cache),
+                attention_mask=_no_mask(ids.device),
                 past_key_values=view,
                 use_cache=True,
             ).logits
         features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
         return TargetOutput(logits, features, tuple(view.states))
 
-    def _masks(self, position: Tensor, cache: tuple) -> Tensor | dict[str, Tensor]:
-        """4-D boolean masks; one per layer type where windows differ, else transformers drops the window."""
-        slots = torch.arange(cache[0].key.shape[2], device=position.device, dtype=position.dtype)[None]
-        windows = {spec.window for spec in self.specs}
-        if len(windows) == 1:
-            return visible(position, slots, windows.pop(), causal=True)
-        return {
-            kind: visible(position, slots, spec.window, causal=True)
-            for kind, spec in zip(self.config.layer_types, self.specs, strict=True)
-        }
+
+def _no_mask(device) -> Tensor:
+    """Keeps transformers from making masks of its own: models hand a 4-D one on, and ours is not read."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 @contextmanager
@@ -152,17 +150,14 @@ def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
     Raises:
         ValueError: a layer keeps something other than keys and values (recurrent or shared layers).
     """
-    cache, windows = RecordingCache(), {}
-    token = WINDOWS.set(windows)
+    cache = RecordingCache()
     ids = torch.zeros(1, 2, dtype=torch.int32, device="meta")
-    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
-    masks = dict.fromkeys(getattr(skeleton.config, "layer_types", None) or (), mask)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), remembered_in(cache):
             skeleton(
                 input_ids=ids,
                 position_ids=torch.zeros_like(ids),
-                attention_mask=masks if len(masks) > 1 else mask,
+                attention_mask=_no_mask("meta"),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -171,8 +166,6 @@ def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
             f"target={type(skeleton).__name__}: its forward needs a cache other than keys and values "
             f"({error}); supported are attention-only decoders such as Llama, Qwen2, Qwen3 and gpt-oss."
         ) from error
-    finally:
-        WINDOWS.reset(token)
     layers = len(getattr(skeleton.get_decoder(), "layers", ()))
     missing = sorted(set(range(layers)) - set(cache.shapes))
     if not layers:
@@ -185,4 +178,7 @@ def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
             f"target={type(skeleton).__name__}: layers {missing} keep no keys and values of their own; "
             "supported are attention-only decoders such as Llama, Qwen2, Qwen3 and gpt-oss."
         )
-    return tuple(LayerSpec("attention", *cache.shapes[index], windows.get(index)) for index in range(layers))
+    kinds = ("latent" if index in cache.latent else "attention" for index in range(layers))
+    return tuple(
+        LayerSpec(kind, *cache.shapes[index], cache.windows[index]) for index, kind in enumerate(kinds)
+    )

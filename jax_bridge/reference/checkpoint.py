@@ -1,4 +1,4 @@
-"""Reads a z-lab checkpoint directory into jax arrays, checked name by name and shape by shape."""
+"""Reads checkpoint directories into jax arrays, checked name by name and shape by shape."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from safetensors.flax import load_file
 
 from jax_bridge.reference.config import DrafterConfig, read_config
+from jax_bridge.reference.target_config import TargetConfig, read_target_config
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -17,7 +18,7 @@ _SINGLE = "model.safetensors"
 def load(
     path: str | os.PathLike[str], dtype: DTypeLike | None = None
 ) -> tuple[dict[str, jax.Array], DrafterConfig]:
-    """Reads ``config.json`` and ``model.safetensors`` (or its shards) from a directory.
+    """Reads a drafter in z-lab's layout: ``config.json`` and ``model.safetensors`` or its shards.
 
     Args:
         path: the checkpoint directory.
@@ -33,13 +34,40 @@ def load(
     """
     folder = Path(path)
     config = read_config(folder / "config.json")
+    params = _read(folder)
+    extra = set(params) - set(expected_shapes(config))
+    if any("attention_conv" in name or name.startswith("candidate_selector") for name in extra):
+        raise ValueError(f"{folder} is a DFlash2 checkpoint; this reference covers DFlash v1 only")
+    _check(params, expected_shapes(config), folder, "num_hidden_layers and attention_bias")
+    return _cast(params, dtype), config
+
+
+def load_target(
+    path: str | os.PathLike[str], dtype: DTypeLike | None = None
+) -> tuple[dict[str, jax.Array], TargetConfig]:
+    """Reads a Llama or Qwen3 causal LM as transformers saves it; otherwise as ``load``.
+
+    A tied head that is stored all the same is left out: the embedding stands for it.
+    """
+    folder = Path(path)
+    config = read_target_config(folder / "config.json")
+    params = _read(folder)
+    if config.tie_word_embeddings:
+        params.pop("lm_head.weight", None)
+    fields = "num_hidden_layers, attention_bias and tie_word_embeddings"
+    _check(params, target_shapes(config), folder, fields)
+    return _cast(params, dtype), config
+
+
+def _read(folder: Path) -> dict[str, jax.Array]:
     params: dict[str, jax.Array] = {}
     for file in _files(folder):
         params.update(load_file(file))
-    _check(params, expected_shapes(config), folder)
-    if dtype is not None:
-        params = {name: tensor.astype(dtype) for name, tensor in params.items()}
-    return params, config
+    return params
+
+
+def _cast(params: dict[str, jax.Array], dtype: DTypeLike | None) -> dict[str, jax.Array]:
+    return params if dtype is None else {name: tensor.astype(dtype) for name, tensor in params.items()}
 
 
 def _files(folder: Path) -> list[Path]:
@@ -53,13 +81,31 @@ def _files(folder: Path) -> list[Path]:
 
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes of a v1 drafter: 3 and 11 per layer, plus 4 with biases."""
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    shapes: dict[str, tuple[int, ...]] = {
+    hidden = config.hidden_size
+    return {
         "fc.weight": (hidden, len(config.target_layer_ids) * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
+        **_layer_shapes(config, "layers", qk_norm=True),
     }
+
+
+def target_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a target; an untied head has a tensor of its own."""
+    table = (config.vocab_size, config.hidden_size)
+    return {
+        "model.embed_tokens.weight": table,
+        "model.norm.weight": table[1:],
+        **({} if config.tie_word_embeddings else {"lm_head.weight": table}),
+        **_layer_shapes(config, "model.layers", config.qk_norm),
+    }
+
+
+def _layer_shapes(
+    config: DrafterConfig | TargetConfig, prefix: str, qk_norm: bool
+) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     matrices = {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
@@ -69,29 +115,26 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    norms = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
-    }
+    norms = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if qk_norm:
+        norms |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(config.num_hidden_layers):
         for name, shape in {**matrices, **norms}.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
+            shapes[f"{prefix}.{layer}.{name}.weight"] = shape
             if config.attention_bias and name in matrices and name.startswith("self_attn"):
-                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
+                shapes[f"{prefix}.{layer}.{name}.bias"] = shape[:1]
     return shapes
 
 
-def _check(params: dict[str, jax.Array], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    extra = sorted(set(params) - set(shapes))
-    if any("attention_conv" in name or name.startswith("candidate_selector") for name in extra):
-        raise ValueError(f"{folder} is a DFlash2 checkpoint; this reference covers DFlash v1 only")
-    missing = sorted(set(shapes) - set(params))
+def _check(
+    params: dict[str, jax.Array], shapes: dict[str, tuple[int, ...]], folder: Path, fields: str
+) -> None:
+    missing, extra = sorted(set(shapes) - set(params)), sorted(set(params) - set(shapes))
     if missing or extra:
         raise ValueError(
             f"{folder}: tensors do not fit config.json: missing {missing[:4]} ({len(missing)}), "
-            f"unexpected {extra[:4]} ({len(extra)}); check num_hidden_layers and attention_bias"
+            f"unexpected {extra[:4]} ({len(extra)}); check {fields}"
         )
     for name, shape in shapes.items():
         if params[name].shape != shape:

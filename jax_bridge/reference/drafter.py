@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
+from jax_bridge.reference.attention import Rows, attention
 from jax_bridge.reference.config import DrafterConfig
-from jax_bridge.reference.layers import Params, Rows, attention, linear, rms_norm, swiglu
+from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
 from jax_bridge.reference.rope import rotary_tables
 
 Cache = list[Rows]
@@ -45,9 +46,7 @@ def forward(
         ValueError: a shape or dtype that does not fit the config, by argument name.
     """
     _check(params, config, noise_embeds, context_hidden_states, position_ids, cache)
-    context = rms_norm(
-        params, "hidden_norm", linear(params, "fc", context_hidden_states), config.rms_norm_eps
-    )
+    context = project(params, config, context_hidden_states)
     tables = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
     hidden = noise_embeds
     kept: Cache = []
@@ -61,6 +60,11 @@ def forward(
         inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
         hidden = hidden + swiglu(params, f"{name}.mlp", inner)
     return rms_norm(params, "norm", hidden, config.rms_norm_eps), kept
+
+
+def project(params: Params, config: DrafterConfig, features: Float[Array, "B R nH"]) -> Float[Array, "B R H"]:
+    """Context rows of target features: mixed once for all layers, then normed."""
+    return rms_norm(params, "hidden_norm", linear(params, "fc", features), config.rms_norm_eps)
 
 
 def noise_embeddings(

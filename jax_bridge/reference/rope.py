@@ -45,7 +45,7 @@ def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
     if nested:
         raise ValueError(
-            f"rope parameters are nested per layer type ({', '.join(nested)}); the drafter has one "
+            f"rope parameters are nested per layer type ({', '.join(nested)}); this reference has one "
             "rope for all layers: give rope_parameters as one flat dict"
         )
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -53,7 +53,7 @@ def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
         raise ValueError(f"rope_type is {kind!r}; supported: {', '.join(SUPPORTED)}")
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor is {partial}; the drafter needs 1.0")
+        raise ValueError(f"partial_rotary_factor is {partial}; this reference needs 1.0")
     base = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     # Numpy in float32, not jax.numpy: the config is read on the host, once, and stays hashable.
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)

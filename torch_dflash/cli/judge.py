@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from torch_dflash.checksums import checksum_of
 from torch_dflash.cli.asked import check_device, tell_penalty, template_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import Loaded, load_pair
@@ -17,7 +18,6 @@ from torch_dflash.cli.provenance import provenance
 from torch_dflash.cli.recipe import target_name
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.train.card import acceptance_table, add_figures
-from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.data import Prompt, read_prompts
 from torch_dflash.train.evaluate import EvaluateOptions, evaluate
 from torch_dflash.train.export import trained_template

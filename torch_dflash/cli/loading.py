@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -102,8 +102,8 @@ def place_of(device: str | None) -> torch.device:
 
 
 def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
-    folder = _existing("--target", source, TARGETS)
-    with _reading("--target", source):
+    folder = existing("--target", source, TARGETS)
+    with reading("--target", source):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True
@@ -120,12 +120,12 @@ def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
 
 
 def _load_drafter(source: str, dtype: Any) -> DFlashDraftModel:
-    folder = _existing("--drafter", source, DRAFTERS)
-    with _reading("--drafter", source):
+    folder = existing("--drafter", source, DRAFTERS)
+    with reading("--drafter", source):
         return cast(DFlashDraftModel, DFlashDraftModel.from_pretrained(folder, dtype=dtype))
 
 
-def _existing(field: str, source: str, names: dict) -> str:
+def existing(field: str, source: str, names: Collection[str]) -> str:
     """``source``, or its path with ``~`` expanded; a path that is not there never becomes a hub request."""
     path = Path(source).expanduser()
     local = source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
@@ -136,14 +136,12 @@ def _existing(field: str, source: str, names: dict) -> str:
             )
         return str(path)
     if local or path.exists() or not source:
-        known = ", ".join(names)
-        raise UserError(
-            f"{field} {source}: no such directory; pass a directory, a hub id, or one of {known}."
-        )
+        known = f"a directory, a hub id, or one of {', '.join(names)}" if names else "a directory or a hub id"
+        raise UserError(f"{field} {source}: no such directory; pass {known}.")
     return source
 
 
-class _reading:  # noqa: N801 - reads as the statement it is
+class reading:  # noqa: N801 - reads as the statement it is
     """Turn what transformers raises about an unreadable checkpoint into a `UserError`."""
 
     def __init__(self, field: str, source: str):

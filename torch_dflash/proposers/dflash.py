@@ -10,8 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.attention import KeyValue, visible
-from torch_dflash.cache import LayerSpec, StaticLayer, allocate
+from torch_dflash.cache import LayerSpec, allocate_static
 from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.ring import allocate_ring
 from torch_dflash.skeleton import build_skeleton
 from torch_dflash.state import DecodePlan, Draft, register_state
 
@@ -25,7 +26,7 @@ class DFlashState:
     pass, in one product with the block's rows, so K/V weights are read once a round. None: just emptied.
     """
 
-    layers: tuple  # StaticLayer per draft layer: context K/V, block rows are never kept
+    layers: tuple  # StaticLayer or RingLayer per draft layer: context K/V, block rows are never kept
     length: Int[Tensor, " B"]
     context: Float[Tensor, "B M H"] | None
     buffered: Int[Tensor, " B"]
@@ -52,14 +53,19 @@ class DFlashProposer(nn.Module):
 
     def start(self, plan: DecodePlan, device) -> DFlashState:
         config, dtype = self.drafter.config, self.drafter.fc.weight.dtype
-        spec = LayerSpec("draft", config.num_key_value_heads, config.head_dim, config.head_dim, None)
+        heads, dim = config.num_key_value_heads, config.head_dim
+        spec, rows = LayerSpec("draft", heads, dim, dim, None), plan.verify_width
+
+        def empty(window: int | None):
+            if window is None or window + 2 * rows - 1 >= plan.slots:
+                return allocate_static(spec, plan, dtype, device)
+            return allocate_ring(heads, dim, plan.batch_size, window, rows, dtype, device)
+
         zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device=device)
         return DFlashState(
-            layers=tuple(allocate(spec, plan, dtype, device) for _ in self.drafter.layers),
+            layers=tuple(empty(layer.self_attn.window) for layer in self.drafter.layers),
             length=zeros,
-            context=torch.zeros(
-                plan.batch_size, plan.verify_width, config.hidden_size, dtype=dtype, device=device
-            ),
+            context=torch.zeros(plan.batch_size, rows, config.hidden_size, dtype=dtype, device=device),
             buffered=zeros.clone(),
         )
 
@@ -75,7 +81,7 @@ class DFlashProposer(nn.Module):
     def _append(self, pstate: DFlashState, context: Tensor, count: Tensor) -> DFlashState:
         rope = self.drafter.rotary_emb(context, _positions(pstate.length, context.shape[1]))
         layers = tuple(
-            state.write(*layer.self_attn.key_value(context, rope), pstate.length)
+            state.write(*layer.self_attn.key_value(context, rope), pstate.length, count)
             for layer, state in zip(self.drafter.layers, pstate.layers, strict=True)
         )
         return replace(pstate, layers=layers, length=pstate.length + count)
@@ -87,14 +93,14 @@ class DFlashProposer(nn.Module):
         ids = torch.cat([anchor[:, None], masks.expand(-1, self.width - 1)], dim=1)
         noise = embed(ids).to(context.dtype) * drafter.config.input_embedding_scale
         block_at = _positions(length, self.width)
-        slots = torch.arange(pstate.layers[0].key.shape[2], device=length.device, dtype=length.dtype)
-        written: list[StaticLayer] = []
+        written: list[Any] = []
 
         def memory(attention, key, value):
-            layer = pstate.layers[attention.index].write(key[:, :, :rows], value[:, :, :rows], pstate.length)
+            layer = pstate.layers[attention.index]
+            layer = layer.write(key[:, :, :rows], value[:, :, :rows], pstate.length, pstate.buffered)
             written.append(layer)
-            seen = visible(block_at, slots[None], attention.window, attention.causal)
-            seen = seen & (slots < length[:, None])[:, None, None]  # stale slots start at `length`
+            at = layer.positions(length)
+            seen = visible(block_at, at, attention.window, attention.causal) & (at >= 0)[:, None, None]
             inside = visible(block_at, block_at, attention.window, attention.causal)
             return [
                 KeyValue(layer.key, layer.value, seen),

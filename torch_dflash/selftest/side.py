@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.engine import Engine
 from torch_dflash.generation import compile as compile_pair
+from torch_dflash.paged import paged_attention
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.selftest.pairs import make_drafter, make_pair
 
@@ -51,6 +52,10 @@ class Side(Protocol):
 
     def repeat(self, engine: Engine, step: Callable, times: int) -> Callable[[Any, Any], Any]:
         """``(params, state) -> state`` that runs ``step`` ``times`` times; consumes its state."""
+        ...
+
+    def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
+        """`paged_attention` on the device: its output and its pool as CPU tensors."""
         ...
 
     def wait(self, tree: Any) -> None:
@@ -100,6 +105,11 @@ class EagerSide:
 
         return repeated
 
+    def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
+        query, key, value, pool, table, start = (tensor.to(self.device, copy=True) for tensor in arguments)
+        out, pool = paged_attention(query, key, value, pool, table, start, scale, **options)
+        return out.cpu(), pool.cpu()
+
     def wait(self, tree: Any) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -137,16 +147,26 @@ class Subject:
         self._random = make_drafter(self.target, seed=77).state_dict()
 
     def engine(self, kind: str, batch_size: int) -> Engine:
-        """The engine that drafts as ``kind`` says: "plain", "agreeing", "random" or "n-gram".
+        """The engine that drafts as ``kind`` says: "plain", "agreeing", "random", "n-gram" or "paged".
 
-        The agreeing and the random drafter share one: weights are data, and nothing compiles again.
+        The agreeing and the random drafter share one: weights are data, and nothing compiles again. "paged"
+        is the agreeing one on a paged cache, whose pages do not suffice for all rows at once.
         """
         target, drafter = self._live
+        options: dict[str, Any] = {}
+        if kind == "paged":
+            drafter.load_state_dict(self.drafter.state_dict())
+            options = {"cache": "paged", "page_size": 16, "pool_pages": 7 + 2 * (batch_size - 1)}
         if kind in ("agreeing", "random"):
             drafter.load_state_dict(self._random if kind == "random" else self.drafter.state_dict())
             kind = "DFlash"
         if (kind, batch_size) not in self._engines:
-            drafts = {"DFlash": drafter, "plain": None, "n-gram": NGramProposer(WIDTH, max_ngram=2)}[kind]
+            drafts = {
+                "DFlash": drafter,
+                "paged": drafter,
+                "plain": None,
+                "n-gram": NGramProposer(WIDTH, max_ngram=2),
+            }[kind]
             self._engines[kind, batch_size] = compile_pair(
                 target,
                 drafts,
@@ -155,6 +175,7 @@ class Subject:
                 batch_size=batch_size,
                 rounds_per_chunk=CHUNK,
                 prefill_chunk_size=16,
+                **options,
             )
         return self._engines[kind, batch_size]
 

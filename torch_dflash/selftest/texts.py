@@ -17,7 +17,7 @@ from torch_dflash.selftest.side import Subject, prompts
 NEW = 24
 TEMPERATURE = 8.0  # the two best logits of an agreeing pair stand tens above the rest: see `correlate`
 SEED = 5
-KINDS = ("plain", "agreeing", "random", "n-gram")
+KINDS = ("plain", "agreeing", "random", "n-gram", "paged")
 
 
 def own_texts(subject: Subject) -> dict[str, list[list[int]]]:
@@ -74,7 +74,7 @@ def _same_text(
     tau = out.stats.mean_acceptance_length
     detail = f"acceptance length {tau:.2f} ({min(lengths)} to {max(lengths)})"
     blind = {
-        "acceptance never varied": kind == "agreeing" and len(set(lengths)) < 2,
+        "acceptance never varied": kind in ("agreeing", "paged") and len(set(lengths)) < 2,
         "samples equal the greedy text": mode == "sampled" and wanted == texts["greedy"],
     }
     for words, what in ((wrong, "another text"), (ties, "a tie of the two best, so not compared further")):
@@ -82,7 +82,8 @@ def _same_text(
     detail += "".join(f"; {what}, so this shows nothing" for what, seen in blind.items() if seen)
     against = "plain" if mode == "sampled" else "target.generate"
     batch = f"{len(rows)} ragged rows" if len(rows) > 1 else "batch 1"
-    drafter = kind if kind in ("plain", "n-gram") else f"{kind} drafter"
+    named = {"plain": "plain", "n-gram": "n-gram", "paged": "agreeing drafter, paged cache"}
+    drafter = named.get(kind, f"{kind} drafter")
     return judged(
         f"{subject.family}, {mode} = {against}: {drafter}, {batch}",
         not wrong and not any(blind.values()),

@@ -138,6 +138,8 @@ def measure(side: Side, size: str) -> Iterator[dict[str, Any]]:
     engines = {"plain step, M=1": _engine(side, target, None, chosen)}
     for width in VERIFY_WIDTHS:
         engines[f"verify, M={width}"] = _engine(side, target, Unaccepted(width), chosen)
+    paged = f"verify, M={BLOCK}, paged"
+    engines[paged] = _engine(side, target, Unaccepted(BLOCK), chosen, cache="paged")
     block = _engine(side, target, drafter, chosen)
     engines |= {f"draft, W={BLOCK}": block, f"whole round, W=M={BLOCK}": block}
     programs = {
@@ -157,7 +159,7 @@ def measure(side: Side, size: str) -> Iterator[dict[str, Any]]:
         yield rows[-1] | {"copy_gb_per_s": speed, "size": size, "dtype": str(chosen.dtype)}
 
 
-def _engine(side: Side, target: Any, drafter: Any, size: Size) -> Engine:
+def _engine(side: Side, target: Any, drafter: Any, size: Size, cache: str = "static") -> Engine:
     return compile_pair(
         target,
         drafter,
@@ -165,6 +167,7 @@ def _engine(side: Side, target: Any, drafter: Any, size: Size) -> Engine:
         max_length=PROMPT + (ROUNDS + 1) * BLOCK,  # a round may commit a whole block
         prefill_chunk_size=PROMPT,
         filters=False,
+        cache=cache,
         # In fp32 the exact product, as everywhere else; narrow types have no more than their own.
         matmul_precision="highest" if size.dtype == torch.float32 else "default",
     )

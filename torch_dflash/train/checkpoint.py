@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_dflash.train.checksums import checksum_of
+from torch_dflash.checksums import checksum_of
 from torch_dflash.train.files import StageError, write_atomically
 
 KEPT = 2

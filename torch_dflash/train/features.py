@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, check_target, context_of
+from torch_dflash.checksums import checksum_of
 from torch_dflash.engine import Engine
 from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import PlainProposer
@@ -24,7 +25,6 @@ from torch_dflash.rows import write_rows
 from torch_dflash.skeleton import build_skeleton, collect_tensors
 from torch_dflash.state import DecodePlan, register_state
 from torch_dflash.target import tapped
-from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.data import Answer, encode_conversation
 from torch_dflash.train.files import StageError, open_stage, write_atomically
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import glob
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+
+from torch_dflash.files import write_whole
 
 MANIFEST = "stage.json"
 
@@ -51,22 +52,15 @@ def naming_a_full_disk(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.
+    """`torch_dflash.files.write_whole`, cleaning up after processes that were killed in it.
 
     Raises:
         StageError: the disk is full; what was there before is untouched.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         left.unlink(missing_ok=True)  # of a process that was killed while it wrote this file
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with naming_a_full_disk(path):
-            write(part)
-            with part.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with naming_a_full_disk(path):
+        write_whole(path, write)
 
 
 def write_json(path: Path, content: Any) -> None:

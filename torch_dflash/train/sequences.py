@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from torch_dflash.checksums import checksum_of
 from torch_dflash.train.blocks import Batch, draw_anchors
-from torch_dflash.train.checksums import checksum_of
 from torch_dflash.train.features import FeatureExtractor, Sequence
 from torch_dflash.train.files import StageError
 

@@ -1,4 +1,4 @@
-"""Checksums of tensors: a file that was damaged after it was written is refused, not trained on."""
+"""Checksums of tensors: a file that was damaged after it was written is refused, not read."""
 
 from __future__ import annotations
 

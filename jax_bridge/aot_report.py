@@ -1,0 +1,118 @@
+"""A round and its passes compiled for a TPU that is not there, each held against its floor."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_bridge.aot import AbstractPair, CompiledStep, compile_step, find_topology
+from jax_bridge.floor import Chip, chip_of, floor_of
+from jax_bridge.hlo import Program, forbidden
+
+PASSES = ("verify", "draft", "round")
+
+
+class CompileError(RuntimeError):
+    """The compiler refused the program; most often it does not fit the chip's HBM."""
+
+
+def check_topology(topology: str) -> None:
+    """Refuse, before anything is built, what cannot be compiled for here.
+
+    Raises:
+        ModuleNotFoundError: libtpu is not installed. ValueError: no such topology, or no peaks for it.
+    """
+    chip_of(topology)
+    find_topology(topology)
+
+
+def report(
+    model: AbstractPair,
+    *,
+    context: int,
+    topology: str = "v5p:2x2x1",
+    passes: tuple[str, ...] = PASSES,
+    dump: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Compile ``passes`` for one chip of ``topology`` and say what each moves, beside the least it could.
+
+    Args:
+        model: from `jax_bridge.aot.abstract_pair`, of a capacity of ``context`` for figures of a full cache.
+        context: committed tokens per row that the floor counts.
+        topology: see `jax_bridge.aot.compile_step`.
+        passes: some of `PASSES`; the figures of the others are None.
+        dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each.
+        say: called with a line before and after every compilation, which takes minutes for a large model.
+
+    Returns:
+        Bytes, milliseconds and counts by name. ``roofline_ms`` is the longer of the round's HBM time (at the
+        counted bytes) and its FLOP time at the chip's peaks, and ``bound`` says which one that is:
+        "memory" or "compute". Kernels that report no FLOPs are taken to be the attention.
+
+    Raises:
+        ModuleNotFoundError, ValueError: as `jax_bridge.aot.compile_step`. CompileError: what it says.
+    """
+    chip, floor = chip_of(topology), floor_of(model.pair, model.params, context)
+    steps: dict[str, CompiledStep] = {}
+    for name in passes:
+        say(f"compiling {name} for {topology} ...")
+        try:
+            steps[name] = step = compile_step(model, name, topology=topology)
+        except jax.errors.JaxRuntimeError as error:
+            raise CompileError(f"{name} for {topology}: {' '.join(str(error).split())[:400]}") from error
+        say(f"  {step.compile_seconds:.1f} s, {step.traffic_bytes / 1e9:.3f} GB a run")
+        if dump is not None:
+            (Path(dump) / f"{name}.hlo.txt").write_text(step.hlo)
+    attention = {"verify": floor.verify_attention_flops, "draft": floor.draft_attention_flops}
+    attention["round"] = attention["verify"] + attention["draft"]
+    figures: dict[str, Any] = {}
+    for name in PASSES:
+        step = steps.get(name)
+        figures[f"{name}_hbm_bytes"] = step and step.traffic_bytes
+        figures[f"{name}_floor_bytes"] = getattr(floor, name)
+    main = next(name for name in ("round", *PASSES) if name in steps)
+    return {
+        "topology": topology,
+        "libtpu": _libtpu(),
+        **_summary(steps[main], attention[main], chip),
+        **figures,
+        "passes": {name: _summary(step, attention[name], chip) for name, step in steps.items()},
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _summary(step: CompiledStep, attention: int, chip: Chip) -> dict[str, Any]:
+    program = Program(step.hlo)
+    silent = any(
+        'custom_call_target="tpu_custom_call"' in one.attributes and "cost_estimate" not in one.attributes
+        for one in program.instructions()
+    )
+    flops = int(step.cost.get("flops", 0)) + (attention if silent else 0)
+    moving, computing = step.traffic_bytes / chip.bandwidth, flops / chip.flops
+    return {
+        "compile_seconds": round(step.compile_seconds, 1),
+        "hbm_per_chip_bytes": step.hbm_bytes,
+        "argument_bytes": step.argument_bytes,
+        "peak_temp_bytes": step.temp_bytes,
+        "aliased_bytes": step.alias_bytes,
+        "unaliased": step.unaliased,
+        "collectives": program.collectives(),
+        "forbidden": forbidden(step.hlo),
+        "xla_bytes_accessed": int(step.cost.get("bytes accessed", 0)),
+        "flops": flops,
+        "roofline_ms": round(1e3 * max(moving, computing), 4),
+        "bound": "memory" if moving >= computing else "compute",
+    }
+
+
+def _libtpu() -> str | None:
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,43 @@
+"""Compiled programs kept on disk, so that the next process need not compile them again."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from torch_dflash.demo_model import cache_root
+
+FOLDER = "xla"
+
+
+@lru_cache(maxsize=1)  # one attempt and one warning a process
+def keep_programs() -> None:
+    """Have JAX keep programs under the user's cache directory, unless the user has told it where.
+
+    JAX's own thresholds stay: what took a second or more to compile is kept. The setting is the process's:
+    other programs of it are kept there too. ``jax_compilation_cache_dir``, its environment variable and
+    ``jax_enable_compilation_cache=False`` are left as they are. A folder that cannot be written to is one
+    warning, and decoding goes on without.
+    """
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
+        return
+    folder = cache_root() / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK | os.X_OK)
+        reason = "not writable"
+    except OSError as error:
+        usable, reason = False, error.strerror
+    if usable:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    else:
+        warnings.warn(
+            f"compiled programs are not kept: {folder} is {reason}. Make it writable, or set "
+            "jax_compilation_cache_dir to a folder that is.",
+            stacklevel=2,
+        )

@@ -1,0 +1,138 @@
+"""The least a pass must read from HBM and compute, and how fast a chip could do it.
+
+The floor of a pass is its weights once and the K/V of the context once. Target and drafter share one head,
+and a round reads it in both passes, as what the second one needs is only known after the first: a round's
+floor is the sum of both, the head twice. What is left out is small: activations, the block's own K/V, and the
+embedding, of which a pass reads one row per token. A tied embedding is the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from torch_dflash.decode import Pair
+from torch_dflash.state import DecodePlan
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+class Chip(NamedTuple):
+    """Published peaks of one chip: dense bf16 FLOP/s and HBM bytes/s."""
+
+    flops: float
+    bandwidth: float
+
+
+CHIPS = {
+    "v4": Chip(275e12, 1228e9),
+    "v5e": Chip(197e12, 819e9),
+    "v5p": Chip(459e12, 2765e9),
+    "v6e": Chip(918e12, 1640e9),
+}
+
+
+def chip_of(topology: str) -> Chip:
+    """The chip of a topology such as "v5p:2x2x1".
+
+    Raises:
+        ValueError: a generation without published peaks here.
+    """
+    generation = topology.partition(":")[0]
+    if generation not in CHIPS:
+        raise ValueError(
+            f"topology={topology!r}: no peak figures for {generation!r}; name one of {', '.join(CHIPS)} and "
+            "its shape, such as v5p:2x2x1."
+        )
+    return CHIPS[generation]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes that the passes of one round must read, and the FLOPs of attention over the context."""
+
+    verify: int
+    draft: int
+    verify_attention_flops: int
+    draft_attention_flops: int
+
+    @property
+    def round(self) -> int:
+        """Both passes: each reads the head."""
+        return self.verify + self.draft
+
+
+def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
+    """The floor of ``pair``'s passes with ``context`` committed tokens in every row.
+
+    Of a mixture of experts, as many experts count as the rows can be routed to: ``B * M * k``, at most all.
+    """
+    plan, target = pair.plan, pair.target
+    weights = {name: shape.size * shape.dtype.itemsize for name, shape in params.items()}
+    embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    names = {id(weight): name for name, weight in pair.named_parameters()}
+    head_bytes = weights[names[id(head.weight)]]
+    reads = {name: size for name, size in weights.items() if name.startswith("target.")}
+    if embedding.weight is not head.weight:
+        del reads[names[id(embedding.weight)]]
+    rows = plan.batch_size * plan.verify_width
+    for prefix, count, share in _experts(pair, rows):
+        for name in reads:
+            if name.startswith(prefix + ".") and params[name].shape[0] == count:
+                reads[name] = round(reads[name] * share)
+
+    size = params[names[id(embedding.weight)]].dtype.itemsize
+    cached = sum(
+        (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, plan.verify_width)
+        for spec in target.specs
+    )
+    drafter = [size for name, size in weights.items() if name.startswith("proposer.")]
+    draft_cached, draft_flops = _draft_attention(pair, context)
+    return Floor(
+        verify=sum(reads.values()) + plan.batch_size * size * cached,
+        draft=sum(drafter) + head_bytes * bool(drafter) + plan.batch_size * size * draft_cached,
+        verify_attention_flops=_attention_flops(plan, target, context),
+        draft_attention_flops=draft_flops,
+    )
+
+
+def _seen(context: int, window: int | None, rows: int) -> int:
+    """Context positions that ``rows`` queries see between them."""
+    return context if window is None else min(context, window + rows - 1)
+
+
+def _experts(pair: Pair, rows: int) -> list[tuple[str, int, float]]:
+    """(Name, experts, share of them that ``rows`` can reach) of each set of experts of the target."""
+    chosen: Any = getattr(pair.target.config.get_text_config(), "num_experts_per_tok", None)
+    found = []
+    for name, module in pair.named_modules():
+        count: Any = getattr(module, "num_experts", None)
+        stacked = any(weight.ndim == 3 for _, weight in module.named_parameters(recurse=False))
+        if count and chosen and stacked:
+            found.append((name, count, min(1.0, rows * chosen / count)))
+    return found
+
+
+def _attention_flops(plan: DecodePlan, target: Any, context: int) -> int:
+    """Scores and weighted values of the M rows: two FLOPs per product."""
+    heads = target.config.get_text_config().num_attention_heads
+    widths = sum(
+        (spec.k_dim + spec.v_dim) * _seen(context, spec.window, plan.verify_width) for spec in target.specs
+    )
+    return 2 * plan.batch_size * plan.verify_width * heads * widths
+
+
+def _draft_attention(pair: Pair, context: int) -> tuple[int, int]:
+    """Cached elements of one row and FLOPs of all, over a drafter's layers; nothing for other proposers."""
+    drafter: Any = getattr(pair.proposer, "drafter", None)
+    if drafter is None:
+        return 0, 0
+    cached = flops = 0
+    for layer in drafter.layers:
+        attention, config = layer.self_attn, drafter.config
+        seen = _seen(context, attention.window, pair.proposer.width)
+        cached += 2 * config.num_key_value_heads * config.head_dim * seen
+        flops += 4 * config.num_attention_heads * config.head_dim * seen
+    return cached, flops * pair.plan.batch_size * pair.proposer.width

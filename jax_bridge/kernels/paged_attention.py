@@ -1,0 +1,132 @@
+"""Paged attention in JAX: by platform, the Pallas kernel or a loop over blocks of pages in plain jnp."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_bridge.kernels.pallas_body import LOWEST, TILE
+from jax_bridge.kernels.pallas_paged import pallas_paged_attention
+
+BLOCK_KEYS = 512
+
+
+def paged_attention_jax(
+    query: Float[Array, "B Q M D"],
+    fresh: Float[Array, "B G M KV"],
+    pool: Float[Array, "P G page KV"],
+    table: Int[Array, "B T"],
+    start: Int[Array, " B"],
+    scale: float,
+    k_dim: int,
+    v_dim: int,
+    window: int | None = None,
+    sinks: Float[Array, " Q"] | None = None,
+    softcap: float | None = None,
+) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page KV"]]:
+    """`torch_dflash.paged.paged_attention` from K and V side by side; the pool is to be donated."""
+    batch, heads, rows, _ = query.shape
+    groups = fresh.shape[1]
+    grouped = query.reshape(batch, groups, heads // groups, rows, k_dim)
+    sinks = None if sinks is None else sinks.reshape(groups, -1)
+    # Columns of page 0 past the last: a bucket of padded rows may reach beyond what a row may hold.
+    table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
+    static = {"k_dim": k_dim, "scale": scale, "window": window, "softcap": softcap, "block_keys": BLOCK_KEYS}
+    out, pool = jax.lax.platform_dependent(
+        grouped,
+        fresh.astype(pool.dtype),
+        pool,
+        table,
+        start,
+        sinks,
+        tpu=partial(pallas_paged_attention, **static),
+        default=partial(jnp_paged_attention, **static),
+    )
+    out = out[..., :v_dim].reshape(batch, heads, rows, v_dim)
+    return out.transpose(0, 2, 1, 3), pool
+
+
+def jnp_paged_attention(
+    query: Float[Array, "B G heads M D"],
+    fresh: Float[Array, "B G M KV"],
+    pool: Float[Array, "P G page KV"],
+    table: Int[Array, "B T"],
+    start: Int[Array, " B"],
+    sinks: Float[Array, "G heads"] | None = None,
+    *,
+    k_dim: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    block_keys: int,
+) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page KV"]]:
+    """The same as `pallas_paged_attention`, block by block with a running softmax.
+
+    Only blocks below the longest row's length are read, and no more than one block's scores exist.
+    """
+    rows, page = fresh.shape[2], pool.shape[2]
+    pool = _write(pool, fresh, table, start)
+    block_pages = max(1, block_keys // page)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
+    at = start[:, None] + jnp.arange(rows, dtype=start.dtype)
+
+    def add_block(block, carry):
+        top, total, sums = carry
+        numbers = jax.lax.dynamic_slice_in_dim(table, block * block_pages, block_pages, axis=1)
+        pages = pool[numbers]  # [B, pages, G, page, KV]
+        kv = pages.transpose(0, 2, 1, 3, 4).reshape(*query.shape[:2], -1, pool.shape[3])
+        position = block * block_pages * page + jnp.arange(kv.shape[2], dtype=start.dtype)
+        score = jnp.einsum("bghmd,bgkd->bghmk", query, kv[..., :k_dim], preferred_element_type=jnp.float32)
+        score = score * scale
+        if softcap is not None:
+            score = jnp.tanh(score / softcap) * softcap
+        seen = position <= at[:, :, None]
+        if window is not None:
+            seen = seen & (position > at[:, :, None] - window)
+        score = jnp.where(seen[:, None, None], score, LOWEST)
+        peak = jnp.maximum(top, score.max(axis=-1))
+        weight = jnp.where(seen[:, None, None], jnp.exp(score - peak[..., None]), 0)
+        fade = jnp.exp(top - peak)
+        moved = jnp.einsum(
+            "bghmk,bgkd->bghmd",
+            weight.astype(kv.dtype),
+            kv[..., k_dim:],
+            preferred_element_type=jnp.float32,
+        )
+        return peak, total * fade + weight.sum(axis=-1), sums * fade[..., None] + moved
+
+    shape = query.shape[:-1]
+    top = jnp.full(shape, LOWEST, jnp.float32)
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks[None, :, :, None], shape).astype(jnp.float32)
+    total = jnp.where(top > LOWEST, 1.0, 0.0)  # a sink takes part in the softmax, without a value
+    sums = jnp.zeros((*shape, pool.shape[3] - k_dim), jnp.float32)
+    blocks = (jnp.max(start) + rows + block_pages * page - 1) // (block_pages * page)
+    _, total, sums = jax.lax.fori_loop(0, blocks, add_block, (top, total, sums))
+    return (sums / total[..., None]).astype(query.dtype), pool
+
+
+def _write(pool: Array, fresh: Array, table: Array, start: Array) -> Array:
+    """Put the new rows into the pages, a tile at a time: rows of a tile never cross pages."""
+    batch, groups, rows, lanes = fresh.shape
+    page, count = pool.shape[2], -(-(rows + TILE - 1) // TILE)
+    inside = start % TILE
+    base = start - inside
+
+    def where(b, position):
+        zero = jnp.int32(0)
+        return table[b, position // page], zero, position % page, zero
+
+    def write_row(b, pool):
+        old = jax.lax.dynamic_slice(pool, where(b, base[b]), (1, groups, TILE, lanes))
+        staged = jnp.pad(old[0], ((0, 0), (0, (count - 1) * TILE), (0, 0)))
+        staged = jax.lax.dynamic_update_slice(staged, fresh[b], (0, inside[b], 0))
+        for tile in range(count):
+            piece = jax.lax.slice_in_dim(staged, tile * TILE, (tile + 1) * TILE, axis=1)
+            pool = jax.lax.dynamic_update_slice(pool, piece[None], where(b, base[b] + tile * TILE))
+        return pool
+
+    return jax.lax.fori_loop(0, batch, write_row, pool)

@@ -1,0 +1,170 @@
+"""What the paged attention kernel does for one half of the K/V heads, one sequence, one tile of query rows.
+
+It reads K and V of a page in one copy, a block of pages at a time and one block ahead, and keeps a running
+softmax. It never reads what it writes: the last, partly filled tile of old rows and the new rows are merged
+on the chip, attended to there, and copied out meanwhile.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+TILE = 16
+"""Rows a copy to or from a page is aligned to: a tile of bfloat16 on every TPU; pages are multiples."""
+LOWEST = -1e30
+
+# Of integers that are not negative. `//` and `%` also serve those, and ask for it which chip they run on.
+div, rem = jax.lax.div, jax.lax.rem
+
+
+class Kind(NamedTuple):
+    """What is static: ``scale``, ``window`` and ``softcap`` as in `paged_attention`, rows in all and here."""
+
+    k_dim: int
+    rows: int
+    tile_rows: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+def attend_to_pages(
+    kind, start_ref, table_ref, query, fresh, first, pool_in, out, pool,
+    staged, blocks, top, total, sums, arrived, left,
+):  # fmt: skip
+    """The kernel.
+
+    Refs: ``query`` [1, own, 1, heads * rows, D]; ``fresh`` [1, own, M, KV]; ``first`` [own, heads * rows, 1],
+    the sinks; ``pool`` [P, G, page, KV] in HBM, also as ``pool_in``; on the chip ``staged`` [own, rows to a
+    tile, KV], ``blocks`` [2, pages, own, page, KV], the softmax's ``top``, ``total`` and ``sums`` per row.
+    """
+    half, b, tile = (pl.program_id(axis) for axis in range(3))
+    own, (block_pages, page) = staged.shape[0], (blocks.shape[1], blocks.shape[3])
+    heads, columns = pl.ds(half * own, own), div(table_ref.shape[0], pl.num_programs(1))
+    start = start_ref[b]
+    inside = rem(start, TILE)
+    base = start - inside  # rows below are read from pages, the rest from `staged`
+
+    def number(column):
+        return table_ref[b * columns + column]
+
+    def tile_at(position):
+        offset = pl.multiple_of(rem(position, page), TILE)
+        return pool.at[number(div(position, page)), heads, pl.ds(offset, TILE)]
+
+    @pl.when(tile == 0)
+    def _():
+        old = pltpu.make_async_copy(tile_at(base), staged.at[:, pl.ds(0, TILE)], left)
+        old.start()
+        old.wait()
+        _merge(kind, staged, fresh, inside)
+        _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
+
+    top[...] = jnp.broadcast_to(first[...], top.shape)
+    total[...] = jnp.where(top[...] > LOWEST, 1.0, 0.0)  # a sink takes part in the softmax, without a value
+    sums[...] = jnp.zeros_like(sums)
+    offset = start + tile * kind.tile_rows
+    row = rem(jax.lax.broadcasted_iota(jnp.int32, (query.shape[3], 1), 0), kind.tile_rows)
+    attend = partial(_attend, kind, query, top, total, sums, offset + row)
+    keys = block_pages * page
+
+    def attend_block(slot, block):
+        position = block * keys + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+        for head in range(own):
+            attend(head, blocks[slot, :, head].reshape(keys, -1), position, position < base)
+
+    def copies(block, slot):
+        for index in range(block_pages):
+            source = pool.at[number(block * block_pages + index), heads]
+            yield pltpu.make_async_copy(source, blocks.at[slot, index], arrived.at[slot])
+
+    earliest = 0 if kind.window is None else jnp.maximum(offset - kind.window + 1, 0)
+    _read_ahead(copies, attend_block, div(earliest, keys), div(base + keys - 1, keys))
+
+    position = base + jax.lax.broadcasted_iota(jnp.int32, (1, staged.shape[1]), 1)
+    for head in range(own):
+        attend(head, staged[head], position, position < start + kind.rows)
+        out[0, head, 0] = (sums[head] / total[head][:, :1]).astype(out.dtype)
+
+    @pl.when(tile == 0)
+    def _():
+        _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).wait())
+
+
+def _out(rows, page_rows, semaphore):
+    return pltpu.make_async_copy(rows, page_rows, semaphore)
+
+
+def _each_tile(kind, staged, inside, act):
+    """``act(first row, rows)`` for every tile of ``staged`` that holds new rows."""
+
+    def one(index, _):
+        at = pl.multiple_of(index * TILE, TILE)
+        act(at, staged.at[:, pl.ds(at, TILE)])
+
+    jax.lax.fori_loop(0, div(inside + kind.rows + TILE - 1, TILE), one, None)
+
+
+def _read_ahead(copies, attend_block, begin, end):
+    """Attend to blocks ``begin .. end-1``, each fetched while the one before it is attended to."""
+
+    def start(block):
+        for copy in copies(block, rem(block, 2)):
+            copy.start()
+
+    pl.when(begin < end)(lambda: start(begin))
+
+    def over(block, _):
+        pl.when(block + 1 < end)(lambda: start(block + 1))
+        for copy in copies(block, rem(block, 2)):
+            copy.wait()
+        attend_block(rem(block, 2), block)
+
+    jax.lax.fori_loop(begin, end, over, None)
+
+
+def _merge(kind, staged, fresh, inside):
+    """Put the new rows into ``staged`` from row ``inside`` on; before it stand old rows, behind it zeros."""
+    height = staged.shape[1]
+    row = jax.lax.broadcasted_iota(jnp.int32, (height, kind.rows), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (height, kind.rows), 1)
+    shift = (row == column + inside).astype(staged.dtype)  # one 1 a row: the product moves rows, exactly
+    kept = jax.lax.broadcasted_iota(jnp.int32, (height, 1), 0) < inside
+    for head in range(staged.shape[0]):
+        moved = _product(shift, fresh[0, head], 0)
+        staged[head] = jnp.where(kept, staged[head], moved.astype(staged.dtype))
+
+
+def _attend(kind, query, top, total, sums, at, head, rows, position, real):
+    """Add ``rows`` [keys, KV] at ``position`` [1, keys] to the running softmax of one K/V head."""
+    cut = kind.k_dim if query.shape[4] == kind.k_dim else 0
+    key, value = (rows[:, :cut], rows[:, cut:]) if cut else (rows, rows)
+    score = _product(query[0, head, 0], key, 1) * kind.scale
+    if kind.softcap is not None:
+        score = jnp.tanh(score / kind.softcap) * kind.softcap
+    seen = real & (position <= at)
+    if kind.window is not None:
+        seen = seen & (position > at - kind.window)
+    score = jnp.where(seen, score, LOWEST)
+    before = top[head][:, :1]
+    peak = jnp.maximum(before, jnp.max(score, axis=1, keepdims=True))
+    weight = jnp.where(seen, jnp.exp(score - peak), 0.0)
+    fade = jnp.exp(before - peak)
+    gained = jnp.sum(weight, axis=1, keepdims=True)
+    total[head] = jnp.broadcast_to(total[head][:, :1] * fade + gained, total.shape[1:])
+    top[head] = jnp.broadcast_to(peak, top.shape[1:])
+    sums[head] = sums[head] * fade + _product(weight.astype(rows.dtype), value, 0)
+
+
+def _product(left, right, axis):
+    """``left`` [a, k] times ``right``, contracted over its ``axis``, summed in float32."""
+    # bfloat16 products are exact in one pass; float32 needs all six.
+    precision = jax.lax.Precision.HIGHEST if right.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dims = (((1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)

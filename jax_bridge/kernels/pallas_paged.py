@@ -1,0 +1,125 @@
+"""The TPU kernel's call: shapes, blocks and memory. The program itself is in `pallas_body`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jax_bridge.kernels.pallas_body import LOWEST, TILE, Kind, attend_to_pages
+
+LANES = 128
+VMEM = 64 << 20
+
+
+def pallas_paged_attention(
+    query: Float[Array, "B G heads M D"],
+    fresh: Float[Array, "B G M KV"],
+    pool: Float[Array, "P G page KV"],
+    table: Int[Array, "B T"],
+    start: Int[Array, " B"],
+    sinks: Float[Array, "G heads"] | None = None,
+    *,
+    k_dim: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    block_keys: int = 512,
+    row_tile: int = 512,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page KV"]]:
+    """Write ``fresh`` at positions ``start .. start+M-1`` of each sequence, and attend to all up to each row.
+
+    Args:
+        query: rotated queries of D = ``k_dim``.
+        fresh: K and V of the new rows side by side, padded to KV lanes.
+        pool: pages of all sequences, consumed; position p is ``pool[table[b, p // page], :, p % page]``.
+        table: page numbers, enough for ``start + M`` and a tile; page 0 belongs to nobody.
+        start: positions already in the pages.
+        sinks: one learned logit per query head.
+        block_keys: keys read at once.
+        row_tile: most query rows (heads x M) of one program.
+        interpret: run on the CPU, slowly, for tests.
+    """
+    batch, groups, heads, rows, _ = query.shape
+    tile_rows = _divisor(rows, max(1, row_tile // heads))
+    tiles = rows // tile_rows
+    kind = Kind(k_dim, rows, tile_rows, scale, window, softcap)
+
+    # Where K ends inside a tile of lanes, zeros over V's lanes are cheaper than moving lanes.
+    whole = k_dim % LANES != 0
+    lanes = pool.shape[3]
+    query = jnp.pad(query, [(0, 0)] * 4 + [(0, lanes - k_dim)]) if whole else query
+    width = lanes if whole else lanes - k_dim
+    tiled = _swap(query, (batch, groups, heads, tiles, tile_rows, -1))
+    tiled = tiled.reshape(batch, groups, tiles, heads * tile_rows, -1)
+
+    block_pages = max(1, block_keys // pool.shape[2])
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
+    sinks = jnp.full((groups, heads), LOWEST) if sinks is None else sinks
+    first = jnp.repeat(sinks.astype(jnp.float32), tile_rows, axis=1)[:, :, None]
+
+    call = _call(kind, tiled, pool, width, block_pages, interpret)
+    out, pool = call(start, table.reshape(-1), tiled, fresh, first, pool)
+    out = _swap(out, (batch, groups, tiles, heads, tile_rows, width)).reshape(*query.shape[:-1], width)
+    return (out[..., k_dim:] if whole else out), pool
+
+
+def _call(kind: Kind, query: Array, pool: Array, width: int, block_pages: int, interpret: Any) -> Callable:
+    """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place."""
+    batch, groups, tiles, height, depth = query.shape
+    page, lanes = pool.shape[2:]
+    halves = 2 if groups % 2 == 0 else 1
+    own, staged = groups // halves, -(-(kind.rows + TILE - 1) // TILE) * TILE
+
+    def by_tile(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, own, 1, height, width), lambda half, b, tile, *_: (b, half, tile, 0, 0))
+
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        partial(attend_to_pages, kind),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(halves, batch, tiles),
+            in_specs=[
+                by_tile(depth),
+                pl.BlockSpec((1, own, kind.rows, lanes), lambda half, b, tile, *_: (b, half, 0, 0)),
+                pl.BlockSpec((own, height, 1), lambda half, b, tile, *_: (half, 0, 0)),
+                in_hbm,
+            ],
+            out_specs=[by_tile(width), in_hbm],
+            scratch_shapes=[
+                pltpu.VMEM((own, staged, lanes), pool.dtype),
+                pltpu.VMEM((2, block_pages, own, page, lanes), pool.dtype),
+                *(pltpu.VMEM((own, height, size), jnp.float32) for size in (LANES, LANES, width)),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SemaphoreType.DMA,
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((*query.shape[:-1], width), query.dtype),
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        ],
+        input_output_aliases={5: 1},
+        # Halves of the heads touch different parts of every page: a chip with two cores takes one each.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        interpret=interpret,
+        name="paged_attention",
+    )
+
+
+def _swap(rows: Array, shape: tuple[int, ...]) -> Array:
+    """To and from tiles: a program's rows are its tile of the rows of every head."""
+    return rows.reshape(shape).transpose(0, 1, 3, 2, 4, 5)
+
+
+def _divisor(count: int, most: int) -> int:
+    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)

@@ -1,0 +1,60 @@
+"""How a weight lies in device memory: chosen where it is put there, once for all engines.
+
+torch keeps a linear layer's weight as [out, in]. XLA's CPU products of two and more rows in float32 are
+faster with [in, out] (`benchmarks/weight_layout.py`). A weight that is kept so is a `Turned`: programs take
+it as it is and see its transpose, so shapes and names stay those of the model. XLA's own array layouts
+would do without this class, but its CPU compiler copies such arguments into the usual order on every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Turned:
+    """A weight [out, in] kept as ``array`` [in, out]."""
+
+    array: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in], as the model names it."""
+        return self.array.shape[::-1]
+
+
+Weight = jax.Array | Turned
+
+
+def linear_weights(module: nn.Module, head: nn.Module | None) -> frozenset[str]:
+    """Names of the weights that may be turned: those of linear layers.
+
+    Not the output head's: a prompt's last chunk and plain decoding multiply it with one row, where [out, in]
+    is as fast or faster, and where it is tied the embedding reads its rows.
+    """
+    linear = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear))
+    tied = None if head is None else head.weight
+    return frozenset(f"{name}.weight" for name, part in linear if part.weight is not tied)
+
+
+def pays(dtype: torch.dtype, device: Any) -> bool:
+    """Whether a linear weight of ``dtype`` is faster turned on ``device``; measured for CPUs alone.
+
+    In bfloat16 it is not: a product of one row becomes tens of times slower there.
+    """
+    return device.platform == "cpu" and dtype == torch.float32
+
+
+def upright(params: dict[str, Any]) -> dict[str, Any]:
+    """``params`` in the shapes the model names. To be called inside of a loop's body.
+
+    There XLA merges the transpose with the product; outside of the loop it would be a copy.
+    """
+    return {name: leaf.array.T if isinstance(leaf, Turned) else leaf for name, leaf in params.items()}

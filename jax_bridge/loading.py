@@ -1,0 +1,172 @@
+"""A target's checkpoint straight into JAX arrays: no torch weight is ever made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from accelerate import init_empty_weights
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from jax_bridge.arrays import to_jax
+from jax_bridge.checkpoint import Stored, find_files, match, read_headers
+from jax_bridge.layout import Turned, Weight, linear_weights, pays
+from jax_bridge.placement import check_mesh, sharding
+from torch_dflash.progress import progress_bar
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceModel:
+    """A target on the device, for `torch_dflash.compile` and `generate` with ``runtime="xla"``.
+
+    ``model`` is the transformers model without weights (meta tensors; its buffers are real), ``arrays`` its
+    parameters and buffers by name, tied ones once, ``mesh`` what they are spread over, if anything.
+    """
+
+    model: Any
+    arrays: dict[str, Weight]
+    mesh: Mesh | None = None
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """Where options left unset come from; may be changed."""
+        return self.model.generation_config
+
+    def arrays_for(self, runtime: str) -> dict[str, Weight]:
+        """``arrays``, if ``runtime`` can decode with them; else ``ValueError``."""
+        if runtime != "xla":
+            raise ValueError(
+                f"runtime={runtime!r}: this target was loaded as JAX arrays; pass runtime='xla', or load it "
+                "with AutoModelForCausalLM.from_pretrained."
+            )
+        default = jax.devices()[0]
+        if self.mesh is not None and list(self.mesh.devices.flat) != [default]:
+            raise ValueError(
+                f"mesh: the target lies on {self.mesh.size} device(s) of its own, and decoding runs on JAX's "
+                f"default device alone ({default}); load it without a mesh."
+            )
+        return self.arrays
+
+
+def load(
+    path_or_id: str | Path,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    progress: bool | None = None,
+) -> DeviceModel:
+    """Read a causal LM's safetensors into JAX arrays, one tensor at a time.
+
+    On the host there is never more than a tensor or two beside what a CPU backend keeps there anyway.
+    Linear weights get the layout that the backend multiplies fastest (`jax_bridge.layout`).
+
+    Args:
+        path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
+        mesh: spread the weights over its axis "model" (`jax_bridge.placement`), replicated over all others;
+            unset: JAX's default device. Decoding over several devices is not built: such a model is refused
+            by `torch_dflash.compile`.
+        dtype: of the weights; unset: the one config.json names, else as stored. Weights that the model class
+            keeps in float32 stay so, and buffers such as rotary frequencies keep theirs.
+        progress: show a bar of the bytes read; unset: where stderr is a terminal.
+
+    Raises:
+        OSError: no such checkpoint, or no safetensors in it. TypeError: ``dtype`` or ``mesh`` is none.
+        ValueError: a tensor is missing, unexpected or of another shape, before any is read; or a mesh
+            without the axis "model".
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype={dtype!r}: pass a floating torch.dtype such as torch.bfloat16, or None.")
+    if mesh is not None:
+        check_mesh(mesh)
+    model = empty_model(path_or_id, dtype)
+    parts = match(model, read_headers(find_files(str(path_or_id))), str(path_or_id))
+    linear = frozenset() if mesh is not None else linear_weights(model, model.get_output_embeddings())
+    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    total = sum(part.nbytes for group in parts.values() for part in group)
+    arrays: dict[str, Weight] = {}
+    with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
+        for name, tensor in live.items():
+            place = _place(name, tuple(tensor.shape), mesh)
+            for part in parts.get(name, ()):
+                if name not in arrays:
+                    wanted = _dtype(model, name, part, tensor, dtype)
+                    arrays[name] = _put(part.read(), wanted, place, name in linear)
+                else:
+                    _check_tied(parts[name][0], part)
+                bar.update(part.nbytes)
+            if name not in arrays:  # a buffer that is made from the config
+                arrays[name] = jax.device_put(to_jax(tensor), place)
+    return DeviceModel(model, arrays, mesh)
+
+
+def empty_model(path_or_id: str | Path, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The checkpoint's model with meta parameters, real buffers and its own generation config."""
+    config = AutoConfig.from_pretrained(path_or_id)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method is not None:
+        raise ValueError(
+            f"{path_or_id}: quantization_config says {method}; only plain weights are read. Dequantise the "
+            "checkpoint first."
+        )
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+    model.tie_weights()  # the empty init makes parameters of its own out of tied ones
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path_or_id)
+    except OSError:
+        pass  # the checkpoint has none: what the model made from its config stays
+    return model.eval().requires_grad_(False)
+
+
+def _place(name: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
+    return SingleDeviceSharding(jax.devices()[0]) if mesh is None else sharding(name, shape, mesh)
+
+
+def _dtype(model: Any, name: str, part: Stored, tensor: Any, asked: torch.dtype | None) -> torch.dtype:
+    """The type a stored tensor is kept in, as ``from_pretrained`` decides it."""
+    if not part.dtype.is_floating_point or not isinstance(tensor, torch.nn.Parameter):
+        return tensor.dtype
+    wanted = asked or model.config.dtype or part.dtype
+    kept = list(model._keep_in_fp32_modules_strict or ()) if wanted != torch.float32 else []
+    if wanted == torch.float16:
+        kept += list(model._keep_in_fp32_modules or ())
+    return torch.float32 if any(f".{module}." in f".{name}." for module in kept) else wanted
+
+
+def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, linear: bool) -> Weight:
+    """``tensor``, a view of a file, on the device: cast, and turned where that pays."""
+    turn = linear and pays(dtype, next(iter(place.device_set)))
+    source = tensor.T if turn else tensor
+    if turn or dtype != tensor.dtype:
+        tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
+    del source
+    # Never an alias of the mapped file, which may change; and waited for, or host copies would pile up.
+    array = jax.device_put(_host_view(tensor), place, may_alias=False).block_until_ready()
+    return Turned(array) if turn else array
+
+
+def _host_view(tensor: torch.Tensor) -> Any:
+    """``tensor`` as JAX takes it without a copy of its own; DLPack makes one of what a file has unaligned."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+    if tensor.dtype in (torch.float32, torch.float16):
+        return tensor.numpy()
+    return to_jax(tensor)  # narrowed or refused
+
+
+def _check_tied(kept: Stored, other: Stored) -> None:
+    if not torch.equal(kept.read(), other.read()):
+        raise ValueError(
+            f"{other.file}: {other.name} differs from {kept.name}, and the config ties them "
+            "(tie_word_embeddings=True); set it to false in config.json, or remove one of the two."
+        )

@@ -1,0 +1,68 @@
+"""What is compiled and counted: a round, the loop over rounds, and the two passes of a round by themselves.
+
+The passes split a round's work between target and proposer without a remainder, so that their bytes can be
+held against a floor each: the proposer's includes taking in the features that the target's leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jax_bridge._torchax import call_torch
+from jax_bridge.lower import lower_rounds
+from torch_dflash.decode import Pair, Params, decode_round
+from torch_dflash.rows import read_rows, write_rows
+from torch_dflash.sampling import pick_tokens
+from torch_dflash.state import DecodeState
+
+
+def verify(pair: Pair, params: Params, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
+    """The target on M rows from the anchor, and its picks: (state, tapped features [B, M, n*H])."""
+    return pair.run(_verify, params, state)
+
+
+def draft(pair: Pair, params: Params, state: DecodeState, features: Tensor | None) -> DecodeState:
+    """The proposer's share of a round: a draft, then the ``features`` of the rows verified after it."""
+    return pair.run(_draft, params, state, features)
+
+
+def _verify(pair: Pair, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
+    width = pair.plan.verify_width
+    ids = read_rows(state.tokens, state.length, width)
+    out = pair.target(ids, state.length, state.cache, pair.proposer.taps, state.pages)
+    following = state.length[:, None] + 1 + torch.arange(width, device=ids.device, dtype=ids.dtype)
+    picks = pick_tokens(out.logits, following, state.sampling, pair.plan.filters)
+    tokens = write_rows(state.tokens, picks, state.length + 1, dim=1)
+    return replace(state, cache=out.cache, tokens=tokens), out.features
+
+
+def _draft(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeState:
+    target, proposer = pair.target, pair.proposer
+    anchor = read_rows(state.tokens, state.length, 1)
+    drafted, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
+    tokens = write_rows(state.tokens, drafted.tokens, state.length + 1, dim=1)
+    ids = read_rows(tokens, state.length, pair.plan.verify_width + 1)
+    pstate = proposer.observe(pstate, features, ids[:, :-1], ids[:, 1:], drafted.valid)
+    return replace(state, tokens=tokens, proposer=pstate)
+
+
+STEPS: dict[str, Callable[[Pair], Callable]] = {
+    "round": lambda pair: partial(call_torch, partial(decode_round, pair)),
+    "chunk": lower_rounds,
+    "verify": lambda pair: partial(call_torch, partial(verify, pair)),
+    "draft": lambda pair: partial(call_torch, partial(draft, pair)),
+}
+"""Functions of ``(params, state)``, of ``draft`` of ``(params, state, features)``; the state is donated."""
+
+
+def feature_shape(pair: Pair) -> tuple[int, int, int] | None:
+    """[B, M, n*H] of what the target's pass hands to the proposer; None if it taps nothing."""
+    taps: Any = pair.proposer.taps
+    rows = pair.plan.batch_size, pair.plan.verify_width
+    return (*rows, len(taps) * pair.target.hidden_size) if taps else None

@@ -1,0 +1,131 @@
+"""Grouped-query attention: projections, who sees whom, and one softmax over keys that lie apart.
+
+Drafter and target project alike: heads of ``head_dim``, RMSNorm on queries and keys where the
+checkpoint has one, rotary positions. Every function takes the checkpoint name of its tensors.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.lax import Precision
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_bridge.reference.config import DrafterConfig, LayerMask
+from jax_bridge.reference.layers import Params, linear, rms_norm
+from jax_bridge.reference.rope import rotate
+
+Rows = tuple[jax.Array, jax.Array]
+
+
+class Heads(Protocol):
+    """What the projections ask of a config."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+class Seen(NamedTuple):
+    """Keys and values [B, G, S, D], and which of them each query row sees: bool [B or 1, M, S]."""
+
+    keys: jax.Array
+    values: jax.Array
+    visible: jax.Array
+
+
+def attention(
+    params: Params,
+    name: str,
+    config: DrafterConfig,
+    mask: LayerMask,
+    block: Float[Array, "B W H"],
+    context: Float[Array, "B n_rows H"],
+    tables: Rows,
+    past: Rows | None,
+) -> tuple[Float[Array, "B W H"], Rows]:
+    """Block rows attend to the whole context and to the block; the cache grows.
+
+    Args:
+        params: tensors by checkpoint name.
+        name: prefix of this layer's attention tensors.
+        config: head sizes and the norm's epsilon.
+        mask: what block rows may see in this layer.
+        block: input-normed block rows.
+        context: new context features, as they are: no layer norm.
+        tables: cosine and sine [B, 1, n_rows + W, D] for the new context rows and the block.
+        past: K and V [B, G, S, D] of earlier context rows, K normed and rotated.
+
+    Returns:
+        The attention output and K, V of all context rows, old and new.
+    """
+    new, width = context.shape[1], block.shape[1]
+    cos, sin = tables
+    queries = project_queries(params, name, config, block, (cos[:, :, new:], sin[:, :, new:]))
+    rows = jnp.concatenate([context, block], axis=1)
+    keys, values = project_keys_values(params, name, config, rows, tables)
+    if past is not None:
+        keys = jnp.concatenate([past[0], keys], axis=2)
+        values = jnp.concatenate([past[1], values], axis=2)
+    committed = keys.shape[2] - width
+    at = jnp.arange(committed + width)[None]
+    mixed = attend(queries, [Seen(keys, values, visible(mask, at[:, committed:], at))])
+    return linear(params, f"{name}.o_proj", mixed), (
+        keys[:, :, :committed],
+        values[:, :, :committed],
+    )
+
+
+def project_queries(
+    params: Params, name: str, config: Heads, rows: Float[Array, "B M H"], tables: Rows
+) -> Float[Array, "B Q M D"]:
+    """Normed (where there is a norm) and rotated queries of ``rows``."""
+    return rotate(_normed_heads(params, name, "q", config, rows), *tables)
+
+
+def project_keys_values(
+    params: Params, name: str, config: Heads, rows: Float[Array, "B R H"], tables: Rows
+) -> Rows:
+    """Keys, normed (where there is a norm) and rotated, and values [B, G, R, D] of ``rows``."""
+    keys = rotate(_normed_heads(params, name, "k", config, rows), *tables)
+    return keys, _heads(linear(params, f"{name}.v_proj", rows), config.head_dim)
+
+
+def attend(queries: Float[Array, "B Q M D"], parts: list[Seen]) -> Float[Array, "B M QD"]:
+    """One softmax, in float32, over all ``parts``: query head q reads key head q // (Q / G).
+
+    Parts are joined by their weights' common sum, so a long cache is read where it lies.
+    """
+    batch, heads, count, dim = queries.shape
+    grouped = queries.reshape(batch, parts[0].keys.shape[1], -1, count, dim)
+    scores = []
+    for keys, _, seen in parts:
+        score = jnp.einsum("bgrmd,bgsd->bgrms", grouped, keys, precision=Precision.HIGHEST)
+        scores.append(jnp.where(seen[:, None, None], score.astype(jnp.float32) * dim**-0.5, -jnp.inf))
+    top = jnp.max(jnp.stack([score.max(axis=-1) for score in scores]), axis=0)[..., None]
+    weights = [jnp.exp(score - top) for score in scores]
+    total = sum(weight.sum(axis=-1, keepdims=True) for weight in weights)
+    mixed = jnp.zeros((), queries.dtype)
+    for weight, part in zip(weights, parts, strict=True):
+        share = (weight / total).astype(part.values.dtype)
+        mixed += jnp.einsum("bgrms,bgsd->bgrmd", share, part.values, precision=Precision.HIGHEST)
+    return mixed.reshape(batch, heads, count, dim).transpose(0, 2, 1, 3).reshape(batch, count, -1)
+
+
+def visible(mask: LayerMask, query: Int[Array, "B M"], key: Int[Array, "B S"]) -> Bool[Array, "B M S"]:
+    """Rule of ``LayerMask`` by absolute positions of query and key rows; either batch may be 1."""
+    back = query[:, :, None] - key[:, None, :]
+    seen = back >= 0 if mask.causal else jnp.ones_like(back, bool)
+    return seen if mask.window is None else seen & (jnp.abs(back) < mask.window)
+
+
+def _normed_heads(params: Params, name: str, kind: str, config: Heads, rows: jax.Array) -> jax.Array:
+    heads = _heads(linear(params, f"{name}.{kind}_proj", rows), config.head_dim)
+    norm = f"{name}.{kind}_norm"
+    return rms_norm(params, norm, heads, config.rms_norm_eps) if f"{norm}.weight" in params else heads
+
+
+def _heads(rows: Float[Array, "B S ND"], dim: int) -> Float[Array, "B N S D"]:
+    return rows.reshape(*rows.shape[:2], -1, dim).transpose(0, 2, 1, 3)

@@ -1,0 +1,96 @@
+"""Llama and Qwen3 decoders as one pure function of (params, config, arrays), on a static cache.
+
+Source: the architectures as their published checkpoints store them; tensors keep those names.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.lax import Precision
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jax_bridge.reference.attention import Seen, attend, project_keys_values, project_queries, visible
+from jax_bridge.reference.config import LayerMask
+from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
+from jax_bridge.reference.rope import rotary_tables
+from jax_bridge.reference.static import Layer, empty_layer, positions, write_layer
+from jax_bridge.reference.target_config import TargetConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class TargetOutput(NamedTuple):
+    """``logits`` [B, M or 1, V]; ``features`` [B, M, n*H], tapped layers joined; the written ``cache``."""
+
+    logits: jax.Array
+    features: jax.Array
+    cache: tuple[Layer, ...]
+
+
+def empty_cache(config: TargetConfig, batch: int, slots: int, dtype: DTypeLike) -> tuple[Layer, ...]:
+    """A zeroed `Layer` [B, G, S, D] per decoder layer."""
+    heads, dim = config.num_key_value_heads, config.head_dim
+    return tuple(empty_layer(batch, heads, slots, dim, dtype) for _ in range(config.num_hidden_layers))
+
+
+def head_weight(params: Params, config: TargetConfig) -> Float[Array, "V H"]:
+    """The output head: the embedding itself where the two are tied."""
+    return params[EMBEDDING if config.tie_word_embeddings else HEAD]
+
+
+def forward_target(
+    params: Params,
+    config: TargetConfig,
+    ids: Int[Array, "B M"],
+    start: Int[Array, " B"],
+    cache: tuple[Layer, ...],
+    taps: tuple[int, ...],
+    row: Int[Array, " B"] | None = None,
+) -> TargetOutput:
+    """M rows per sequence at positions ``start[b] .. start[b] + M - 1``, causal over the cache.
+
+    Args:
+        params: tensors by checkpoint name, from ``load_target``.
+        config: from ``load_target``.
+        ids: tokens in [0, V).
+        start: tokens of each sequence already in ``cache``; ``start + M`` must not exceed S.
+        cache: from ``empty_cache`` or an earlier call.
+        taps: 0-based layers whose outputs, before the final norm, are the features, n of them.
+        row: the one row per sequence whose logits are wanted; None gives those of all.
+
+    Raises:
+        ValueError: a tap that is no layer of this target.
+    """
+    if not all(0 <= tap < config.num_hidden_layers for tap in taps):
+        raise ValueError(
+            f"taps is {list(taps)}; the target has layers 0 to {config.num_hidden_layers - 1}: pass the "
+            "target_layer_ids of a drafter made for this target"
+        )
+    at = positions(start, ids.shape[1])
+    slots = jnp.arange(cache[0].key.shape[2], dtype=at.dtype)[None]
+    seen = visible(LayerMask(causal=True), at, slots)
+    hidden = params[EMBEDDING][ids]
+    tables = rotary_tables(config.rope, at, hidden.dtype)
+    written, outputs = [], []
+    for index, layer in enumerate(cache):
+        name = f"model.layers.{index}"
+        rows = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
+        queries = project_queries(params, f"{name}.self_attn", config, rows, tables)
+        layer = write_layer(
+            layer, project_keys_values(params, f"{name}.self_attn", config, rows, tables), start
+        )
+        mixed = attend(queries, [Seen(layer.key, layer.value, seen)])
+        hidden = hidden + linear(params, f"{name}.self_attn.o_proj", mixed)
+        rows = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
+        hidden = hidden + swiglu(params, f"{name}.mlp", rows)
+        written.append(layer)
+        outputs.append(hidden)
+    features = jnp.concatenate([outputs[tap] for tap in taps], axis=-1)
+    if row is not None:
+        hidden = jnp.take_along_axis(hidden, row[:, None, None], axis=1)
+    hidden = rms_norm(params, "model.norm", hidden, config.rms_norm_eps)
+    weight = head_weight(params, config)
+    logits = jnp.einsum("bmh,vh->bmv", hidden, weight, precision=Precision.HIGHEST)
+    return TargetOutput(logits, features, tuple(written))

@@ -1,0 +1,142 @@
+"""How many bytes a compiled TPU program moves through HBM, recounted from its scheduled instructions.
+
+XLA's own ``bytes accessed`` also counts VMEM, so a weight that is prefetched counts about three times.
+Here only buffers outside VMEM count. The result is an estimate from the program's text, not a measurement:
+
+- a fusion reads each operand once, of a slice only the slice, and writes its results once;
+- an update in place reads and writes what it updates, not the buffer;
+- a custom call (a Pallas kernel) reads its operands once and writes its results once; a result that lives in
+  an operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
+- an asynchronous pair moves what the operation it stands for moves, counted where it ends;
+- a loop that counts to a constant repeats its body, any other (the loop over rounds) counts it once;
+- of a conditional the cheapest branch counts: the branch is there to avoid the other.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jax_bridge.hlo import Instruction, Program, all_bytes, array_bytes, hbm_bytes
+
+_FREE = {
+    "add-dependency",
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "iota",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+}
+_SLICES = {"slice", "dynamic-slice"}
+_RESHAPED = {"bitcast", "convert", "copy", "reshape", "transpose"}  # element by element, as asked for
+Body = dict[str, Instruction]
+
+
+def hbm_traffic(program: Program, computation: str = "ENTRY") -> int:
+    """Bytes that a computation reads from and writes to HBM, with the computations it calls."""
+    body = program.computations[computation]
+    return sum(moved(program, body, instruction) for instruction in body.values())
+
+
+def moved(program: Program, body: Body, at: Instruction) -> int:
+    """Bytes that one instruction of ``body`` moves through HBM."""
+    if at.op in _FREE or at.op.endswith(("-start", "-update")):
+        return 0
+    if at.op.endswith("-done"):
+        return moved(program, body, _finished(body, at))
+    operands = [body[name].type for name in at.operands]
+    if at.op == "while":
+        return _trips(program, at) * hbm_traffic(program, at.called("body"))
+    if at.op in ("call", "async"):
+        return hbm_traffic(program, at.called("to_apply" if at.op == "call" else "calls"))
+    if at.op == "conditional":
+        branches = re.findall(r"_computations?=\{?([^}=]*)", at.attributes)
+        return min(hbm_traffic(program, name) for name in re.findall(r"%([\w.-]+)", " ".join(branches)))
+    if at.op == "fusion":
+        return _fusion(program, at, operands)
+    if at.op == "custom-call":
+        return _custom_call(at, operands)
+    if at.op == "dynamic-update-slice":
+        return hbm_bytes(operands[1]) + min(hbm_bytes(at.type), all_bytes(operands[1]))
+    if at.op in _SLICES or at.op == "gather":
+        read = all_bytes(at.type) if hbm_bytes(operands[0]) else 0
+        return read + hbm_bytes(at.type)
+    return sum(map(hbm_bytes, operands)) + hbm_bytes(at.type)
+
+
+def _finished(body: Body, done: Instruction) -> Instruction:
+    """The synchronous instruction that a chain ``x-start``, ``x-update``, ..., ``x-done`` stands for."""
+    start = body[done.operands[0]]
+    while start.op.endswith("-update"):
+        start = body[start.operands[0]]
+    return start._replace(op=start.op.removesuffix("-start"), type=done.type)
+
+
+def _trips(program: Program, loop: Instruction) -> int:
+    """How often a loop runs whose condition is ``counter < constant``: JAX counts from 0 by 1."""
+    condition = program.computations.get(loop.called("condition"), {})
+    root = next((one for one in condition.values() if one.is_root), None)
+    if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
+        return 1
+    limit = condition[root.operands[1]]
+    return int(limit.literal) if limit.op == "constant" else 1
+
+
+def _custom_call(at: Instruction, operands: list[str]) -> int:
+    if 'custom_call_target="AllocateBuffer"' in at.attributes:  # room, not a write
+        return 0
+    aliased = at.aliased_outputs()
+    written = (
+        size for place, (size, in_hbm) in enumerate(array_bytes(at.type)) if in_hbm * (place not in aliased)
+    )
+    return sum(map(hbm_bytes, operands)) + sum(written)
+
+
+def _fusion(program: Program, at: Instruction, operands: list[str]) -> int:
+    inner = program.computations[at.called("calls")]
+    parameters = {one.index: one for one in inner.values() if one.op == "parameter"}
+    # A parameter's own type says nothing about memory; the operand's does.
+    read = sum(
+        _read(program, inner, parameters[index]) for index, kind in enumerate(operands) if hbm_bytes(kind)
+    )
+    root = next(one for one in inner.values() if one.is_root)
+    results = [inner[name] for name in root.operands] if root.op == "tuple" else [root]
+    sizes = array_bytes(at.type)
+    if len(results) != len(sizes):  # nested tuples: no result can be told apart
+        return read + hbm_bytes(at.type)
+    written = (_written(inner, one) for one in results)
+    return read + sum(new for new, (_, in_hbm) in zip(written, sizes, strict=True) if in_hbm)
+
+
+def _written(body: Body, result: Instruction) -> int:
+    """Bytes a fusion writes for one result: of an update in place the update alone."""
+    while result.op == "bitcast":
+        result = body[result.operands[0]]
+    kind = body[result.operands[1]].type if result.op == "dynamic-update-slice" else result.type
+    return all_bytes(kind)
+
+
+def _read(program: Program, body: Body, value: Instruction) -> int:
+    """Bytes a fusion reads of one value: at most all of it once, but every gathered row."""
+    whole, gathered = all_bytes(value.type), 0
+    sliced = whole if value.is_root else 0
+    for user in body.values():
+        for place, name in enumerate(user.operands):
+            if name != value.name:
+                continue
+            if user.op == "gather" and place == 0:
+                gathered += all_bytes(user.type)
+            elif user.op in _SLICES and place == 0:
+                sliced += all_bytes(user.type)
+            elif user.op in _RESHAPED:
+                sliced += _read(program, body, user) * whole // max(1, all_bytes(user.type))
+            elif user.op == "fusion":
+                inner = program.computations[user.called("calls")]
+                sliced += next(_read(program, inner, one) for one in inner.values() if one.index == place)
+            elif not (user.op == "dynamic-update-slice" and place == 0):
+                sliced += whole
+    return min(whole, sliced) + gathered

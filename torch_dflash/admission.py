@@ -1,0 +1,93 @@
+"""Who decodes in the next chunk, and on which pages: what the host decides between two chunks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torch_dflash.pages import PageBook
+from torch_dflash.state import DecodePlan
+
+
+class Turn(NamedTuple):
+    """``fed``: rows whose prompt is read now; ``pages`` [B, T] and ``done`` [B], None if nothing changed."""
+
+    fed: list[int]
+    pages: np.ndarray | None
+    done: np.ndarray | None
+
+
+class Admission:
+    """Lets rows start, go on and wait. With a dense cache all start at once and none ever waits.
+
+    A row that has to wait for pages rests for a chunk: it is marked done, and goes on later as if nothing
+    had happened.
+
+    Args:
+        plan: the engine's.
+        lengths: positions of each row that are committed, or are to be: its prompt.
+        limits: most positions each row may hold.
+    """
+
+    def __init__(self, plan: DecodePlan, lengths: list[int], limits: list[int]):
+        self.plan, self.limits = plan, limits
+        self.lengths = np.array(lengths)
+        self.ended = np.arange(plan.batch_size) >= len(lengths)
+        self._waiting = list(range(len(lengths)))
+        self._done = self.ended.copy()  # as the device has it
+        self._book = None
+        if plan.cache == "paged":
+            self._book = PageBook(plan, [limit + plan.verify_width for limit in limits])
+
+    @classmethod
+    def of(cls, plan: DecodePlan, state: Any) -> Admission:
+        """What a `DecodeState` on the host, of a paged cache, is in the middle of; its prompts are read."""
+        length, limit, pages, done = (
+            getattr(state, name).numpy() for name in ("length", "limit", "pages", "done")
+        )
+        anchor = state.tokens.gather(1, state.length[:, None].long())
+        stopped = (anchor == state.stop_ids).any(dim=1).numpy()
+        admission = cls(plan, length.tolist(), limit.tolist())
+        admission.ended = done & (stopped | (length + 1 >= limit))
+        admission._waiting, admission._done = [], done
+        admission._book = PageBook(plan, [most + plan.verify_width for most in limit.tolist()], pages)
+        return admission
+
+    @property
+    def over(self) -> bool:
+        """Whether every row has ended."""
+        return bool(self.ended.all())
+
+    def next_turn(self) -> Turn:
+        """Reserve what the next chunk can write, for rows under way first, then for waiting ones."""
+        book = self._book
+        before = None if book is None else book.table.copy()
+        live = [row for row in np.flatnonzero(~self.ended).tolist() if row not in self._waiting]
+        if book is not None:
+            for row in np.flatnonzero(self.ended).tolist():
+                book.release(row)
+        going = [row for row in live if self._reserve(row)]
+        fed = [row for row in self._waiting if self._reserve(row)]
+        self._waiting = [row for row in self._waiting if row not in fed]
+        done = np.ones(self.plan.batch_size, bool)
+        done[going + fed] = False
+        pages = None if book is None else book.table.copy()
+        same = before is None or pages is None or np.array_equal(before, pages)
+        if same and np.array_equal(done, self._done):
+            return Turn(fed, None, None)
+        self._done = done
+        return Turn(fed, pages, done)
+
+    def update(self, length: np.ndarray, done: np.ndarray) -> None:
+        """Take in what the host has read after the chunk: the state's ``length`` and ``done`` [B]."""
+        self.ended |= done & ~self._done
+        self._done = done.copy()
+        count = len(self.lengths)
+        self.lengths = np.where(length[:count] > 0, length[:count], self.lengths)
+
+    def _reserve(self, row: int) -> bool:
+        """Pages for all positions that a chunk can write, were every draft accepted."""
+        plan = self.plan
+        reach = min(int(self.lengths[row]) + plan.rounds_per_chunk * plan.verify_width, self.limits[row])
+        return self._book is None or self._book.reserve(row, reach + plan.verify_width)

@@ -1,0 +1,66 @@
+"""A target and a drafter by their configs alone, for what needs no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.loading import DRAFTERS, existing, reading
+from torch_dflash.config import DFlashConfig
+
+WITHOUT_WEIGHTS = ("none", "ngram")
+
+
+def load_configs(target: str, drafter: str, block_size: int | None, layers: int | None) -> tuple[Any, Any]:
+    """Read what ``target`` and ``drafter`` name: a directory, its config.json, or a hub id.
+
+    Args:
+        target: a causal LM.
+        drafter: a DFlash drafter, or one of `WITHOUT_WEIGHTS`.
+        block_size: width of n-gram lookup.
+        layers: keep this many of the target's layers, and map the drafter's taps onto them.
+
+    Returns:
+        The target's config, and what `jax_bridge.aot.abstract_pair` takes as a drafter.
+
+    Raises:
+        UserError: something does not exist, cannot be read, or is not what it should be.
+    """
+    folder = existing("--target", _folder(target), ())
+    with reading("--target", target):
+        config: Any = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "dflash_config"):
+        raise UserError(f"--target {target}: that is a DFlash drafter; pass it as --drafter.")
+    if drafter in WITHOUT_WEIGHTS:
+        with reading("--drafter", drafter):
+            drafts = DRAFTERS[drafter](None, block_size)
+    else:
+        folder = existing("--drafter", _folder(drafter), WITHOUT_WEIGHTS)
+        with reading("--drafter", drafter):
+            drafts = DFlashConfig.from_pretrained(folder)
+    if layers is not None:
+        _cut(config, drafts, layers)
+    return config, drafts
+
+
+def _folder(source: str) -> str:
+    path = Path(source)
+    return str(path.parent) if path.name == "config.json" and path.is_file() else source
+
+
+def _cut(target: Any, drafter: Any, layers: int) -> None:
+    """Keep the first ``layers``; as many taps as before, at the same share of the depth."""
+    base = target.get_text_config()
+    depth = base.num_hidden_layers
+    if layers > depth:
+        raise UserError(f"--layers {layers}: the target has {depth}; ask for at most that many.")
+    for name, value in base.to_dict().items():
+        if isinstance(value, list) and len(value) == depth:  # one entry per layer, such as layer_types
+            setattr(base, name, value[:layers])
+    base.num_hidden_layers = layers
+    if isinstance(drafter, DFlashConfig):
+        drafter.num_target_layers = layers
+        drafter.target_layer_ids = [tap * layers // depth for tap in drafter.target_layer_ids]

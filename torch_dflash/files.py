@@ -1,0 +1,24 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.
+
+    Raises:
+        Whatever ``write`` does; what stood at ``path`` is then untouched.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

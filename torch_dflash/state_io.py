@@ -1,0 +1,171 @@
+"""A `DecodeState` as a safetensors file: a generation survives its process and may change runtimes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.utils import _pytree as pytree
+
+from torch_dflash.checksums import checksum_of
+from torch_dflash.decode import RowRequests, begin
+from torch_dflash.engine import Engine
+from torch_dflash.files import write_whole
+from torch_dflash.state import DecodePlan, DecodeState, Sampling
+
+FORMAT = "torch_dflash.DecodeState"
+VERSION = 1
+# How often the host reads is the engine's own business; all else decides shapes, or what tokens come.
+FREE = {"rounds_per_chunk"}
+ARGUMENTS = {"capacity": "max_length"}  # plan fields that `torch_dflash.compile` names otherwise
+
+
+def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine) -> None:
+    """Write ``state`` of ``engine``, on whichever runtime, to the file ``path``: all of it or nothing.
+
+    The state stays usable. Weights are not written: who loads the file brings the same models.
+
+    Args:
+        state: from ``engine.start`` or ``engine.advance``, between rounds.
+        path: the file; its directory must exist.
+        engine: any engine with the state's plan and proposer.
+
+    Raises:
+        ValueError: the state is not of this engine's plan and models.
+    """
+    file = Path(path)
+    leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
+    tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
+    _check_leaves(tensors, expected_leaves(engine), "the state")
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "plan": json.dumps(dataclasses.asdict(engine.plan)),
+        "proposer": describe_proposer(engine),
+    }
+    metadata["checksum"] = _checksum(tensors, metadata)
+    write_whole(file, lambda part: save_file(tensors, part, metadata))
+
+
+def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
+    """The state in a file of `save_state`, on the runtime of ``engine``, which goes on with it.
+
+    Args:
+        path: the file.
+        engine: of the same models, plan and proposer; its runtime and ``rounds_per_chunk`` may differ.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is damaged, is no state, or is one of another plan, proposer or model; the
+            message names the field, its value and the fix.
+    """
+    file = Path(path)
+    tensors, metadata = _read(file)
+    _check_plan(json.loads(metadata["plan"]), engine.plan, file)
+    if metadata["proposer"] != describe_proposer(engine):
+        raise ValueError(
+            f"{file}: proposer is {metadata['proposer']}, this engine's is {describe_proposer(engine)}; "
+            "compile with the drafter that the state was made with."
+        )
+    template = abstract_state(engine)
+    _check_leaves(tensors, expected_leaves(engine), str(file))
+    state = pytree.tree_map_with_path(lambda name, _: tensors.get(pytree.keystr(name)), template)
+    return engine.runtime.place(state)
+
+
+def describe_proposer(engine: Engine) -> str:
+    """What makes two proposers' states the same kind: class, width and taps."""
+    proposer = engine.pair.proposer
+    kind = type(proposer)
+    return f"{kind.__module__}.{kind.__qualname__}(width={proposer.width}, taps={tuple(proposer.taps)})"
+
+
+def abstract_state(engine: Engine) -> DecodeState:
+    """The engine's empty state on the meta device: its structure, shapes and dtypes, without memory."""
+    plan = engine.plan
+    params = {name: torch.empty_like(tensor, device="meta") for name, tensor in engine.tensors().items()}
+
+    def column(dtype: torch.dtype, *shape: int) -> Any:
+        return torch.empty(plan.batch_size, *shape, dtype=dtype, device="meta")
+
+    integers, floats = column(torch.int32), column(torch.float32)
+    rows = RowRequests(
+        prompt_length=integers,
+        limit=integers,
+        stop_ids=column(torch.int32, plan.stop_slots),
+        done=column(torch.bool),
+        sampling=Sampling(floats, integers, floats, floats, integers),
+    )
+    return begin(engine.pair, params, rows)
+
+
+def expected_leaves(engine: Engine) -> dict[str, torch.Tensor]:
+    """Meta tensors by the names that a file gives them; a leaf that is None has none."""
+    leaves, _ = pytree.tree_flatten_with_path(abstract_state(engine))
+    return {pytree.keystr(name): leaf for name, leaf in leaves if leaf is not None}
+
+
+def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    try:
+        with safe_open(file, framework="pt") as content:
+            metadata = content.metadata() or {}
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is damaged or no safetensors file ({error}); decode from the prompt again."
+        ) from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"{file}: format is {metadata.get('format')!r}, not {FORMAT!r}; pass a file of save_state."
+        )
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(
+            f"{file}: version is {metadata.get('version')}, this release reads {VERSION}; "
+            "load it with the release that wrote it."
+        )
+    found = _checksum(tensors, metadata)
+    if metadata.get("checksum") != found:
+        raise ValueError(
+            f"{file}: checksum is {metadata.get('checksum')}, its content gives {found}: it was damaged "
+            "after it was written; decode from the prompt again."
+        )
+    return tensors, metadata
+
+
+def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
+    said = metadata.get("plan", "") + metadata.get("proposer", "")
+    return str(zlib.crc32(said.encode(), checksum_of(tensors)))
+
+
+def _check_plan(saved: dict[str, Any], plan: DecodePlan, file: Path) -> None:
+    own = json.loads(json.dumps(dataclasses.asdict(plan)))
+    for name in sorted((saved.keys() | own.keys()) - FREE):
+        if saved.get(name) != own.get(name):
+            raise ValueError(
+                f"{file}: the state has {name}={saved.get(name)!r}, this engine {own.get(name)!r}; compile "
+                f"with {ARGUMENTS.get(name, name)}={saved.get(name)!r} to go on with it."
+            )
+
+
+def _check_leaves(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    odd = sorted(tensors.keys() ^ expected.keys())
+    if odd:
+        there = "holds" if odd[0] in tensors else "lacks"
+        raise ValueError(
+            f"{what} {there} {odd[0]}, which this engine's state {'lacks' if there == 'holds' else 'holds'}; "
+            "use an engine of the same target and drafter."
+        )
+    for name, tensor in tensors.items():
+        want = expected[name]
+        if tensor.shape != want.shape or tensor.dtype != want.dtype:
+            raise ValueError(
+                f"{what}: {name} is {tensor.dtype} {tuple(tensor.shape)}, this engine's is {want.dtype} "
+                f"{tuple(want.shape)}; use an engine of the same target and drafter, in the same dtype."
+            )
