@@ -33,6 +33,7 @@ LAYERS = [
     {"engine_cache"},
     {"generation"},
     {"train", "train.files", "train.blocks", "train.options", "train.checksums"},
+    {"train.stages", "train.tensorfiles", "train.marks"},
     {"train.data", "train.log", "train.checkpoint", "train.card"},
     {"train.conversations", "train.controls"},
     {

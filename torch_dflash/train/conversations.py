@@ -55,3 +55,17 @@ def converse(
                     text = tokenizer.decode(response, skip_special_tokens=True)
                     talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))
             yield asked
+
+
+def check_some_fit(tokenizer: Any, prompts: list[Prompt], longest: int) -> None:
+    """Raise ``ValueError`` unless some first question is at most ``longest`` tokens long."""
+    if not prompts:
+        raise ValueError("prompts=[]: pass at least one.")
+    for prompt in prompts:
+        ids = encode_conversation(tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+        if len(ids) <= longest:
+            return
+    raise ValueError(
+        f"prompts: none of the {len(prompts)} is at most {longest} tokens long, the room that is left beside "
+        "max_new_tokens (and max_prompt_tokens allows); lower max_new_tokens or pass shorter prompts."
+    )

@@ -16,7 +16,7 @@ from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.state import DecodePlan
 from torch_dflash.train.controls import ShuffledFeatures
-from torch_dflash.train.conversations import converse
+from torch_dflash.train.conversations import check_some_fit, converse
 from torch_dflash.train.data import Prompt
 
 
@@ -81,18 +81,22 @@ class Evaluation:
     left_out: int
 
     def row(self) -> dict[str, Any]:
-        """The figures of a table row."""
+        """The figures of a table row; None for the acceptance length of no rounds."""
         return {
             "prompts": self.prompts,
             "left_out": self.left_out,
             "new_tokens": self.new_tokens,
             "rounds": len(self.drafter.lengths),
-            "acceptance_length": round(self.drafter.mean, 4),
+            "acceptance_length": _figure(self.drafter),
             "per_position": [round(rate, 4) for rate in self.drafter.per_position],
-            "ngram_acceptance_length": round(self.ngram.mean, 4),
+            "ngram_acceptance_length": _figure(self.ngram),
             "ngram_per_position": [round(rate, 4) for rate in self.ngram.per_position],
             "seconds": round(self.seconds, 1),
         }
+
+
+def _figure(found: Acceptance) -> float | None:
+    return round(found.mean, 4) if found.lengths else None
 
 
 def evaluate(
@@ -103,13 +107,17 @@ def evaluate(
     Later turns are asked after the earlier answers. A question that does not fit the target's context ends
     its conversation; ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished
     texts: greedy text does not depend on the drafter, so this gives the rounds it would have had.
+
+    Raises:
+        ValueError: no prompt fits the context.
     """
     prompts = prompts[: options.limit]
+    longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
+    check_some_fit(tokenizer, prompts, longest)
     decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options)
     eos = target.generation_config.eos_token_id
     stops = set(eos if isinstance(eos, list) else [eos])
     turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
-    longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
     with tqdm(total=turns, desc=name, unit="turn") as bar:
         batches = converse(tokenizer, prompts, decode, batch_size=options.batch_size, longest=longest)
         for batch in batches:
@@ -119,6 +127,7 @@ def evaluate(
             asked += len(batch)
             bar.update(len(batch))
             bar.set_postfix(acceptance=sum(decode.lengths) / max(len(decode.lengths), 1))
+        bar.set_postfix(acceptance=Acceptance(decode.lengths, decode.width).mean, left_out=turns - asked)
     return Evaluation(
         drafter=Acceptance(decode.lengths, decode.width),
         ngram=Acceptance(ngram, decode.width),
