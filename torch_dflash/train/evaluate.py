@@ -126,8 +126,8 @@ def evaluate(
             ngram += replay_ngram([item.ids for item in batch], texts, stopped, decode.width)
             asked += len(batch)
             bar.update(len(batch))
-            bar.set_postfix(acceptance=sum(decode.lengths) / max(len(decode.lengths), 1))
-        bar.set_postfix(acceptance=Acceptance(decode.lengths, decode.width).mean, left_out=turns - asked)
+            bar.set_postfix(acceptance=decode.mean)
+        bar.set_postfix(acceptance=decode.mean, left_out=turns - asked)
     return Evaluation(
         drafter=Acceptance(decode.lengths, decode.width),
         ngram=Acceptance(ngram, decode.width),
@@ -146,6 +146,10 @@ class _Decoder:
         self.engines: dict[int, Engine] = {}
         self.lengths: list[int] = []
         self.new_tokens, self.width = 0, 1
+
+    @property
+    def mean(self) -> float:
+        return sum(self.lengths) / max(len(self.lengths), 1)
 
     def __call__(self, rows: list[list[int]]) -> list[list[int]]:
         engine = self._engine(bucket(max(map(len, rows))))
