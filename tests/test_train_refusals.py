@@ -150,7 +150,7 @@ def test_features_of_another_target_are_refused_naming_both(world, tmp_path):
     for features in (theirs, OnlineSequences(world.sequences, extract)):
         with refuses(ValueError, str(features.target), f"is for {world.path} (hidden size 32, weights "):
             fit(student(world), features, tmp_path / "fit", SHORT)
-    with refuses(StageError, "different targets", "another (hidden size 32", world.path, "train on one"):
+    with refuses(StageError, "different targets", world.path, "another (hidden size 32", "train on one"):
         CachedSequences([tmp_path, world.features])
     (tmp_path / "features-00001-of-00003.safetensors").unlink()
     with refuses(StageError, "target='another', now target="):
