@@ -34,6 +34,7 @@ LAYERS = [
     {"engine_cache", "state_io"},
     {"generation"},
     {"train", "train.files", "train.blocks", "train.options"},
+    {"train.stages", "train.tensorfiles", "train.marks"},
     {"train.data", "train.log", "train.checkpoint"},
     {"train.conversations", "train.controls", "train.mixture"},
     {"train.card"},

@@ -57,7 +57,7 @@ def test_template_variables_are_set_once_and_used_by_every_stage(world, tmp_path
     assert train(world, *other) == 2 and "leave the option out" in capsys.readouterr().err
 
 
-def test_texts_are_decoded_with_the_variables_they_are_asked_with(world, overfit):
+def test_texts_are_decoded_with_the_variables_they_are_asked_with(world, overfit, tmp_path):
     asked = []
 
     class Tokenizer:
@@ -72,6 +72,10 @@ def test_texts_are_decoded_with_the_variables_they_are_asked_with(world, overfit
 
     options = EvaluateOptions(limit=1, max_new_tokens=4, runtime="eager", chat_template_kwargs=TERSE)
     evaluate(world.target, overfit.drafter, Tokenizer(), world.prompts, options)
+    assert asked and set(asked) == {True}
+    asked.clear()
+    said = RegenerateOptions(max_new_tokens=4, runtime="eager", chat_template_kwargs=TERSE)
+    regenerate(world.target, Tokenizer(), world.prompts[:1], tmp_path, said)
     assert asked and set(asked) == {True}
 
 

@@ -157,7 +157,10 @@ def test_a_fit_on_the_cpu_is_one_where_there_is_something_faster(world, tmp_path
 
 def errors(world, tmp_path):
     prompts, answers = tmp_path / "math.jsonl", world.folder / "answers"
-    bad, empty = tmp_path / "bad.jsonl", tmp_path / "empty"
+    bad, empty, long = tmp_path / "bad.jsonl", tmp_path / "empty", tmp_path / "long.jsonl"
+    nothing = tmp_path / "nothing.jsonl"
+    nothing.touch()
+    long.write_text(json.dumps({"prompt": "x" * CONTEXT}))
     latin, half = tmp_path / "latin.jsonl", tmp_path / "half.jsonl"
     latin.write_bytes(b'{"prompt": "x"}\n{"prompt": "\xe9"}\n')
     half.write_text('{"prompt": "x"}\n{"prompt": "a\\ud800b"}\n')
@@ -172,6 +175,8 @@ def errors(world, tmp_path):
     return [
         ("regenerate", ("--prompts", tmp_path / "gone.jsonl"), ["gone.jsonl", "No such file"]),
         ("regenerate", ("--prompts", bad), ["bad.jsonl:2 is not JSON"]),
+        ("regenerate", ("--prompts", nothing), ["nothing.jsonl holds no prompts"]),
+        ("regenerate", ("--prompts", long, *EAGER), ["none of the 1", "max_prompt_tokens", "max_new_tokens"]),
         ("regenerate", ("--prompts", prompts, "--limit", 0), ["limit=0", "at least 1"]),
         ("regenerate", ("--prompts", prompts, "--max-new-tokens", CONTEXT), ["max_new_tokens=128"]),
         ("regenerate", ("--prompts", prompts, "--out", prompts, *EAGER), ["math.jsonl is a file", "name a"]),
@@ -200,11 +205,16 @@ def errors(world, tmp_path):
         ("fit", (*SHAPE, *cached, "--taps", "7"), ["target_layer_ids=[7]", "4 layers"]),
         ("fit", (*SHAPE, *cached, "--weighting", "flat"), ["weighting='flat'", "'decay' or 'dpace'"]),
         ("fit", (*SHAPE, *cached, "--held-out", 64), ["held_out=64", "9 sequences"]),
+        ("fit", (*SHAPE, *cached, "--kl", "nan"), ["kl=nan"]),
+        ("fit", (*SHAPE, *cached, "--taps", "0,0"), ["taps=[0, 0]", "once"]),
+        ("fit", (*SHAPE, "--answers", answers, "--max-length", 2), ["max_length", "raise it"]),
+        ("fit", (*SHAPE, *cached, "--mask-token-id", 0), ["mask_token_id=0 occurs", "choose"]),
         ("fit", cached, ["--mask-token-id", "--start-from"]),
         ("fit", (*cached, *SHAPE, "--mask-token-id", 999), ["mask_token_id=999", "260 rows"]),
         ("fit", (*SHAPE, *cached, "--start-from", tmp_path / "gone"), ["gone", "no such directory"]),
         ("fit", (*SHAPE, "--answers", tmp_path / "gone.jsonl"), ["gone.jsonl", "No such file"]),
         ("evaluate", (*drafter, "--prompts", prompts), ["not a DFlash drafter"]),
+        ("evaluate", (*drafter, "--prompts", nothing), ["nothing.jsonl holds no prompts"]),
         ("evaluate", ("--drafter", "ngram", "--prompts", prompts), ["--drafter ngram", "DFlash drafter"]),
         ("evaluate", (*drafter, "--prompts", prompts, same), ["two files", "math", "rename"]),
         ("evaluate", (*drafter, "--prompts", prompts, "--json", bad), ["bad.jsonl", "name another file"]),

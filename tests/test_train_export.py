@@ -62,6 +62,7 @@ def test_the_tensors_bear_the_published_names_alone(overfit):
     ]
     with safe_open(overfit.exported / "model.safetensors", "pt") as file:
         assert set(file.keys()) == wanted
+    assert len({path.stat().st_mode for path in overfit.exported.iterdir()}) == 1
 
 
 @torch.no_grad()

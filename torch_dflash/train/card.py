@@ -71,16 +71,20 @@ def _shown(value: Any) -> Any:
 
 
 def acceptance_table(sets: dict[str, dict[str, Any]]) -> str:
-    """`Evaluation.row` figures by set as Markdown: acceptance lengths, then the rate of each position."""
+    """`Evaluation.row` figures by set as Markdown: acceptance lengths, then the rate of each position.
+
+    Below it, the turns that were left out.
+    """
     width = max(len(row["per_position"]) for row in sets.values())
     heads = ["set", "acceptance length", "n-gram lookup", *map(str, range(1, width + 1))]
     lines = [heads, ["---"] * len(heads)]
     for name, row in sets.items():
         rates = [f"{rate:.2f}" for rate in row["per_position"]]
-        lines.append(
-            [name, f"{row['acceptance_length']:.2f}", f"{row['ngram_acceptance_length']:.2f}", *rates]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        means = [row["acceptance_length"], row["ngram_acceptance_length"]]
+        lines.append([name, *("-" if mean is None else f"{mean:.2f}" for mean in means), *rates])
+    left_out = [f"{name} {row['left_out']}" for name, row in sets.items() if row.get("left_out")]
+    note = f"\n\nTurns left out, beyond the target's context: {', '.join(left_out)}." if left_out else ""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + note
 
 
 def add_figures(directory: Path, figures: dict[str, Any]) -> None:

@@ -73,6 +73,22 @@ def check_turns(tokenizer: Any, prompts: list[Prompt]) -> None:
         )
 
 
+def check_some_fit(
+    tokenizer: Any, prompts: list[Prompt], longest: int, template: dict[str, Any] | None = None
+) -> None:
+    """Raise ``ValueError`` unless some first question is at most ``longest`` tokens long."""
+    if not prompts:
+        raise ValueError("prompts=[]: pass at least one.")
+    for prompt in prompts:
+        ids = encode_conversation(tokenizer, [{"role": "user", "content": prompt.turns[0]}], template)
+        if len(ids) <= longest:
+            return
+    raise ValueError(
+        f"prompts: none of the {len(prompts)} is at most {longest} tokens long, the room that is left beside "
+        "max_new_tokens (and max_prompt_tokens allows); lower max_new_tokens or pass shorter prompts."
+    )
+
+
 def stop_ids(target: Any, tokenizer: Any) -> list[int]:
     """The model's stop ids, else the tokenizer's."""
     stops = target.generation_config.eos_token_id

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import StageError, write_atomically
+from torch_dflash.train.files import StageError, check_shards, write_atomically
 
 Messages = list[dict[str, str]]
 
@@ -42,19 +42,28 @@ def read_prompts(paths: Iterable[Path | str]) -> list[Prompt]:
     A line may name its ``source``; else it is the file's name.
 
     Raises:
-        StageError: a line is no such object; the message names file, line and what was found.
+        StageError: a file holds no line, or one that is no such object; the message names file and line.
     """
-    return [_prompt(*line) for path in paths for line in _lines(Path(path))]
+    return [prompt for path in paths for prompt in _prompts(Path(path))]
 
 
-def read_answers(paths: Iterable[Path | str]) -> list[Answer]:
+def read_answers(paths: Sequence[Path | str]) -> list[Answer]:
     """Answers of JSON-lines files or of directories of them, in the order of their names.
 
     Raises:
-        StageError: no file, or a line without ``response_ids`` and ``messages`` (or ``prompt``).
+        StageError: no file, a missing shard, no answer in any, or a line without ``response_ids`` and
+            ``messages`` (or ``prompt``).
     """
     files = [file for path in paths for file in _answer_files(Path(path))]
-    return [_answer(*line) for file in files for line in _lines(file)]
+    answers = [_answer(*line) for file in files for line in _lines(file)]
+    if not answers:
+        raise StageError(f"{', '.join(map(str, paths))}: no answers in there; regenerate some first.")
+    return answers
+
+
+def count_answers(path: Path) -> int:
+    """Number of answers in a shard; 0 where all its prompts were left out."""
+    return sum(1 for _ in _lines(path))
 
 
 def write_answers(path: Path, answers: list[Answer]) -> None:
@@ -94,7 +103,17 @@ def _answer_files(path: Path) -> list[Path]:
     files = sorted(path.glob("[!.]*.jsonl*")) if path.is_dir() else [path]
     if not files:
         raise StageError(f"{path} holds no *.jsonl or *.jsonl.gz: regenerate answers into it first.")
+    if path.is_dir():
+        again = "run regenerate again, which makes those that are missing, or name the files themselves"
+        check_shards(path, files, f"{again} to use these alone.")
     return files
+
+
+def _prompts(path: Path) -> list[Prompt]:
+    prompts = [_prompt(*line) for line in _lines(path)]
+    if not prompts:
+        raise StageError(f"{path} holds no prompts; write one on each line, or leave the file out.")
+    return prompts
 
 
 def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:

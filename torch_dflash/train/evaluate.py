@@ -16,7 +16,7 @@ from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.state import DecodePlan
 from torch_dflash.train.controls import ShuffledFeatures
-from torch_dflash.train.conversations import check_turns, converse, stop_ids
+from torch_dflash.train.conversations import check_some_fit, check_turns, converse, stop_ids
 from torch_dflash.train.data import Prompt
 
 
@@ -83,18 +83,22 @@ class Evaluation:
     left_out: int
 
     def row(self) -> dict[str, Any]:
-        """The figures of a table row."""
+        """The figures of a table row; None for the acceptance length of no rounds."""
         return {
             "prompts": self.prompts,
             "left_out": self.left_out,
             "new_tokens": self.new_tokens,
             "rounds": len(self.drafter.lengths),
-            "acceptance_length": round(self.drafter.mean, 4),
+            "acceptance_length": _figure(self.drafter),
             "per_position": [round(rate, 4) for rate in self.drafter.per_position],
-            "ngram_acceptance_length": round(self.ngram.mean, 4),
+            "ngram_acceptance_length": _figure(self.ngram),
             "ngram_per_position": [round(rate, 4) for rate in self.ngram.per_position],
             "seconds": round(self.seconds, 1),
         }
+
+
+def _figure(found: Acceptance) -> float | None:
+    return round(found.mean, 4) if found.lengths else None
 
 
 def evaluate(
@@ -106,13 +110,17 @@ def evaluate(
     its conversation; ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished
     texts: greedy text does not depend on the drafter, so this gives the rounds it would have had. The
     model's repetition penalty is left out.
+
+    Raises:
+        ValueError, StageError: these prompts cannot be asked so; the message says what to change.
     """
     prompts = prompts[: options.limit]
+    longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
     check_turns(tokenizer, prompts)
+    check_some_fit(tokenizer, prompts, longest, options.chat_template_kwargs)
     stops = stop_ids(target, tokenizer)
     decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options, stops)
     turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
-    longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
     with tqdm(total=turns, desc=name, unit="turn") as bar:
         size, template = options.batch_size, options.chat_template_kwargs
         for batch in converse(
@@ -123,7 +131,8 @@ def evaluate(
             ngram += replay_ngram([item.ids for item in batch], texts, stopped, decode.width)
             asked += len(batch)
             bar.update(len(batch))
-            bar.set_postfix(acceptance=sum(decode.lengths) / max(len(decode.lengths), 1))
+            bar.set_postfix(acceptance=decode.mean)
+        bar.set_postfix(acceptance=decode.mean, left_out=turns - asked)
     return Evaluation(
         drafter=Acceptance(decode.lengths, decode.width),
         ngram=Acceptance(ngram, decode.width),
@@ -142,6 +151,10 @@ class _Decoder:
         self.engines: dict[int, Engine] = {}
         self.lengths: list[int] = []
         self.new_tokens, self.width = 0, 1
+
+    @property
+    def mean(self) -> float:
+        return sum(self.lengths) / max(len(self.lengths), 1)
 
     def __call__(self, rows: list[list[int]]) -> list[list[int]]:
         engine = self._engine(bucket(max(map(len, rows))))

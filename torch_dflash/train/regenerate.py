@@ -18,9 +18,17 @@ from tqdm import tqdm
 from torch_dflash.checks import check_counts, check_runtime, context_of
 from torch_dflash.generation import generate
 from torch_dflash.prompts import pad_rows
-from torch_dflash.train.conversations import check_turns, converse, penalty_of, stop_ids
-from torch_dflash.train.data import Answer, Prompt, write_answers
-from torch_dflash.train.files import open_stage
+from torch_dflash.train.conversations import (
+    check_some_fit,
+    check_turns,
+    converse,
+    penalty_of,
+    stop_ids,
+)
+from torch_dflash.train.data import Answer, Prompt, count_answers, write_answers
+from torch_dflash.train.files import write_json
+from torch_dflash.train.marks import TargetMark
+from torch_dflash.train.stages import open_stage
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,12 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
     """Answer ``prompts`` into shards under ``directory``, except those there; returns how many were made.
 
     Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample. Greedy
-    answers leave the model's repetition penalty out.
+    answers leave the model's repetition penalty out. ``summary.json`` says how many answers there are, and
+    how many turns were left out.
 
     Raises:
-        ValueError, StageError: the target cannot answer these prompts so; the message says what to change.
+        ValueError: there is nothing to answer, no room for it, or a penalty that sampling would need.
+        StageError: turns that no template joins; what `open_stage` raises; a damaged shard; a full disk.
     """
     check_turns(tokenizer, prompts)
     penalty = penalty_of(target)
@@ -77,23 +87,37 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
             f"max_new_tokens={options.max_new_tokens}: the target's context of {context} leaves no room for "
             "a prompt; lower it."
         )
-    settings = {"stage": "regenerate", "target": target.config.name_or_path, "prompts": len(prompts)}
-    settings["checksum"] = zlib.crc32(repr(prompts).encode())
-    open_stage(directory, settings | vars(options))
+    check_some_fit(tokenizer, prompts, _longest(target, options), options.chat_template_kwargs)
+    mark = TargetMark.of(target)
+    settings = {"stage": "regenerate", "target": mark.name, "target_weights": mark.weights}
+    settings |= {"prompts": len(prompts), "prompts_checksum": zlib.crc32(repr(prompts).encode())}
     prompts = random.Random(options.seed).sample(prompts, len(prompts))
+    with open_stage(directory, settings | vars(options), "answers-*"):
+        return _answer_shards(target, tokenizer, prompts, directory, options)
+
+
+def _longest(target, options: RegenerateOptions) -> int:
+    """Tokens of the longest prompt that is answered."""
+    return min(options.max_prompt_tokens, context_of(target) - options.max_new_tokens)
+
+
+def _answer_shards(target, tokenizer, prompts: list[Prompt], directory: Path, options) -> int:
     starts = range(0, len(prompts), options.shard_size)
-    made, left_out = 0, 0
+    made, answers, turns = 0, 0, 0
     with tqdm(total=len(prompts), desc="regenerate", unit="prompt", smoothing=0.05) as bar:
         for index, start in enumerate(starts):
             shard = prompts[start : start + options.shard_size]
             path = directory / f"answers-{index:05}-of-{len(starts):05}.jsonl.gz"
-            if not path.exists():
-                answers = _answer_shard(target, tokenizer, shard, options, index)
-                left_out += sum(len(prompt.turns) for prompt in shard) - len(answers)
-                write_answers(path, answers)
-                made += len(answers)
+            if path.exists():
+                answers += count_answers(path)
+            else:
+                found = _answer_shard(target, tokenizer, shard, options, index)
+                write_answers(path, found)
+                made, answers = made + len(found), answers + len(found)
+            turns += sum(len(prompt.turns) for prompt in shard)
             bar.update(len(shard))
-            bar.set_postfix(answers=made, left_out=left_out)
+            bar.set_postfix(answers=answers, left_out=turns - answers)
+    write_json(directory / "summary.json", {"answers": answers, "left_out": turns - answers})
     return made
 
 
@@ -105,7 +129,7 @@ def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int)
         prompts,
         lambda rows: answer_batch(target, rows, options, next(seed), stops),
         batch_size=options.batch_size,
-        longest=min(options.max_prompt_tokens, context_of(target) - options.max_new_tokens),
+        longest=_longest(target, options),
         template=template,
     )
     return [
