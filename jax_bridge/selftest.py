@@ -57,8 +57,11 @@ class XlaSide:
     def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
         """On a TPU this is the Pallas kernel."""
 
+        def attention(query, key, value, pool, table, start):
+            return paged_attention(query, key, value, pool, table, start, scale, **options)
+
         def step(*arrays):
-            return call_torch(lambda *tensors: paged_attention(*tensors, scale, **options), *arrays)
+            return call_torch(attention, *arrays)
 
         with tracing("highest"):
             return to_torch(jax.jit(step, donate_argnums=3)(*to_jax(arguments)))

@@ -51,16 +51,16 @@ def finish(engine, state) -> dict:
     }
 
 
-def finish_elsewhere(path, runtime) -> dict:
+def finish_elsewhere(path, runtime, cache) -> dict:
     """A new process loads ``path`` on ``runtime``, whose engine reads at other times, and finishes."""
     code = (
         "import json, sys, torch, test_state_io as t, torch_dflash as td\n"
         "torch.set_num_threads(1)\n"
-        "engine = t.make_engine(sys.argv[2], rounds_per_chunk=3)\n"
+        "engine = t.make_engine(sys.argv[2], rounds_per_chunk=3, cache=sys.argv[3])\n"
         "print(json.dumps(t.finish(engine, td.load_state(sys.argv[1], engine))))"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(path), runtime],
+        [sys.executable, "-W", "error", "-c", code, str(path), runtime, cache],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -85,16 +85,19 @@ def saved(eager, tmp_path_factory):
     return path, state
 
 
-@pytest.mark.parametrize(("here", "there"), [("eager", "xla"), ("xla", "eager")])
-def test_another_process_on_the_other_runtime_goes_on(here, there, tmp_path):
-    engine = make_engine(here)
+@pytest.mark.parametrize(
+    ("here", "there", "cache"),
+    [("eager", "xla", "static"), ("xla", "eager", "static"), ("xla", "eager", "paged")],
+)
+def test_another_process_on_the_other_runtime_goes_on(here, there, cache, tmp_path):
+    engine = make_engine(here, cache=cache)
     whole = finish(engine, engine.start(*ragged_prompts(ROWS), **MIXED))
     assert len({length for row in whole["accepted"] for length in row}) > 2
     state = engine.advance(engine.start(*ragged_prompts(ROWS), **MIXED))
     assert not engine.runtime.read(state).done[:ROWS].any()
     td.save_state(state, tmp_path / "state", engine)
     assert finish(engine, state) == whole  # saving leaves the state as it was
-    assert finish_elsewhere(tmp_path / "state", there) == whole
+    assert finish_elsewhere(tmp_path / "state", there, cache) == whole
     assert os.listdir(tmp_path) == ["state"]
 
 

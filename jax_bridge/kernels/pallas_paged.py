@@ -65,13 +65,15 @@ def pallas_paged_attention(
     sinks = jnp.full((groups, heads), LOWEST) if sinks is None else sinks
     first = jnp.repeat(sinks.astype(jnp.float32), tile_rows, axis=1)[:, :, None]
 
-    call = _call(kind, tiled, pool, width, block_pages, interpret)
+    call = _call(kind, tiled, pool, width, block_pages, table.shape[1] * pool.shape[2], interpret)
     out, pool = call(start, table.reshape(-1), tiled, fresh, first, pool)
     out = _swap(out, (batch, groups, tiles, heads, tile_rows, width)).reshape(*query.shape[:-1], width)
     return (out[..., k_dim:] if whole else out), pool
 
 
-def _call(kind: Kind, query: Array, pool: Array, width: int, block_pages: int, interpret: Any) -> Callable:
+def _call(
+    kind: Kind, query: Array, pool: Array, width: int, block_pages: int, keys: int, interpret: Any
+) -> Callable:
     """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place."""
     batch, groups, tiles, height, depth = query.shape
     page, lanes = pool.shape[2:]
@@ -110,6 +112,13 @@ def _call(kind: Kind, query: Array, pool: Array, width: int, block_pages: int, i
         # Halves of the heads touch different parts of every page: a chip with two cores takes one each.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        # Of full pages, which is what the compiler should make room for.
+        cost_estimate=pl.CostEstimate(
+            flops=2 * query.size // depth * keys * (depth + width),
+            transcendentals=query.size // depth * keys,
+            bytes_accessed=batch * groups * keys * lanes * pool.dtype.itemsize
+            + 2 * query.size * query.dtype.itemsize,
         ),
         interpret=interpret,
         name="paged_attention",

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The figures of docs/tpu.md: what libtpu compiles for chips that are not here. An hour on two cores.
+# From the repository's root:  PYTHONPATH=.venv/libtpu PATH=.venv/bin:$PATH benchmarks/aot_tables.sh
+# A figure whose JSON exists is not made again.
+set -euo pipefail
+configs=benchmarks/configs results=docs/results/aot
+mkdir -p "$results"
+
+figure() { # name, pair, options of torch-dflash aot
+    local out="$results/$1.json" pair="$2"
+    shift 2
+    [[ -e "$out" ]] || torch-dflash aot --target "$configs/$pair" --drafter "$configs/$pair-dflash" "$@" --json "$out"
+}
+
+for cache in paged static; do
+    figure "qwen3-4b-$cache-16" qwen3-4b --cache "$cache"
+    figure "qwen3-4b-$cache-64" qwen3-4b --cache "$cache" --block 64 --verify 64
+    figure "qwen3-4b-$cache-1" qwen3-4b --cache "$cache" --verify 1 --passes verify
+done
+figure qwen3-8b-paged-16 qwen3-8b --cache paged
+figure llama-3.1-8b-paged-10 llama-3.1-8b --cache paged
+figure qwen3-coder-30b-a3b-paged-16 qwen3-coder-30b-a3b --cache paged
+figure gpt-oss-20b-paged-8 gpt-oss-20b --cache paged
+figure qwen3-4b-paged-16-v5e qwen3-4b --cache paged --topology v5e:2x2
+figure qwen3-4b-paged-16-v6e qwen3-4b --cache paged --topology v6e:2x2

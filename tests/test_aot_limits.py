@@ -1,0 +1,57 @@
+"""What a full published pair moves on one v5p chip, on pages: compiled whole, held against the floor."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import jax
+import pytest
+from transformers import AutoConfig
+
+import torch_dflash as td
+from jax_bridge import aot
+from jax_bridge.floor import floor_of
+from jax_bridge.hlo import forbidden
+
+CONFIGS = Path(__file__).parent.parent / "benchmarks/configs"
+CONTEXT = 4096
+pytestmark = pytest.mark.aot
+
+
+@lru_cache
+def ratio(pair: str, step: str, rows: int | None = None) -> tuple[float, int]:
+    """(bytes over floor, bytes) of a step; what no step may have is asserted on the way."""
+    target = AutoConfig.from_pretrained(CONFIGS / pair)
+    drafter = td.DFlashConfig.from_pretrained(CONFIGS / f"{pair}-dflash")
+    block = max(rows or 0, drafter.block_size)
+    model = aot.abstract_pair(
+        target, drafter, capacity=CONTEXT, block_size=block, verify_width=rows, cache="paged", page_size=64
+    )
+    compiled = aot.compile_step(model, step)
+    assert not forbidden(compiled.hlo) and not compiled.unaliased
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.state))
+    assert compiled.alias_bytes >= state
+    kernels = compiled.hlo.count('custom_call_target="tpu_custom_call"')
+    assert kernels == target.num_hidden_layers
+    floor = getattr(floor_of(model.pair, model.params, CONTEXT), step)
+    assert (
+        compiled.traffic_bytes > 0.98 * floor
+    )  # less than the least would mean that something is not counted
+    return compiled.traffic_bytes / floor, compiled.traffic_bytes
+
+
+def test_qwen3_4b_verifies_near_its_floor_and_flat():
+    assert ratio("qwen3-4b", "verify", 16)[0] <= 1.10
+    assert ratio("qwen3-4b", "verify", 64)[0] <= 1.15
+    assert ratio("qwen3-4b", "verify", 64)[1] <= 1.10 * ratio("qwen3-4b", "verify", 1)[1]
+
+
+@pytest.mark.parametrize("pair", ["qwen3-4b", "qwen3-8b", "llama-3.1-8b"])
+def test_a_round_is_near_the_sum_of_both_floors(pair):
+    assert ratio(pair, "round")[0] <= 1.15
+
+
+@pytest.mark.parametrize("pair", ["qwen3-8b", "llama-3.1-8b"])
+def test_larger_targets_verify_near_their_floor(pair):
+    assert ratio(pair, "verify")[0] <= 1.10
