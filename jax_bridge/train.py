@@ -43,10 +43,10 @@ def fit_xla(
     mesh = data_mesh() if mesh is None else mesh
     check_mesh(mesh, options.batch_size)
     schedule = plan_fit(student, sequences, options)
-    open_fit(directory, student, schedule)
-    trainer = XlaTrainer(student, schedule, mesh)
-    Loop(trainer, schedule, directory).run()
-    trainer.write_back()
+    with open_fit(directory, student, schedule):
+        trainer = XlaTrainer(student, schedule, mesh)
+        Loop(trainer, schedule, directory).run()
+        trainer.write_back()
 
 
 def data_mesh(devices: list[Any] | None = None) -> Mesh:

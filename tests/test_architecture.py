@@ -34,8 +34,10 @@ LAYERS = [
     {"engine_cache", "state_io"},
     {"generation"},
     {"train", "train.files", "train.blocks", "train.options"},
-    {"train.data", "train.log", "train.checkpoint", "train.card"},
-    {"train.conversations", "train.controls"},
+    {"train.stages", "train.tensorfiles", "train.marks"},
+    {"train.data", "train.log", "train.checkpoint"},
+    {"train.conversations", "train.controls", "train.mixture"},
+    {"train.card"},
     {
         "train.features",
         "train.objective",

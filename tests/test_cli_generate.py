@@ -253,6 +253,7 @@ def errors(pair, tmp_path):
         ([*prompt, "--seed", str(2**70)], ["seed=", "2**64"]),
         ([*prompt, "--runtime", "xla", "--device", "cuda"], ["--device cuda", "--runtime eager"]),
         ([*prompt, "--device", "nowhere"], ["--device nowhere", "such as cpu"]),
+        ([*prompt, "--device", "meta"], ["--device meta", "no values", "such as cpu"]),
         ([*prompt, "--chat-template-kwargs", "[1]"], ["--chat-template-kwargs [1]", "JSON object"]),
         ([*prompt, "--system", "s", "--raw"], ["--raw sends text as it is", "without --system"]),
         ([*prompt, "--target", str(tmp_path / "gone")], ["--target", "gone", "no such directory"]),
@@ -301,6 +302,7 @@ def test_a_damaged_checkpoint_is_one_line(pair, capsys, tmp_path):
             assert generate(pair, "--prompt", "x", **{side: str(folder)}) == 2
             last = capsys.readouterr().err.splitlines()[-1]
             assert last.startswith(f"torch-dflash generate: --{side} {folder}: "), last
+            assert ("weights are damaged" in last) == file.endswith("safetensors"), last
 
 
 def test_text_is_written_before_the_end(pair, capsys):

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import Accelerator
 from trained import CONTEXT, MASK, World
 
 import torch_dflash as td
 from torch_dflash.cli import main
+from torch_dflash.train.fit import TorchTrainer
 from torch_dflash.train.log import read_log
 
-STAGES = ("regenerate", "features", "fit", "evaluate")
+STAGES = ("regenerate", "features", "fit", "evaluate", "all")
 SHAPE = ("--mask-token-id", str(MASK), "--layers", "1", "--block-size", "4")
 SHORT = ("--batch-size", "4", "--held-out", "1", "--anchors", "8", "--learning-rate", "1e-3")
 EAGER = ("--runtime", "eager", "--max-new-tokens", "8")
@@ -52,7 +57,7 @@ def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeyp
     found = json.loads(figures.read_text())
     row = found["sets"]["math"]
     assert f"| math | {row['acceptance_length']:.2f} | {row['ngram_acceptance_length']:.2f} |" in said
-    assert row["prompts"] == 9 and found["options"]["max_new_tokens"] == 8 and found["provenance"]
+    assert row["prompts"] == 9 and found["options"]["max_new_tokens"] == 8
 
     for module in ("regenerate", "features"):
         monkeypatch.setattr(f"torch_dflash.train.{module}.write_atomically", None, raising=False)
@@ -68,6 +73,9 @@ def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeyp
     assert list(kept) == ["math", "code"] and kept["math"] == row
     assert train(world, *judge, prompts, "--verify-width", 2) == 2
     assert "verify_width=None, now verify_width=2; name another file" in capsys.readouterr().err
+    other.write_text('{"prompt": "y = 1"}\n')
+    assert train(world, *judge, other) == 2
+    assert "figures of code are of other prompts" in capsys.readouterr().err
     assert json.loads(figures.read_text())["sets"] == kept
 
 
@@ -108,9 +116,55 @@ def test_ctrl_c_is_no_traceback(world, tmp_path, capsys, monkeypatch):
     assert "train regenerate: interrupted; run the same command again" in capsys.readouterr().err
 
 
+def test_ctrl_c_in_a_fit_is_no_error_and_leaves_a_checkpoint(world, tmp_path, capsys, monkeypatch):
+    step, steps = TorchTrainer.step, []
+
+    def interrupted(self, *args):
+        steps.append(1)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *args)
+
+    monkeypatch.setattr(TorchTrainer, "step", interrupted)
+    assert fit(world, tmp_path, "--features", world.features, "--taps", "0,2") == 130
+    assert "train fit: stopped after step 3 of 4; run the same command again" in capsys.readouterr().err
+    assert [path.stem for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+    assert fit(world, tmp_path, "--features", world.features, "--taps", "0,2") == 0 and len(steps) == 4
+
+
+def test_a_fit_on_the_cpu_is_one_where_there_is_something_faster(world, tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def accelerator(cpu):
+        asked.append(cpu)
+        return Accelerator(cpu=cpu)
+
+    monkeypatch.setattr("torch_dflash.cli.train.Accelerator", accelerator)
+    line = ("--features", world.features, "--taps", "0,2")
+    assert fit(world, tmp_path, *line, "--device", "cpu", epochs=1) == 0
+    assert fit(world, tmp_path, *line, epochs=1) == 0 and asked == [True, False]
+
+    class Elsewhere:
+        state = SimpleNamespace(device=torch.device("cuda", 1), num_processes=2)
+
+    monkeypatch.setattr("torch_dflash.cli.train.Accelerator", lambda cpu: Elsewhere)
+    assert fit(world, tmp_path, *line, "--device", "cpu", epochs=1) == 2
+    assert (
+        "--device cpu: accelerate places this process on cuda:1; leave --device out"
+        in capsys.readouterr().err
+    )
+
+
 def errors(world, tmp_path):
     prompts, answers = tmp_path / "math.jsonl", world.folder / "answers"
-    bad, empty = tmp_path / "bad.jsonl", tmp_path / "empty"
+    bad, empty, long = tmp_path / "bad.jsonl", tmp_path / "empty", tmp_path / "long.jsonl"
+    nothing = tmp_path / "nothing.jsonl"
+    nothing.touch()
+    long.write_text(json.dumps({"prompt": "x" * CONTEXT}))
+    latin, half = tmp_path / "latin.jsonl", tmp_path / "half.jsonl"
+    latin.write_bytes(b'{"prompt": "x"}\n{"prompt": "\xe9"}\n')
+    half.write_text('{"prompt": "x"}\n{"prompt": "a\\ud800b"}\n')
+    placed, judged = ("--runtime", "xla", "--device", "cpu"), ("--drafter", tmp_path, "--prompts", prompts)
     bad.write_text('{"prompt": "x"}\n{"prompt": \n')
     empty.mkdir()
     same = tmp_path / "same" / "math.jsonl"
@@ -121,9 +175,25 @@ def errors(world, tmp_path):
     return [
         ("regenerate", ("--prompts", tmp_path / "gone.jsonl"), ["gone.jsonl", "No such file"]),
         ("regenerate", ("--prompts", bad), ["bad.jsonl:2 is not JSON"]),
+        ("regenerate", ("--prompts", nothing), ["nothing.jsonl holds no prompts"]),
+        ("regenerate", ("--prompts", long, *EAGER), ["none of the 1", "max_prompt_tokens", "max_new_tokens"]),
         ("regenerate", ("--prompts", prompts, "--limit", 0), ["limit=0", "at least 1"]),
         ("regenerate", ("--prompts", prompts, "--max-new-tokens", CONTEXT), ["max_new_tokens=128"]),
-        ("regenerate", ("--prompts", prompts, "--out", prompts, *EAGER), ["math.jsonl", "exists"]),
+        ("regenerate", ("--prompts", prompts, "--out", prompts, *EAGER), ["math.jsonl is a file", "name a"]),
+        ("regenerate", ("--prompts", prompts, "--out", prompts / "x"), ["--out", "math.jsonl is a file"]),
+        ("regenerate", ("--prompts", latin), ["latin.jsonl is not UTF-8", "convert it"]),
+        ("regenerate", ("--prompts", half), ["half.jsonl:2", "half a surrogate pair ('\\ud800')"]),
+        ("regenerate", ("--prompts", prompts, *placed), ["--device cpu with --runtime xla", "leave it out"]),
+        ("features", ("--answers", answers, "--taps", "1", *placed), ["--device cpu with --runtime xla"]),
+        ("fit", (*SHAPE, *cached, *placed), ["--device cpu with --runtime xla"]),
+        ("fit", (*SHAPE, *cached, "--device", "meta"), ["--device meta", "no values", "such as cpu"]),
+        ("fit", (*SHAPE, *cached, "--device", "nowhere"), ["--device nowhere", "such as cpu"]),
+        ("evaluate", (*judged, *placed), ["--device cpu with --runtime xla"]),
+        ("evaluate", (*judged, "--json", tmp_path / "no" / "x"), ["--json", "folder does not exist"]),
+        ("evaluate", (*judged, "--json", empty), ["--json", "is a directory", "name a file"]),
+        ("evaluate", (*judged, "--card", "--shuffled", "--json", tmp_path / "x"), ["--card with --shuffled"]),
+        ("evaluate", (*judged, "--chat-template-kwargs", "[1]"), ["--chat-template-kwargs [1]", "object"]),
+        ("fit", (*SHAPE, *cached, "--chat-template-kwargs", "{}"), ["pass it to the features stage"]),
         ("regenerate", ("--prompts", prompts, "--target", tmp_path / "gone"), ["gone", "no such directory"]),
         ("features", ("--answers", empty, "--taps", "1"), ["empty", "regenerate answers"]),
         ("features", ("--answers", prompts, "--taps", "1"), ["math.jsonl:1", "response_ids"]),
@@ -135,11 +205,16 @@ def errors(world, tmp_path):
         ("fit", (*SHAPE, *cached, "--taps", "7"), ["target_layer_ids=[7]", "4 layers"]),
         ("fit", (*SHAPE, *cached, "--weighting", "flat"), ["weighting='flat'", "'decay' or 'dpace'"]),
         ("fit", (*SHAPE, *cached, "--held-out", 64), ["held_out=64", "9 sequences"]),
+        ("fit", (*SHAPE, *cached, "--kl", "nan"), ["kl=nan"]),
+        ("fit", (*SHAPE, *cached, "--taps", "0,0"), ["taps=[0, 0]", "once"]),
+        ("fit", (*SHAPE, "--answers", answers, "--max-length", 2), ["max_length", "raise it"]),
+        ("fit", (*SHAPE, *cached, "--mask-token-id", 0), ["mask_token_id=0 occurs", "choose"]),
         ("fit", cached, ["--mask-token-id", "--start-from"]),
         ("fit", (*cached, *SHAPE, "--mask-token-id", 999), ["mask_token_id=999", "260 rows"]),
         ("fit", (*SHAPE, *cached, "--start-from", tmp_path / "gone"), ["gone", "no such directory"]),
         ("fit", (*SHAPE, "--answers", tmp_path / "gone.jsonl"), ["gone.jsonl", "No such file"]),
         ("evaluate", (*drafter, "--prompts", prompts), ["not a DFlash drafter"]),
+        ("evaluate", (*drafter, "--prompts", nothing), ["nothing.jsonl holds no prompts"]),
         ("evaluate", ("--drafter", "ngram", "--prompts", prompts), ["--drafter ngram", "DFlash drafter"]),
         ("evaluate", (*drafter, "--prompts", prompts, same), ["two files", "math", "rename"]),
         ("evaluate", (*drafter, "--prompts", prompts, "--json", bad), ["bad.jsonl", "name another file"]),

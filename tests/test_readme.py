@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,14 @@ from models import VOCAB, make_pair
 import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.checksums import checksum_of
+from torch_dflash.cli import demo, main, main_parser
+from torch_dflash.cli.judge import prompts_checksum, read_figures
 from torch_dflash.demo_pair import load_demo_drafter
 from torch_dflash.train.architecture import DrafterShape, new_drafter
 from torch_dflash.train.card import acceptance_table
+from torch_dflash.train.data import read_answers, read_prompts
+from torch_dflash.train.log import read_log
+from torch_dflash.train.mixture import data_section, describe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -90,14 +96,19 @@ def test_the_demo_table_is_the_one_in_its_json():
 
 
 def test_the_acceptance_table_is_the_one_in_its_json():
-    results = json.loads((ROOT / "docs/results/acceptance_cpu.json").read_text())
+    results, shuffled = (
+        json.loads((ROOT / f"docs/results/acceptance{name}_cpu.json").read_text())
+        for name in ("", "_shuffled")
+    )
     card = (ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md").read_text()
     table = acceptance_table(results["sets"])
     assert table + "\n" in README and table + "\n" in card
-    command = results["provenance"]["command"]
-    assert command in card and command in README.replace(" \\\n    ", " ")
+    for shown in (results, shuffled):
+        for row in shown["sets"].values():
+            assert row["provenance"]["command"] in README.replace(" \\\n    ", " ")
+    for row in results["sets"].values():
+        assert row["provenance"]["command"] in card
     assert all(row["prompts"] >= 80 and row["left_out"] == 0 for row in results["sets"].values())
-    shuffled = json.loads((ROOT / "docs/results/acceptance_shuffled_cpu.json").read_text())
     control = shuffled["sets"]["gsm8k"]["acceptance_length"]
     assert shuffled["options"]["shuffled"] and f"same drafter reaches {control:.2f} on GSM8K" in README
     drafter = load_demo_drafter(torch.bfloat16)
@@ -115,6 +126,46 @@ def test_the_throughput_table_is_the_one_in_its_json():
             assert shown[name][column] == f"{row['blocks_per_second']:.1f}", name
 
 
+def test_the_figures_are_of_the_prompts_that_are_here():
+    for name in ("acceptance_cpu", "acceptance_shuffled_cpu"):
+        _, sets = read_figures(ROOT / f"docs/results/{name}.json")
+        for key, row in sets.items():
+            prompts = read_prompts([ROOT / f"data/eval/{key}.jsonl"])
+            assert row["prompts_checksum"] == prompts_checksum(prompts, 100)
+
+
+def test_the_embedded_fit_is_the_one_in_its_log():
+    lines = read_log(ROOT / "docs/results/embedded_fit.jsonl")
+    held = {line["step"]: line for line in lines if line["kind"] == "held_out"}
+    guide = " ".join((ROOT / "docs/training.md").read_text().split())
+    told = re.search(r"The fit took .*?\(\[its log\]", guide)[0]
+    last = held[max(held)]
+    assert f"took {last['seconds'] / 60:.0f} minutes: {last['step']} steps" in told
+    found = re.findall(r"(\d\.\d\d) \((?:step )?(\d+)\)", told)
+    assert len(found) == 4 and all(f"{held[int(step)]['acceptance_length']:.2f}" == at for at, step in found)
+    assert told.endswith(f"to {last['acceptance_length']:.2f} ([its log]")
+    card = (ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md").read_text()
+    assert ", ".join(f"{rate:.3f}" for rate in last["accuracy"]) in card
+
+
+def test_the_embedded_card_counts_the_answers_that_are_here():
+    folder = ROOT / "data/train/answers"
+    card = (ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md").read_text()
+    section = data_section(describe(read_answers([folder]), [folder]))
+    assert section.partition("\n\n")[2] in card and section.partition(" tokens")[0] in card
+
+
+def test_every_command_that_is_shown_is_one():
+    pages = ("docs/training.md", "README.md", "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md")
+    text = "\n".join((ROOT / page).read_text() for page in pages).replace("\\\n", " ")
+    for name, value in ((" ID", " 16"), ("$layers", "2"), ("$block", "8")):
+        text = text.replace(name, value)
+    lines = re.findall(r"^ *(?:accelerate .*)?torch-dflash (.*)$", text, flags=re.M)
+    assert len(lines) > 15
+    for line in lines:
+        main_parser().parse_args(shlex.split(line, comments=True))
+
+
 def test_the_figures_of_scanned_layers_are_those_of_their_json():
     forms = json.loads((ROOT / "docs/results/scan_aot.json").read_text())["forms"]
     text = " ".join((ROOT / "benchmarks/README.md").read_text().partition("# Scanned layers")[2].split())
@@ -130,8 +181,9 @@ def test_the_figures_of_scanned_layers_are_those_of_their_json():
 def test_every_test_file_and_link_named_in_the_readme_exists():
     for name in re.findall(r"`(?:tests/)?(test_\w+\.py)`", README):
         assert (ROOT / "tests" / name).exists(), name
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
+    for page in ("README.md", "docs/training.md"):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / page).read_text()):
+            assert (ROOT / page).parent.joinpath(link).exists(), link
 
 
 @pytest.mark.slow
@@ -146,8 +198,6 @@ def test_examples_run(example, capsys):
 
 def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys, tmp_path):
     """The demo on a tiny model: exit status 0, and 1 when a method's text is not plain decoding's."""
-    from torch_dflash.cli import demo, main
-
     target, drafter = make_pair("qwen3", block_size=6)
     monkeypatch.setattr(demo, "load_demo_pair", lambda: (target, drafter, FakeTokenizer()))
     picture = tmp_path / "timeline.png"
@@ -168,6 +218,26 @@ def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(td.Engine, "generate", wrong)
     assert main(arguments) == 1
     assert "NO" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (("--max-new-tokens", "0"), "--max-new-tokens 0: must be"),
+        (("--max-new-tokens", "100000"), "--max-new-tokens 100000: the target's max_position_embeddings"),
+        (("--question", ""), "prompt='': it is empty"),
+        (("--verify-width", "0"), "--verify-width 0: the anchor and a draft need at least 2"),
+        (("--verify-width", "99"), "--verify-width 99: the drafter's blocks have 6 rows"),
+        (("--json", "/nonexistent/x.json"), "--json /nonexistent/x.json: its folder does not exist"),
+        (("--png", "/nonexistent/x.png"), "--png /nonexistent/x.png: its folder does not exist"),
+    ],
+)
+def test_the_demo_refuses_in_one_line(line, words, monkeypatch, capsys):
+    target, drafter = make_pair("qwen3", block_size=6)
+    monkeypatch.setattr(demo, "load_demo_pair", lambda: (target, drafter, FakeTokenizer()))
+    assert main(["demo", "--runtime", "eager", *line]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"torch-dflash demo: {words}") and err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from trained import CONTEXT, NEW, WIDTH
 
 import torch_dflash as td
 from torch_dflash.proposers import NGramProposer
+from torch_dflash.train.card import acceptance_table
 from torch_dflash.train.data import Prompt, encode_conversation
 from torch_dflash.train.evaluate import Acceptance, EvaluateOptions, evaluate, replay_ngram
 
@@ -130,13 +132,28 @@ def test_a_narrower_verification_bounds_the_lengths(world, overfit):
     )
 
 
-def test_turns_beyond_the_context_are_left_out_and_counted_with_those_after_them(world, overfit):
+def test_turns_beyond_the_context_are_left_out_and_counted_with_those_after_them(world, overfit, capsys):
     prompts = [*world.prompts[:2], Prompt("long", ["x" * (CONTEXT - NEW), "never"])]
     found = evaluate(world.target, overfit.drafter, world.tokenizer, prompts, EAGER)
     short = evaluate(world.target, overfit.drafter, world.tokenizer, prompts[:2], EAGER)
     assert found.left_out == 2 and found.drafter == short.drafter and found.new_tokens == short.new_tokens
-    nothing = evaluate(world.target, overfit.drafter, world.tokenizer, prompts[2:], EAGER)
-    assert nothing.left_out == 2 and nothing.drafter.lengths == [] and nothing.new_tokens == 0
+    assert "left_out=2" in capsys.readouterr().err
+    for few, words in (
+        (prompts[2:], f"none of the 1 is at most {CONTEXT - NEW} tokens"),
+        ([], "at least one"),
+    ):
+        with refuses(ValueError, "prompts", words):
+            evaluate(world.target, overfit.drafter, world.tokenizer, few, EAGER)
+
+
+def test_no_rounds_have_no_figure(world, overfit):
+    """An answer of one token takes none."""
+    given = world.target, overfit.drafter, world.tokenizer, world.prompts[:1]
+    row = evaluate(*given, chosen(max_new_tokens=1)).row()
+    assert row["acceptance_length"] is row["ngram_acceptance_length"] is None
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+    table = acceptance_table({"a": row, "b": row | {"left_out": 3}})
+    assert "| a | - | - |" in table and table.endswith("beyond the target's context: b 3.")
 
 
 def test_the_limit_is_of_prompts(world, overfit):

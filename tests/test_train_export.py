@@ -62,6 +62,7 @@ def test_the_tensors_bear_the_published_names_alone(overfit):
     ]
     with safe_open(overfit.exported / "model.safetensors", "pt") as file:
         assert set(file.keys()) == wanted
+    assert len({path.stat().st_mode for path in overfit.exported.iterdir()}) == 1
 
 
 @torch.no_grad()
@@ -128,7 +129,9 @@ def test_the_card_names_data_recipe_and_figures(overfit, words):
 def test_figures_replace_those_before_them_in_the_card(tmp_path):
     row = {"acceptance_length": 2.345, "ngram_acceptance_length": 1.2, "per_position": [0.5, 0.25]}
     origin = {"hardware": "a CPU", "command": "torch-dflash train evaluate --limit 3"}
-    figures = {"provenance": origin, "options": {"limit": 3, "max_new_tokens": 9}, "sets": {"one": row}}
+    row["provenance"] = origin
+    options = {"limit": 3, "max_new_tokens": 9, "target_dtype": "bfloat16", "verify_width": 5}
+    figures = {"options": options, "sets": {"one": row}}
     (tmp_path / "README.md").write_text("# A drafter\n\nWhat it is.\n")
     add_figures(tmp_path, figures)
     add_figures(tmp_path, figures | {"sets": {"two": row, "three": row | {"per_position": [1.0, 0.0]}}})
@@ -138,4 +141,5 @@ def test_figures_replace_those_before_them_in_the_card(tmp_path):
     )
     assert "| set | acceptance length | n-gram lookup | 1 | 2 |" in card and "| one |" not in card
     assert "| two | 2.35 | 1.20 | 0.50 | 0.25 |" in card or "| two | 2.34 | 1.20 | 0.50 | 0.25 |" in card
-    assert origin["command"] in card
+    assert card.count(origin["command"]) == 1
+    assert "5 rows of each block verified" in card and "target in bfloat16" in card

@@ -17,12 +17,13 @@ from guards import refuses
 from safetensors import SafetensorError
 from test_train_stages import CACHED, SAID, checksums
 
-from torch_dflash.train import data, features, files
+from torch_dflash.train import data, files, tensorfiles
 from torch_dflash.train.data import Answer, Prompt, read_answers, read_prompts
 from torch_dflash.train.features import cache_features
-from torch_dflash.train.files import StageError, open_stage, write_atomically
+from torch_dflash.train.files import StageError, write_atomically
 from torch_dflash.train.log import TrainLog
 from torch_dflash.train.regenerate import regenerate
+from torch_dflash.train.stages import open_stage
 
 
 def test_a_failure_in_mid_write_leaves_nothing(world, tmp_path, monkeypatch):
@@ -65,7 +66,7 @@ def test_a_full_disk_says_what_is_kept_and_what_to_do(world, tmp_path, monkeypat
     cache_features(world.target, world.sequences, tmp_path / "f", CACHED)
     kept = checksums(tmp_path / "f")
     (tmp_path / "f" / "features-00002-of-00003.safetensors").unlink()
-    monkeypatch.setattr(features, "save_file", lambda *args: full(None))
+    monkeypatch.setattr(tensorfiles, "save_file", lambda *args: full(None))
     words = ["is full", "MB free", "nothing written before is lost", "Free some space"]
     with refuses(StageError, str(tmp_path / "f"), *words):
         cache_features(world.target, world.sequences, tmp_path / "f", CACHED)
@@ -173,8 +174,20 @@ def test_a_damaged_shard_of_answers_is_named(world, tmp_path, how):
         read_answers([path])
 
 
+def opened(folder, **settings):
+    with open_stage(folder, settings, "shard-*"):
+        assert (folder / ".lock").exists()
+
+
 def test_a_stage_goes_on_with_its_settings_alone(tmp_path):
-    open_stage(tmp_path / "deep" / "er", {"taps": (1, 2), "name": "a"})
-    open_stage(tmp_path / "deep" / "er", {"taps": [1, 2], "name": "a"})
-    with refuses(StageError, "was begun with taps=[1, 2], now taps=[1, 3]"):
-        open_stage(tmp_path / "deep" / "er", {"taps": (1, 3), "name": "a"})
+    folder = tmp_path / "deep" / "er"
+    for taps in ((1, 2), [1, 2]):
+        opened(folder, taps=taps, name="a")
+    for settings, words in (
+        ({"taps": (1, 3), "name": "b", "a_checksum": 2}, "was begun with name='a', now name='b'"),
+        ({"taps": (1, 2), "name": "a", "stage": "fit"}, "another version of torch-dflash: stage"),
+        ({"taps": (1, 2)}, "another version of torch-dflash: name"),
+    ):
+        with refuses(StageError, str(folder), words):
+            opened(folder, **settings)
+    assert [path.name for path in folder.iterdir()] == ["stage.json"]

@@ -340,9 +340,13 @@ def test_bad_options_are_refused_by_name():
         ({"accumulation": True}, ["accumulation=True"]),
         ({"held_out": 0}, ["held_out=0"]),
         ({"sampled_vocabulary": 0}, ["sampled_vocabulary=0"]),
-        ({"learning_rate": -1.0}, ["learning_rate=-1.0", "between 0 and 1"]),
+        ({"learning_rate": -1.0}, ["learning_rate=-1.0", "above 0"]),
+        ({"learning_rate": 0.0}, ["learning_rate=0.0", "above 0"]),
+        ({"learning_rate": 2.0}, ["learning_rate=2.0", "between 0 and 1"]),
         ({"warmup": math.nan}, ["warmup=nan"]),
         ({"clip": -0.1}, ["clip=-0.1"]),
+        ({"clip": 0.0}, ["clip=0.0"]),
+        ({"clip": math.nan}, ["clip=nan"]),
         ({"mixed_precision": "fp16"}, ["mixed_precision='fp16'", "'bf16'"]),
     ):
         with refuses(ValueError, *words):

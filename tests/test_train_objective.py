@@ -257,7 +257,9 @@ def test_bad_options_are_refused_by_name():
         ({"gamma": math.nan}, ["gamma=nan", "above 0"]),
         ({"alpha": 0.0}, ["alpha=0.0", "at most 1"]),
         ({"alpha": 1.5}, ["alpha=1.5"]),
-        ({"kl": -1.0}, ["kl=-1.0", "kl >= 0"]),
+        ({"kl": -1.0}, ["kl=-1.0", "at least 0"]),
+        ({"kl": math.nan}, ["kl=nan"]),
+        ({"kl": math.inf}, ["kl=inf"]),
         ({"rows_per_chunk": 0}, ["rows_per_chunk=0"]),
     ):
         with refuses(ValueError, *words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from guards import refuses
 from models import make_target
 from safetensors import safe_open
-from trained import CONTEXT, NEW, TAPS, TEXTS, options
+from trained import CONTEXT, NEW, TAPS, TEXTS, options, shape
 
 import torch_dflash as td
 from torch_dflash.train.architecture import DrafterShape, new_drafter
@@ -118,6 +119,18 @@ def test_prompts_without_room_are_left_out_and_counted(world, tmp_path, capsys):
     prompts.append(Prompt("b", ["y" * (CONTEXT - NEW)]))
     assert regenerate(world.target, world.tokenizer, prompts[::2], tmp_path / "b", SAID) == 1
     assert "answers=1, left_out=1" in capsys.readouterr().err
+    summary = {"answers": 1, "left_out": 1}
+    assert json.loads((tmp_path / "b" / "summary.json").read_text()) == summary
+    assert regenerate(world.target, world.tokenizer, prompts[::2], tmp_path / "b", SAID) == 0
+    assert "answers=1, left_out=1" in capsys.readouterr().err  # counted again from the shards
+    assert json.loads((tmp_path / "b" / "summary.json").read_text()) == summary
+    for few, words in (
+        (prompts[2:], f"none of the 1 is at most {CONTEXT - NEW} tokens"),
+        ([], "at least one"),
+    ):
+        with refuses(ValueError, "prompts", words):
+            regenerate(world.target, world.tokenizer, few, tmp_path / "c", SAID)
+    assert not (tmp_path / "c").exists()
     with refuses(ValueError, f"max_new_tokens={CONTEXT}", f"context of {CONTEXT}"):
         regenerate(world.target, world.tokenizer, prompts, tmp_path / "c", said(max_new_tokens=CONTEXT))
 
@@ -237,9 +250,13 @@ def test_features_of_other_answers_or_taps_are_refused(world, tmp_path):
         CachedSequences([tmp_path / "a", tmp_path / "b"])
     with refuses(StageError, f"{tmp_path / 'void'}: no features", "run the features stage"):
         CachedSequences([tmp_path / "void"])
-    for taps in ((0, 4), (-1,), ()):
-        with refuses(ValueError, f"taps={list(taps)}", "4 layers"):
+    for taps, words in (((0, 4), "4 layers"), ((-1,), "4 layers"), ((), "at least one"), ((2, 2), "[2]")):
+        with refuses(ValueError, f"taps={list(taps)}", words):
             FeatureExtractor(world.target, taps)
+        if words != "4 layers":  # known without a target
+            for build in (cached, shape):
+                with refuses(ValueError, f"taps={list(taps)}", words):
+                    build(taps=Layers(taps))
     with refuses(StageError, "max_length"):
         cache_features(world.target, [], tmp_path / "c", CACHED)
 

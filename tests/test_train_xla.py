@@ -42,9 +42,10 @@ OPTIONS = FitOptions(
 class RandomSequences:
     """Random ids and features of 20 to 50 tokens and of ``longest``, at the taps of drafter and loss."""
 
-    taps = (0, 2, 3)
+    taps, dtype = (0, 2, 3), torch.float32
 
     def __init__(self, longest=53, count=11):
+        self.target = make_student().target
         generator = torch.Generator().manual_seed(5)
         lengths = [longest, *(20 + 3 * number for number in range(1, count))]
         draw = lambda length: torch.randint(0, VOCAB - 2, (length,), generator=generator).tolist()  # noqa: E731

@@ -28,8 +28,8 @@ from torch_dflash.train.regenerate import RegenerateOptions, regenerate
 from torch_dflash.train.sequences import CachedSequences, split
 from torch_dflash.train.student import Student
 
-VOCAB = 260  # 257 ids of the tokenizer; the last one is the mask
-MASK = 259
+VOCAB = 260  # 257 ids of the tokenizer, and some more
+MASK = 257  # of these, one that the target never says
 CONTEXT = 128
 TAPS = (0, 2, 3)  # the last is the target's last layer, for the KL loss
 NEW = 20

@@ -16,7 +16,10 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        mode = part.stat().st_mode
         write(part)
+        part.chmod(mode)  # as any other file's: safetensors writes for the owner alone
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -8,6 +8,12 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the process's exit status."""
+    arguments = main_parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+def main_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
     parser = argparse.ArgumentParser(
         prog="torch-dflash", description="DFlash: block-diffusion speculative decoding for PyTorch."
     )
@@ -20,5 +26,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     generate.add_parser(commands)
     selftest.add_parser(commands)
     train.add_parser(commands)
-    arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    return parser

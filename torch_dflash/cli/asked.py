@@ -11,6 +11,7 @@ from typing import Any
 from torch_dflash.checks import context_of
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import Loaded
+from torch_dflash.train.conversations import penalty_of, stop_ids
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -51,19 +52,26 @@ def check_options(arguments: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {value} at temperature 0: greedy decoding filters nothing; set "
                 "--temperature."
             )
+    check_device(arguments)
+    template_options(arguments)
+
+
+def check_device(arguments: argparse.Namespace) -> None:
+    """Refuse --device where XLA would not heed it."""
     if arguments.device and arguments.runtime == "xla":
         raise UserError(
             f"--device {arguments.device} with --runtime xla: XLA runs on JAX's default device; leave it out "
             "or use --runtime eager."
         )
-    template_options(arguments)
 
 
-def template_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The chat template's further variables."""
+def template_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """The chat template's further variables; None: none given."""
     given = arguments.chat_template_kwargs
+    if given is None:
+        return None
     try:
-        parsed = json.loads(given or "{}")
+        parsed = json.loads(given)
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
@@ -76,37 +84,39 @@ def call_options(arguments: argparse.Namespace, loaded: Loaded) -> dict[str, Any
     options: dict[str, Any] = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.temperature != 0,
-        "eos_token_id": [] if arguments.ignore_eos else _stop_ids(loaded),
+        "eos_token_id": [] if arguments.ignore_eos else stop_ids(loaded.target, loaded.tokenizer),
     }
     if options["do_sample"]:
         for name in ("temperature", *NEUTRAL):
             options[name] = getattr(arguments, name)
-    penalty = getattr(loaded.target.generation_config, "repetition_penalty", None)
-    if penalty not in (None, 1.0):
-        # Many published models set one; there would be no way to decode them from here.
-        print(
-            f"torch-dflash generate: the model's repetition_penalty={penalty} is not applied", file=sys.stderr
-        )
+    if tell_penalty("generate", loaded.target):
         options["repetition_penalty"] = 1.0
     return options
 
 
-def _stop_ids(loaded: Loaded) -> list[int]:
-    """The model's stop ids, else the tokenizer's."""
-    stops = loaded.target.generation_config.eos_token_id
-    stops = loaded.tokenizer.eos_token_id if stops is None else stops
-    return [] if stops is None else [*stops] if isinstance(stops, list | tuple) else [stops]
+def tell_penalty(command: str, target: Any) -> bool:
+    """Say that the model's repetition penalty is left out; whether it has one.
+
+    Many published models set one; there would be no way to decode them from here.
+    """
+    penalty = penalty_of(target)
+    if penalty:
+        print(
+            f"torch-dflash {command}: the model's repetition_penalty={penalty} is not applied",
+            file=sys.stderr,
+        )
+    return bool(penalty)
 
 
-def prompt_room(arguments: argparse.Namespace, loaded: Loaded) -> int:
+def prompt_room(max_new_tokens: int, target: Any) -> int:
     """Most tokens a prompt may have beside --max-new-tokens in the target's context."""
-    context = context_of(loaded.target)
-    if arguments.max_new_tokens >= context:
+    context = context_of(target)
+    if max_new_tokens >= context:
         raise UserError(
-            f"--max-new-tokens {arguments.max_new_tokens}: the target's max_position_embeddings={context} "
+            f"--max-new-tokens {max_new_tokens}: the target's max_position_embeddings={context} "
             "leaves no room for a prompt; lower it."
         )
-    return context - arguments.max_new_tokens
+    return context - max_new_tokens
 
 
 def check_room(ids: list[int], room: int) -> None:

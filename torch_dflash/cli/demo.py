@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.errors import fail
+from torch_dflash.cli.asked import check_room, prompt_room
+from torch_dflash.cli.errors import UserError, fail
 from torch_dflash.cli.live import draw_timeline, stream_answer
+from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.cli.text import encode
 from torch_dflash.demo_model import DemoModelError
@@ -39,13 +41,34 @@ def add_parser(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer, compare, print. Exit status 1 if any text differs from plain decoding."""
+    """Answer, compare, print. Exit status 1 if any text differs from plain decoding, 2 on wrong usage."""
     try:
-        target, drafter, tokenizer = load_demo_pair()
-    except DemoModelError as error:
+        _check_arguments(arguments)
+        return _answer(arguments, *load_demo_pair())
+    except (UserError, DemoModelError) as error:
         return fail("demo", error)
-    ids = torch.tensor([encode(tokenizer, [{"role": "user", "content": arguments.question}])])
-    width = arguments.verify_width or drafter.config.block_size
+    except KeyboardInterrupt:
+        return 130
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what needs no model to be refused."""
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {arguments.max_new_tokens}: must be an integer of at least 1.")
+    if arguments.verify_width is not None and arguments.verify_width < 2:
+        raise UserError(f"--verify-width {arguments.verify_width}: the anchor and a draft need at least 2.")
+    check_outputs(json=arguments.json, png=arguments.png)
+
+
+def _answer(arguments: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any) -> int:
+    block = drafter.config.block_size
+    width = block if arguments.verify_width is None else arguments.verify_width
+    if width > block:
+        raise UserError(f"--verify-width {width}: the drafter's blocks have {block} rows; lower it.")
+    room = prompt_room(arguments.max_new_tokens, target)
+    prompt = encode(tokenizer, [{"role": "user", "content": arguments.question}])
+    check_room(prompt, room)
+    ids = torch.tensor([prompt])
     drafters = {PLAIN: None, f"n-gram lookup, W={width}": td.NGramProposer(width), "DFlash": drafter}
     options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False}
     options["max_length"] = ids.shape[1] + arguments.max_new_tokens

@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             block_size=arguments.block_size,
         )
-        job = Job(arguments, loaded, call_options(arguments, loaded), prompt_room(arguments, loaded))
+        room = prompt_room(arguments.max_new_tokens, loaded.target)
+        job = Job(arguments, loaded, call_options(arguments, loaded), room)
         return _lines(job, data) if arguments.jsonl else _one(job, data)
     except UserError as error:
         return fail("generate", error)

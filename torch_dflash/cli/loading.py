@@ -63,13 +63,7 @@ def load_pair(
         UserError: something does not exist, cannot be read, or is not what it should be.
     """
     kind: Any = DTYPES[dtype]
-    try:
-        place = torch.device(device or "cpu")
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"--device {device}: {one_line(error)}; use a device torch has, such as cpu."
-        ) from None
+    place = place_of(device)
     if target in TARGETS:
         try:
             model, tokenizer = TARGETS[target](kind)
@@ -87,6 +81,24 @@ def load_pair(
     if isinstance(drafts, torch.nn.Module):
         drafts = cast(Any, drafts).to(place).eval()
     return Loaded(model.to(place).eval(), tokenizer, drafts)
+
+
+def place_of(device: str | None) -> torch.device:
+    """The torch device that ``--device`` names (unset: the CPU).
+
+    Raises:
+        UserError: torch has no such device here, or it holds no values.
+    """
+    try:
+        place = torch.device(device or "cpu")
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"--device {device}: {one_line(error)}; use a device torch has, such as cpu."
+        ) from None
+    if place.type == "meta":
+        raise UserError(f"--device {device}: tensors there hold no values; use a real one, such as cpu.")
+    return place
 
 
 def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
@@ -139,6 +151,11 @@ class reading:  # noqa: N801 - reads as the statement it is
         return self
 
     def __exit__(self, kind, error, trace):
+        if isinstance(error, SafetensorError):
+            raise UserError(
+                f"{self.field} {self.source}: its weights are damaged ({one_line(error)}); fetch or export "
+                "them again."
+            ) from None
         if isinstance(error, UNREADABLE):
             raise UserError(
                 f"{self.field} {self.source}: {one_line(error)} (It must be a directory, or a hub id that "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_dflash.cli.asked import check_device
 from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import provenance, write_json
 from torch_dflash.selftest.checks import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
 from torch_dflash.selftest.costs import hidden_costs
@@ -69,15 +70,10 @@ def _all_checks(side: Side, arguments: argparse.Namespace) -> int:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.device and arguments.runtime == "xla":
-        raise UserError(
-            f"--device {arguments.device} with --runtime xla: XLA runs on JAX's default device; leave it out "
-            "or use --runtime eager."
-        )
+    check_device(arguments)
     if arguments.size and arguments.quick:
         raise UserError(f"--size {arguments.size} with --quick: nothing is timed; leave one of them out.")
-    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
-        raise UserError(f"--json {arguments.json}: its folder does not exist; make it first.")
+    check_outputs(json=arguments.json)
 
 
 def _side(arguments: argparse.Namespace) -> Side:

@@ -10,7 +10,7 @@ import torch
 from torch_dflash.checks import check_counts
 from torch_dflash.config import DFlashConfig, default_target_layer_ids
 from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.train.features import Layers
+from torch_dflash.train.features import Layers, check_layers
 
 # Of the target's own shape, so that the drafter's cost per layer is the target's.
 COPIED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
@@ -46,6 +46,8 @@ class DrafterShape:
         check_counts(least=0, mask_token_id=self.mask_token_id)
         check_counts(layers=self.layers, block_size=self.block_size, sliding_window=self.sliding_window)
         check_counts(intermediate_size=self.intermediate_size)
+        if self.taps is not None:
+            check_layers(self.taps)
 
 
 def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:

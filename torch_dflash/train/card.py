@@ -1,44 +1,124 @@
-"""The figures of an evaluation as a table, and in a drafter's model card."""
+"""A drafter's model card: how it was trained, on what, and the figures of its evaluation."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import write_atomically
+from torch_dflash.train.files import MANIFEST, write_atomically
+from torch_dflash.train.log import read_log
+from torch_dflash.train.mixture import data_section
 
+CARD = "README.md"
 HEADING = "## Acceptance\n"
 
 
+def model_card(
+    config: Any, weights: int, fitted: Path, name: str, data: dict[str, Any] | None, command: str | None
+) -> str:
+    """The card: what it drafts for, how and on what it was trained, how it did on held-out sequences.
+
+    Args:
+        config: the drafter's. weights: how many it has. fitted: the fit's directory. name: the target's.
+        data: what `torch_dflash.train.mixture.describe` says of the answers. command: what repeats the fit.
+    """
+    settings = json.loads((fitted / MANIFEST).read_text())
+    lines = read_log(fitted / "log.jsonl")
+    last = [line for line in lines if line["kind"] == "held_out"][-1]
+    recipe = "\n".join(f"| {key} | {_shown(value)} |" for key, value in settings.items() if key != "target")
+    rates = ", ".join(f"{rate:.3f}" for rate in last["accuracy"])
+    again = f"```sh\n{command}\n```\n\n" if command else ""
+    return f"""---
+library_name: torch-dflash
+tags: [dflash, speculative-decoding]
+---
+
+# DFlash drafter for {name}
+
+Drafts blocks of {config.block_size} (the anchor included) for {name}: {weights / 1e6:.2f} M weights in
+{config.num_hidden_layers} layers, taps {config.target_layer_ids}, mask id {config.mask_token_id}. It has no
+embedding and no head: both are the target's. The output of speculative decoding is the target's own.
+
+```python
+import torch_dflash as td
+
+drafter = td.DFlashDraftModel.from_pretrained("path/to/this/directory", dtype=target.dtype)
+out = td.generate(target, drafter, **inputs, max_new_tokens=256, return_dict_in_generate=True)
+print(out.stats.mean_acceptance_length)
+```
+
+## Data
+
+{data_section(data)}
+
+## Training
+
+{last["step"]} steps in {last["seconds"] / 60:.0f} minutes, on answers that the target itself wrote.
+
+{again}| setting | value |
+| --- | --- |
+{recipe}
+
+On held-out answers, at random anchors: acceptance length {last["acceptance_length"]:.2f}; accuracy of
+position 1 to {len(last["accuracy"])} (each alone): {rates}.
+"""
+
+
+def _shown(value: Any) -> Any:
+    """A setting; of a path, its last part: a card names nobody's home directory."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
 def acceptance_table(sets: dict[str, dict[str, Any]]) -> str:
-    """`Evaluation.row` figures by set as Markdown: acceptance lengths, then the rate of each position."""
+    """`Evaluation.row` figures by set as Markdown: acceptance lengths, then the rate of each position.
+
+    Below it, the turns that were left out.
+    """
     width = max(len(row["per_position"]) for row in sets.values())
     heads = ["set", "acceptance length", "n-gram lookup", *map(str, range(1, width + 1))]
     lines = [heads, ["---"] * len(heads)]
     for name, row in sets.items():
         rates = [f"{rate:.2f}" for rate in row["per_position"]]
-        lines.append(
-            [name, f"{row['acceptance_length']:.2f}", f"{row['ngram_acceptance_length']:.2f}", *rates]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        means = [row["acceptance_length"], row["ngram_acceptance_length"]]
+        lines.append([name, *("-" if mean is None else f"{mean:.2f}" for mean in means), *rates])
+    left_out = [f"{name} {row['left_out']}" for name, row in sets.items() if row.get("left_out")]
+    note = f"\n\nTurns left out, beyond the target's context: {', '.join(left_out)}." if left_out else ""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + note
 
 
 def add_figures(directory: Path, figures: dict[str, Any]) -> None:
     """Put the figures that ``train evaluate --json`` wrote at the end of the card in ``directory``."""
-    card = directory / "README.md"
+    card = directory / CARD
     before = card.read_text().partition(HEADING)[0].rstrip() if card.exists() else f"# {directory.name}"
-    options, origin = figures["options"], figures["provenance"]
+    options, sets = figures["options"], figures["sets"]
+    origins = [row["provenance"] for row in sets.values()]
+    machines = list(dict.fromkeys(origin["hardware"] for origin in origins))
+    commands = "\n".join(dict.fromkeys(origin["command"] for origin in origins))
+    commands = commands.replace(str(Path.home()), "~")
+    width = options.get("verify_width")
+    template = options.get("chat_template_kwargs")
+    asked = f", chat template with `{json.dumps(template)}`" if template else ""
+    verified = "the whole block" if width is None else f"{width} rows of each block"
     text = f"""{before}
 
 {HEADING}
 Greedy, first {options["limit"]} prompts of each set, {options["max_new_tokens"]} new tokens at most.
-{origin["hardware"]}. Numbered columns: share of rounds in which draft k and all before it were
+The target in {options["target_dtype"]}, {verified} verified{asked}.
+{"; ".join(machines)}. Numbered columns: share of rounds in which draft k and all before it were
 accepted. N-gram lookup on the same texts.
 
-{acceptance_table(figures["sets"])}
+{acceptance_table(sets)}
 
 ```sh
-{origin["command"]}
+{commands}
 ```
 """
     write_atomically(card, lambda part: part.write_text(text))
+
+
+def acceptance_section(directory: Path) -> str:
+    """The figures in the card of ``directory``, as they stand at its end; empty if there are none."""
+    card = directory / CARD
+    _, heading, rest = card.read_text().partition(HEADING) if card.exists() else ("", "", "")
+    return f"\n{heading}{rest}" if heading else ""

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_dflash.checksums import checksum_of
-from torch_dflash.train.files import StageError, write_atomically
+from torch_dflash.train.files import StageError
+from torch_dflash.train.tensorfiles import reading_tensors, write_tensors
 
 KEPT = 2
 
@@ -45,9 +43,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
     groups = {"weights": checkpoint.weights, "first": checkpoint.first, "second": checkpoint.second}
     tensors = {f"{group}/{name}": value for group, named in groups.items() for name, value in named.items()}
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    metadata = {"step": str(checkpoint.step), "seconds": str(checkpoint.seconds)}
-    metadata["checksum"] = str(checksum_of(tensors))
-    write_atomically(path, lambda part: save_file(tensors, part, metadata))
+    write_tensors(path, tensors, {"step": str(checkpoint.step), "seconds": str(checkpoint.seconds)})
     for old in sorted(directory.glob("step-*.safetensors"))[:-KEPT]:
         old.unlink()
     return path
@@ -62,20 +58,11 @@ def load_latest(directory: Path) -> Checkpoint | None:
     paths = sorted(directory.glob("step-*.safetensors"))
     if not paths:
         return None
-    try:
-        with safe_open(paths[-1], framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-        if str(checksum_of(tensors)) != metadata["checksum"]:
-            raise OSError("its checksum differs")
-    except (SafetensorError, OSError) as error:
-        before = f"the one before, {paths[-2].name}" if len(paths) > 1 else "the beginning"
-        raise StageError(
-            f"{paths[-1]} is damaged ({error}); delete it and run the same command again: it goes on from "
-            f"{before}."
-        ) from error
+    before = f"the one before, {paths[-2].name}" if len(paths) > 1 else "the beginning"
+    remedy = f"delete it and run the same command again: it goes on from {before}."
     groups: dict[str, dict[str, Tensor]] = {"weights": {}, "first": {}, "second": {}}
-    for key, tensor in tensors.items():
-        group, name = key.split("/", 1)
-        groups[group][name] = tensor
-    return Checkpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)
+    with reading_tensors(paths[-1], remedy) as (file, metadata):
+        for key in file.keys():  # noqa: SIM118
+            group, name = key.split("/", 1)
+            groups[group][name] = file.get_tensor(key)
+        return Checkpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)

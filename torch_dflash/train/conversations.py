@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dflash.train.data import Messages, Prompt, encode_conversation
+from torch_dflash.train.files import StageError
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ def converse(
     *,
     batch_size: int,
     longest: int,
+    template: dict[str, Any] | None = None,
 ) -> Iterator[list[Asked]]:
     """Ask every prompt's turns in order; yields what was asked and answered, batch by batch.
 
@@ -33,6 +35,7 @@ def converse(
 
     Args:
         answer: ids of a batch of prompts to ids of their answers.
+        template: further variables of the chat template.
     """
     talks: list[tuple[Prompt, Messages]] = [(prompt, []) for prompt in prompts]
     turn = 0
@@ -40,7 +43,7 @@ def converse(
         questions = []
         for prompt, messages in talks:
             messages = [*messages, {"role": "user", "content": prompt.turns[turn]}]
-            ids = encode_conversation(tokenizer, messages)
+            ids = encode_conversation(tokenizer, messages, template)
             if len(ids) <= longest:
                 questions.append((prompt, messages, ids))
         questions.sort(key=lambda item: len(item[2]))  # batches of like lengths pad least
@@ -55,3 +58,45 @@ def converse(
                     text = tokenizer.decode(response, skip_special_tokens=True)
                     talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))
             yield asked
+
+
+def check_turns(tokenizer: Any, prompts: list[Prompt]) -> None:
+    """Raise `StageError` for later turns that only a chat template could join to the first.
+
+    Before anything is decoded: the first turns' answers would take hours.
+    """
+    several = [prompt for prompt in prompts if len(prompt.turns) > 1]
+    if several and getattr(tokenizer, "chat_template", None) is None:
+        raise StageError(
+            f"{len(several)} prompts have several turns (source {several[0].source}), but the tokenizer has "
+            "no chat template to join them; leave them out, or give the tokenizer a template."
+        )
+
+
+def check_some_fit(
+    tokenizer: Any, prompts: list[Prompt], longest: int, template: dict[str, Any] | None = None
+) -> None:
+    """Raise ``ValueError`` unless some first question is at most ``longest`` tokens long."""
+    if not prompts:
+        raise ValueError("prompts=[]: pass at least one.")
+    for prompt in prompts:
+        ids = encode_conversation(tokenizer, [{"role": "user", "content": prompt.turns[0]}], template)
+        if len(ids) <= longest:
+            return
+    raise ValueError(
+        f"prompts: none of the {len(prompts)} is at most {longest} tokens long, the room that is left beside "
+        "max_new_tokens (and max_prompt_tokens allows); lower max_new_tokens or pass shorter prompts."
+    )
+
+
+def stop_ids(target: Any, tokenizer: Any) -> list[int]:
+    """The model's stop ids, else the tokenizer's."""
+    stops = target.generation_config.eos_token_id
+    stops = tokenizer.eos_token_id if stops is None else stops
+    return [] if stops is None else [*stops] if isinstance(stops, list | tuple) else [stops]
+
+
+def penalty_of(target: Any) -> float | None:
+    """The repetition penalty that the model asks for, which no round here can apply; None: none."""
+    penalty = getattr(target.generation_config, "repetition_penalty", None)
+    return None if penalty in (None, 1.0) else penalty

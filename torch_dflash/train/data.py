@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import StageError, write_atomically
+from torch_dflash.train.files import StageError, check_shards, write_atomically
 
 Messages = list[dict[str, str]]
 
@@ -25,11 +25,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target: the conversation before it, and its ids (stop id included if reached)."""
+    """One answer of the target: the conversation before it, and its ids (stop id included if reached).
+
+    ``chat_template_kwargs`` are the template's variables it was asked with; None: not recorded.
+    """
 
     source: str
     messages: Messages
     response_ids: list[int]
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def read_prompts(paths: Iterable[Path | str]) -> list[Prompt]:
@@ -38,33 +42,59 @@ def read_prompts(paths: Iterable[Path | str]) -> list[Prompt]:
     A line may name its ``source``; else it is the file's name.
 
     Raises:
-        StageError: a line is no such object; the message names file, line and what was found.
+        StageError: a file holds no line, or one that is no such object; the message names file and line.
     """
-    return [_prompt(*line) for path in paths for line in _lines(Path(path))]
+    return [prompt for path in paths for prompt in _prompts(Path(path))]
 
 
-def read_answers(paths: Iterable[Path | str]) -> list[Answer]:
+def read_answers(paths: Sequence[Path | str]) -> list[Answer]:
     """Answers of JSON-lines files or of directories of them, in the order of their names.
 
     Raises:
-        StageError: no file, or a line without ``response_ids`` and ``messages`` (or ``prompt``).
+        StageError: no file, a missing shard, no answer in any, or a line without ``response_ids`` and
+            ``messages`` (or ``prompt``).
     """
     files = [file for path in paths for file in _answer_files(Path(path))]
-    return [_answer(*line) for file in files for line in _lines(file)]
+    answers = [_answer(*line) for file in files for line in _lines(file)]
+    if not answers:
+        raise StageError(f"{', '.join(map(str, paths))}: no answers in there; regenerate some first.")
+    return answers
+
+
+def count_answers(path: Path) -> int:
+    """Number of answers in a shard; 0 where all its prompts were left out."""
+    return sum(1 for _ in _lines(path))
 
 
 def write_answers(path: Path, answers: list[Answer]) -> None:
     """Write a shard of answers, whole or not at all."""
-    text = "".join(json.dumps(asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+    records = ({name: value for name, value in asdict(one).items() if value is not None} for one in answers)
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     # No time stamp inside: the same answers make the same file.
     write_atomically(path, lambda part: part.write_bytes(gzip.compress(text.encode(), mtime=0)))
 
 
-def encode_conversation(tokenizer: Any, messages: Messages) -> list[int]:
-    """Ids of a conversation by the tokenizer's chat template, up to where the assistant answers."""
+def encode_conversation(
+    tokenizer: Any, messages: Messages, template: dict[str, Any] | None = None
+) -> list[int]:
+    """Ids of a conversation by the tokenizer's chat template, up to where the assistant answers.
+
+    Args:
+        template: further variables of the chat template, such as ``enable_thinking``.
+
+    Raises:
+        StageError: several messages, and no template that could join them.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
+        if len(messages) > 1:
+            raise StageError(
+                f"a conversation of {len(messages)} messages, but the tokenizer has no chat template to join "
+                "them; use prompts of one turn, or give the tokenizer a template."
+            )
         return tokenizer(messages[-1]["content"])["input_ids"]
-    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, **(template or {})
+    )
     return list(encoded["input_ids"])
 
 
@@ -73,7 +103,17 @@ def _answer_files(path: Path) -> list[Path]:
     files = sorted(path.glob("[!.]*.jsonl*")) if path.is_dir() else [path]
     if not files:
         raise StageError(f"{path} holds no *.jsonl or *.jsonl.gz: regenerate answers into it first.")
+    if path.is_dir():
+        again = "run regenerate again, which makes those that are missing, or name the files themselves"
+        check_shards(path, files, f"{again} to use these alone.")
     return files
+
+
+def _prompts(path: Path) -> list[Prompt]:
+    prompts = [_prompt(*line) for line in _lines(path)]
+    if not prompts:
+        raise StageError(f"{path} holds no prompts; write one on each line, or leave the file out.")
+    return prompts
 
 
 def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
@@ -86,7 +126,12 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
                     yield path, number, json.loads(line)
     except json.JSONDecodeError as error:
         raise StageError(f"{path}:{number} is not JSON ({error}); write one object on each line.") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise StageError(
+            f"{path} is not UTF-8 after line {number} ({error}); convert it. If a stage wrote it, delete it "
+            "and run that stage again: only this file is made anew."
+        ) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise StageError(
             f"{path} is damaged after line {number} ({error}); delete it and run the stage that wrote it "
             "again: only this file is made anew."
@@ -103,6 +148,7 @@ def _prompt(path: Path, number: int, line: Any) -> Prompt:
             f'{path}:{number} has no text to answer ({str(line)[:80]}): write {{"turns": ["..."]}} or '
             '{"prompt": "..."} on each line.'
         )
+    _check_text(path, number, turns)
     return Prompt(fields.get("source") or path.name.split(".")[0], turns)
 
 
@@ -118,4 +164,19 @@ def _answer(path: Path, number: int, line: Any) -> Answer:
             f"{path}:{number} is not an answer of the target ({str(line)[:80]}): needs messages (or prompt) "
             "and response_ids; `torch-dflash train regenerate` writes such files."
         )
-    return Answer(fields.get("source") or path.name.split(".")[0], messages, ids)
+    _check_text(path, number, [item["content"] for item in messages])
+    template = fields.get("chat_template_kwargs")
+    if template is not None and not isinstance(template, dict):
+        raise StageError(f"{path}:{number} has chat_template_kwargs={template!r}: must be a JSON object.")
+    return Answer(fields.get("source") or path.name.split(".")[0], messages, ids, template)
+
+
+def _check_text(path: Path, number: int, texts: list[str]) -> None:
+    """JSON may spell half of a surrogate pair, which no tokenizer takes."""
+    for text in texts:
+        half = next((letter for letter in text if 0xD800 <= ord(letter) <= 0xDFFF), None)
+        if half is not None:
+            raise StageError(
+                f"{path}:{number} holds half a surrogate pair ({half!a}), which is no character; remove it, "
+                "or write the whole pair."
+            )

@@ -16,7 +16,7 @@ from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.state import DecodePlan
 from torch_dflash.train.controls import ShuffledFeatures
-from torch_dflash.train.conversations import converse
+from torch_dflash.train.conversations import check_some_fit, check_turns, converse, stop_ids
 from torch_dflash.train.data import Prompt
 
 
@@ -28,6 +28,7 @@ class EvaluateOptions:
         limit: first prompts of each set. max_new_tokens: per turn. batch_size: rows decoded together.
         verify_width: how much of the block is verified, the anchor included; unset: all of it.
         shuffled: the control: each row drafts from another row's features.
+        chat_template_kwargs: further variables of the chat template.
     """
 
     limit: int = 100
@@ -36,6 +37,7 @@ class EvaluateOptions:
     verify_width: int | None = None
     shuffled: bool = False
     runtime: str = "xla"
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self):
         counts = ("limit", "max_new_tokens", "batch_size", "verify_width")
@@ -81,18 +83,22 @@ class Evaluation:
     left_out: int
 
     def row(self) -> dict[str, Any]:
-        """The figures of a table row."""
+        """The figures of a table row; None for the acceptance length of no rounds."""
         return {
             "prompts": self.prompts,
             "left_out": self.left_out,
             "new_tokens": self.new_tokens,
             "rounds": len(self.drafter.lengths),
-            "acceptance_length": round(self.drafter.mean, 4),
+            "acceptance_length": _figure(self.drafter),
             "per_position": [round(rate, 4) for rate in self.drafter.per_position],
-            "ngram_acceptance_length": round(self.ngram.mean, 4),
+            "ngram_acceptance_length": _figure(self.ngram),
             "ngram_per_position": [round(rate, 4) for rate in self.ngram.per_position],
             "seconds": round(self.seconds, 1),
         }
+
+
+def _figure(found: Acceptance) -> float | None:
+    return round(found.mean, 4) if found.lengths else None
 
 
 def evaluate(
@@ -102,23 +108,31 @@ def evaluate(
 
     Later turns are asked after the earlier answers. A question that does not fit the target's context ends
     its conversation; ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished
-    texts: greedy text does not depend on the drafter, so this gives the rounds it would have had.
+    texts: greedy text does not depend on the drafter, so this gives the rounds it would have had. The
+    model's repetition penalty is left out.
+
+    Raises:
+        ValueError, StageError: these prompts cannot be asked so; the message says what to change.
     """
     prompts = prompts[: options.limit]
-    decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options)
-    eos = target.generation_config.eos_token_id
-    stops = set(eos if isinstance(eos, list) else [eos])
-    turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
     longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
+    check_turns(tokenizer, prompts)
+    check_some_fit(tokenizer, prompts, longest, options.chat_template_kwargs)
+    stops = stop_ids(target, tokenizer)
+    decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options, stops)
+    turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
     with tqdm(total=turns, desc=name, unit="turn") as bar:
-        batches = converse(tokenizer, prompts, decode, batch_size=options.batch_size, longest=longest)
-        for batch in batches:
+        size, template = options.batch_size, options.chat_template_kwargs
+        for batch in converse(
+            tokenizer, prompts, decode, batch_size=size, longest=longest, template=template
+        ):
             texts = [item.response for item in batch]
             stopped = [text[-1] in stops for text in texts]
             ngram += replay_ngram([item.ids for item in batch], texts, stopped, decode.width)
             asked += len(batch)
             bar.update(len(batch))
-            bar.set_postfix(acceptance=sum(decode.lengths) / max(len(decode.lengths), 1))
+            bar.set_postfix(acceptance=decode.mean)
+        bar.set_postfix(acceptance=decode.mean, left_out=turns - asked)
     return Evaluation(
         drafter=Acceptance(decode.lengths, decode.width),
         ngram=Acceptance(ngram, decode.width),
@@ -132,15 +146,19 @@ def evaluate(
 class _Decoder:
     """Answers batches with an engine per prompt bucket, and keeps count."""
 
-    def __init__(self, target, drafter, options: EvaluateOptions):
-        self.target, self.drafter, self.options = target, drafter, options
+    def __init__(self, target, drafter, options: EvaluateOptions, stops: list[int]):
+        self.target, self.drafter, self.options, self.stops = target, drafter, options, stops
         self.engines: dict[int, Engine] = {}
         self.lengths: list[int] = []
         self.new_tokens, self.width = 0, 1
 
+    @property
+    def mean(self) -> float:
+        return sum(self.lengths) / max(len(self.lengths), 1)
+
     def __call__(self, rows: list[list[int]]) -> list[list[int]]:
         engine = self._engine(bucket(max(map(len, rows))))
-        texts, lengths = decode_batch(engine, rows, self.options.max_new_tokens)
+        texts, lengths = decode_batch(engine, rows, self.options.max_new_tokens, self.stops)
         self.lengths += lengths
         self.new_tokens += sum(map(len, texts))
         self.width = engine.plan.verify_width
@@ -161,12 +179,18 @@ class _Decoder:
 
 
 def decode_batch(
-    engine: Engine, rows: list[list[int]], max_new_tokens: int
+    engine: Engine, rows: list[list[int]], max_new_tokens: int, stops: list[int]
 ) -> tuple[list[list[int]], list[int]]:
     """Greedy answers to ragged prompts, and the acceptance length of every round that no cap cut."""
     ids, mask = pad_rows(rows)
     output: Any = engine.generate(
-        ids, mask, max_new_tokens=max_new_tokens, do_sample=False, return_dict_in_generate=True
+        ids,
+        mask,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=stops,
+        repetition_penalty=1.0,
+        return_dict_in_generate=True,
     )
     return output.new_tokens, output.stats.whole_rounds
 

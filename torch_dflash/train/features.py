@@ -6,18 +6,18 @@ On XLA they come from the engine's own prefill; eagerly, from a plain forward in
 from __future__ import annotations
 
 import zlib
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, check_target, context_of
-from torch_dflash.checksums import checksum_of
 from torch_dflash.engine import Engine
 from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import PlainProposer
@@ -26,7 +26,10 @@ from torch_dflash.skeleton import build_skeleton, collect_tensors
 from torch_dflash.state import DecodePlan, register_state
 from torch_dflash.target import tapped
 from torch_dflash.train.data import Answer, encode_conversation
-from torch_dflash.train.files import StageError, open_stage, write_atomically
+from torch_dflash.train.files import StageError
+from torch_dflash.train.marks import TargetMark
+from torch_dflash.train.stages import open_stage
+from torch_dflash.train.tensorfiles import write_tensors
 
 
 class Layers(tuple):
@@ -38,12 +41,38 @@ class Layers(tuple):
         return super().__new__(cls, layers)
 
 
+def check_layers(taps: Iterable[int]) -> None:
+    """Raise ``ValueError`` unless ``taps`` names at least one layer, and each once."""
+    taps = list(taps)
+    if not taps:
+        raise ValueError("taps=[]: name at least one layer.")
+    twice = sorted({tap for tap in taps if taps.count(tap) > 1})
+    if twice:
+        raise ValueError(f"taps={taps}: {twice} occur more than once; name each layer once.")
+
+
 @dataclass(frozen=True)
 class Sequence:
     """Ids of one conversation; the answer to learn begins at ``start``."""
 
     ids: list[int]
     start: int
+
+
+def data_checksum(sequences: Iterable[Sequence]) -> int:
+    """CRC-32 over ids and starts, in order."""
+    value = 0
+    for item in sequences:
+        value = zlib.crc32(array("q", [item.start, len(item.ids), *item.ids]), value)
+    return value
+
+
+def check_any(sequences: list[Sequence]) -> None:
+    """Raise ``StageError`` for no sequences."""
+    if not sequences:
+        raise StageError(
+            "no answer has two tokens within max_length; raise it, or regenerate longer answers."
+        )
 
 
 @register_state
@@ -94,9 +123,10 @@ class FeatureExtractor:
     def __init__(self, target, taps: tuple[int, ...], dtype=torch.bfloat16, runtime: str = "xla"):
         check_runtime(runtime)
         check_target(target)
+        check_layers(taps)
         layers = target.config.get_text_config().num_hidden_layers
         outside = [tap for tap in taps if not 0 <= tap < layers]
-        if outside or not taps:
+        if outside:
             raise ValueError(
                 f"taps={list(taps)}: {outside} lie outside the target's {layers} layers, 0 to {layers - 1}; "
                 "choose among these."
@@ -161,6 +191,7 @@ class FeatureOptions:
 
     def __post_init__(self):
         check_counts(**{name: getattr(self, name) for name in ("max_length", "batch_size", "shard_size")})
+        check_layers(self.taps)
         check_runtime(self.runtime)
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r}: choose 'bfloat16' or 'float32'.")
@@ -170,7 +201,7 @@ def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Se
     """Conversation and answer as ids; those whose answer keeps fewer than two tokens are left out."""
     sequences = []
     for answer in answers:
-        prompt = encode_conversation(tokenizer, answer.messages)
+        prompt = encode_conversation(tokenizer, answer.messages, answer.chat_template_kwargs)
         ids = [*prompt, *answer.response_ids][:max_length]
         if len(ids) >= len(prompt) + 2:
             sequences.append(Sequence(ids, len(prompt)))
@@ -179,26 +210,31 @@ def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Se
 
 def cache_features(target, sequences: list[Sequence], directory: Path, options: FeatureOptions) -> None:
     """Write the features of ``sequences`` into shards under ``directory``, skipping those that are there."""
-    if not sequences:
-        raise StageError(
-            "no answer has two tokens within max_length; raise it, or regenerate longer answers."
-        )
-    checksum = zlib.crc32(repr([(item.ids, item.start) for item in sequences]).encode())
-    settings = {"stage": "features", "target": target.config.name_or_path, "sequences": len(sequences)}
-    open_stage(directory, settings | vars(options) | {"checksum": checksum})
+    check_any(sequences)
     extract = FeatureExtractor(target, options.taps, getattr(torch, options.dtype), options.runtime)
+    mark = TargetMark.of(target)
+    settings = {"stage": "features", "target": mark.name, "target_weights": mark.weights}
+    settings |= {"sequences": len(sequences), "data_checksum": data_checksum(sequences)} | vars(options)
     starts = range(0, len(sequences), options.shard_size)
-    with tqdm(total=sum(len(item.ids) for item in sequences), desc="features", unit="token") as bar:
+    tokens = sum(len(item.ids) for item in sequences)
+    with (
+        open_stage(directory, settings, "features-*"),
+        tqdm(total=tokens, desc="features", unit="token") as bar,
+    ):
         for index, start in enumerate(starts):
             shard = sequences[start : start + options.shard_size]
             path = directory / f"features-{index:05}-of-{len(starts):05}.safetensors"
             if not path.exists():
-                _write_shard(path, shard, extract, options)
+                _write_shard(path, shard, extract, mark, options)
             bar.update(sum(len(item.ids) for item in shard))
 
 
 def _write_shard(
-    path: Path, shard: list[Sequence], extract: FeatureExtractor, options: FeatureOptions
+    path: Path,
+    shard: list[Sequence],
+    extract: FeatureExtractor,
+    mark: TargetMark,
+    options: FeatureOptions,
 ) -> None:
     rows: dict[int, Tensor] = {}
     by_length = sorted(range(len(shard)), key=lambda item: len(shard[item].ids))
@@ -212,6 +248,6 @@ def _write_shard(
         "starts": torch.tensor([item.start for item in shard], dtype=torch.int32),
         "features": torch.cat([rows[item] for item in range(len(shard))]),
     }
-    taps = ",".join(map(str, options.taps))
-    metadata = {"checksum": str(checksum_of(tensors)), "taps": taps}
-    write_atomically(path, lambda part: save_file(tensors, part, metadata))
+    metadata = {"taps": ",".join(map(str, options.taps)), "target": mark.name}
+    metadata |= {"hidden_size": str(mark.hidden_size), "target_weights": mark.weights}
+    write_tensors(path, tensors, metadata)

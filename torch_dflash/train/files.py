@@ -1,10 +1,11 @@
-"""Files that are whole or absent: atomic writes, and stages that continue where they stopped."""
+"""Files that are whole or absent."""
 
 from __future__ import annotations
 
 import errno
 import glob
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,6 +22,10 @@ MANIFEST = "stage.json"
 
 class StageError(RuntimeError):
     """A stage cannot go on; the message says what was kept and what to do."""
+
+
+class Stopped(StageError):
+    """A stage was asked to stop, and left everything needed to go on."""
 
 
 @contextmanager
@@ -54,7 +59,8 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         StageError: the disk is full; what was there before is untouched.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        left.unlink(missing_ok=True)  # of a process that was killed while it wrote this file
+        if not _runs(left.name.split(".")[-2]):  # it was killed while it wrote this file
+            left.unlink(missing_ok=True)
     with naming_a_full_disk(path):
         write_whole(path, write)
 
@@ -64,24 +70,24 @@ def write_json(path: Path, content: Any) -> None:
     write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
 
 
-def open_stage(directory: Path, settings: dict[str, Any]) -> Path:
-    """Make ``directory`` the home of a stage with ``settings``, or go on in one that has the same.
+def check_shards(directory: Path, files: list[Path], remedy: str) -> None:
+    """Raise ``StageError`` unless all of the shards ``...-00000-of-00003...`` among ``files`` are there."""
+    counts = [int(found[1]) for file in files if (found := re.search(r"-\d+-of-(\d+)\.", file.name))]
+    if len(set(counts)) > 1:
+        raise StageError(
+            f"{directory} holds shards of {' and of '.join(map(str, sorted(set(counts))))}, of different "
+            "runs; delete those of one."
+        )
+    if counts and len(counts) < counts[0]:
+        raise StageError(f"{directory} holds {len(counts)} of {counts[0]} shards; {remedy}")
 
-    Raises:
-        StageError: the directory holds the stage with other settings; mixing the two would go unnoticed.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    manifest = directory / MANIFEST
-    settings = json.loads(json.dumps(settings))
-    if manifest.exists():
-        before = json.loads(manifest.read_text())
-        changed = sorted(name for name in before | settings if before.get(name) != settings.get(name))
-        if changed:
-            name = next((name for name in changed if name != "checksum"), "checksum")  # of the data
-            raise StageError(
-                f"{directory} was begun with {name}={before.get(name)!r}, now {name}={settings.get(name)!r}: "
-                "go on with the old value, or choose another directory."
-            )
-    else:
-        write_json(manifest, settings)
-    return directory
+
+def _runs(number: str) -> bool:
+    """Whether a process of this number is alive."""
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):  # another user's; or no number: not ours to judge
+        return True
+    return True

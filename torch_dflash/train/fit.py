@@ -38,9 +38,8 @@ def fit(student: Student, sequences: Sequences, directory: Path, options: FitOpt
     kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator = Accelerator(mixed_precision=options.mixed_precision, kwargs_handlers=[kwargs])
     schedule = plan_fit(student, sequences, options, accelerator.num_processes)
-    if accelerator.is_main_process:
-        open_fit(directory, student, schedule)
-    Loop(TorchTrainer(student, schedule, accelerator), schedule, directory).run()
+    with open_fit(directory, student, schedule) if accelerator.is_main_process else nullcontext():
+        Loop(TorchTrainer(student, schedule, accelerator), schedule, directory).run()
 
 
 class TorchTrainer:

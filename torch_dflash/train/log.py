@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import naming_a_full_disk, write_atomically
+from torch_dflash.train.files import MANIFEST, naming_a_full_disk, write_atomically
 
 
 class TrainLog:
@@ -55,11 +55,14 @@ def draw_log(directory: Path) -> Path:
     lines = read_log(directory / "log.jsonl")
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
+    labels = _labels(directory)
     for kind, style in (("train", "-"), ("held_out", "o-")):
         of_kind = [line for line in lines if line["kind"] == kind]
         steps = [line["step"] for line in of_kind]
-        left.plot(steps, [line["loss"] for line in of_kind], style, markersize=3, label=kind)
-        right.plot(steps, [line["acceptance_length"] for line in of_kind], style, markersize=3, label=kind)
+        left.plot(steps, [line["loss"] for line in of_kind], style, markersize=3, label=labels[kind])
+        right.plot(
+            steps, [line["acceptance_length"] for line in of_kind], style, markersize=3, label=labels[kind]
+        )
     left.set(xlabel="step", ylabel="loss")
     right.set(xlabel="step", ylabel="acceptance length at random anchors")
     left.legend(loc="upper right")
@@ -67,3 +70,12 @@ def draw_log(directory: Path) -> Path:
     path = directory / "training.png"
     write_atomically(path, lambda part: figure.savefig(part, format="png", dpi=120))
     return path
+
+
+def _labels(directory: Path) -> dict[str, str]:
+    """What the two curves are of: with sampled ids, their losses run over different vocabularies."""
+    manifest = directory / MANIFEST
+    settings = json.loads(manifest.read_text()) if manifest.exists() else {}
+    if settings.get("sampled_vocabulary") is None:
+        return {"train": "training", "held_out": "held out"}
+    return {"train": "training (loss over sampled ids)", "held_out": "held out (loss over all ids)"}

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -19,12 +19,14 @@ from tqdm import tqdm
 
 from torch_dflash.train.blocks import Batch
 from torch_dflash.train.checkpoint import Checkpoint, load_latest, save_checkpoint
-from torch_dflash.train.files import StageError, open_stage
+from torch_dflash.train.features import data_checksum
+from torch_dflash.train.files import StageError, Stopped
 from torch_dflash.train.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.objective import Losses
 from torch_dflash.train.options import FitOptions
 from torch_dflash.train.schedule import Schedule
-from torch_dflash.train.sequences import Sequences, check_taps
+from torch_dflash.train.sequences import Sequences, check_mask, check_source, check_taps
+from torch_dflash.train.stages import open_stage
 from torch_dflash.train.student import Student
 
 # What else of a drafter's config makes its weights other weights.
@@ -73,22 +75,32 @@ def plan_fit(student: Student, sequences: Sequences, options: FitOptions, proces
         ValueError: the data do not fit the drafter or the options.
     """
     config: Any = student.drafter.config
+    check_source(sequences, student.target)
     taps = tuple(config.target_layer_ids)
     last = student.last_layer if student.objective.kl else None
     check_taps(sequences, taps if last is None else (*taps, last))
+    check_mask(sequences, config.mask_token_id)
     return Schedule(sequences, options, taps, last, processes)
 
 
-def open_fit(directory: Path, student: Student, schedule: Schedule) -> None:
-    """Make ``directory`` the home of this fit; a fit goes on only with the settings it was begun with.
+def open_fit(directory: Path, student: Student, schedule: Schedule) -> AbstractContextManager[None]:
+    """Hold ``directory`` as the home of this fit; a fit goes on only with the settings it was begun with.
 
     The runtime is not among them: a fit begun on one may be continued on another.
     """
     config: Any = student.drafter.config
-    settings = asdict(schedule.options) | asdict(student.objective)
-    settings |= {"target": student.target_name, "width": student.width, "taps": schedule.taps}
-    settings |= {name: getattr(config, name) for name in SHAPE}
-    open_stage(directory, {"stage": "fit", "sequences": len(schedule.sequences), **settings})
+    data = schedule.sequences
+    settings = {
+        "stage": "fit",
+        "sequences": len(data),
+        "feature_dtype": str(data.dtype).removeprefix("torch."),
+    }
+    settings |= asdict(schedule.options) | asdict(student.objective)
+    settings |= {"target": student.target.name, "width": student.width, "taps": schedule.taps}
+    settings |= {name: getattr(config, name) for name in SHAPE} | {"processes": schedule.processes}
+    settings |= {"target_weights": student.target.weights, "start_weights": student.start_weights}
+    settings["data_checksum"] = data_checksum(map(data.sequence, range(len(data))))
+    return open_stage(directory, settings, "checkpoints/step-*")
 
 
 class Loop:
@@ -107,7 +119,7 @@ class Loop:
         """Take the remaining steps. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint.
 
         Raises:
-            StageError: it was stopped, or a loss is not finite.
+            StageError: it was stopped (`Stopped`), or a loss is not finite.
         """
         steps = self.schedule.steps
         log = TrainLog(self.directory, self.done) if self.trainer.main else None
@@ -133,7 +145,7 @@ class Loop:
                     self._save()
                     saved = time.monotonic()
         if self.done < steps:
-            raise StageError(
+            raise Stopped(
                 f"stopped after step {self.done} of {steps}; run the same command again to go on from here."
             )
 
@@ -142,10 +154,11 @@ class Loop:
         return measures(reduce(add, map(self.trainer.losses, self.schedule.held_out_batches())))
 
     def _report(self, log: TrainLog | None, bar: tqdm, kind: str, found: dict[str, Any]) -> None:
-        if not math.isfinite(found["loss"]):
+        bad = [name for name in ("loss", "gradient_norm") if not math.isfinite(found.get(name, 0.0))]
+        if bad:
             kept = load_latest(self.directory / "checkpoints")
             raise StageError(
-                f"the {kind} loss is {found['loss']} at step {self.done}: the fit has diverged. The "
+                f"the {kind} {bad[0]} is {found[bad[0]]} at step {self.done}: the fit has diverged. The "
                 f"checkpoint of step {kept.step if kept else 0} is kept. Lower learning_rate="
                 f"{self.options.learning_rate:g} or clip={self.options.clip:g} in a new directory, or look "
                 "for damaged features."

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from torch_dflash.checks import check_counts
 from torch_dflash.control import chunked
 from torch_dflash.state import register_state
 
@@ -51,8 +52,9 @@ class Objective:
             raise ValueError(f"gamma={self.gamma}: must be above 0.")
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha}: must be above 0 and at most 1.")
-        if self.kl < 0 or self.rows_per_chunk < 1:
-            raise ValueError(f"kl={self.kl}, rows_per_chunk={self.rows_per_chunk}: need kl >= 0, rows >= 1.")
+        if not 0 <= self.kl < math.inf:
+            raise ValueError(f"kl={self.kl}: must be a finite number of at least 0.")
+        check_counts(rows_per_chunk=self.rows_per_chunk)
 
     def weights(self, ce: Float[Tensor, "B A N"], known: Bool[Tensor, "B A N"]) -> Float[Tensor, "B A N"]:
         """Weight of every row; no gradient flows through it."""

@@ -51,12 +51,14 @@ class FitOptions:
         counts = ("epochs", "batch_size", "accumulation", "anchors", "held_out", "log_steps")
         check_counts(**{name: getattr(self, name) for name in counts})
         check_counts(sampled_vocabulary=self.sampled_vocabulary)
+        for name in ("learning_rate", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be above 0; nothing would be learnt.")
         for name, least, most in (
             ("learning_rate", 0.0, 1.0),
             ("warmup", 0.0, 1.0),
             ("final_rate", 0.0, 1.0),
             ("weight_decay", 0.0, 1.0),
-            ("clip", 0.0, math.inf),
             ("evaluate_minutes", 0.0, math.inf),
             ("checkpoint_minutes", 0.0, math.inf),
         ):

@@ -18,9 +18,17 @@ from tqdm import tqdm
 from torch_dflash.checks import check_counts, check_runtime, context_of
 from torch_dflash.generation import generate
 from torch_dflash.prompts import pad_rows
-from torch_dflash.train.conversations import converse
-from torch_dflash.train.data import Answer, Prompt, write_answers
-from torch_dflash.train.files import open_stage
+from torch_dflash.train.conversations import (
+    check_some_fit,
+    check_turns,
+    converse,
+    penalty_of,
+    stop_ids,
+)
+from torch_dflash.train.data import Answer, Prompt, count_answers, write_answers
+from torch_dflash.train.files import write_json
+from torch_dflash.train.marks import TargetMark
+from torch_dflash.train.stages import open_stage
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class RegenerateOptions:
         sampled: answer with the model's own ``generation_config`` sampling, else greedily.
         seed: orders the prompts, and is the seed of sampled answers.
         runtime: as in `torch_dflash.generate`.
+        chat_template_kwargs: further variables of the chat template; recorded with every answer.
     """
 
     max_new_tokens: int = 512
@@ -45,6 +54,7 @@ class RegenerateOptions:
     sampled: bool = False
     seed: int = 0
     runtime: str = "xla"
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self):
         counts = ("max_new_tokens", "max_prompt_tokens", "batch_size", "shard_size")
@@ -55,50 +65,84 @@ class RegenerateOptions:
 def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, options: RegenerateOptions) -> int:
     """Answer ``prompts`` into shards under ``directory``, except those there; returns how many were made.
 
-    Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample.
+    Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample. Greedy
+    answers leave the model's repetition penalty out. ``summary.json`` says how many answers there are, and
+    how many turns were left out.
+
+    Raises:
+        ValueError: there is nothing to answer, no room for it, or a penalty that sampling would need.
+        StageError: turns that no template joins; what `open_stage` raises; a damaged shard; a full disk.
     """
+    check_turns(tokenizer, prompts)
+    penalty = penalty_of(target)
+    if options.sampled and penalty:
+        raise ValueError(
+            f"sampled=True: the target's generation_config has repetition_penalty={penalty}, which "
+            "decoding here cannot apply; answer greedily (sampled=False), or set it to 1.0 in "
+            "generation_config.json."
+        )
     context = context_of(target)
     if options.max_new_tokens >= context:
         raise ValueError(
             f"max_new_tokens={options.max_new_tokens}: the target's context of {context} leaves no room for "
             "a prompt; lower it."
         )
-    settings = {"stage": "regenerate", "target": target.config.name_or_path, "prompts": len(prompts)}
-    settings["checksum"] = zlib.crc32(repr(prompts).encode())
-    open_stage(directory, settings | vars(options))
+    check_some_fit(tokenizer, prompts, _longest(target, options), options.chat_template_kwargs)
+    mark = TargetMark.of(target)
+    settings = {"stage": "regenerate", "target": mark.name, "target_weights": mark.weights}
+    settings |= {"prompts": len(prompts), "prompts_checksum": zlib.crc32(repr(prompts).encode())}
     prompts = random.Random(options.seed).sample(prompts, len(prompts))
+    with open_stage(directory, settings | vars(options), "answers-*"):
+        return _answer_shards(target, tokenizer, prompts, directory, options)
+
+
+def _longest(target, options: RegenerateOptions) -> int:
+    """Tokens of the longest prompt that is answered."""
+    return min(options.max_prompt_tokens, context_of(target) - options.max_new_tokens)
+
+
+def _answer_shards(target, tokenizer, prompts: list[Prompt], directory: Path, options) -> int:
     starts = range(0, len(prompts), options.shard_size)
-    made, left_out = 0, 0
+    made, answers, turns = 0, 0, 0
     with tqdm(total=len(prompts), desc="regenerate", unit="prompt", smoothing=0.05) as bar:
         for index, start in enumerate(starts):
             shard = prompts[start : start + options.shard_size]
             path = directory / f"answers-{index:05}-of-{len(starts):05}.jsonl.gz"
-            if not path.exists():
-                answers = _answer_shard(target, tokenizer, shard, options, index)
-                left_out += sum(len(prompt.turns) for prompt in shard) - len(answers)
-                write_answers(path, answers)
-                made += len(answers)
+            if path.exists():
+                answers += count_answers(path)
+            else:
+                found = _answer_shard(target, tokenizer, shard, options, index)
+                write_answers(path, found)
+                made, answers = made + len(found), answers + len(found)
+            turns += sum(len(prompt.turns) for prompt in shard)
             bar.update(len(shard))
-            bar.set_postfix(answers=made, left_out=left_out)
+            bar.set_postfix(answers=answers, left_out=turns - answers)
+    write_json(directory / "summary.json", {"answers": answers, "left_out": turns - answers})
     return made
 
 
 def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int) -> list[Answer]:
     seed = itertools.count(options.seed + shard * options.shard_size, options.batch_size)
+    stops, template = stop_ids(target, tokenizer), options.chat_template_kwargs or {}
     batches = converse(
         tokenizer,
         prompts,
-        lambda rows: answer_batch(target, rows, options, next(seed)),
+        lambda rows: answer_batch(target, rows, options, next(seed), stops),
         batch_size=options.batch_size,
-        longest=min(options.max_prompt_tokens, context_of(target) - options.max_new_tokens),
+        longest=_longest(target, options),
+        template=template,
     )
-    return [Answer(asked.source, asked.messages, asked.response) for batch in batches for asked in batch]
+    return [
+        Answer(asked.source, asked.messages, asked.response, template) for batch in batches for asked in batch
+    ]
 
 
-def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list[list[int]]:
+def answer_batch(
+    target, rows: list[list[int]], options: RegenerateOptions, seed: int, stops: list[int]
+) -> list[list[int]]:
     """The target's answers to ragged prompts, without padding; the stop id is part of an answer."""
     ids, mask = pad_rows(rows)
-    sampling = {} if options.sampled else {"do_sample": False}
+    sampling: Any = {} if options.sampled else {"do_sample": False, "repetition_penalty": 1.0}
     output: Any = generate(
         target,
         None,
@@ -106,6 +150,7 @@ def answer_batch(target, rows: list[list[int]], options: Any, seed: int) -> list
         mask,
         max_new_tokens=options.max_new_tokens,
         seed=seed,
+        eos_token_id=stops,
         runtime=options.runtime,
         return_dict_in_generate=True,
         **sampling,

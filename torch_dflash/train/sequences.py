@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from tqdm import tqdm
 
-from torch_dflash.checksums import checksum_of
 from torch_dflash.train.blocks import Batch, draw_anchors
-from torch_dflash.train.features import FeatureExtractor, Sequence
-from torch_dflash.train.files import StageError
+from torch_dflash.train.features import FeatureExtractor, Sequence, check_any
+from torch_dflash.train.files import StageError, check_shards
+from torch_dflash.train.marks import TargetMark
+from torch_dflash.train.tensorfiles import reading_tensors
+
+# A mask id in one of so many tokens is an accident that costs nothing; in more, it was chosen wrongly.
+RARE = 10_000
 
 
 class Sequences(Protocol):
@@ -21,9 +26,12 @@ class Sequences(Protocol):
 
     Attributes:
         taps: layers whose outputs are joined in the features, in this order.
+        target: whose layers these are. dtype: of the features.
     """
 
     taps: tuple[int, ...]
+    target: TargetMark
+    dtype: torch.dtype
 
     def __len__(self) -> int: ...
 
@@ -38,7 +46,7 @@ class CachedSequences:
     """Sequences in the shards that `cache_features` wrote, read from memory-mapped files.
 
     Raises:
-        StageError: a shard is missing or damaged, or shards are of different taps.
+        StageError: a shard is missing or damaged, or shards are of different targets, taps or types.
     """
 
     def __init__(self, directories: list[Path]):
@@ -46,28 +54,28 @@ class CachedSequences:
         places = ", ".join(map(str, directories))
         self._sequences: list[Sequence] = []
         self._places: list[tuple[Any, int]] = []
-        taps = {self._open(path) for path in files}
-        if len(taps) > 1:
-            raise StageError(f"{places} hold features of different taps {sorted(taps)}; train on one kind.")
-        self.taps = taps.pop()
+        kinds, size = [], sum(path.stat().st_size for path in files)
+        with tqdm(total=size, desc="verify features", unit="B", unit_scale=True) as bar:
+            for path in files:
+                kinds.append(self._open(path))
+                bar.update(path.stat().st_size)
+        targets, taps, types = zip(*kinds, strict=True)
+        self.target: TargetMark = _one("targets", targets, places)
+        self.taps: tuple[int, ...] = _one("taps", taps, places)
+        self.dtype: torch.dtype = _one("types", types, places)
 
-    def _open(self, path: Path) -> tuple[int, ...]:
+    def _open(self, path: Path) -> tuple[TargetMark, tuple[int, ...], torch.dtype]:
         remedy = "delete it and run the features stage again: only this shard is computed anew."
-        try:
-            file = safe_open(path, framework="pt")
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise StageError(f"{path} is damaged ({error}); {remedy}") from error
-        if str(checksum_of(tensors)) != metadata.get("checksum"):
-            raise StageError(f"{path} is damaged (its checksum differs); {remedy}")
-        rows, offset = file.get_slice("features"), 0
-        ids = tensors["ids"].tolist()
-        for length, start in zip(tensors["lengths"].tolist(), tensors["starts"].tolist(), strict=True):
-            self._sequences.append(Sequence(ids[offset : offset + length], start))
-            self._places.append((rows, offset))
-            offset += length
-        return tuple(int(tap) for tap in metadata["taps"].split(","))
+        with reading_tensors(path, remedy) as (file, metadata):
+            rows, offset = file.get_slice("features"), 0
+            ids, lengths, starts = (file.get_tensor(name).tolist() for name in ("ids", "lengths", "starts"))
+            for length, start in zip(lengths, starts, strict=True):
+                self._sequences.append(Sequence(ids[offset : offset + length], start))
+                self._places.append((rows, offset))
+                offset += length
+            taps = tuple(int(tap) for tap in metadata["taps"].split(","))
+            target = TargetMark(metadata["target"], int(metadata["hidden_size"]), metadata["target_weights"])
+            return target, taps, rows[:0].dtype
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -87,21 +95,26 @@ def _shards(directory: Path) -> list[Path]:
     files = sorted(directory.glob("features-*-of-*.safetensors"))
     if not files:
         raise StageError(f"{directory}: no features-*.safetensors; run the features stage first.")
-    wanted = int(files[0].stem.rpartition("-")[2])
-    if len(files) < wanted:
-        raise StageError(
-            f"{directory} holds {len(files)} of {wanted} shards; run the features stage again, which makes "
-            "those that are missing."
-        )
+    check_shards(directory, files, "run the features stage again, which makes those that are missing.")
     return files
+
+
+def _one(what: str, kinds: Iterable[Any], places: str) -> Any:
+    found = set(kinds)
+    if len(found) > 1:
+        named = " and ".join(sorted(map(str, found)))
+        raise StageError(f"{places} hold features of different {what}, {named}; train on one kind.")
+    return found.pop()
 
 
 class OnlineSequences:
     """Sequences whose features the target computes when they are asked for: no disk, a forward per batch."""
 
     def __init__(self, sequences: list[Sequence], extract: FeatureExtractor):
+        check_any(sequences)
         self._sequences, self._extract = sequences, extract
-        self.taps = extract.taps
+        self.taps, self.dtype = extract.taps, extract.dtype
+        self.target = TargetMark.of(extract.target)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -189,4 +202,24 @@ def check_taps(sequences: Sequences, wanted: tuple[int, ...]) -> None:
         raise ValueError(
             f"target_layer_ids={list(wanted)}: layers {missing} are not among the features' "
             f"{list(sequences.taps)}; choose among these, or compute features with them."
+        )
+
+
+def check_source(sequences: Sequences, target: TargetMark) -> None:
+    """Raise ``ValueError`` unless the features are those of ``target``."""
+    if sequences.target != target:
+        raise ValueError(
+            f"the features are of {sequences.target}, the drafter is for {target}; run the features stage "
+            "with this target, or name the other one."
+        )
+
+
+def check_mask(sequences: Sequences, mask: int) -> None:
+    """Raise ``ValueError`` for a mask id that the texts hold: it would stand for two things at once."""
+    rows = [sequences.sequence(index).ids for index in range(len(sequences))]
+    found, tokens = sum(row.count(mask) for row in rows), sum(map(len, rows))
+    if found * RARE > tokens:
+        raise ValueError(
+            f"mask_token_id={mask} occurs {found} times in the data's {tokens} tokens; choose an id that no "
+            "text holds."
         )

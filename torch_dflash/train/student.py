@@ -11,6 +11,7 @@ from torch import nn
 from torch_dflash.checkpoints import check_pair
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.train.blocks import Batch, block_targets, draft_blocks, gather_rows
+from torch_dflash.train.marks import TargetMark, weights_mark
 from torch_dflash.train.objective import Losses, Objective, Vocabulary, block_losses
 
 
@@ -42,7 +43,8 @@ class Student(nn.Module):
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective
-        self.target_name: str = target.config.name_or_path
+        self.target = TargetMark.of(target)
+        self.start_weights = weights_mark(drafter)  # now: a fit trains it in place
         self.width = drafter.config.block_size if width is None else width
         self.last_layer = target.config.get_text_config().num_hidden_layers - 1
         head = target.get_output_embeddings()

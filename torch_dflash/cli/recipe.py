@@ -1,0 +1,50 @@
+"""The command that repeats a fit, as its card shows it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from torch_dflash.cli.loading import TARGETS
+from torch_dflash.train.architecture import DrafterShape
+from torch_dflash.train.objective import Objective
+from torch_dflash.train.options import FitOptions
+
+DEMO = "SmolLM2-135M-Instruct"
+MAX_LENGTH = 3072
+
+
+def target_name(target: str) -> str:
+    """A target as cards and figures name it: its id, or the name of its directory."""
+    path = Path(target).expanduser()
+    return DEMO if target in TARGETS else path.resolve().name if path.is_dir() else target
+
+
+def fit_command(arguments: argparse.Namespace, processes: int = 1) -> str:
+    """Everything that is not a default; of a path its last part alone, for a card names nobody's home."""
+    launched = ["accelerate", "launch", "--num_processes", str(processes), "--no_python"]
+    defaults: dict[str, Any] = {"target": None, "target_dtype": "auto", "features": None, "answers": None}
+    defaults |= {"max_length": MAX_LENGTH, "start_from": None, "chat_template_kwargs": None, "out": None}
+    defaults |= {
+        field.name: None if field.default is dataclasses.MISSING else field.default
+        for part in (DrafterShape, Objective, FitOptions)
+        for field in dataclasses.fields(part)
+    }
+    words = [*(launched if processes > 1 else ()), "torch-dflash", "train", "fit"]
+    for name, default in defaults.items():
+        value = getattr(arguments, name)
+        if value is None or value == default:
+            continue
+        words += ["--" + name.replace("_", "-"), *map(_word, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple):  # layers
+        return ",".join(map(str, value))
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_dir()):
+        return Path(value).expanduser().resolve().name
+    return str(value)

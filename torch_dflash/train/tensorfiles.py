@@ -1,0 +1,58 @@
+"""Files of tensors that were damaged after they were written are refused, not trained on."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torch_dflash.checksums import bytes_of
+from torch_dflash.train.files import StageError, write_atomically
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file, whole or not at all, with a checksum of all that is in it."""
+    value = _begun(metadata)
+    for name in sorted(tensors):
+        value = _added(value, name, tensors[name])
+    sealed = metadata | {"checksum": str(value)}
+    write_atomically(path, lambda part: save_file(tensors, part, sealed))
+
+
+@contextmanager
+def reading_tensors(path: Path, remedy: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    """(open safetensors file, metadata) of what `write_tensors` wrote, its checksum compared.
+
+    Raises:
+        StageError: it is damaged, or what the ``with`` block looks for is not in it; the message ends with
+            ``remedy``.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+        metadata = dict(file.metadata() or {})
+        value, checksum = _begun(metadata), metadata.pop("checksum")
+        for name in sorted(file.keys()):
+            value = _added(value, name, file.get_tensor(name))
+        if str(value) != checksum:
+            raise ValueError("its checksum differs, or another version of torch-dflash wrote it")
+        yield file, metadata
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        why = f"it holds no {error}" if isinstance(error, KeyError) else error
+        raise StageError(f"{path} is damaged ({why}); {remedy}") from error
+
+
+def _begun(metadata: dict[str, str]) -> int:
+    said = sorted(item for item in metadata.items() if item[0] != "checksum")
+    return zlib.crc32(json.dumps(said).encode())
+
+
+def _added(value: int, name: str, tensor: Tensor) -> int:
+    value = zlib.crc32(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode(), value)
+    return zlib.crc32(bytes_of(tensor), value)
