@@ -156,7 +156,12 @@ def test_the_embedded_card_counts_the_answers_that_are_here():
 
 
 def test_every_command_that_is_shown_is_one():
-    pages = ("docs/training.md", "README.md", "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md")
+    pages = (
+        "docs/training.md",
+        "docs/tpu.md",
+        "README.md",
+        "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md",
+    )
     text = "\n".join((ROOT / page).read_text() for page in pages).replace("\\\n", " ")
     for name, value in ((" ID", " 16"), ("$layers", "2"), ("$block", "8")):
         text = text.replace(name, value)
