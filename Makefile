@@ -9,6 +9,8 @@ TORCH ?= torch==2.13.0
 # The published implementation, only for parity tests. Its own pins conflict with ours.
 REFERENCE ?= dflash==0.1.0
 PYTEST_ARGS ?=
+# Test processes; each may come to hold 3 GB.
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +36,7 @@ demo: $(INSTALLED)
 	$(BIN)/torch-dflash demo
 
 test: $(WITH_REFERENCE)
-	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
