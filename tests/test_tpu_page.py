@@ -1,0 +1,61 @@
+"""The tables of docs/tpu.md are those of their JSON files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/tpu.md").read_text()
+FIGURES = {
+    path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "docs/results/aot").glob("*.json"))
+}
+HEAD = (
+    "| figures | verify GB | of its floor | draft GB | of its floor | round GB | of its floor | roofline ms |"
+)
+
+
+def row(name: str) -> str:
+    """A line of the table, as it must stand in the page."""
+    found, cells = FIGURES[name], [f"[{name}](results/aot/{name}.json)"]
+    for step in ("verify", "draft", "round"):
+        moved, floor = found[f"{step}_hbm_bytes"], found[f"{step}_floor_bytes"]
+        cells += ["", ""] if moved is None else [f"{moved / 1e9:.2f}", f"{moved / floor:.3f}"]
+    return f"| {' | '.join([*cells, format(found['roofline_ms'], '.2f')])} |"
+
+
+def test_every_figure_is_in_the_table():
+    table = PAGE.partition(HEAD)[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(FIGURES) >= 12
+    assert sorted(table) == sorted(map(row, FIGURES))
+
+
+def test_what_the_page_says_of_all_holds():
+    for name, found in FIGURES.items():
+        for summary in found["passes"].values():
+            assert summary["unaliased"] == summary["forbidden"] == [] and summary["collectives"] == {}, name
+        assert "aot" in found["provenance"]["command"] and "/tmp" not in found["provenance"]["command"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"), [("paged", "moves {:.2f} times"), ("static", "{:.2f} times on the")]
+)
+def test_flatness(cache, words):
+    wide, one = (FIGURES[f"qwen3-4b-{cache}-{rows}"]["verify_hbm_bytes"] for rows in (64, 1))
+    assert words.format(wide / one) in PAGE
+
+
+def test_the_ragged_kernel():
+    results = json.loads((ROOT / "docs/results/ragged_aot.json").read_text())["results"]
+    ratios = {(line["kernel"], line["rows"]): f"{line['ratio']:.3f}" for line in results}
+    assert {rows for _, rows in ratios} == {16, 64}
+    jax_kernel, ours = (
+        [ratios[kernel, rows] for rows in (16, 64)]
+        for kernel in ("jax ragged_paged_attention", "paged_attention")
+    )
+    text = " ".join(PAGE.split())
+    assert re.search(rf"{jax_kernel[0]} and {jax_kernel[1]} of the floor at 16 and 64 rows", text)
+    assert f"ours {ours[0]} and {ours[1]}" in text
