@@ -28,9 +28,12 @@ class Admission:
         plan: the engine's.
         lengths: positions of each row that are committed, or are to be: its prompt.
         limits: most positions each row may hold.
+        pages: page tables [B, T] that rows hold already, of a paged cache.
     """
 
-    def __init__(self, plan: DecodePlan, lengths: list[int], limits: list[int]):
+    def __init__(
+        self, plan: DecodePlan, lengths: list[int], limits: list[int], pages: np.ndarray | None = None
+    ):
         self.plan, self.limits = plan, limits
         self.lengths = np.array(lengths)
         self.ended = np.arange(plan.batch_size) >= len(lengths)
@@ -38,7 +41,7 @@ class Admission:
         self._done = self.ended.copy()  # as the device has it
         self._book = None
         if plan.cache == "paged":
-            self._book = PageBook(plan, [limit + plan.verify_width for limit in limits])
+            self._book = PageBook(plan, [limit + plan.verify_width for limit in limits], pages)
 
     @classmethod
     def of(cls, plan: DecodePlan, state: Any) -> Admission:
@@ -48,10 +51,9 @@ class Admission:
         )
         anchor = state.tokens.gather(1, state.length[:, None].long())
         stopped = (anchor == state.stop_ids).any(dim=1).numpy()
-        admission = cls(plan, length.tolist(), limit.tolist())
+        admission = cls(plan, length.tolist(), limit.tolist(), pages)
         admission.ended = done & (stopped | (length + 1 >= limit))
         admission._waiting, admission._done = [], done
-        admission._book = PageBook(plan, [most + plan.verify_width for most in limit.tolist()], pages)
         return admission
 
     @property

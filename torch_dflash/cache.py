@@ -59,9 +59,7 @@ class StaticLayer:
     def attend(self, rows: Rows, view: CacheView) -> tuple[Tensor, StaticLayer]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self."""
         layer = self.write(rows.key, rows.value, view.start, view.count)
-        part = KeyValue(layer.key, layer.value, view.mask(rows, layer.key.shape[2]))
-        out = grouped_attention(rows.query, [part], rows.scale, sinks=rows.sinks, softcap=rows.softcap)
-        return out, layer
+        return _attend(rows, layer.key, layer.value, view.mask(rows, layer.key.shape[2])), layer
 
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
         """The position each slot holds when ``length`` [B] are committed, -1 for none."""
@@ -85,9 +83,12 @@ class LatentLayer(StaticLayer):
 
     def attend(self, rows: Rows, view: CacheView) -> tuple[Tensor, LatentLayer]:
         """Attend causally to the rows, which are of all positions."""
-        part = KeyValue(rows.key, rows.value, view.mask(rows, rows.key.shape[2]))
-        out = grouped_attention(rows.query, [part], rows.scale, sinks=rows.sinks, softcap=rows.softcap)
-        return out, self
+        return _attend(rows, rows.key, rows.value, view.mask(rows, rows.key.shape[2])), self
+
+
+def _attend(rows: Rows, key: Tensor, value: Tensor, mask: Tensor | None) -> Float[Tensor, "B M Q Dv"]:
+    part = KeyValue(key, value, mask)
+    return grouped_attention(rows.query, [part], rows.scale, sinks=rows.sinks, softcap=rows.softcap)
 
 
 def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> StaticLayer | PagedLayer:
@@ -182,8 +183,7 @@ class RecordingCache(Cache):
         self.windows[layer_idx] = rows.window
         if rows.key is not self._key:
             self.latent.add(layer_idx)
-        part = KeyValue(rows.key, rows.value, None)
-        return grouped_attention(rows.query, [part], rows.scale, sinks=rows.sinks, softcap=rows.softcap)
+        return _attend(rows, rows.key, rows.value, None)
 
     def get_seq_length(self, layer_idx=0):
         return 0

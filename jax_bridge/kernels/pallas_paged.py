@@ -13,8 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.pallas_body import LOWEST, TILE, Kind, attend_to_pages
+from torch_dflash.paged import LANES
 
-LANES = 128
 VMEM = 64 << 20
 
 
