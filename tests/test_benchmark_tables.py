@@ -1,0 +1,39 @@
+"""The tables of benchmarks/README.md are those of their JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "benchmarks/README.md").read_text()
+STEPS = {
+    "dflash round": "round of the demo pair, 8 rows",
+    "dflash prompt": "its prompt of 25 tokens",
+    "plain round": "step of plain decoding, 1 row",
+    "plain prompt": "its prompt of 25 tokens, plain",
+}
+
+
+def result(name: str) -> dict:
+    """One JSON file of docs/results."""
+    return json.loads((ROOT / "docs/results" / name).read_text())
+
+
+def test_weight_layout_table():
+    steps = result("weight_layout_cpu.json")["steps"]
+    assert [one["step"] for one in steps] == list(STEPS)
+    for one in steps:
+        low, high = one["quartiles"]
+        row = f"| {STEPS[one['step']]} | {one['ratio']:.2f} | {low:.2f} to {high:.2f} |"
+        assert row in PAGE.splitlines()
+
+
+def test_weight_layout_products():
+    products = result("weight_layout_cpu.json")["products"]
+    single = [one["ratio"] for one in products if one["dtype"] == "float32"]
+    rows = [one["rows"] for one in products if one["dtype"] == "float32"]
+    many = [ratio for ratio, count in zip(single, rows, strict=True) if count > 1]
+    one = sorted(ratio for ratio, count in zip(single, rows, strict=True) if count == 1)
+    said = f"{min(many):.2f} to {max(many):.2f} at 2 to 16 rows, and {one[0]:.2f} to {one[-2]:.2f} at one row"
+    assert f"- Single products: {said} (but {one[-1]:.2f} for one shape, 9728 x 2560)." in PAGE
