@@ -1,15 +1,18 @@
-"""How torch_dflash's few special operations lower: cache writes, paged attention, a branch, a loop."""
+"""How torch_dflash's few special operations lower: cache writes, attention, a branch, a loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_bridge._torchax import call_jax, environment
+from jax_bridge._torchax import call_jax, call_torch, environment
+from jax_bridge.kernels.block_attention import block_attention_jax
 from jax_bridge.kernels.paged_attention import paged_attention_jax
+from torch_dflash.block_attention import block_attention, plain_block_attention
 from torch_dflash.control import branch, chunked
 from torch_dflash.paged import paged_attention, side_by_side
 from torch_dflash.rows import write_rows
@@ -52,6 +55,10 @@ def _paged_attention(query, key, value, pool, table, start, scale, window=None, 
     )
 
 
+def _block_attention(*args):
+    return call_jax(partial(block_attention_jax, partial(call_torch, plain_block_attention)), *args)
+
+
 def _branch(condition, then, otherwise, *operands):
     return call_jax(jax.lax.cond, condition, then, otherwise, *operands)
 
@@ -85,6 +92,7 @@ def register() -> None:
     """Teach torchax's environment the lowerings."""
     environment().override_op_definition(write_rows, _write_rows)
     environment().override_op_definition(paged_attention, _paged_attention)
+    environment().override_op_definition(block_attention, _block_attention)
     environment().override_op_definition(branch, _branch)
     environment().override_op_definition(chunked, _chunked)
 

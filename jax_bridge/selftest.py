@@ -20,7 +20,6 @@ from jax_bridge.lower import lower, tracing
 from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine import Engine
-from torch_dflash.paged import paged_attention
 from torch_dflash.selftest.side import Reads, best_speed
 
 
@@ -54,17 +53,14 @@ class XlaSide:
 
         return repeated
 
-    def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
-        """On a TPU this is the Pallas kernel."""
-
-        def attention(query, key, value, pool, table, start):
-            return paged_attention(query, key, value, pool, table, start, scale, **options)
+    def apply(self, function: Callable, tensors: tuple, consumed: tuple[int, ...] = ()) -> Any:
+        """On a TPU attention is a Pallas kernel."""
 
         def step(*arrays):
-            return call_torch(attention, *arrays)
+            return call_torch(function, *arrays)
 
         with tracing("highest"):
-            return to_torch(jax.jit(step, donate_argnums=3)(*to_jax(arguments)))
+            return to_torch(jax.jit(step, donate_argnums=consumed)(*to_jax(tensors)))
 
     def wait(self, tree: Any) -> None:
         jax.block_until_ready(tree)

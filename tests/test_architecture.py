@@ -22,7 +22,7 @@ ONE_DOOR = "torch_dflash.engine"
 LAYERS = [
     {"checks", "control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
     {"loaded", "progress"},
-    {"config", "paged", "pages", "ring"},
+    {"config", "paged", "pages", "ring", "block_attention"},
     {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
     {"target", "proposers.base", "demo_model"},
     {"demo_pair"},

@@ -12,11 +12,10 @@ import pytest
 import torch
 from parity import CHUNK, EXACT, LOOP, MIXED, Case, engine_runs, gap, replay
 
-from torch_dflash import drafter, runtime
+from torch_dflash import block_attention, drafter, runtime
 from torch_dflash import target as target_module
 from torch_dflash.drafter import DFlashDraftModel, DFlashLayer
 from torch_dflash.proposers import DFlashProposer
-from torch_dflash.proposers import dflash as proposer
 from torch_dflash.target import Target
 
 SEEN = 1e-3
@@ -43,7 +42,7 @@ def sight(**change):
             return right(query, key, **(given | {name: new(given[name]) for name, new in change.items()}))
 
         patch.setattr(drafter, "visible", wrong)
-        patch.setattr(proposer, "visible", wrong)
+        patch.setattr(block_attention, "visible", wrong)
 
     return mutate
 
@@ -106,7 +105,7 @@ def only_the_last_chunk(original, self, pstate, features, ids, next_ids, count):
 
 def right_padding_leaks(patch):
     """K/V of the prompt's padding, up to the end of the first chunk, are seen like context."""
-    attend = drafter.grouped_attention
+    attend = block_attention.grouped_attention
 
     def propose(original, self, pstate, anchor, length, embed, head):
         def leaking(query, parts, scale):
@@ -117,7 +116,7 @@ def right_padding_leaks(patch):
             return attend(query, [context, block], scale)
 
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(drafter, "grouped_attention", leaking)
+            inner.setattr(block_attention, "grouped_attention", leaking)
             return original(self, pstate, anchor, length, embed, head)
 
     around(DFlashProposer, "propose", propose)(patch)

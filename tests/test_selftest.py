@@ -16,6 +16,7 @@ import torch_dflash.decode
 import torch_dflash.proposers.dflash as dflash
 from jax_bridge.runtime import XlaRuntime
 from jax_bridge.selftest import reference_hidden
+from torch_dflash import block_attention
 from torch_dflash.cli import main
 from torch_dflash.runtime import EagerRuntime
 from torch_dflash.selftest import texts, timing
@@ -109,12 +110,12 @@ def eager():
 
 
 def test_a_broken_mask_fails_parity_alone(eager, monkeypatch):
-    visible = dflash.visible
+    visible = block_attention.visible
 
     def causal(block, other, window, _):
         return visible(block, other, window, True)
 
-    monkeypatch.setattr(dflash, "visible", causal)
+    monkeypatch.setattr(block_attention, "visible", causal)
     found = statuses(parity(eager, eager.side, reference_hidden))
     for when in ("prefill", "rounds"):
         assert found[f"target logits, qwen3, after {when}"] == PASS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
 
@@ -81,6 +82,15 @@ def grouped_attention(
         outputs.append(_per_block(share, value, blocks, dim=-2))
         start += value.shape[2] // blocks
     return reduce(torch.add, outputs).view(batch, heads, rows, -1).transpose(1, 2)
+
+
+Attend = Callable[[Tensor, float], Tensor]
+"""``(query [B, Q, M, D], scale) -> output [B, M, Q, Dv]``: attention over K/V that it knows."""
+
+
+def attend_to(*parts: KeyValue) -> Attend:
+    """Grouped attention over ``parts``."""
+    return lambda query, scale: grouped_attention(query, list(parts), scale)
 
 
 def _per_block(rows: Tensor, keyed: Tensor, blocks: int, dim: int) -> Tensor:

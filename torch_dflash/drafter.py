@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from torch_dflash.attention import KeyValue, grouped_attention, visible
+from torch_dflash.attention import Attend, KeyValue, attend_to, visible
 from torch_dflash.config import DFlashConfig
 
 
@@ -57,14 +57,13 @@ class DFlashAttention(nn.Module):
         key = _rotate(self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2), rope)
         return key, self._heads(self.v_proj(rows)).transpose(1, 2)
 
-    def forward(self, block, rope, parts: list[KeyValue]) -> Float[Tensor, "B W H"]:
-        """Attend from the block over ``parts`` and project back."""
-        out = grouped_attention(self.query(block, rope), parts, self.scale)
-        return self.o_proj(out.flatten(2))
+    def forward(self, block, rope, attend: Attend) -> Float[Tensor, "B W H"]:
+        """Attend from the block and project back."""
+        return self.o_proj(attend(self.query(block, rope), self.scale).flatten(2))
 
 
 class DFlashLayer(nn.Module):
-    """One Qwen3 block; ``memory`` turns this layer's fresh keys and values into the parts to attend to."""
+    """One Qwen3 block; ``memory`` takes this layer's fresh keys and values and says how to attend to all."""
 
     def __init__(self, config: DFlashConfig, index: int):
         super().__init__()
@@ -77,8 +76,8 @@ class DFlashLayer(nn.Module):
         """``rope`` covers context rows then block rows; ``block_rope`` the block rows alone."""
         normed = self.input_layernorm(block)  # the context is already normed, and must not be twice
         key, value = self.self_attn.key_value(torch.cat([context, normed], dim=1), rope)
-        parts = memory(self.self_attn, key, value)
-        block = block + self.self_attn(normed, block_rope, parts)
+        attend = memory(self.self_attn, key, value)
+        block = block + self.self_attn(normed, block_rope, attend)
         return block + self.mlp(self.post_attention_layernorm(block))
 
 
@@ -139,7 +138,7 @@ class DFlashDraftModel(PreTrainedModel):
         """The stack on a block, given projected context rows new to this pass, up to the final norm.
 
         ``position`` holds absolute positions of the context rows, then of the block rows.
-        ``memory(attention, key, value)`` stores what a cache keeps and returns the K/V parts to attend to.
+        ``memory(attention, key, value)`` stores what a cache keeps and returns an `Attend` over all of it.
         """
         rope = self.rotary_emb(noise, position)
         block_rope = tuple(table[:, context.shape[1] :] for table in rope)
@@ -178,7 +177,7 @@ class DFlashDraftModel(PreTrainedModel):
             mask = visible(block, at, attention.window, attention.causal)
             if attention_mask is not None:
                 mask = mask & attention_mask[:, None, None, -key.shape[2] :].bool()
-            return [KeyValue(key, value, mask)]
+            return attend_to(KeyValue(key, value, mask))
 
         context = self.project(context_hidden_states)
         hidden = self.block(noise_embeds, context, position_ids, memory)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_dflash.rows import write_rows
-from torch_dflash.state import register_state
+from torch_dflash.state import register_state, whole_tiles
 
 
 @register_state
@@ -65,7 +65,7 @@ def allocate_ring(
 ) -> RingLayer:
     """An empty ring of ``window + rows - 1`` slots, to which up to ``rows`` rows are written a round."""
     size = window + rows - 1
-    shape = batch_size, heads, size + rows, dim
+    shape = batch_size, heads, whole_tiles(size + rows), dim
     return RingLayer(
         key=torch.zeros(shape, dtype=dtype, device=device),
         value=torch.zeros(shape, dtype=dtype, device=device),

@@ -10,8 +10,15 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-MIN_BUCKET = 16
+TILE = 16
+"""Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
+MIN_BUCKET = TILE
 Registered = TypeVar("Registered", bound=type)
+
+
+def whole_tiles(rows: int) -> int:
+    """The multiple of `TILE` that holds ``rows``."""
+    return -(-rows // TILE) * TILE
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class DecodePlan:
     @property
     def slots(self) -> int:
         """Positions S of every per-position buffer."""
-        return self.capacity + self.slack
+        return whole_tiles(self.capacity + self.slack)
 
     @property
     def row_pages(self) -> int:

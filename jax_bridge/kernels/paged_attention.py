@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.kernels.pallas_body import LOWEST, TILE
+from jax_bridge.kernels.online_softmax import LOWEST
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
+from torch_dflash.state import TILE
 
 BLOCK_KEYS = 512
 

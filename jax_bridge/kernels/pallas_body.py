@@ -2,7 +2,7 @@
 
 It reads K and V of a page in one copy, a block of pages at a time and one block ahead, and keeps a running
 softmax. It never reads what it writes: the last, partly filled tile of old rows and the new rows are merged
-on the chip, attended to there, and copied out meanwhile.
+on the chip, attended to there, and copied out meanwhile. Copies to and from pages are of whole tiles.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-TILE = 16
-"""Rows a copy to or from a page is aligned to: a tile of bfloat16 on every TPU; pages are multiples."""
-LOWEST = -1e30
+from jax_bridge.kernels.online_softmax import Running, product
+from torch_dflash.state import TILE
 
 # Of integers that are not negative. `//` and `%` also serve those, and ask for it which chip they run on.
 div, rem = jax.lax.div, jax.lax.rem
@@ -66,12 +65,11 @@ def attend_to_pages(
         _merge(kind, staged, fresh, inside)
         _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
 
-    top[...] = jnp.broadcast_to(first[...], top.shape)
-    total[...] = jnp.where(top[...] > LOWEST, 1.0, 0.0)  # a sink takes part in the softmax, without a value
-    sums[...] = jnp.zeros_like(sums)
+    running = Running(top, total, sums)
+    running.begin(first[...])
     offset = start + tile * kind.tile_rows
     row = rem(jax.lax.broadcasted_iota(jnp.int32, (query.shape[3], 1), 0), kind.tile_rows)
-    attend = partial(_attend, kind, query, top, total, sums, offset + row)
+    attend = partial(_attend, kind, query, running, offset + row)
     keys = block_pages * page
 
     def attend_block(slot, block):
@@ -90,7 +88,7 @@ def attend_to_pages(
     position = base + jax.lax.broadcasted_iota(jnp.int32, (1, staged.shape[1]), 1)
     for head in range(own):
         attend(head, staged[head], position, position < start + kind.rows)
-        out[0, head, 0] = (sums[head] / total[head][:, :1]).astype(out.dtype)
+        out[0, head, 0] = running.result(head).astype(out.dtype)
 
     @pl.when(tile == 0)
     def _():
@@ -137,34 +135,15 @@ def _merge(kind, staged, fresh, inside):
     shift = (row == column + inside).astype(staged.dtype)  # one 1 a row: the product moves rows, exactly
     kept = jax.lax.broadcasted_iota(jnp.int32, (height, 1), 0) < inside
     for head in range(staged.shape[0]):
-        moved = _product(shift, fresh[0, head], 0)
+        moved = product(shift, fresh[0, head], 0)
         staged[head] = jnp.where(kept, staged[head], moved.astype(staged.dtype))
 
 
-def _attend(kind, query, top, total, sums, at, head, rows, position, real):
+def _attend(kind, query, running, at, head, rows, position, real):
     """Add ``rows`` [keys, KV] at ``position`` [1, keys] to the running softmax of one K/V head."""
     cut = kind.k_dim if query.shape[4] == kind.k_dim else 0
     key, value = (rows[:, :cut], rows[:, cut:]) if cut else (rows, rows)
-    score = _product(query[0, head, 0], key, 1) * kind.scale
-    if kind.softcap is not None:
-        score = jnp.tanh(score / kind.softcap) * kind.softcap
     seen = real & (position <= at)
     if kind.window is not None:
         seen = seen & (position > at - kind.window)
-    score = jnp.where(seen, score, LOWEST)
-    before = top[head][:, :1]
-    peak = jnp.maximum(before, jnp.max(score, axis=1, keepdims=True))
-    weight = jnp.where(seen, jnp.exp(score - peak), 0.0)
-    fade = jnp.exp(before - peak)
-    gained = jnp.sum(weight, axis=1, keepdims=True)
-    total[head] = jnp.broadcast_to(total[head][:, :1] * fade + gained, total.shape[1:])
-    top[head] = jnp.broadcast_to(peak, top.shape[1:])
-    sums[head] = sums[head] * fade + _product(weight.astype(rows.dtype), value, 0)
-
-
-def _product(left, right, axis):
-    """``left`` [a, k] times ``right``, contracted over its ``axis``, summed in float32."""
-    # bfloat16 products are exact in one pass; float32 needs all six.
-    precision = jax.lax.Precision.HIGHEST if right.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    dims = (((1,), (axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
+    running.add(head, query[0, head, 0], key, value, seen, kind.scale, kind.softcap)

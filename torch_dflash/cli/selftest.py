@@ -14,7 +14,7 @@ from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import provenance, write_json
 from torch_dflash.selftest.checks import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
 from torch_dflash.selftest.costs import hidden_costs
-from torch_dflash.selftest.kernels import paged_forms
+from torch_dflash.selftest.kernels import block_forms, paged_forms
 from torch_dflash.selftest.parity import parity
 from torch_dflash.selftest.side import EagerSide, Side, Subject
 from torch_dflash.selftest.texts import lossless
@@ -60,6 +60,7 @@ def _all_checks(side: Side, arguments: argparse.Namespace) -> int:
         report.attempt(f"texts, {family}", lambda subject=subject, single=single: lossless(subject, single))
         if family == FAMILIES[0]:
             report.attempt("paged attention", lambda: paged_forms(side))
+            report.attempt("block attention", lambda: block_forms(side))
             report.attempt("hidden costs", lambda subject=subject: hidden_costs(subject, side))
     timings: list[dict[str, Any]] = []
     report.attempt("timings", lambda: _timings(side, arguments, timings))

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from torch_dflash.attention import KeyValue, visible
+from torch_dflash.block_attention import block_attention
 from torch_dflash.cache import LayerSpec, allocate_static
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.ring import allocate_ring
@@ -99,13 +99,12 @@ class DFlashProposer(nn.Module):
             layer = pstate.layers[attention.index]
             layer = layer.write(key[:, :, :rows], value[:, :, :rows], pstate.length, pstate.buffered)
             written.append(layer)
-            at = layer.positions(length)
-            seen = visible(block_at, at, attention.window, attention.causal) & (at >= 0)[:, None, None]
-            inside = visible(block_at, block_at, attention.window, attention.causal)
-            return [
-                KeyValue(layer.key, layer.value, seen),
-                KeyValue(key[:, :, rows:], value[:, :, rows:], inside),
-            ]
+            past, own = (
+                (layer.key, layer.value, layer.positions(length)),
+                (key[:, :, rows:], value[:, :, rows:]),
+            )
+            rule = {"window": attention.window, "causal": attention.causal}
+            return lambda query, scale: block_attention(query, *own, *past, length, scale, **rule)
 
         position = torch.cat([_positions(pstate.length, rows), block_at], dim=1)
         hidden = drafter.block(noise, context, position, memory)

@@ -1,18 +1,21 @@
-"""Paged attention on the device, whichever form runs there, beside its plain form on the CPU."""
+"""Attention on the device, whichever form runs there, beside its plain form in float32 on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from torch_dflash.block_attention import block_attention
 from torch_dflash.paged import LANES, paged_attention
 from torch_dflash.selftest.checks import Check, within
 from torch_dflash.selftest.side import Side
 
 BATCH, PAGE, COLUMNS = 2, 16, 12
+SLOTS = 1040  # of a drafter's context: two blocks of the kernel and a piece
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ SHAPES = {
     ),
     "prompt of 64, GQA 4, head dim 128": Shape(2, 4, 64, 128),
 }
+BLOCKS = {
+    "block of 16, GQA 4, head dim 128": Shape(4, 4, 16, 128),
+    "block of 10, GQA 8, window 37, head dim 64": Shape(2, 8, 10, 64, {"window": 37}),
+    "block of 6, causal, GQA 1": Shape(2, 1, 6, 128, {"causal": True}),
+}
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -42,17 +50,33 @@ def paged_forms(side: Side) -> Iterator[Check]:
     for name, shape in SHAPES.items():
         for dtype, tolerance in TOLERANCES.items():
             arguments = _arguments(shape, dtype)
-            wide = [tensor.float() if tensor.is_floating_point() else tensor.clone() for tensor in arguments]
-            query, key, value, pages, table, start = wide
-            wanted, kept = paged_attention(
-                query, key, value, pages, table, start, shape.dim**-0.5, **shape.options
-            )
-            out, pool = side.attend(arguments, shape.dim**-0.5, shape.options)
+            *_, table, start = arguments
+            attention = partial(paged_attention, scale=shape.dim**-0.5, **shape.options)
+            wanted, kept = attention(*_wide(arguments))
+            out, pool = side.apply(attention, arguments, consumed=(3,))
             written = _difference(pool.float(), kept, table, start + shape.rows)
             error = float((out.float() - wanted).abs().max())
             note = "pages as they should be" if written == 0 else f"pages wrong by {written:.2e}"
             label = f"paged attention, {str(dtype).removeprefix('torch.')}, {name}"
             yield within(label, error if written == 0 else float("inf"), tolerance, note)
+
+
+def block_forms(side: Side) -> Iterator[Check]:
+    """One check per shape and dtype of a drafted block's attention."""
+    for name, shape in BLOCKS.items():
+        for dtype, tolerance in TOLERANCES.items():
+            arguments = _block_arguments(shape, dtype)
+            rule = {"window": None, "causal": False} | shape.options
+            attention = partial(block_attention, scale=shape.dim**-0.5, **rule)
+            out = side.apply(attention, arguments)
+            error = float((out.float() - attention(*_wide(arguments))).abs().max())
+            label = f"block attention, {str(dtype).removeprefix('torch.')}, {name}"
+            yield within(label, error, tolerance)
+
+
+def _wide(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Copies, floats in float32."""
+    return [tensor.float() if tensor.is_floating_point() else tensor.clone() for tensor in tensors]
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor, table: torch.Tensor, end: torch.Tensor) -> float:
@@ -64,10 +88,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor, table: torch.Tensor, end
 def _arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """query, key, value, pool, table and start; pages out of order, rows that end anywhere."""
     random = torch.Generator().manual_seed(shape.rows)
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=random).to(dtype)
-
+    normal = partial(_normal, random, dtype)
     pages = BATCH * COLUMNS
     width = -(-2 * shape.dim // LANES) * LANES
     pool = normal(pages + 1, shape.groups, PAGE, width)
@@ -77,3 +98,19 @@ def _arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     fresh = (BATCH, shape.groups, shape.rows, shape.dim)
     query = normal(BATCH, shape.groups * shape.heads, shape.rows, shape.dim)
     return query, normal(*fresh), normal(*fresh), pool, table.int(), start.int()
+
+
+def _block_arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """query, key, value, the context's key and value, position and start; not all slots are in use."""
+    random = torch.Generator().manual_seed(shape.rows)
+    normal = partial(_normal, random, dtype)
+    query = normal(BATCH, shape.groups * shape.heads, shape.rows, shape.dim)
+    block, context = ((BATCH, shape.groups, rows, shape.dim) for rows in (shape.rows, SLOTS))
+    start = torch.randint(1, SLOTS, (BATCH,), generator=random).int()
+    slot = torch.arange(SLOTS, dtype=torch.int32)
+    position = torch.where(slot < start[:, None], slot, -1)
+    return query, normal(*block), normal(*block), normal(*context), normal(*context), position, start
+
+
+def _normal(random: torch.Generator, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes, generator=random).to(dtype)

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.engine import Engine
 from torch_dflash.generation import compile as compile_pair
-from torch_dflash.paged import paged_attention
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.selftest.pairs import make_drafter, make_pair
 
@@ -54,8 +53,8 @@ class Side(Protocol):
         """``(params, state) -> state`` that runs ``step`` ``times`` times; consumes its state."""
         ...
 
-    def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
-        """`paged_attention` on the device: its output and its pool as CPU tensors."""
+    def apply(self, function: Callable, tensors: tuple, consumed: tuple[int, ...] = ()) -> Any:
+        """``function(*tensors)`` on the device, its result as CPU tensors; it may consume some tensors."""
         ...
 
     def wait(self, tree: Any) -> None:
@@ -105,10 +104,9 @@ class EagerSide:
 
         return repeated
 
-    def attend(self, arguments: tuple, scale: float, options: dict[str, Any]) -> tuple[Any, Any]:
-        query, key, value, pool, table, start = (tensor.to(self.device, copy=True) for tensor in arguments)
-        out, pool = paged_attention(query, key, value, pool, table, start, scale, **options)
-        return out.cpu(), pool.cpu()
+    def apply(self, function: Callable, tensors: tuple, consumed: tuple[int, ...] = ()) -> Any:
+        result = function(*(tensor.to(self.device, copy=True) for tensor in tensors))
+        return pytree.tree_map(lambda tensor: tensor.cpu(), result)
 
     def wait(self, tree: Any) -> None:
         if self.device.type == "cuda":

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.attention import KeyValue, visible
+from torch_dflash.attention import KeyValue, attend_to, visible
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.state import register_state
 
@@ -95,10 +95,10 @@ def draft_blocks(
         window, causal = attention.window, attention.causal
         outside = context_mask(batch.anchors, slots, width, window, causal)
         inside = visible(inside_at, inside_at, window, causal).repeat(1, 1, blocks, 1)
-        return [
+        return attend_to(
             KeyValue(key[:, :, :rows], value[:, :, :rows], outside),
             KeyValue(key[:, :, rows:], value[:, :, rows:], inside, blocks),
-        ]
+        )
 
     position = torch.cat([slots.expand(len(ids), -1), block_at], dim=1)
     return drafter.block(noise, context, position, memory).unflatten(1, (blocks, width))

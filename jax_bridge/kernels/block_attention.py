@@ -1,0 +1,155 @@
+"""Attention of a drafted block in JAX: on a TPU a Pallas kernel that streams the context past the block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from jax_bridge.kernels.online_softmax import LOWEST, Running
+from torch_dflash.paged import LANES
+
+BLOCK_KEYS = 512
+
+
+def block_attention_jax(
+    plain: Callable,
+    query: Float[Array, "B Q W D"],
+    key: Float[Array, "B G W D"],
+    value: Float[Array, "B G W D"],
+    past_key: Float[Array, "B G S D"],
+    past_value: Float[Array, "B G S D"],
+    position: Int[Array, "B S"],
+    start: Int[Array, " B"],
+    scale: float,
+    window: int | None,
+    causal: bool,
+) -> Float[Array, "B W Q D"]:
+    """`torch_dflash.block_attention.block_attention`; ``plain`` is what other platforms run."""
+    static = {"scale": scale, "window": window, "causal": causal}
+    return jax.lax.platform_dependent(
+        *(query, key, value, past_key, past_value, position, start),
+        tpu=partial(pallas_block_attention, **static),
+        default=partial(plain, **static),
+    )
+
+
+def pallas_block_attention(
+    query: Float[Array, "B Q W D"],
+    key: Float[Array, "B G W D"],
+    value: Float[Array, "B G W D"],
+    past_key: Float[Array, "B G S D"],
+    past_value: Float[Array, "B G S D"],
+    position: Int[Array, "B S"],
+    start: Int[Array, " B"],
+    *,
+    scale: float,
+    window: int | None,
+    causal: bool,
+    block_keys: int = BLOCK_KEYS,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Float[Array, "B W Q D"]:
+    """The kernel's call. ``block_keys``: slots read at once; ``interpret``: on the CPU, slowly, for tests."""
+    batch, heads, width, dim = query.shape
+    groups, slots = past_key.shape[1:3]
+    height, keys = heads // groups * width, min(slots, block_keys)
+    halves = 2 if groups % 2 == 0 else 1
+    own = groups // halves
+    # Heads narrower than a register: XLA keeps such arrays with their slots in the lanes. This is no copy.
+    turned = dim % LANES != 0
+    past = [rows.swapaxes(2, 3) if turned else rows for rows in (past_key, past_value)]
+    # Slots behind the last one in use are not read.
+    slot = jnp.arange(1, slots + 1, dtype=jnp.int32)
+    used = jnp.max(jnp.where(position >= 0, slot, 0), axis=1)
+
+    def of_block(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, own, rows, dim), lambda half, b, block, *_: (b, half, 0, 0))
+
+    def reached(b, block, used):
+        return jnp.minimum(block, jax.lax.div(jnp.maximum(used[b] - 1, 0), keys))
+
+    def of_context(half, b, block, start, used):
+        at = reached(b, block, used)
+        return (b, half, 0, at) if turned else (b, half, at, 0)
+
+    in_blocks = pl.BlockSpec((1, own, dim, keys) if turned else (1, own, keys, dim), of_context)
+    call = pl.pallas_call(
+        partial(_attend, scale, window, causal, slots, turned),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            # Halves of the heads are independent: a chip with two cores takes one each.
+            grid=(halves, batch, -(-slots // keys)),
+            in_specs=[
+                of_block(height),
+                of_block(width),
+                of_block(width),
+                in_blocks,
+                in_blocks,
+                pl.BlockSpec(
+                    (1, 1, keys), lambda half, b, block, start, used: (b, 0, reached(b, block, used))
+                ),
+            ],
+            out_specs=of_block(height),
+            scratch_shapes=[pltpu.VMEM((own, height, size), jnp.float32) for size in (LANES, LANES, dim)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, groups, height, dim), query.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * query.size * slots,
+            transcendentals=query.size // dim * slots,
+            bytes_accessed=(past_key.size + past_value.size) * past_key.dtype.itemsize,
+        ),
+        interpret=interpret,
+        name="block_attention",
+    )
+    shared = query.reshape(batch, groups, height, dim)
+    out = call(start, used, shared, key, value, *past, position[:, None])
+    return out.reshape(batch, heads, width, dim).transpose(0, 2, 1, 3)
+
+
+def _attend(
+    scale, window, causal, slots, turned, start_ref, used_ref,
+    query, key, value, past_key, past_value, position, out, top, total, sums,
+):  # fmt: skip
+    """One half of the K/V heads, one sequence, one block of the context's slots.
+
+    Refs: ``query`` [1, own, heads * W, D], a head's rows together; ``key`` and ``value`` [1, own, W, D];
+    ``past_key`` and ``past_value`` [1, own, keys, D], ``turned``: [1, own, D, keys], at ``position``
+    [1, 1, keys].
+    """
+    b, block, running = pl.program_id(1), pl.program_id(2), Running(top, total, sums)
+    own, height, width, keys = query.shape[1], query.shape[2], key.shape[2], position.shape[2]
+    row = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (height, 1), 0), width)
+
+    @pl.when(block == 0)
+    def _():
+        running.begin(jnp.full((1, 1, 1), LOWEST, jnp.float32))
+        gap = row - jax.lax.broadcasted_iota(jnp.int32, (height, width), 1)
+        seen = gap >= 0 if causal else gap == gap
+        seen = seen if window is None else seen & (jnp.abs(gap) < window)
+        for head in range(own):
+            running.add(head, query[0, head], key[0, head], value[0, head], seen, scale)
+
+    @pl.when(block * keys < used_ref[b])
+    def _():
+        seen = position[0] >= 0
+        if window is not None:
+            seen = seen & (start_ref[b] + row - position[0] < window)
+        left = slots - block * keys
+        seen = seen & (jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1) < left)
+        # What a block reads behind the last slot may be anything, and 0 * NaN would be NaN.
+        shape = (1, keys) if turned else (keys, 1)
+        real = jax.lax.broadcasted_iota(jnp.int32, shape, int(turned)) < left
+        for head in range(own):
+            rows = past_value[0, head] if slots % keys == 0 else jnp.where(real, past_value[0, head], 0)
+            running.add(head, query[0, head], past_key[0, head], rows, seen, scale, turned=turned)
+
+    @pl.when(block == pl.num_programs(2) - 1)
+    def _():
+        for head in range(own):
+            out[0, head] = running.result(head).astype(out.dtype)

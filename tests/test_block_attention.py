@@ -1,0 +1,203 @@
+"""A drafted block's attention in all its forms against a definition in float64: torch, lowered, Pallas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_bridge import aot
+from jax_bridge._torchax import call_torch
+from jax_bridge.kernels import block_attention as kernel
+from jax_bridge.kernels import online_softmax
+from torch_dflash.block_attention import block_attention
+
+
+@dataclass(frozen=True)
+class Shape:
+    """G K/V heads shared by ``heads`` query heads each, W rows, S slots of context."""
+
+    groups: int = 2
+    heads: int = 4
+    width: int = 6
+    dim: int = 64
+    slots: int = 96
+    window: int | None = None
+    causal: bool = False
+    ring: bool = False
+    batch: int = 3
+    dtype: str = "float32"
+
+
+CASES = {
+    "gqa 4": Shape(),
+    "gqa 1, one row": Shape(groups=4, heads=1, width=1),
+    "gqa 8, one K/V head, block of 10": Shape(groups=1, heads=8, width=10),
+    "head dim 128": Shape(dim=128, width=16, batch=2),
+    "slots that are no whole blocks": Shape(slots=83),
+    "fewer slots than a block": Shape(slots=20),
+    "causal, window": Shape(causal=True, window=7),
+    "window, both ways, inside the block too": Shape(window=4, width=10),
+    "a ring, window": Shape(ring=True, window=40, slots=51),
+    "bfloat16": Shape(dim=128, dtype="bfloat16", batch=2),
+}
+
+
+class Call:
+    """Random arguments: row 0 has no context, others some of the slots; the rest holds what must not show."""
+
+    def __init__(self, shape: Shape, seed: int = 0):
+        self.shape, random = shape, np.random.default_rng(seed)
+
+        def normal(*sizes):
+            values = random.standard_normal(sizes).astype(np.float32)
+            return np.array(jnp.asarray(values, shape.dtype).astype(jnp.float32))
+
+        self.query = normal(shape.batch, shape.groups * shape.heads, shape.width, shape.dim)
+        own = (shape.batch, shape.groups, shape.width, shape.dim)
+        past = (shape.batch, shape.groups, shape.slots, shape.dim)
+        self.key, self.value, self.past_key, self.past_value = (
+            normal(*size) for size in (own, own, past, past)
+        )
+        most = 3 * shape.slots if shape.ring else shape.slots
+        self.start = random.integers(shape.slots // 2, most, shape.batch).astype(np.int32)
+        self.start[0] = 0
+        slot = np.arange(shape.slots)
+        if shape.ring:  # the latest position below the start that falls into each slot
+            self.position = self.start[:, None] - 1 - (self.start[:, None] - 1 - slot) % shape.slots
+        else:
+            self.position = np.where(slot < self.start[:, None], slot, -1)
+        self.position = np.maximum(self.position, -1).astype(np.int32)
+        self.past_key[self.position[:, None, :].repeat(shape.groups, 1) < 0] = 1e4  # stale
+        self.scale = shape.dim**-0.5
+
+    def expected(self) -> np.ndarray:
+        """[B, W, Q, D], straight from the definition."""
+        shape = self.shape
+        out = np.zeros((shape.batch, shape.width, self.query.shape[1], shape.dim))
+        for b, m, q in np.ndindex(out.shape[:3]):
+            group, at = q // shape.heads, int(self.start[b]) + m
+            inside = [
+                (int(self.start[b]) + n, self.key[b, group, n], self.value[b, group, n])
+                for n in range(shape.width)
+            ]
+            past = zip(
+                self.position[b].tolist(), self.past_key[b, group], self.past_value[b, group], strict=True
+            )
+            seen = [row for row in [*past, *inside] if row[0] >= 0 and self.sees(at, row[0])]
+            score = np.array([float(key.astype(np.float64) @ self.query[b, q, m]) for _, key, _ in seen])
+            weight = np.exp(score * self.scale)
+            out[b, m, q] = weight @ np.stack([value for *_, value in seen]) / weight.sum()
+        return out
+
+    def sees(self, at: int, other: int) -> bool:
+        if self.shape.causal and other > at:
+            return False
+        return self.shape.window is None or abs(at - other) < self.shape.window
+
+    @property
+    def floats(self):
+        return self.query, self.key, self.value, self.past_key, self.past_value
+
+    @property
+    def rule(self):
+        return {"scale": self.scale, "window": self.shape.window, "causal": self.shape.causal}
+
+    def torch(self) -> np.ndarray:
+        kind = getattr(torch, self.shape.dtype)
+        tensors = [torch.tensor(array).to(kind) for array in self.floats]
+        out = block_attention(*tensors, torch.tensor(self.position), torch.tensor(self.start), **self.rule)
+        return out.float().numpy()
+
+    def jax(self, form) -> np.ndarray:
+        arrays = [jnp.asarray(array, self.shape.dtype) for array in self.floats]
+        out = form(*arrays, jnp.asarray(self.position), jnp.asarray(self.start))
+        return np.asarray(out.astype(jnp.float32))
+
+
+def pallas(call: Call) -> np.ndarray:
+    options = {"block_keys": 32, "interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
+    return call.jax(partial(kernel.pallas_block_attention, **options, **call.rule))
+
+
+FORMS = {
+    "torch": Call.torch,
+    "lowered": lambda call: call.jax(
+        lambda *args: call_torch(lambda *tensors: block_attention(*tensors, *call.rule.values()), *args)
+    ),
+    "pallas": pallas,
+}
+
+
+def gap(call: Call, form: str) -> float:
+    return float(np.abs(FORMS[form](call) - call.expected()).max())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_form_is_its_definition(case, form):
+    call = Call(CASES[case], seed=len(case))
+    assert gap(call, form) < (2e-6 if call.shape.dtype == "float32" else 2e-2)
+
+
+def forgets_some(original, left, right, axis):
+    return original(left, right, axis) * 0.99
+
+
+def test_a_broken_kernel_is_seen(monkeypatch):
+    monkeypatch.setattr(online_softmax, "product", partial(forgets_some, online_softmax.product))
+    assert gap(Call(Shape(batch=2), seed=1), "pallas") > 1e-3
+
+
+@pytest.mark.parametrize("field", ["position", "start"])
+def test_positions_matter(field):
+    call = Call(Shape(batch=2, window=9), seed=1)
+    wanted = call.expected()
+    setattr(call, field, getattr(call, field) + 1)
+    assert max(float(np.abs(FORMS[form](call) - wanted).max()) for form in FORMS) > 1e-3
+
+
+def step_of(shape: Shape):
+    """The call as it stands in a round, and the shapes of its arguments."""
+    call = Call(shape)
+    args = [jax.ShapeDtypeStruct(array.shape, jnp.dtype(shape.dtype)) for array in call.floats]
+    args += [jax.ShapeDtypeStruct(array.shape, jnp.int32) for array in (call.position, call.start)]
+    step = lambda *tensors: block_attention(*tensors, *call.rule.values())  # noqa: E731
+    return jax.jit(lambda *args: call_torch(step, *args)), args
+
+
+def test_on_tpu_it_is_one_kernel_and_elsewhere_none():
+    step, args = step_of(Shape(dtype="bfloat16"))
+    assert jax.export.export(step, platforms=["tpu"])(*args).mlir_module().count("tpu_custom_call") == 1
+    assert "custom_call" not in step.lower(*args).as_text()
+
+
+TPU = {
+    "block of 16 of Qwen3-4B's drafter": Shape(8, 4, 16, 128, 4128, batch=1, dtype="bfloat16"),
+    "block of 64": Shape(8, 4, 64, 128, 4224, batch=1, dtype="bfloat16"),
+    "batch 8, block of 10": Shape(8, 4, 10, 128, 4112, batch=8, dtype="bfloat16"),
+    "gpt-oss's, block of 8": Shape(8, 8, 8, 64, 4112, batch=1, dtype="bfloat16"),
+    "a ring": Shape(8, 4, 16, 128, 2080, window=2048, ring=True, batch=2, dtype="bfloat16"),
+    "float32, odd heads": Shape(3, 3, 16, 64, 8208, batch=2),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("case", TPU)
+def test_the_kernel_compiles_for(topology, case):
+    step, args = step_of(TPU[case])
+    chip = NamedSharding(Mesh(np.array(aot.find_topology(topology).devices[:1]), ("chip",)), PartitionSpec())
+    args = [jax.ShapeDtypeStruct(arg.shape, arg.dtype, sharding=chip) for arg in args]
+    compiled = step.trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
+    shape = TPU[case]
+    scores = shape.batch * shape.groups * shape.heads * shape.width * shape.slots * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 8
