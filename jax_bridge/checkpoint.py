@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +13,18 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from jax_bridge.stacked import Stacked, find_experts
+from jax_bridge.stored import Stored
+
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 # Once buffers of old checkpoints, now made from the config.
 _COMPUTED = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
 _ELSEWHERE = (
-    "If transformers converts this checkpoint while loading (quantised weights, experts stored one by one), "
+    "If transformers converts this checkpoint while loading (quantised weights, other names), "
     "load it with AutoModelForCausalLM.from_pretrained and pass that model."
 )
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a file."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def read(self) -> torch.Tensor:
-        """A view of the mapped file; the mapping, and the memory its pages take, goes with the tensor."""
-        with safe_open(self.file, "pt") as opened:
-            return opened.get_tensor(self.name)
 
 
 def find_files(path_or_id: str) -> list[Path]:
@@ -90,10 +71,10 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     return found
 
 
-def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict[str, list[Stored]]:
+def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict[str, list[Stored | Stacked]]:
     """What of the files fills each parameter and persistent buffer of ``model``.
 
-    It is one tensor, or a tied weight's several, of which the values must be equal.
+    It is one tensor, or a tied weight's several, of which the values must be equal, or a layer's experts.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of another shape; names it, its file and the shapes.
@@ -102,10 +83,14 @@ def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict
     names = defaultdict(list)
     for name, tensor in saved.items():
         names[id(tensor)].append(name)
-    filled = {}
+    used = set(saved)
+    filled: dict[str, list[Stored | Stacked]] = {}
     for group in names.values():
         wanted = tuple(saved[group[0]].shape)
         filled[group[0]] = [stored[name] for name in group if name in stored]
+        if not filled[group[0]] and (experts := find_experts(group[0], wanted, stored)):
+            filled[group[0]] = [experts]
+            used |= {part.name for expert in experts.experts for part in expert}
         if not filled[group[0]]:
             raise ValueError(
                 f"{where}: {group[0]} {wanted} is missing from its safetensors files. {_ELSEWHERE}"
@@ -118,7 +103,7 @@ def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict
                 )
     ignored = re.compile("|".join([_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]))
     for name, part in stored.items():
-        if name not in saved and not ignored.search(name):
+        if name not in used and not ignored.search(name):
             raise ValueError(
                 f"{part.file}: {name} {part.shape} is unexpected: {type(model).__name__} has no such weight. "
                 f"{_ELSEWHERE}"

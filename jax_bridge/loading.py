@@ -14,9 +14,11 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.checkpoint import Stored, find_files, match, read_headers
+from jax_bridge.checkpoint import find_files, match, read_headers
 from jax_bridge.layout import Turned, Weight, linear_weights, pays
 from jax_bridge.placement import check_mesh, sharding
+from jax_bridge.stacked import Stacked
+from jax_bridge.stored import Stored
 from torch_dflash.progress import progress_bar
 
 
@@ -67,7 +69,8 @@ def load(
 ) -> DeviceModel:
     """Read a causal LM's safetensors into JAX arrays, one tensor at a time.
 
-    On the host there is never more than a tensor or two beside what a CPU backend keeps there anyway.
+    On the host there is never more than a tensor or two beside what a CPU backend keeps there anyway. Experts
+    that are stored one by one become the stacked weight that the model has.
     Linear weights get the layout that the backend multiplies fastest (`jax_bridge.layout`).
 
     Args:
@@ -132,7 +135,9 @@ def _place(name: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
     return SingleDeviceSharding(jax.devices()[0]) if mesh is None else sharding(name, shape, mesh)
 
 
-def _dtype(model: Any, name: str, part: Stored, tensor: Any, asked: torch.dtype | None) -> torch.dtype:
+def _dtype(
+    model: Any, name: str, part: Stored | Stacked, tensor: Any, asked: torch.dtype | None
+) -> torch.dtype:
     """The type a stored tensor is kept in, as ``from_pretrained`` decides it."""
     if not part.dtype.is_floating_point or not isinstance(tensor, torch.nn.Parameter):
         return tensor.dtype
@@ -164,7 +169,7 @@ def _host_view(tensor: torch.Tensor) -> Any:
     return to_jax(tensor)  # narrowed or refused
 
 
-def _check_tied(kept: Stored, other: Stored) -> None:
+def _check_tied(kept: Stored | Stacked, other: Stored | Stacked) -> None:
     if not torch.equal(kept.read(), other.read()):
         raise ValueError(
             f"{other.file}: {other.name} differs from {kept.name}, and the config ties them "

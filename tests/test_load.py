@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from guards import refuses
-from models import make_pair, make_target, ragged_prompts
+from models import BASE, make_pair, make_target, ragged_prompts, randomise
 from safetensors.torch import load_file, save_file
 from test_architecture import python
+from test_families import MORE
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -83,6 +84,45 @@ def test_tokens_are_those_of_from_pretrained(tmp_path, family, shard, stored, dt
         said.append((out.sequences.tolist(), out.stats.acceptance_lengths))
     assert said[0] == said[1]
     assert max(map(max, said[0][1])) > 1
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """A mixture of experts, saved as published ones are: expert by expert, over several files."""
+    cls, config, extra = MORE["qwen3_moe"]
+    save(randomise(cls(config(**(BASE | extra))), 0), tmp_path, shard="20KB")
+    names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
+    assert sum(".experts." in name for name in names) == BASE["num_hidden_layers"] * 4 * 3
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_experts_stored_one_by_one_are_stacked(experts, dtype):
+    asked = {} if dtype is None else {"dtype": dtype}
+    loaded, live = jb.load(experts, dtype=dtype), AutoModelForCausalLM.from_pretrained(experts, **asked)
+    same_values(loaded, live)
+    ids = torch.tensor([[4, 5, 6, 7]])
+    texts = [td.compile(model, None, **FIXED).generate(ids, **GREEDY) for model in (loaded, live)]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda name, t: t.pop(name), ["is missing", "experts.0.down_proj.weight is there"]),
+        (lambda name, t: t.update({name: t[name][:-1].clone()}), ["experts.2.down_proj", "(31, 16)", "(32, 16)"]),
+        (lambda name, t: t.update({name: t[name].bfloat16()}), ["bfloat16", "float32"]),
+        (lambda name, t: t.update({name.replace(".2.", ".4."): t[name] + 1}), ["experts.4.down_proj", "unexpected"]),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(experts, change, words):
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    file = next(file for file in experts.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    change(name, tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with refuses(ValueError, *words):
+        jb.load(experts)
 
 
 def test_an_engine_uses_the_arrays_themselves(tmp_path):

@@ -1,0 +1,70 @@
+"""Experts that a checkpoint stores one by one, as the one weight that transformers 5 keeps of a layer's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from jax_bridge.stored import Stored
+
+# A stacked weight's name -> what each expert stores of it, in the order of its rows.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A weight [E, out, in] of E experts, each stored as one or more tensors with rows of their own."""
+
+    name: str
+    shape: tuple[int, ...]
+    experts: tuple[tuple[Stored, ...], ...]
+
+    @property
+    def file(self) -> Path:
+        """The first expert's file."""
+        return self.experts[0][0].file
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As stored."""
+        return self.experts[0][0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """A tensor of its own, filled expert by expert."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for rows, expert in zip(whole, self.experts, strict=True):
+            for piece, part in zip(rows.chunk(len(expert)), expert, strict=True):
+                piece.copy_(part.read())
+        return whole
+
+
+def find_experts(name: str, shape: tuple[int, ...], stored: dict[str, Stored]) -> Stacked | None:
+    """The weight ``name`` [E, out, in] from its experts' tensors; None if they are not what is stored.
+
+    Raises:
+        ValueError: an expert is missing, or of another shape or type than the others.
+    """
+    prefix, _, last = name.rpartition(".")
+    parts = _PARTS.get(last, ())
+    names = [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(shape[0])]
+    if len(shape) != 3 or not parts or names[0][0] not in stored:
+        return None
+    first = stored[names[0][0]]
+    wanted = (shape[1] // len(parts), shape[2])
+    for one in (one for group in names for one in group):
+        if one not in stored:
+            raise ValueError(f"{first.file.parent}: {one} is missing, and {first.name} is there.")
+        if (stored[one].shape, stored[one].dtype) != (wanted, first.dtype):
+            raise ValueError(
+                f"{stored[one].file}: {one} is {stored[one].dtype} of shape {stored[one].shape}, of {name} "
+                f"{shape} it should be {first.dtype} of {wanted}; config and weights are of different models."
+            )
+    return Stacked(name, shape, tuple(tuple(stored[one] for one in group) for group in names))
