@@ -248,6 +248,16 @@ def test_a_torchax_that_does_not_import_says_which_one_does(tmp_path):
         assert part in message, done.stderr
 
 
+def test_the_bridge_starts_no_platform_until_it_is_used():
+    done = python(
+        "import jax_bridge as jb\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends\n"
+        "print(jb.load, jb.aot.compile_round)\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 CHECKED = """
 import warnings
 from jaxtyping import install_import_hook
