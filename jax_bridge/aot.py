@@ -3,7 +3,7 @@
 `abstract_pair` builds a target and a drafter from their configs alone. `export_round` lowers their
 decoding round for TPU on plain CPU jax; `compile_round` runs the real TPU compiler on it, out of the
 libtpu wheel (the ``tpu`` extra), and returns what that compiler decided; `compile_step` does so for a pass
-of a round. `jax_bridge.aot_report` holds the bytes of all three against their floors.
+of a round and for a prompt chunk. `jax_bridge.aot_report` holds the bytes of all three against their floors.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from jax_bridge.floor import Shapes
 from jax_bridge.hlo import Program, read_aliases
 from jax_bridge.lower import lower_begin, tracing
 from jax_bridge.passes import STEPS, feature_shape
-from jax_bridge.runtime import idle_rows
+from jax_bridge.runtime import idle_chunk, idle_rows
 from jax_bridge.state import register_states
 from jax_bridge.traffic import hbm_traffic
 from torch_dflash.checkpoints import make_proposer
 from torch_dflash.config import DFlashConfig
 from torch_dflash.decode import Pair
 from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.state import DecodePlan, DecodeState
+from torch_dflash.prompts import bucket
+from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, PromptChunk
 from torch_dflash.target import Target
 
 
@@ -135,7 +136,12 @@ def compile_round(
 
 
 def compile_step(
-    model: AbstractPair, step: str, *, topology: str = "v5p:2x2x1", chips: int = 1
+    model: AbstractPair,
+    step: str,
+    *,
+    topology: str = "v5p:2x2x1",
+    chips: int = 1,
+    prompt_rows: int | None = None,
 ) -> CompiledStep:
     """Compile a step for one chip of a TPU topology.
 
@@ -144,15 +150,19 @@ def compile_step(
         step: a key of `jax_bridge.passes.STEPS`.
         topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x2", "v6e:2x2".
         chips: chips the program runs on; this version compiles for 1.
+        prompt_rows: of "prefill" alone, the rows R of the prompt chunk [B, R].
 
     Raises:
-        ModuleNotFoundError: libtpu is not installed. ValueError: more than one chip, or no such topology.
+        ModuleNotFoundError: libtpu is not installed. ValueError: more than one chip, no such topology, or
+        ``prompt_rows`` that no prompt is fed in.
         jax.errors.JaxRuntimeError: the program does not fit the chip's HBM or VMEM.
     """
     if chips != 1:
         raise ValueError(f"chips={chips}: this version compiles for one chip; pass chips=1.")
     with tracing(model.pair.plan.matmul_precision):
-        return compile_function(STEPS[step](model.pair), *_arguments(model, step), topology=topology)
+        return compile_function(
+            STEPS[step](model.pair), *_arguments(model, step, prompt_rows), topology=topology
+        )
 
 
 def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: str) -> CompiledStep:
@@ -205,12 +215,27 @@ def _jit(step: Any) -> Any:
     return jax.jit(step, donate_argnums=1, keep_unused=True)
 
 
-def _arguments(model: AbstractPair, step: str) -> tuple:
-    if step != "draft":
-        return model.params, model.state
+def _arguments(model: AbstractPair, step: str, prompt_rows: int | None = None) -> tuple:
+    more = ()
+    if step == "draft":
+        more = (_features(model),)
+    if step == "prefill":
+        more = (_prompt_chunk(model.pair.plan, prompt_rows),)
+    return model.params, model.state, *more
+
+
+def _features(model: AbstractPair) -> jax.ShapeDtypeStruct | None:
     shape, dtype = feature_shape(model.pair), jax.tree.leaves(model.state.cache)[0].dtype
-    features = None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
-    return model.params, model.state, features
+    return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _prompt_chunk(plan: DecodePlan, rows: int | None) -> PromptChunk:
+    if rows is None or rows != bucket(rows) or rows > plan.slots:
+        raise ValueError(
+            f"prompt_rows={rows}: prompts are fed in chunks of a power of two of rows, at least {MIN_BUCKET} "
+            f"and here at most {plan.slots}; pass one, such as 256."
+        )
+    return jax.tree.map(_shape, idle_chunk(plan, rows))
 
 
 @lru_cache

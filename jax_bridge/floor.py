@@ -3,7 +3,8 @@
 The floor of a pass is its weights once and the K/V of the context once. Target and drafter share one head,
 and a round reads it in both passes, as what the second one needs is only known after the first: a round's
 floor is the sum of both, the head twice. What is left out is small: activations, the block's own K/V, and the
-embedding, of which a pass reads one row per token. A tied embedding is the head.
+embedding, of which a pass reads one row per token. A tied embedding is the head. Of a prompt chunk they are
+less small, hundreds of rows that they are, but its floor leaves them out too.
 """
 
 from __future__ import annotations
@@ -69,33 +70,58 @@ def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
 
     Of a mixture of experts, as many experts count as the rows can be routed to: ``B * M * k``, at most all.
     """
-    plan, target = pair.plan, pair.target
-    weights = {name: shape.size * shape.dtype.itemsize for name, shape in params.items()}
-    embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    names = {id(weight): name for name, weight in pair.named_parameters()}
-    head_bytes = weights[names[id(head.weight)]]
-    reads = {name: size for name, size in weights.items() if name.startswith("target.")}
-    if embedding.weight is not head.weight:
-        del reads[names[id(embedding.weight)]]
-    rows = plan.batch_size * plan.verify_width
-    for prefix, count, share in _experts(pair, rows):
-        for name in reads:
-            if name.startswith(prefix + ".") and params[name].shape[0] == count:
-                reads[name] = round(reads[name] * share)
-
-    size = params[names[id(embedding.weight)]].dtype.itemsize
-    cached = sum(
-        (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, plan.verify_width)
-        for spec in target.specs
-    )
+    plan, weights, names = pair.plan, _sizes(params), _names(pair)
+    head = names[id(pair.target.model.get_output_embeddings().weight)]
     drafter = [size for name, size in weights.items() if name.startswith("proposer.")]
     draft_cached, draft_flops = _draft_attention(pair, context)
     return Floor(
-        verify=sum(reads.values()) + plan.batch_size * size * cached,
-        draft=sum(drafter) + head_bytes * bool(drafter) + plan.batch_size * size * draft_cached,
-        verify_attention_flops=_attention_flops(plan, target, context),
+        verify=_target_bytes(pair, params, context, plan.verify_width),
+        draft=sum(drafter)
+        + weights[head] * bool(drafter)
+        + plan.batch_size * params[head].dtype.itemsize * draft_cached,
+        verify_attention_flops=_attention_flops(plan, pair.target, context),
         draft_attention_flops=draft_flops,
     )
+
+
+def prefill_floor(pair: Pair, params: Shapes, context: int, rows: int) -> int:
+    """Least bytes of a prompt chunk of ``rows`` per sequence that ends at ``context`` tokens.
+
+    The target as in `floor_of`, and of a drafter what turns features into K and V.
+    """
+    weights, names = _sizes(params), _names(pair)
+    drafter: Any = getattr(pair.proposer, "drafter", None)
+    parts = [] if drafter is None else [drafter.fc, drafter.hidden_norm]
+    for layer in () if drafter is None else drafter.layers:
+        parts += [layer.self_attn.k_proj, layer.self_attn.k_norm, layer.self_attn.v_proj]
+    used = (weights[names[id(weight)]] for part in parts for weight in part.parameters())
+    return _target_bytes(pair, params, context, rows) + sum(used)
+
+
+def _sizes(params: Shapes) -> dict[str, int]:
+    return {name: shape.size * shape.dtype.itemsize for name, shape in params.items()}
+
+
+def _names(pair: Pair) -> dict[int, str]:
+    """Of each parameter, tied ones once."""
+    return {id(weight): name for name, weight in pair.named_parameters()}
+
+
+def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int) -> int:
+    """Weights and cached K/V that the target reads for ``rows`` per sequence, the last at ``context``."""
+    batch, target, names = pair.plan.batch_size, pair.target, _names(pair)
+    embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    reads = {name: size for name, size in _sizes(params).items() if name.startswith("target.")}
+    if embedding.weight is not head.weight:
+        del reads[names[id(embedding.weight)]]
+    for prefix, count, share in _experts(pair, batch * rows):
+        for name in reads:
+            if name.startswith(prefix + ".") and params[name].shape[0] == count:
+                reads[name] = round(reads[name] * share)
+    cached = sum(
+        (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, rows) for spec in target.specs
+    )
+    return sum(reads.values()) + batch * params[names[id(embedding.weight)]].dtype.itemsize * cached
 
 
 def _seen(context: int, window: int | None, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""What is compiled and counted: a round, the loop over rounds, and the two passes of a round by themselves.
+"""What is compiled and counted: a prompt chunk, a round, the loop over rounds, a round's two passes alone.
 
 The passes split a round's work between target and proposer without a remainder, so that their bytes can be
 held against a floor each: the proposer's includes taking in the features that the target's leaves.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jax_bridge._torchax import call_torch
-from jax_bridge.lower import lower_rounds
+from jax_bridge.lower import lower_prefill, lower_rounds
 from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
@@ -53,12 +53,16 @@ def _draft(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeSta
 
 
 STEPS: dict[str, Callable[[Pair], Callable]] = {
+    "prefill": lower_prefill,
     "round": lambda pair: partial(call_torch, partial(decode_round, pair)),
     "chunk": lower_rounds,
     "verify": lambda pair: partial(call_torch, partial(verify, pair)),
     "draft": lambda pair: partial(call_torch, partial(draft, pair)),
 }
-"""Functions of ``(params, state)``, of ``draft`` of ``(params, state, features)``; the state is donated."""
+"""Functions of ``(params, state)``; the state is donated.
+
+``prefill`` takes a `PromptChunk` besides, and ``draft`` features (`feature_shape`).
+"""
 
 
 def feature_shape(pair: Pair) -> tuple[int, int, int] | None:

@@ -79,17 +79,11 @@ class XlaRuntime:
 
     def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
-        size = self.plan.batch_size
         with progress_bar(progress, total=len(buckets) + 3, unit="program", desc="begin") as bar:
             state = self.begin(params, idle_rows(self.plan))
             for width in buckets:
                 _next(bar, f"prefill {width}")
-                chunk = PromptChunk(
-                    ids=torch.zeros(size, width, dtype=torch.int32),
-                    count=torch.zeros(size, dtype=torch.int32),
-                    following=torch.full((size,), -1, dtype=torch.int32),
-                )
-                state = self.prefill(params, state, chunk)
+                state = self.prefill(params, state, idle_chunk(self.plan, width))
             _next(bar, "rounds")
             state = self.advance(params, state)
             _next(bar, "read")
@@ -121,3 +115,10 @@ def idle_rows(plan: DecodePlan) -> RowRequests:
         done=torch.ones(plan.batch_size, dtype=torch.bool),
         sampling=Sampling(temperature=floats, top_k=zeros, top_p=floats + 1, min_p=floats, seed=zeros),
     )
+
+
+def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:
+    """A prompt chunk [B, ``width``] that holds nothing for any row."""
+    zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
+    ids = torch.zeros(plan.batch_size, width, dtype=torch.int32)
+    return PromptChunk(ids=ids, count=zeros, following=torch.full_like(zeros, -1))

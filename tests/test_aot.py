@@ -193,8 +193,14 @@ def test_several_chips_are_refused():
         aot.compile_round(tiny(drafter="plain"), chips=4)
 
 
-def qwen3_4b_width(batch_size: int) -> aot.AbstractPair:
-    """Four layers of Qwen3-4B's dimensions and a five-layer drafter, context 4096, bf16."""
+@pytest.mark.parametrize("rows", [None, 8, 48, 128])  # the tiny pair has room for 80
+def test_prompt_rows_that_no_prompt_is_fed_in_are_refused(rows):
+    with pytest.raises(ValueError, match=f"prompt_rows={rows}: .*power of two.* at least 16 and .* most 80"):
+        aot.compile_step(tiny(), "prefill", prompt_rows=rows)
+
+
+def qwen3_4b_width(batch_size: int, layers: int = 4, **plan) -> aot.AbstractPair:
+    """A few layers of Qwen3-4B's dimensions and a five-layer drafter, context 4096, bf16."""
     shape = {
         "vocab_size": 151936,
         "hidden_size": 2560,
@@ -204,16 +210,18 @@ def qwen3_4b_width(batch_size: int) -> aot.AbstractPair:
         "head_dim": 128,
         "max_position_embeddings": 40960,
     }
-    target = Qwen3Config(**shape, num_hidden_layers=4, tie_word_embeddings=True)
+    target = Qwen3Config(**shape, num_hidden_layers=layers, tie_word_embeddings=True)
     drafter = td.DFlashConfig(
         **shape,
         num_hidden_layers=5,
-        num_target_layers=4,
-        target_layer_ids=[0, 1, 2, 3, 3],
+        num_target_layers=layers,
+        target_layer_ids=[min(tap, layers - 1) for tap in range(5)],
         block_size=16,
         mask_token_id=151669,
     )
-    return aot.abstract_pair(target, drafter, capacity=4096, batch_size=batch_size, dtype=torch.bfloat16)
+    return aot.abstract_pair(
+        target, drafter, capacity=4096, batch_size=batch_size, dtype=torch.bfloat16, **plan
+    )
 
 
 @pytest.mark.aot

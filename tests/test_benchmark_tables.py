@@ -13,6 +13,14 @@ STEPS = {
     "plain round": "step of plain decoding, 1 row",
     "plain prompt": "its prompt of 25 tokens, plain",
 }
+SCANS = {
+    "unrolled": "unrolled, static caches",
+    "scanned": "`lax.scan`, static caches in and out",
+    "carried": "`lax.scan` that carries the stacked static caches",
+    "paged_unrolled": "unrolled, pools of pages",
+    "paged_sliced": "`lax.scan` that carries stacked pools, sliced for the kernel",
+    "paged_flat": "`lax.scan` that carries one pool of all layers' pages",
+}
 
 
 def result(name: str) -> dict:
@@ -37,3 +45,20 @@ def test_weight_layout_products():
     one = sorted(ratio for ratio, count in zip(single, rows, strict=True) if count == 1)
     said = f"{min(many):.2f} to {max(many):.2f} at 2 to 16 rows, and {one[0]:.2f} to {one[-2]:.2f} at one row"
     assert f"- Single products: {said} (but {one[-1]:.2f} for one shape, 9728 x 2560)." in PAGE
+
+
+def test_scanned_layers_table():
+    forms = result("scan_aot.json")["forms"]
+    assert list(forms) == list(SCANS)
+    for name, one in forms.items():
+        moved, temporary = f"{one['hbm_bytes'] / 1e9:.3f}", f"{one['peak_temp_bytes'] / 1e6:.1f}"
+        row = f"| {SCANS[name]} | {one['compile_seconds']} | {moved} | {one['ratio']:.3f} | {temporary} |"
+        assert row in PAGE.splitlines()
+
+
+def test_scanned_layers_run_time():
+    steps = result("scan_cpu.json")["steps"]
+    assert [one["rows"] for one in steps] == [1, 8]
+    for one in steps:
+        low, high = one["quartiles"]
+        assert f"| {one['rows']} | {one['ratio']:.2f} | {low:.2f} to {high:.2f} |" in PAGE.splitlines()

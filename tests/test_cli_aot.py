@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 import torch_dflash as td
 from jax_bridge import aot, aot_report
-from jax_bridge.floor import chip_of, floor_of
+from jax_bridge.floor import chip_of, floor_of, prefill_floor
 from torch_dflash.cli import main
 from torch_dflash.cli.configs import load_configs
 from torch_dflash.cli.errors import UserError
@@ -160,6 +160,20 @@ def test_the_floor_of_experts_and_windows(width):
     cached = sum(seen) * config.num_key_value_heads * 2 * config.head_dim * 2
     expected = rest - embedding + sum(round(s.size * 2 * share) for s in experts) + cached
     assert floor_of(model.pair, model.params, 50).verify == expected
+
+
+def test_the_floor_of_a_prompt_chunk_is_the_target_and_what_makes_draft_keys_and_values(folders):
+    model = tiny(folders, batch_size=3)
+    kept = ("fc.", "hidden_norm.", "k_proj.", "k_norm.", "v_proj.")
+    context = sum(
+        shape.size * shape.dtype.itemsize
+        for name, shape in model.params.items()
+        if name.startswith("proposer.") and any(part in name for part in kept)
+    )
+    verify = floor_of(model.pair, model.params, 50).verify
+    assert prefill_floor(model.pair, model.params, 50, 32) == verify + context
+    plain = aot.abstract_pair(AutoConfig.from_pretrained(folders / "target"), None, capacity=64)
+    assert prefill_floor(plain.pair, plain.params, 50, 32) == floor_of(plain.pair, plain.params, 50).verify
 
 
 def test_fewer_layers_keep_as_many_taps_at_the_same_depth():

@@ -48,6 +48,22 @@ def test_flatness(cache, words):
     assert words.format(wide / one) in PAGE
 
 
+def test_the_prompt_chunk():
+    found = json.loads((ROOT / "docs/results/prefill_aot.json").read_text())
+    results = {(line["cache"], line["topology"][:3]): line for line in found["results"]}
+    assert {(line["rows"], line["layers"]) for line in found["results"]} == {(512, 4)}
+    assert found["context"] == 4096
+    on = {
+        cache: [f"{results[cache, chip]['ratio']:.3f}" for chip in ("v5p", "v5e", "v6e")]
+        for cache in ("paged", "static")
+    }
+    text = " ".join(PAGE.split())
+    assert "on pages {} of its floor on v5p, {} on v5e and {} on v6e".format(*on["paged"]) in text
+    assert "on the static cache {}, {} and {} (".format(*on["static"]) in text
+    v5p = results["paged", "v5p"]
+    assert f"({v5p['flop_ms']:.2f} ms) than its bytes ({v5p['memory_ms']:.2f} ms)" in text
+
+
 def test_the_ragged_kernel():
     results = json.loads((ROOT / "docs/results/ragged_aot.json").read_text())["results"]
     ratios = {(line["kernel"], line["rows"]): f"{line['ratio']:.3f}" for line in results}
