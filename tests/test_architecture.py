@@ -20,7 +20,8 @@ ONE_DOOR = "torch_dflash.engine"
 # What each module of torch_dflash may import of torch_dflash, by the order of the design:
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
-    {"checks", "control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
+    {"checks"},
+    {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
     {"loaded", "progress"},
     {"config", "paged", "pages", "ring", "block_attention"},
     {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},

@@ -99,6 +99,7 @@ def test_dflash_refuses_what_it_binds_when_it_is_made(pair):
         ("block_size", 2.5): ["block_size=2.5", "integer"],
         ("verify_width", 0): ["verify_width=0", "at least 1"],
         ("rounds_per_chunk", 0): ["rounds_per_chunk=0", "at least 1"],
+        ("cache", "page"): ["cache='page'", "'static', 'paged'"],
     }.items():
         with refuses(*words):
             td.dflash(pair[1], **dict([bound]))

@@ -94,7 +94,7 @@ def test_text_is_the_targets_own_through_the_chat_template(pair, capsys, drafter
 
 
 def test_xla_gives_the_same_text(pair, capsys):
-    options = ["--block-size", "6", "--verify-width", "4"]
+    options = ["--block-size", "6", "--verify-width", "4", "--cache", "paged"]
     assert generate(pair, "--prompt", "hello", *options, drafter="ngram", runtime="xla") == 0
     out, err = capsys.readouterr()
     assert out == wanted(pair, chat("hello")) + "\n"

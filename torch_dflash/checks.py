@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any
 
 RUNTIMES = ("xla", "eager")
+CACHES = ("static", "paged")
 INT32_MAX = 2**31 - 1
 
 
@@ -25,6 +26,12 @@ def check_runtime(runtime: Any) -> None:
     """Raise ``ValueError`` unless ``runtime`` names one of `RUNTIMES`."""
     if runtime not in RUNTIMES:
         raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
+
+
+def check_cache(cache: Any) -> None:
+    """Raise ``ValueError`` unless ``cache`` names one of `CACHES`."""
+    if cache not in CACHES:
+        raise ValueError(f"cache={cache!r}: choose one of {', '.join(map(repr, CACHES))}.")
 
 
 def check_blocks(drafter: Any, **widths: Any) -> None:

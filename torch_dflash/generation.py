@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from torch_dflash.checks import check_blocks, check_counts, check_runtime, check_streamer, context_of
+from torch_dflash.checks import (
+    check_blocks,
+    check_cache,
+    check_counts,
+    check_runtime,
+    check_streamer,
+    context_of,
+)
 from torch_dflash.engine import Engine, read_request
 from torch_dflash.engine_cache import cached_engine
 from torch_dflash.loaded import LoadedTarget, model_of
@@ -62,6 +69,7 @@ def generate(
     verify_width: int | None = None,
     rounds_per_chunk: int | None = None,
     runtime: str = "xla",
+    cache: str = "static",
     return_dict_in_generate: bool = False,
     streamer=None,
     **options: Any,
@@ -77,12 +85,11 @@ def generate(
         drafter: a `DFlashDraftModel`, another proposer, or None for plain autoregressive decoding.
         input_ids: LongTensor [B, T], padded on either side.
         attention_mask: [B, T], 1 = real token.
-        max_new_tokens: hard cap.
-        temperature: 0 is greedy.
+        max_new_tokens: hard cap. temperature: 0 is greedy.
         seed: in [-2**63, 2**64); row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
-        block_size, verify_width, rounds_per_chunk, runtime: see `compile`.
+        block_size, verify_width, rounds_per_chunk, runtime, cache: see `compile`.
         return_dict_in_generate: return an output with ``.sequences`` and ``.stats``.
         streamer: a transformers streamer, for one row.
         **options: ``generation_config`` or any field of one, as in transformers.
@@ -117,6 +124,7 @@ def generate(
         rounds_per_chunk=rounds_per_chunk,
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
+        cache=cache,
     )
     return engine.generate(
         input_ids,
@@ -134,7 +142,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
 
     Args:
         drafter: as in `generate`. **bound: ``runtime``, ``block_size``, ``verify_width``,
-            ``rounds_per_chunk``, ``seed``, ``streamer``.
+            ``rounds_per_chunk``, ``cache``, ``seed``, ``streamer``.
 
     Raises:
         TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
@@ -149,6 +157,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             )
         block_size, verify_width = bound.get("block_size"), bound.get("verify_width")
         check_runtime(bound.get("runtime", "xla"))
+        check_cache(bound.get("cache", "static"))
         check_counts(
             block_size=block_size, verify_width=verify_width, rounds_per_chunk=bound.get("rounds_per_chunk")
         )
@@ -196,7 +205,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         )
 
 
-_BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "seed", "streamer")
+_BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "cache", "seed", "streamer")
 # What transformers prepares for any decoder; our own state takes its place.
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache")
 # What transformers builds from options that a round honours itself.

@@ -71,6 +71,7 @@ _COMPILED = (
     "batch_size",
     "stop_slots",
     "filters",
+    "cache",
 )
 
 

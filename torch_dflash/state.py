@@ -10,6 +10,8 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_dflash.checks import check_cache
+
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
 MIN_BUCKET = TILE
@@ -62,8 +64,7 @@ class DecodePlan:
             )
         if self.block_size > 255:
             raise ValueError(f"block_size={self.block_size}: acceptance is counted in 8 bits; use <= 255.")
-        if self.cache not in ("static", "paged"):
-            raise ValueError(f"cache={self.cache!r}: choose 'static' or 'paged'.")
+        check_cache(self.cache)
         if self.cache == "static" and self.pool_pages is not None:
             raise ValueError(f"pool_pages={self.pool_pages}: only cache='paged' has pages; leave it out.")
         if self.page_size < MIN_BUCKET or self.page_size % MIN_BUCKET:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import torch_dflash as td
+from torch_dflash.checks import CACHES
 from torch_dflash.cli.asked import (
     call_options,
     check_options,
@@ -68,6 +69,7 @@ def add_parser(commands) -> None:
     add("--ignore-eos", action="store_true", help="never stop before --max-new-tokens")
     add("--dtype", choices=DTYPES, default="auto")
     add("--runtime", choices=("xla", "eager"), default="xla")
+    add("--cache", choices=CACHES, default="static", help="of the target (default static)")
     add("--device", help="torch device of --runtime eager, such as cuda")
     add("--block-size", type=int, metavar="W", help="drafted block, the anchor included")
     add("--verify-width", type=int, metavar="M", help="how much of the block is verified")
@@ -137,6 +139,7 @@ class Job:
                 rounds_per_chunk=rounds_per_chunk,
                 stop_slots=max(8, *map(len, request.stop_ids)),
                 filters=request.filters,
+                cache=asked.cache,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(len(longest))),
             )
         except (TypeError, ValueError) as error:
