@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from jax_bridge.floor import Shapes
 from jax_bridge.hlo import Program, read_aliases
+from jax_bridge.layout import rows_format
 from jax_bridge.lower import lower_begin, tracing
 from jax_bridge.passes import STEPS, feature_shape
 from jax_bridge.runtime import idle_chunk, idle_rows
@@ -168,17 +170,25 @@ def compile_step(
 def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: str) -> CompiledStep:
     """Compile any ``(params, state, ...) -> state`` or ``(state, ...)`` for one chip, ``state`` donated.
 
-    Arguments are trees of shapes. Raises: as `compile_step`.
+    Arguments are trees of shapes; matrices of ``params`` lie as `jax_bridge.layout` puts them.
+    Raises: as `compile_step`.
     """
     mesh = Mesh(np.array(find_topology(topology).devices[:1]), ("chip",))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    args = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
-        (params, state, *more),
-    )
+
+    def put(leaf: Any, place: Any = everywhere) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+    def put_weight(leaf: Any) -> jax.ShapeDtypeStruct:
+        return put(leaf, rows_format(everywhere)) if len(leaf.shape) == 2 else put(leaf)
+
+    args = jax.tree.map(put_weight, params), *jax.tree.map(put, (state, *more))
     lowered = _jit(step).trace(*args).lower(lowering_platforms=("tpu",))
     started = time.perf_counter()
-    compiled = lowered.compile()
+    with warnings.catch_warnings():
+        # Where programs are kept on disk, one for a chip that is not there cannot be read back.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+        compiled = lowered.compile()
     seconds = time.perf_counter() - started
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     outputs = _paths(state)

@@ -4,6 +4,8 @@ torch keeps a linear layer's weight as [out, in]. XLA's CPU products of two and 
 faster with [in, out] (`benchmarks/weight_layout.py`). A weight that is kept so is a `Turned`: programs take
 it as it is and see its transpose, so shapes and names stay those of the model. XLA's own array layouts
 would do without this class, but its CPU compiler copies such arguments into the usual order on every call.
+
+On a TPU they are the means: a matrix lies there by rows, as torch keeps it, and programs take it so.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any
 
 import jax
 import torch
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
 from torch import nn
 
 
@@ -50,6 +54,23 @@ def pays(dtype: torch.dtype, device: Any) -> bool:
     In bfloat16 it is not: a product of one row becomes tens of times slower there.
     """
     return device.platform == "cpu" and dtype == torch.float32
+
+
+def rows_format(place: Sharding) -> Format:
+    """Of a matrix at ``place``: each row in one piece."""
+    return Format(Layout(major_to_minor=(0, 1)), place)
+
+
+def by_rows(array: Any) -> jax.Array:
+    """A matrix on a TPU laid by rows; anything else as it is.
+
+    Left to itself, XLA lays a matrix by columns there where that needs less padding (gpt-oss: 2,880 is no
+    multiple of 128), and programs begin with a copy of it the other way round.
+    """
+    elsewhere = any(device.platform != "tpu" for device in array.sharding.device_set)
+    if elsewhere or array.ndim != 2 or array.format.layout.major_to_minor == (0, 1):
+        return array
+    return jax.device_put(array, rows_format(array.sharding))
 
 
 def upright(params: dict[str, Any]) -> dict[str, Any]:

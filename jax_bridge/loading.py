@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from jax_bridge.arrays import to_jax
 from jax_bridge.checkpoint import find_files, match, read_headers
-from jax_bridge.layout import Turned, Weight, linear_weights, pays
+from jax_bridge.layout import Turned, Weight, by_rows, linear_weights, pays
 from jax_bridge.placement import check_mesh, sharding
 from jax_bridge.stacked import Stacked
 from jax_bridge.stored import Stored
@@ -156,7 +156,8 @@ def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, linear: bool
         tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
     del source
     # Never an alias of the mapped file, which may change; and waited for, or host copies would pile up.
-    array = jax.device_put(_host_view(tensor), place, may_alias=False).block_until_ready()
+    array = jax.device_put(_host_view(tensor), place, may_alias=False)
+    array = by_rows(array).block_until_ready()
     return Turned(array) if turn else array
 
 

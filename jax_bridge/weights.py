@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.layout import Turned, Weight, pays
+from jax_bridge.layout import Turned, Weight, by_rows, pays
 
 Fingerprint = tuple
 
@@ -37,7 +37,7 @@ def _known(tensor: torch.Tensor, turn: bool) -> Weight | None:
 
 
 def _convert(tensor: torch.Tensor, turn: bool) -> Weight:
-    array = to_jax(tensor.detach().T if turn else tensor)
+    array = by_rows(to_jax(tensor.detach().T if turn else tensor))
     _converted[tensor] = (fingerprint(tensor), tensor.untyped_storage(), weakref.ref(array), turn)
     return Turned(array) if turn else array
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch_dflash as td
 from jax_bridge import aot
 from jax_bridge.floor import floor_of
 from jax_bridge.hlo import forbidden
+from torch_dflash.cli.configs import load_configs
 
 CONFIGS = Path(__file__).parent.parent / "benchmarks/configs"
 CONTEXT = 4096
@@ -55,3 +57,18 @@ def test_a_round_is_near_the_sum_of_both_floors(pair):
 @pytest.mark.parametrize("pair", ["qwen3-8b", "llama-3.1-8b"])
 def test_larger_targets_verify_near_their_floor(pair):
     assert ratio(pair, "verify")[0] <= 1.10
+
+
+@pytest.mark.parametrize("step", ["draft", "round"])
+def test_no_matrix_of_odd_width_is_turned_round(step):
+    folder = str(CONFIGS / "gpt-oss-20b")
+    model = aot.abstract_pair(
+        *load_configs(folder, f"{folder}-dflash", None, 2), capacity=CONTEXT, cache="paged"
+    )
+    matrices = {shape.shape for shape in model.params.values() if len(shape.shape) == 2}
+    assert {(201088, 2880), (4096, 2880)} <= matrices
+    compiled = aot.compile_step(model, step)
+    copies = re.findall(r"= bf16\[(\d+),(\d+)\]\S* (?:copy|transpose)\(", compiled.hlo)
+    assert not {(int(out), int(width)) for out, width in copies} & matrices
+    floor = getattr(floor_of(model.pair, model.params, CONTEXT), step)
+    assert compiled.traffic_bytes <= 1.10 * floor

@@ -1,20 +1,22 @@
-"""Weights turned for the CPU: the model's values, followed when they change, copied by no program."""
+"""Weights turned for the CPU, laid by rows on TPUs: the model's values, followed, copied by no program."""
 
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
 import torch
+from jax.experimental.layout import Format, Layout
 from models import make_pair
 from scripted import own_text, run
 from torch import nn
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import lower, weights
-from jax_bridge.layout import Turned, linear_weights, pays, upright
+from jax_bridge import layout, loading, lower, weights
+from jax_bridge.layout import Turned, by_rows, linear_weights, pays, upright
 from jax_bridge.runtime import idle_rows
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
@@ -103,3 +105,41 @@ def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):
     turned, plain = (one.refresh({"a.weight": layer.weight})["a.weight"] for one in (first, second))
     assert isinstance(turned, Turned) and turned.array.shape == (4, 6) and turned.shape == (6, 4)
     assert not isinstance(plain, Turned) and plain.shape == (6, 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's embedding is its head
+@pytest.mark.parametrize("source", ["live", "loaded"])
+def test_programs_take_matrices_as_they_lie(family, source, tmp_path, monkeypatch):
+    def by_columns(array):  # what no CPU would choose, as by rows is on some TPUs
+        place = Format(Layout(major_to_minor=(1, 0)), array.sharding)
+        return jax.device_put(array, place) if array.ndim == 2 else array
+
+    for module in (weights, loading):
+        monkeypatch.setattr(module, "by_rows", by_columns)
+    target, drafter = make_pair(family, agree=6.0)
+    given = target
+    if source == "loaded":
+        target.save_pretrained(tmp_path)
+        given = jb.load(tmp_path)
+    engine = td.compile(given, drafter, **FIXED)
+    assert run(engine, [PROMPT], max_new_tokens=12)[0] == [own_text(target, PROMPT, 12)]
+    params = engine.runtime.refresh(engine.tensors())
+    embedding = params["target.model.model.embed_tokens.weight"]
+    assert embedding.format.layout.major_to_minor == (1, 0)
+    programs = {key[0]: program for key, program in engine.runtime._programs._compiled.items()}
+    for step in ("prefill", "rounds"):
+        taken = programs[step].input_formats[0][0]["target.model.model.embed_tokens.weight"]
+        assert taken.layout == embedding.format.layout
+
+
+def test_only_a_tpus_matrices_are_laid_by_rows(monkeypatch):
+    def on_tpu(*order):
+        lies = SimpleNamespace(layout=SimpleNamespace(major_to_minor=order))
+        place = SimpleNamespace(device_set=[SimpleNamespace(platform="tpu")])
+        return SimpleNamespace(ndim=len(order), format=lies, sharding=place)
+
+    monkeypatch.setattr(layout, "rows_format", lambda place: place)
+    monkeypatch.setattr(jax, "device_put", lambda array, place: "by rows")
+    assert by_rows(on_tpu(1, 0)) == "by rows"
+    for array in (on_tpu(0, 1), on_tpu(0), on_tpu(2, 1, 0), jax.numpy.zeros((2, 3))):
+        assert by_rows(array) is array

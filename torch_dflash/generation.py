@@ -90,8 +90,7 @@ def generate(
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
         block_size, verify_width, rounds_per_chunk, runtime, cache: see `compile`.
-        return_dict_in_generate: return an output with ``.sequences`` and ``.stats``.
-        streamer: a transformers streamer, for one row.
+        return_dict_in_generate: return ``.sequences`` and ``.stats``. streamer: transformers', for one row.
         **options: ``generation_config`` or any field of one, as in transformers.
 
     Returns:
