@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.kernels.online_softmax import LOWEST, Running
+from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running
 from torch_dflash.paged import LANES
 
 BLOCK_KEYS = 512
@@ -98,7 +98,9 @@ def pallas_block_attention(
             scratch_shapes=[pltpu.VMEM((own, height, size), jnp.float32) for size in (LANES, LANES, dim)],
         ),
         out_shape=jax.ShapeDtypeStruct((batch, groups, height, dim), query.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
         cost_estimate=pl.CostEstimate(
             flops=4 * query.size * slots,
             transcendentals=query.size // dim * slots,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 LOWEST = -1e30
+VMEM = 64 << 20  # bytes a kernel may use: all that a v5p core has
 
 
 class Running(NamedTuple):

@@ -12,12 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.kernels.online_softmax import LOWEST
+from jax_bridge.kernels.online_softmax import LOWEST, VMEM
 from jax_bridge.kernels.pallas_body import Kind, attend_to_pages
 from torch_dflash.paged import LANES
 from torch_dflash.state import TILE
-
-VMEM = 64 << 20
 
 
 def pallas_paged_attention(
