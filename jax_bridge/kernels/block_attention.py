@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +18,12 @@ from torch_dflash.paged import LANES
 BLOCK_KEYS = 512
 
 
-def block_attention_jax(
-    plain: Callable,
-    query: Float[Array, "B Q W D"],
-    key: Float[Array, "B G W D"],
-    value: Float[Array, "B G W D"],
-    past_key: Float[Array, "B G S D"],
-    past_value: Float[Array, "B G S D"],
-    position: Int[Array, "B S"],
-    start: Int[Array, " B"],
-    scale: float,
-    window: int | None,
-    causal: bool,
-) -> Float[Array, "B W Q D"]:
-    """`torch_dflash.block_attention.block_attention`; ``plain`` is what other platforms run."""
-    static = {"scale": scale, "window": window, "causal": causal}
+def block_attention_jax(plain: Callable, *args: Any) -> Float[Array, "B W Q D"]:
+    """`torch_dflash.block_attention.block_attention` of its arguments; ``plain`` is what other platforms run."""
+    *arrays, scale, window, causal = args
+    rule = {"scale": scale, "window": window, "causal": causal}
     return jax.lax.platform_dependent(
-        *(query, key, value, past_key, past_value, position, start),
-        tpu=partial(pallas_block_attention, **static),
-        default=partial(plain, **static),
+        *arrays, tpu=partial(pallas_block_attention, **rule), default=partial(plain, **rule)
     )
 
 
