@@ -19,7 +19,7 @@ BLOCK_KEYS = 512
 
 
 def block_attention_jax(plain: Callable, *args: Any) -> Float[Array, "B W Q D"]:
-    """`torch_dflash.block_attention.block_attention` of its arguments; ``plain`` is what other platforms run."""
+    """`torch_dflash.block_attention.block_attention`; ``plain`` is what platforms other than TPU run."""
     *arrays, scale, window, causal = args
     rule = {"scale": scale, "window": window, "causal": causal}
     return jax.lax.platform_dependent(
