@@ -75,3 +75,13 @@ def test_the_ragged_kernel():
     text = " ".join(PAGE.split())
     assert re.search(rf"{jax_kernel[0]} and {jax_kernel[1]} of the floor at 16 and 64 rows", text)
     assert f"ours {ours[0]} and {ours[1]}" in text
+
+
+def test_the_experts():
+    found = json.loads((ROOT / "docs/results/experts_aot.json").read_text())
+    verify = {line["experts"]: f"{line['ratio']:.3f}" for line in found["verify"] if line["rows"] == 16}
+    ragged = {line["stored"]: f"{line['ratio']:.3f}" for line in found["ragged_dot"] if line["rows"] == 16}
+    text = " ".join(PAGE.split())
+    assert "move {batched_mm} times their floor so, {static_experts} with ours".format(**verify) in text
+    assert f"stored [experts, in, out] ({ragged['[experts, in, out]']})" in text
+    assert f"transformers' [experts, out, in] ({ragged['[experts, out, in]']})" in text
