@@ -55,7 +55,7 @@ class XlaRuntime:
         return self._run("prefill", self._prefill, (params, state, to_jax(chunk)), donate=(1,))
 
     def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
-        """Set which rows rest and the page tables: two small transfers, no program."""
+        """Set which rows rest and the page tables: two small transfers."""
         put = lambda values: jnp.array(values, copy=True)  # noqa: E731 - the state's arrays are donated
         return replace(state, pages=state.pages if pages is None else put(pages), done=put(done))
 
@@ -81,6 +81,7 @@ class XlaRuntime:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         with progress_bar(progress, total=len(buckets) + 3, unit="program", desc="begin") as bar:
             state = self.begin(params, idle_rows(self.plan))
+            state = self.assign(state, _no_pages(self.plan), np.ones(self.plan.batch_size, bool))
             for width in buckets:
                 _next(bar, f"prefill {width}")
                 state = self.prefill(params, state, idle_chunk(self.plan, width))
@@ -98,6 +99,10 @@ def _next(bar: Any, name: str) -> None:
     """One program is done, and ``name`` is what the bar now waits for."""
     bar.update()
     bar.set_description(name)
+
+
+def _no_pages(plan: DecodePlan) -> np.ndarray | None:
+    return np.zeros((plan.batch_size, plan.row_pages), np.int32) if plan.cache == "paged" else None
 
 
 def _copy(fields: list[jax.Array]) -> list[jax.Array]:

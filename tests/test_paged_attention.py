@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -158,6 +159,30 @@ def test_every_form_is_its_definition(case, form):
     # What is written is moved, not computed. bfloat16 results are rounded to 8 bits.
     assert written == 0
     assert output < (2e-6 if call.shape.dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", ["gqa 4", "head dim 128", "window, sinks, soft cap"])
+def test_nothing_comes_from_what_is_not_the_rows_own(case, form):
+    call = Call(CASES[case], seed=2)
+    wanted = call.expected()[0]
+    foreign = np.full_like(call.pool, np.nan)
+    for b, start in enumerate(call.start.tolist()):
+        for p in range(start):
+            place = call.table[b, p // call.shape.page], slice(None), p % call.shape.page
+            foreign[place] = call.pool[place]
+    call.pool = foreign
+    assert np.isnan(foreign[0]).all()
+    assert np.abs(FORMS[form](call)[0] - wanted).max() < 2e-6
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("case", ["gqa 4", "window over pages, sinks", "prompt chunk in tiles"])
+def test_the_kernel_reads_nothing_that_is_being_written(case, mode):
+    call = Call(CASES[case], seed=5)
+    watched = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    call.jax(partial(pallas_paged_attention, interpret=watched, row_tile=32))
+    assert interpret_pallas_call.races is not None and not interpret_pallas_call.races.races_found
 
 
 @pytest.mark.parametrize("form", ["pallas", "jnp"])

@@ -29,29 +29,36 @@ def lowered(ring, key, value, start, count):
     return jb.to_torch(ring)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("how", ["eager", "xla"])
-def test_every_visible_position_is_in_its_slot(seed, how):
+TINY = [
+    ("eager", seed, *sizes) for seed, sizes in enumerate([(7, 6), (4, 7), (3, 8), (1, 10), (2, 12), (1, 1)])
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "seed", "window", "rows"),
+    [*((how, seed, WINDOW, ROWS) for how in ("eager", "xla") for seed in range(4)), *TINY, ("xla", 2, 3, 8)],
+)
+def test_every_visible_position_is_in_its_slot(how, seed, window, rows):
     draw = random.Random(seed)
-    ring = allocate_ring(2, 3, BATCH, WINDOW, ROWS, torch.float32, "cpu")
+    ring = allocate_ring(2, 3, BATCH, window, rows, torch.float32, "cpu")
     history = [torch.zeros(2, 0, 3) for _ in range(BATCH)]
     shape = ring.key.shape
     for step in range(12):
-        height = ROWS if step % 4 else 16  # a prompt now and then, longer than the ring
+        height = rows if step % 4 else 16  # a prompt now and then, longer than the ring
         count = torch.tensor([draw.randint(0, height) for _ in range(BATCH)], dtype=torch.int32)
-        start = torch.tensor([rows.shape[1] for rows in history], dtype=torch.int32)
+        start = torch.tensor([past.shape[1] for past in history], dtype=torch.int32)
         key = torch.randn(BATCH, 2, height, 3)
         ring = (RingLayer.write if how == "eager" else lowered)(ring, key, -key, start, count)
         history = [torch.cat([h, k[:, :n]], dim=1) for h, k, n in zip(history, key, count, strict=True)]
-        assert ring.key.shape == shape and ring.position.shape[1] == WINDOW + ROWS - 1
+        assert ring.key.shape == shape and ring.position.shape[1] == window + rows - 1
         at = ring.positions(start + count)
-        for b, rows in enumerate(history):
-            wanted = range(max(0, rows.shape[1] - ring.position.shape[1]), rows.shape[1])
+        for b, past in enumerate(history):
+            wanted = range(max(0, past.shape[1] - ring.position.shape[1]), past.shape[1])
             assert sorted(at[b][at[b] >= 0].tolist()) == list(wanted)
             for slot, position in enumerate(at[b].tolist()):
                 if position >= 0:
-                    assert torch.equal(ring.key[b, :, slot], rows[:, position])
-                    assert torch.equal(ring.value[b, :, slot], -rows[:, position])
+                    assert torch.equal(ring.key[b, :, slot], past[:, position])
+                    assert torch.equal(ring.value[b, :, slot], -past[:, position])
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from torch_dflash.pages import PageBook
 from torch_dflash.state import DecodePlan
+
+READ = ("length", "limit", "pages", "done", "tokens", "stop_ids")
+"""Of a `DecodeState`, what `Admission.of` needs on the host: kilobytes, and no cache."""
 
 
 class Turn(NamedTuple):
@@ -44,13 +48,11 @@ class Admission:
             self._book = PageBook(plan, [limit + plan.verify_width for limit in limits], pages)
 
     @classmethod
-    def of(cls, plan: DecodePlan, state: Any) -> Admission:
-        """What a `DecodeState` on the host, of a paged cache, is in the middle of; its prompts are read."""
-        length, limit, pages, done = (
-            getattr(state, name).numpy() for name in ("length", "limit", "pages", "done")
-        )
-        anchor = state.tokens.gather(1, state.length[:, None].long())
-        stopped = (anchor == state.stop_ids).any(dim=1).numpy()
+    def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Admission:
+        """What a state of a paged cache is in the middle of, by its fields `READ`; its prompts are read."""
+        length, limit, pages, done = (read[name].numpy() for name in ("length", "limit", "pages", "done"))
+        anchor = read["tokens"].gather(1, read["length"][:, None].long())
+        stopped = (anchor == read["stop_ids"]).any(dim=1).numpy()
         admission = cls(plan, length.tolist(), limit.tolist(), pages)
         admission.ended = done & (stopped | (length + 1 >= limit))
         admission._waiting, admission._done = [], done

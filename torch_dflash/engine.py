@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torch_dflash.admission import Admission, Turn
+from torch_dflash.admission import READ, Admission, Turn
 from torch_dflash.checkpoints import make_proposer
 from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair, RowRequests
@@ -193,7 +193,8 @@ class Engine:
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan."""
         params = self.runtime.refresh(self.tensors())
         if self.plan.cache == "paged":
-            admission = Admission.of(self.plan, self.runtime.fetch(state))
+            read = self.runtime.fetch({name: getattr(state, name) for name in READ})
+            admission = Admission.of(self.plan, read)
             state = self._take_turn(params, state, admission.next_turn(), [])
         return self.runtime.advance(params, state)
 

@@ -102,6 +102,9 @@ def paged_attention(
     pool[number.long(), :, (at % page).long()] = fresh.transpose(1, 2)
     dense = pool[table.long()].transpose(1, 2).flatten(2, 3)
     slots = torch.arange(dense.shape[2], device=start.device, dtype=start.dtype)
+    # Behind a row's end lie other rows' pages, and what is not finite there would pass a weight of zero.
+    own = slots < start[:, None] + key.shape[2]
+    dense = torch.where(own[:, None, :, None], dense, 0)
     seen = visible(at, slots[None], window, causal=True)
     part = KeyValue(dense[..., :k_dim], dense[..., k_dim : k_dim + v_dim], seen)
     return grouped_attention(query, [part], scale, sinks=sinks, softcap=softcap), pool

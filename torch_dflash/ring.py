@@ -48,7 +48,7 @@ class RingLayer:
     def _put(self, buffer: Tensor, rows: Tensor, start: Tensor, count: Tensor, position: Tensor) -> Tensor:
         size = self.position.shape[1]
         spare, height = buffer.shape[2] - size, rows.shape[2]
-        if height > spare:  # a prompt, which may be longer than the ring: every slot takes its latest row
+        if height > min(spare, size):  # a prompt, maybe longer than the ring: slots take their latest rows
             row = position - start[:, None]
             index = row.clamp(0, height - 1).long()[:, None, :, None]
             fresh = rows.gather(2, index.expand(*rows.shape[:2], -1, rows.shape[3])).to(buffer.dtype)

@@ -80,6 +80,8 @@ def jnp_paged_attention(
         pages = pool[numbers]  # [B, pages, G, page, KV]
         kv = pages.transpose(0, 2, 1, 3, 4).reshape(*query.shape[:2], -1, pool.shape[3])
         position = block * block_pages * page + jnp.arange(kv.shape[2], dtype=start.dtype)
+        # Behind a row's end lie other rows' pages, and what is not finite there would pass a weight of zero.
+        kv = jnp.where((position < start[:, None] + rows)[:, None, :, None], kv, 0)
         score = jnp.einsum("bghmd,bgkd->bghmk", query, kv[..., :k_dim], preferred_element_type=jnp.float32)
         score = score * scale
         if softcap is not None:

@@ -2,7 +2,8 @@
 
 It reads K and V of a page in one copy, a block of pages at a time and one block ahead, and keeps a running
 softmax. It never reads what it writes: the last, partly filled tile of old rows and the new rows are merged
-on the chip, attended to there, and copied out meanwhile. Copies to and from pages are of whole tiles.
+on the chip, and attended to there while they are copied out, after all pages have been read. Copies to and
+from pages are of whole tiles.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ def attend_to_pages(
         old.start()
         old.wait()
         _merge(kind, staged, fresh, inside)
-        _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
 
     running = Running(top, total, sums)
     running.begin(first[...])
@@ -73,6 +73,13 @@ def attend_to_pages(
     keys = block_pages * page
 
     def attend_block(slot, block):
+        @pl.when((block + 1) * keys > base)
+        def _():  # other rows' pages may lie there, and what is not finite would pass a weight of zero
+            place = jax.lax.broadcasted_iota(jnp.int32, (block_pages, page, 1), 0) * page
+            place = place + jax.lax.broadcasted_iota(jnp.int32, (block_pages, page, 1), 1)
+            for head in range(own):
+                blocks[slot, :, head] = jnp.where(block * keys + place < base, blocks[slot, :, head], 0)
+
         position = block * keys + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
         for head in range(own):
             attend(head, blocks[slot, :, head].reshape(keys, -1), position, position < base)
@@ -84,6 +91,10 @@ def attend_to_pages(
 
     earliest = 0 if kind.window is None else jnp.maximum(offset - kind.window + 1, 0)
     _read_ahead(copies, attend_block, div(earliest, keys), div(base + keys - 1, keys))
+
+    @pl.when(tile == 0)
+    def _():
+        _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
 
     position = base + jax.lax.broadcasted_iota(jnp.int32, (1, staged.shape[1]), 1)
     for head in range(own):

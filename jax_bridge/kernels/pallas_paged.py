@@ -31,7 +31,7 @@ def pallas_paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     block_keys: int = 512,
-    row_tile: int = 512,
+    row_tile: int = 2048,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page KV"]]:
     """Write ``fresh`` at positions ``start .. start+M-1`` of each sequence, and attend to all up to each row.

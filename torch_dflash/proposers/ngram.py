@@ -60,7 +60,7 @@ class NGramProposer(nn.Module):
         )
 
     def observe(self, pstate, features, ids, next_ids, count) -> NGramState:
-        history = write_rows(pstate.history, ids, pstate.length, dim=1)
+        history = write_rows(pstate.history, ids, pstate.length, dim=1, count=count)
         return NGramState(history, pstate.length + count)
 
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, NGramState]:
