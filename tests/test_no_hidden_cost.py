@@ -63,6 +63,15 @@ def test_nothing_compiles_after_warmup(engine):
         assert stats.compilations == 0 and not compiled, (lengths, options, compiled)
 
 
+def test_nothing_compiles_after_warmup_on_pages(pair):
+    sizes = {"max_length": CAPACITY, "batch_size": ROWS, "rounds_per_chunk": CHUNK, "prefill_chunk_size": 64}
+    small = td.compile(*pair, runtime="xla", cache="paged", page_size=16, pool_pages=14, **sizes).warmup()
+    compiled.clear()
+    for _ in range(2):
+        _, stats = run(small, random_prompts(8, 70, 3), max_new_tokens=40)
+        assert stats.compilations == 0 and not compiled
+
+
 def test_a_compilation_is_noticed(pair):
     """The two counts above see what they are there to see."""
     compiled.clear()

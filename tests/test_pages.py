@@ -10,6 +10,7 @@ import torch
 from models import BASE, MASK, make_pair
 from scripted import own_text, pad
 from test_families import MORE
+from torch.utils._pytree import tree_leaves
 
 import torch_dflash as td
 from torch_dflash import pages as pages_module
@@ -55,6 +56,38 @@ def test_a_small_pool_says_the_same(pair, prompts, runtime):
     assert waited[0] == wanted.stats.host_reads <= waited[1] < waited[2]  # rows did wait for each other
 
 
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_row_near_its_end_keeps_its_history_while_another_is_fed(pair, runtime):
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in (60, 100)]
+    given = pair[0], td.NGramProposer(4)
+    sizes = {"max_length": 128, "batch_size": 2, "rounds_per_chunk": 2}
+    options = OPTIONS | {"max_new_tokens": [64, 20]}
+    wanted = td.compile(*given, runtime=runtime, **sizes).generate(*pad(prompts), **options)
+    small = td.compile(*given, runtime=runtime, cache="paged", page_size=16, pool_pages=9, **sizes)
+    out = small.generate(*pad(prompts), **options)
+    assert out.stats.host_reads > wanted.stats.host_reads  # the second row waited
+    assert torch.equal(out.sequences, wanted.sequences)
+    assert out.stats.acceptance_lengths == wanted.stats.acceptance_lengths
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_row_that_overflows_spoils_no_other(runtime):
+    """One token's embedding is not a number: its row's K and V are not, and stay in pages that others get."""
+    target, _ = make_pair("llama")  # its head is not its embedding
+    prompts = [[5, 17, 80, 33, 2] * 4, [7, 8, 9], [40, 3, 3, 61, 12, 8]]
+    wanted = [own_text(target, prompt, 20) for prompt in prompts]
+    with torch.no_grad():
+        target.get_input_embeddings().weight[94] = torch.nan
+    prompts[0] = [94, *prompts[0]]
+    sizes = {"max_length": 64, "batch_size": 3, "rounds_per_chunk": 2, "page_size": 16, "cache": "paged"}
+    for pool in (None, 8):
+        engine = td.compile(target, None, runtime=runtime, pool_pages=pool, **sizes)
+        for _ in range(2):
+            out = engine.generate(*pad(prompts), max_new_tokens=[3, 20, 20], **OPTIONS)
+            assert out.new_tokens[1:] == wanted[1:]
+
+
 def test_rows_that_wait_stream_and_stop_as_ever(pair, prompts):
     small = engine(pair, "xla", cache="paged", page_size=16, pool_pages=9)
     said = [[] for _ in prompts]
@@ -66,6 +99,18 @@ def test_rows_that_wait_stream_and_stop_as_ever(pair, prompts):
     first = [text[0] for text in said]  # a row that ends in its prefill gives its pages back at once
     out = small.generate(*pad(prompts), max_new_tokens=20, **OPTIONS | {"eos_token_id": [[t] for t in first]})
     assert out.new_tokens == [[t] for t in first]
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_step_by_hand_reads_no_cache(pair, prompts, runtime, monkeypatch):
+    paged = engine(pair, runtime, cache="paged", page_size=16)
+    state = paged.start(*pad(prompts), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    fetched, fetch = [], type(paged.runtime).fetch
+    counted = lambda self, part: fetched.append(part) or fetch(self, part)  # noqa: E731
+    monkeypatch.setattr(type(paged.runtime), "fetch", counted)
+    paged.advance(state)
+    read = sum(leaf.nbytes for part in fetched for leaf in tree_leaves(part))
+    assert 0 < read < 4 * ROWS * (paged.plan.slots + paged.plan.row_pages + 16)
 
 
 def test_steps_by_hand_need_pages_for_all(pair, prompts):
