@@ -47,7 +47,8 @@ def report(
         context: committed tokens per row that the floor counts.
         topology: see `jax_bridge.aot.compile_step`.
         passes: some of `PASSES`; the figures of the others are None.
-        dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each.
+        dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each. One that cannot be written is
+            said and left out; the figures go on.
         say: called with a line before and after every compilation, which takes minutes for a large model.
 
     Returns:
@@ -68,7 +69,7 @@ def report(
             raise CompileError(f"{name} for {topology}: {' '.join(str(error).split())[:400]}") from error
         say(f"  {step.compile_seconds:.1f} s, {step.traffic_bytes / 1e9:.3f} GB a run")
         if dump is not None:
-            (Path(dump) / f"{name}.hlo.txt").write_text(step.hlo)
+            _dump(Path(dump) / f"{name}.hlo.txt", step.hlo, say)
     attention = {"verify": floor.verify_attention_flops, "draft": floor.draft_attention_flops}
     attention["round"] = attention["verify"] + attention["draft"]
     figures: dict[str, Any] = {}
@@ -85,6 +86,13 @@ def report(
         "passes": {name: _summary(step, attention[name], chip) for name, step in steps.items()},
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
+
+
+def _dump(file: Path, hlo: str, say: Callable[[str], None]) -> None:
+    try:
+        file.write_text(hlo)
+    except OSError as error:  # such as a full disk: no reason to lose minutes of compiling
+        say(f"  {file} could not be written ({error.strerror})")
 
 
 def _summary(step: CompiledStep, attention: int, chip: Chip) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from jax_bridge.stacked import Stacked, find_experts
 from jax_bridge.stored import Stored
+from torch_dflash.checks import names_a_folder
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
@@ -27,13 +30,34 @@ _ELSEWHERE = (
 )
 
 
+def find_source(path_or_id: str | os.PathLike[str]) -> str:
+    """The directory, or the hub id; a path that is not there never becomes a request to the hub.
+
+    Raises:
+        TypeError: neither a string nor a path. FileNotFoundError: no such directory.
+    """
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise TypeError(f"path_or_id={path_or_id!r}: pass a checkpoint's directory or its hub id.")
+    source = os.fspath(path_or_id)
+    path = Path(os.path.expanduser(source))
+    if source and path.is_dir():
+        return str(path)
+    if not isinstance(path_or_id, str) or names_a_folder(source) or path.exists():
+        raise FileNotFoundError(
+            f"path_or_id={source!r}: no such directory; pass a checkpoint's directory, or its hub id as a "
+            "string (owner/name)."
+        )
+    return source
+
+
 def find_files(path_or_id: str) -> list[Path]:
     """The checkpoint's safetensors files; those of a hub id are fetched if they are not there.
 
     Raises:
         FileNotFoundError: no safetensors, or a shard that the index names is absent.
+        ValueError: the index is damaged.
     """
-    name = str(path_or_id)
+    name = path_or_id
     single = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if single is not None:
         return [Path(single)]
@@ -43,11 +67,26 @@ def find_files(path_or_id: str) -> list[Path]:
             f"{name} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load "
             "it with AutoModelForCausalLM and save_pretrained() it: no other kind is read."
         )
+    _check_index(Path(index))
     files = [Path(file) for file in get_checkpoint_shard_files(name, index)[0]]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{index} names {file.name}, which is not there; fetch it again.")
     return files
+
+
+def _check_index(file: Path) -> None:
+    """Raise ``ValueError`` unless ``file`` is what transformers reads as an index."""
+    fix = "fetch it again, or save_pretrained() the model anew."
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or not even text
+        raise ValueError(f"{file} is damaged ({error}); {fix}") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
+        raise ValueError(f"{file} has no weight_map of tensors to their files; {fix}")
+    if not isinstance(index.get("metadata"), dict):
+        raise ValueError(f'{file} has no metadata, which transformers asks for; add "metadata": {{}} to it.')
 
 
 def read_headers(files: list[Path]) -> dict[str, Stored]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,12 +14,14 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.checkpoint import find_files, match, read_headers
+from jax_bridge.checkpoint import find_files, find_source, match, read_headers
 from jax_bridge.layout import Turned, Weight, by_rows, linear_weights, pays
 from jax_bridge.placement import check_mesh, sharding
 from jax_bridge.stacked import Stacked
 from jax_bridge.stored import Stored
 from torch_dflash.progress import progress_bar
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class DeviceModel:
 
 
 def load(
-    path_or_id: str | Path,
+    path_or_id: str | os.PathLike[str],
     mesh: Mesh | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -78,21 +80,23 @@ def load(
         mesh: spread the weights over its axis "model" (`jax_bridge.placement`), replicated over all others;
             unset: JAX's default device. Decoding over several devices is not built: such a model is refused
             by `torch_dflash.compile`.
-        dtype: of the weights; unset: the one config.json names, else as stored. Weights that the model class
-            keeps in float32 stay so, and buffers such as rotary frequencies keep theirs.
+        dtype: of the weights: float32, bfloat16 or float16; unset: the one config.json names, else as stored.
+            Weights that the model class keeps in float32 stay so, and buffers such as rotary frequencies keep
+            theirs.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
 
     Raises:
-        OSError: no such checkpoint, or no safetensors in it. TypeError: ``dtype`` or ``mesh`` is none.
-        ValueError: a tensor is missing, unexpected or of another shape, before any is read; or a mesh
-            without the axis "model".
+        OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
+        ValueError: the index is damaged, or a tensor is missing, unexpected or of another shape, before any
+            is read; or a mesh without the axis "model".
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype={dtype!r}: pass a floating torch.dtype such as torch.bfloat16, or None.")
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
     if mesh is not None:
         check_mesh(mesh)
-    model = empty_model(path_or_id, dtype)
-    parts = match(model, read_headers(find_files(str(path_or_id))), str(path_or_id))
+    source = find_source(path_or_id)
+    model = empty_model(source, dtype)
+    parts = match(model, read_headers(find_files(source)), source)
     linear = frozenset() if mesh is not None else linear_weights(model, model.get_output_embeddings())
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(part.nbytes for group in parts.values() for part in group)
@@ -112,7 +116,7 @@ def load(
     return DeviceModel(model, arrays, mesh)
 
 
-def empty_model(path_or_id: str | Path, dtype: torch.dtype | None) -> PreTrainedModel:
+def empty_model(path_or_id: str, dtype: torch.dtype | None) -> PreTrainedModel:
     """The checkpoint's model with meta parameters, real buffers and its own generation config."""
     config = AutoConfig.from_pretrained(path_or_id)
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")

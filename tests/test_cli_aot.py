@@ -103,6 +103,32 @@ def test_the_table_says_what_it_means_and_the_file_has_it_all(folders, compiler,
     assert found["compile_seconds"] == found["passes"]["verify"]["compile_seconds"] == 1.5
 
 
+def test_json_without_a_file_is_standard_output(folders, compiler, capsys):
+    assert run(folders, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["verify_hbm_bytes"] == 4040
+
+
+def test_figures_that_cannot_be_written_are_printed(folders, compiler, monkeypatch, capsys):
+    def full(path, results):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch_dflash.cli.aot.write_json", full)
+    file = folders / "found.json"
+    assert run(folders, "--json", file) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["round_hbm_bytes"] == 4040 and json.loads(out)["provenance"]
+    assert f"--json {file}: could not be written (No space left on device); the figures went to" in err
+
+
+def test_a_program_that_cannot_be_written_costs_no_figures(folders, compiler, capsys):
+    (folders / "hlo/draft.hlo.txt").mkdir(parents=True)
+    assert run(folders, "--dump-hlo", folders / "hlo", "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["round_hbm_bytes"] == 4040
+    assert "draft.hlo.txt could not be written (Is a directory)" in err
+    assert (folders / "hlo/round.hlo.txt").is_file()
+
+
 def test_a_silent_kernel_is_taken_to_be_the_attention(folders):
     model = tiny(folders)
     floor = floor_of(model.pair, model.params, 64)
@@ -203,16 +229,35 @@ def test_drafters_without_weights(folders, compiler, drafter, capsys):
         (["--topology", "v99:2x2"], "topology='v99:2x2': no peak figures for 'v99'; name one of v4, v5e"),
         (["--cache", "ring"], "cache='ring'"),
         (["--json", "/nowhere/found.json"], "--json /nowhere/found.json: its folder does not exist"),
+        (["--json", str(CONFIGS)], f"--json {CONFIGS}: is a directory; name a file."),
+        (["--json", "/proc/x.json"], "--json /proc/x.json: may not be written; choose another place."),
         (["--dump-hlo", __file__], "that is a file; name a directory"),
+        (["--dump-hlo", f"{__file__}/x"], "test_cli_aot.py/x: cannot be made (Not a directory); choose"),
+        (["--dump-hlo", "/proc/x"], "--dump-hlo /proc/x: cannot be made (No such file or directory); choose"),
+        (["--dump-hlo", "/proc"], "--dump-hlo /proc: no file can be written there; choose another place."),
+        (
+            ["--matmul-precision", "foo"],
+            "--matmul-precision='foo': choose one of 'default', 'high', 'highest'",
+        ),
+        (
+            ["--context", "513"],
+            "--context 513: is beyond the target's max_position_embeddings=512; lower it.",
+        ),
         (["--target", "./nowhere"], "--target ./nowhere: no such directory; pass a directory or a hub id."),
         (["--drafter", "/nowhere"], "no such directory; pass a directory, a hub id, or one of none, ngram"),
     ],
 )
-def test_bad_options(folders, compiler, capsys, options, message):
+def test_bad_options(folders, compiler, monkeypatch, capsys, options, message):
+    if options[0] in ("--json", "--dump-hlo", "--matmul-precision", "--context"):
+        monkeypatch.setattr(aot, "abstract_pair", lambda *args, **given: pytest.fail("built before refused"))
     assert run(folders, *options) == 2
     err = capsys.readouterr().err
     assert err.startswith("torch-dflash aot: ") and message in err and err.count("\n") == 1
     assert not compiler
+
+
+def test_the_whole_context_is_accepted(folders, compiler):
+    assert run(folders, "--context", 512, "--passes", "verify") == 0
 
 
 def test_target_and_drafter_in_each_others_place(folders, compiler, capsys):

@@ -7,7 +7,6 @@ import json
 import weakref
 
 import jax
-import numpy as np
 import pytest
 import torch
 from guards import refuses
@@ -194,8 +193,6 @@ def test_tensors_that_do_not_fit_are_named_before_any_is_read(tmp_path, monkeypa
 
 
 def test_files_that_are_no_checkpoint(tmp_path):
-    with pytest.raises(OSError):
-        jb.load(tmp_path / "nowhere")
     save(make_target("llama"), tmp_path, shard="20KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[2]
     shard.write_bytes(shard.read_bytes()[:50])
@@ -211,16 +208,6 @@ def test_files_that_are_no_checkpoint(tmp_path):
     config(tmp_path, quantization_config={"quant_method": "mxfp4"})
     with refuses(ValueError, "quantization_config", "mxfp4"):
         jb.load(tmp_path)
-
-
-def test_arguments_that_are_none(tmp_path):
-    for dtype in ("float32", torch.int8, np.float32):
-        with refuses(TypeError, "dtype=", "torch.bfloat16"):
-            jb.load(tmp_path, dtype=dtype)
-    with refuses(TypeError, "mesh=tuple", "Mesh"):
-        jb.load(tmp_path, mesh=(1, 2))
-    with refuses(ValueError, "('data',)", "'model'"):
-        jb.load(tmp_path, mesh=jax.make_mesh((1,), ("data",)))
 
 
 def test_a_tied_weight_stored_twice_must_be_one(tmp_path):

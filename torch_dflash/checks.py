@@ -7,6 +7,7 @@ from typing import Any
 
 RUNTIMES = ("xla", "eager")
 CACHES = ("static", "paged")
+PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 INT32_MAX = 2**31 - 1
 
 
@@ -34,6 +35,13 @@ def check_cache(cache: Any) -> None:
         raise ValueError(f"cache={cache!r}: choose one of {', '.join(map(repr, CACHES))}.")
 
 
+def check_precision(matmul_precision: Any) -> None:
+    """Raise ``ValueError`` unless ``matmul_precision`` names one of `PRECISIONS`, which are JAX's."""
+    if matmul_precision not in PRECISIONS:
+        known = ", ".join(map(repr, PRECISIONS))
+        raise ValueError(f"matmul_precision={matmul_precision!r}: choose one of {known}.")
+
+
 def check_blocks(drafter: Any, **widths: Any) -> None:
     """Raise ``ValueError`` for a ``block_size`` or ``verify_width`` that needs a drafter where there is none.
 
@@ -50,7 +58,17 @@ def check_blocks(drafter: Any, **widths: Any) -> None:
 
 def context_of(target: Any) -> int:
     """Positions the target was made for; without a limit in its config, as many as int32 counts."""
-    return getattr(target.config.get_text_config(), "max_position_embeddings", None) or INT32_MAX
+    return positions_of(target.config)
+
+
+def positions_of(config: Any) -> int:
+    """`context_of` a target by its config alone."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or INT32_MAX
+
+
+def names_a_folder(source: str) -> bool:
+    """Whether ``source`` can only be a path, there or not; what else is no directory may be a hub id."""
+    return not source or source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
 
 
 def check_target(target: Any) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_dflash.checks import check_cache
+from torch_dflash.checks import check_cache, check_precision
 
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
@@ -64,6 +64,7 @@ class DecodePlan:
             )
         if self.block_size > 255:
             raise ValueError(f"block_size={self.block_size}: acceptance is counted in 8 bits; use <= 255.")
+        check_precision(self.matmul_precision)
         check_cache(self.cache)
         if self.cache == "static" and self.pool_pages is not None:
             raise ValueError(f"pool_pages={self.pool_pages}: only cache='paged' has pages; leave it out.")

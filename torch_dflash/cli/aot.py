@@ -6,19 +6,20 @@ import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from torch_dflash.checks import check_counts
+from torch_dflash.checks import check_counts, check_precision, positions_of
 from torch_dflash.cli.configs import WITHOUT_WEIGHTS, load_configs
 from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.options import add_options
+from torch_dflash.cli.outputs import check_outputs, make_folder
 from torch_dflash.cli.provenance import provenance, write_json
 from torch_dflash.state import DecodePlan
 
 PASSES = ("verify", "draft", "round")
 # Fields of the plan that have an option of their own here, or change nothing in one round.
 BY_HAND = ("batch_size", "capacity", "block_size", "verify_width", "stop_slots", "rounds_per_chunk")
+STDOUT = "-"
 MEANING = """\
 GB: what one run moves through HBM, recounted from the scheduled program (no VMEM; an estimate, not a
 measurement). Floor: weights once and the K/V of the context once; a round's floor is the sum of both passes',
@@ -47,7 +48,13 @@ def add_parser(commands) -> None:
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="what is compiled (all)")
     add_options(parser, DecodePlan, without=BY_HAND)
     parser.add_argument("--dump-hlo", metavar="DIR", help="write each scheduled program there, as text")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there; - for standard output")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="write all figures there; alone or -: print them",
+    )
     parser.set_defaults(run=run)
 
 
@@ -55,12 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Compile and report; returns the exit status."""
     try:
         results = _results(arguments)
-        if arguments.json == "-":
-            print(json.dumps({"provenance": provenance(), **results}, indent=1))
+        if arguments.json == STDOUT:
+            _print_json(results)
             return 0
+        if arguments.json is not None:
+            _write_or_print(arguments.json, results)
         print(_table(results, arguments))
-        if arguments.json:
-            write_json(arguments.json, results)
         return 0
     except UserError as error:
         return fail("aot", error)
@@ -68,9 +75,24 @@ def run(arguments: argparse.Namespace) -> int:
         return 130
 
 
+def _print_json(results: dict[str, Any]) -> None:
+    print(json.dumps({"provenance": provenance(), **results}, indent=1))
+
+
+def _write_or_print(file: str, results: dict[str, Any]) -> None:
+    try:
+        write_json(file, results)
+    except OSError as error:
+        _print_json(results)  # minutes of compiling
+        raise UserError(
+            f"--json {file}: could not be written ({error.strerror}); the figures went to standard output."
+        ) from None
+
+
 def _results(arguments: argparse.Namespace) -> dict[str, Any]:
     _check_arguments(arguments)
     target, drafter = load_configs(arguments.target, arguments.drafter, arguments.block, arguments.layers)
+    _check_context(arguments.context, target)
     try:
         from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
 
@@ -86,6 +108,8 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     try:
         check_topology(arguments.topology)
+        if arguments.dump_hlo is not None:
+            make_folder("dump-hlo", arguments.dump_hlo)
         model = abstract_pair(
             target,
             drafter,
@@ -95,8 +119,6 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
             verify_width=arguments.verify,
             **plan,
         )
-        if arguments.dump_hlo:
-            Path(arguments.dump_hlo).mkdir(parents=True, exist_ok=True)
         figures = report(
             model,
             context=arguments.context,
@@ -132,10 +154,19 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         check_counts(**counts)
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    if arguments.json not in (None, "-") and not Path(arguments.json).absolute().parent.is_dir():
-        raise UserError(f"--json {arguments.json}: its folder does not exist; make it first.")
-    if arguments.dump_hlo and Path(arguments.dump_hlo).is_file():
-        raise UserError(f"--dump-hlo {arguments.dump_hlo}: that is a file; name a directory.")
+    try:
+        check_precision(arguments.matmul_precision)
+    except ValueError as error:
+        raise UserError(str(error).replace("matmul_precision=", "--matmul-precision=", 1)) from None
+    check_outputs(json=None if arguments.json == STDOUT else arguments.json)
+
+
+def _check_context(context: int, target: Any) -> None:
+    longest = positions_of(target)
+    if context > longest:
+        raise UserError(
+            f"--context {context}: is beyond the target's max_position_embeddings={longest}; lower it."
+        )
 
 
 def _table(results: dict[str, Any], arguments: argparse.Namespace) -> str:

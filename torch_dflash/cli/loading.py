@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.demo_model import DemoModelError, load_demo_target
 from torch_dflash.demo_pair import load_demo_drafter
@@ -128,14 +129,13 @@ def _load_drafter(source: str, dtype: Any) -> DFlashDraftModel:
 def existing(field: str, source: str, names: Collection[str]) -> str:
     """``source``, or its path with ``~`` expanded; a path that is not there never becomes a hub request."""
     path = Path(source).expanduser()
-    local = source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
                 f"{field} {source}: the directory holds no config.json; pass a model's directory."
             )
         return str(path)
-    if local or path.exists() or not source:
+    if names_a_folder(source) or path.exists():
         known = f"a directory, a hub id, or one of {', '.join(names)}" if names else "a directory or a hub id"
         raise UserError(f"{field} {source}: no such directory; pass {known}.")
     return source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 from torch_dflash.cli.errors import UserError
@@ -19,7 +20,7 @@ def check_outputs(**files: str | Path | None) -> None:
             raise UserError(f"{field}: its folder does not exist; make it first.")
         if path.is_dir():
             raise UserError(f"{field}: is a directory; name a file.")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if not (os.access(path, os.W_OK) if path.exists() else _holds_new_files(path.parent)):
             raise UserError(f"{field}: may not be written; choose another place.")
         if option == "png" and importlib.util.find_spec("matplotlib") is None:
             raise UserError(f"{field}: needs matplotlib; install it with: pip install 'torch-dflash[demo]'")
@@ -30,3 +31,26 @@ def check_folder(out: Path) -> None:
     for path in (out, *out.absolute().parents):
         if path.exists() and not path.is_dir():
             raise UserError(f"--out {out}: {path} is a file; name a directory.")
+
+
+def make_folder(option: str, given: str) -> Path:
+    """The directory that ``--option`` names, made if need be; `UserError` if no file can be written there."""
+    folder, field = Path(given), f"--{option} {given}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"{field}: that is a file; name a directory.") from None
+    except OSError as error:
+        raise UserError(f"{field}: cannot be made ({error.strerror}); choose another place.") from None
+    if not _holds_new_files(folder):
+        raise UserError(f"{field}: no file can be written there; choose another place.")
+    return folder
+
+
+def _holds_new_files(folder: Path) -> bool:
+    """Tried with a file that goes at once: what may be written by its mode can still be read-only."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
