@@ -14,7 +14,7 @@ from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.layout import Weight, linear_weights
 from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill, lower_rounds
-from jax_bridge.state import register_states, state_to_jax
+from jax_bridge.state import check_alive, register_states, state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.progress import progress_bar
@@ -61,16 +61,19 @@ class XlaRuntime:
 
     def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""
+        check_alive(state)
         return self._run("rounds", self._rounds, (params, state), donate=(1,))
 
     def read(self, state: DecodeState) -> Progress:
         """Fetch what the host needs, in one transfer."""
+        check_alive(state)
         # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
         fields = self._run("read", _copy, (Progress.fields(state),))
         return Progress(*jax.device_get(fields))
 
     def fetch(self, part: Any) -> Any:
         """A part of a state as torch tensors of their own, on the CPU."""
+        check_alive(part)
         return to_torch(part)
 
     def place(self, state: DecodeState) -> DecodeState:

@@ -26,6 +26,16 @@ def state_to_jax(state: DecodeState, device: Any | None = None) -> DecodeState:
     return to_jax(state, device=device)
 
 
+def check_alive(part: Any) -> None:
+    """Raise ``ValueError`` if an array of ``part``, a state or a piece of one, was donated: it is gone."""
+    for name, leaf in jax.tree_util.tree_flatten_with_path(part)[0]:
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"state{jax.tree_util.keystr(name)} is gone: engine.advance consumed this state. Use the one "
+                "that it returned; to keep this one, td.save_state it before engine.advance."
+            )
+
+
 def state_to_torch(state: DecodeState, device="cpu") -> DecodeState:
     """The same state with torch tensors of its own memory. Lossless; runs no model."""
     register_states()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_drafter, make_pair, ragged_prompts
+from models import make_drafter, make_pair, ragged_prompts, randomise
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -185,6 +185,71 @@ def test_damaged_and_foreign_files_are_refused(eager, saved, tmp_path):
     refuses("version is 9, this release reads 1", bad.read_bytes())
     with pytest.raises(FileNotFoundError):
         td.load_state(tmp_path / "absent", eager)
+
+
+def test_a_directory_is_refused(eager, saved, tmp_path):
+    for act in (lambda: td.load_state(tmp_path, eager), lambda: td.save_state(saved[1], tmp_path, eager)):
+        with pytest.raises(ValueError, match="path='.*' is a directory; pass the file in it"):
+            act()
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({(0, 1): 999}, r"pages\[0, 1\] is 999, the pool has pages 0 to 20; .*go back"),
+        ({(1, 0): -1}, r"pages\[1, 0\] is -1, the pool"),
+        ({(1, 0): 7, (2, 0): 7}, r"pages\[2, 0\] is 7, and so is pages\[1, 0\]"),
+        ({(2, 1): 9, (2, 2): 9}, r"pages\[2, 2\] is 9, and so is pages\[2, 1\]"),
+        ({(0, 4): 20}, r"pages\[0, 4\] is 20 after a column without a page"),
+    ],
+)
+def test_impossible_page_tables_are_refused(cells, message, tmp_path, monkeypatch):
+    engine = make_engine("eager", cache="paged", page_size=16)
+    assert engine.plan.pages == 21
+    state = engine.start(*ragged_prompts(ROWS), **MIXED)
+    pages = state.pages.clone()
+    for cell, page in cells.items():
+        pages[cell] = page
+    path = tmp_path / "state"
+    with pytest.raises(ValueError, match=f"the state: {message}"):
+        td.save_state(replace(state, pages=pages), path, engine)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(state_io, "_check_pages", lambda *_: None)
+        td.save_state(replace(state, pages=pages), path, engine)
+    with pytest.raises(ValueError, match=f"{path}: {message}"):
+        td.load_state(path, engine)
+
+
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_a_consumed_state_says_which_one_to_use(cache, tmp_path):
+    engine = make_engine("xla", cache=cache)
+    state = engine.start(*ragged_prompts(ROWS), **MIXED)
+    after = engine.advance(state)
+    uses = (engine.advance, engine.runtime.read, lambda old: td.save_state(old, tmp_path / "state", engine))
+    for use in uses:
+        with pytest.raises(ValueError, match="is gone: engine.advance consumed this state. Use the one that"):
+            use(state)
+    assert not os.listdir(tmp_path)
+    td.save_state(after, tmp_path / "state", engine)
+
+
+def test_the_longest_match_belongs_to_the_proposer(tmp_path):
+    target, path = make_pair("qwen3")[0], tmp_path / "state"
+    engine = make_engine("eager", pair=(target, td.NGramProposer(4, max_ngram=2)))
+    td.save_state(engine.start(*ragged_prompts(ROWS), **MIXED), path, engine)
+    other = make_engine("eager", pair=(target, td.NGramProposer(4)))
+    with pytest.raises(ValueError, match="max_ngram=2.*this engine's.*max_ngram=3.*and its arguments"):
+        td.load_state(path, other)
+
+
+def test_weights_are_not_compared(saved):
+    path, _ = saved
+    target, drafter = models("llama")
+    other = randomise(make_drafter(target), seed=9)
+    assert not any(map(torch.equal, drafter.parameters(), other.parameters()))
+    engine = make_engine("eager", pair=(target, other))
+    assert finish(engine, td.load_state(path, engine))["texts"]
 
 
 def test_an_interrupted_write_leaves_what_was_there(eager, saved, tmp_path, monkeypatch):

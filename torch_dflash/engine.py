@@ -190,7 +190,11 @@ class Engine:
         return self._take_turn(params, state, turn, rows)
 
     def advance(self, state: DecodeState) -> DecodeState:
-        """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan."""
+        """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
+
+        Raises:
+            ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
+        """
         params = self.runtime.refresh(self.tensors())
         if self.plan.cache == "paged":
             read = self.runtime.fetch({name: getattr(state, name) for name in READ})

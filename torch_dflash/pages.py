@@ -63,3 +63,23 @@ class PageBook:
 
     def _pages(self, positions: int) -> int:
         return -(-positions // self.page_size)
+
+
+def check_table(table: np.ndarray, pages: int, what: str) -> None:
+    """Raise ``ValueError`` unless ``table`` [B, T] is one that a `PageBook` of ``pages`` pages could give.
+
+    Every page lies in the pool and stands in the table once, page 0 apart, which says that there is none;
+    a row's pages come first. ``what`` names in the message whose table it is.
+    """
+    fix = "the table was changed; go back to the state as engine.start or engine.advance returned it."
+    owner: dict[int, tuple[int, int]] = {}
+    for (row, column), number in np.ndenumerate(table):
+        page, where = int(number), f"pages[{row}, {column}]"
+        if not 0 <= page < pages:
+            raise ValueError(f"{what}: {where} is {page}, the pool has pages 0 to {pages - 1}; {fix}")
+        if page and column and not table[row, column - 1]:
+            raise ValueError(f"{what}: {where} is {page} after a column without a page; {fix}")
+        if page and page in owner:
+            first = "pages[{}, {}]".format(*owner[page])
+            raise ValueError(f"{what}: {where} is {page}, and so is {first}; {fix}")
+        owner[page] = (row, column)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import zlib
@@ -18,6 +19,7 @@ from torch_dflash.checksums import checksum_of
 from torch_dflash.decode import RowRequests, begin
 from torch_dflash.engine import Engine
 from torch_dflash.files import write_whole
+from torch_dflash.pages import check_table
 from torch_dflash.state import DecodePlan, DecodeState, Sampling
 
 FORMAT = "torch_dflash.DecodeState"
@@ -33,17 +35,20 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
     The state stays usable. Weights are not written: who loads the file brings the same models.
 
     Args:
-        state: from ``engine.start`` or ``engine.advance``, between rounds.
+        state: from ``engine.start`` or ``engine.advance``, between rounds, and not yet given to ``advance``.
         path: the file; its directory must exist.
         engine: any engine with the state's plan and proposer.
 
     Raises:
-        ValueError: the state is not of this engine's plan and models.
+        FileNotFoundError: the directory of ``path`` does not exist.
+        ValueError: the state's shapes or dtypes are not those of this engine's plan and models, ``advance``
+            has consumed it, its page table is impossible, or ``path`` is a directory.
     """
-    file = Path(path)
+    file = _file_at(path)
     leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
     _check_leaves(tensors, expected_leaves(engine), "the state")
+    _check_pages(tensors, engine.plan, "the state")
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -57,34 +62,46 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
 def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
     """The state in a file of `save_state`, on the runtime of ``engine``, which goes on with it.
 
+    Weights are not compared: with others of the same shapes the generation goes on as theirs, over keys and
+    values that the first ones computed.
+
     Args:
         path: the file.
         engine: of the same models, plan and proposer; its runtime and ``rounds_per_chunk`` may differ.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file is damaged, is no state, or is one of another plan, proposer or model; the
+        ValueError: the file is damaged, is no state, is one of another plan or proposer (its class, width,
+            taps and plain arguments) or of other shapes or dtypes, or its page table is impossible; the
             message names the field, its value and the fix.
     """
-    file = Path(path)
+    file = _file_at(path)
     tensors, metadata = _read(file)
     _check_plan(json.loads(metadata["plan"]), engine.plan, file)
     if metadata["proposer"] != describe_proposer(engine):
         raise ValueError(
             f"{file}: proposer is {metadata['proposer']}, this engine's is {describe_proposer(engine)}; "
-            "compile with the drafter that the state was made with."
+            "compile with the drafter, and its arguments, that the state was made with."
         )
     template = abstract_state(engine)
     _check_leaves(tensors, expected_leaves(engine), str(file))
+    _check_pages(tensors, engine.plan, str(file))
     state = pytree.tree_map_with_path(lambda name, _: tensors.get(pytree.keystr(name)), template)
     return engine.runtime.place(state)
 
 
 def describe_proposer(engine: Engine) -> str:
-    """What makes two proposers' states the same kind: class, width and taps."""
+    """What makes two proposers draft alike, weights apart: class, width, taps and plain arguments.
+
+    An argument is plain if it is kept under its own name and is a number or a string: ``max_ngram``, say.
+    """
     proposer = engine.pair.proposer
     kind = type(proposer)
-    return f"{kind.__module__}.{kind.__qualname__}(width={proposer.width}, taps={tuple(proposer.taps)})"
+    kept = {name: getattr(proposer, name, None) for name in inspect.signature(kind).parameters}
+    plain = {name: value for name, value in kept.items() if isinstance(value, int | float | str)}
+    settings = {"width": proposer.width, "taps": tuple(proposer.taps)} | plain
+    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    return f"{kind.__module__}.{kind.__qualname__}({said})"
 
 
 def abstract_state(engine: Engine) -> DecodeState:
@@ -110,6 +127,13 @@ def expected_leaves(engine: Engine) -> dict[str, torch.Tensor]:
     """Meta tensors by the names that a file gives them; a leaf that is None has none."""
     leaves, _ = pytree.tree_flatten_with_path(abstract_state(engine))
     return {pytree.keystr(name): leaf for name, leaf in leaves if leaf is not None}
+
+
+def _file_at(path: str | os.PathLike[str]) -> Path:
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"path={str(file)!r} is a directory; pass the file in it, such as {file / 'state'}.")
+    return file
 
 
 def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -169,3 +193,8 @@ def _check_leaves(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Te
                 f"{what}: {name} is {tensor.dtype} {tuple(tensor.shape)}, this engine's is {want.dtype} "
                 f"{tuple(want.shape)}; use an engine of the same target and drafter, in the same dtype."
             )
+
+
+def _check_pages(tensors: dict[str, torch.Tensor], plan: DecodePlan, what: str) -> None:
+    if ".pages" in tensors:
+        check_table(tensors[".pages"].numpy(force=True), plan.pages, what)
