@@ -3,7 +3,8 @@
 It shares no code with ``torch_dflash`` and uses neither torch nor torchax, so an error common to
 the eager and the lowered path still shows as a difference from this one, and so does what lowering
 costs. ``forward`` is the drafter on a cache that grows by concatenation: checkable, not fast.
-``decode_round`` is a whole round on static arrays, laid out as those of ``torch_dflash``.
+``decode_round`` is a whole round on static arrays, laid out as those of ``torch_dflash``; the target's
+cache may also be pages, from ``empty_pages``.
 
 Method: DFlash, arXiv 2602.06036, with the mask and output switches that published checkpoints
 added since. DFlash2 checkpoints (convolutions, candidate selector) are refused by name.
@@ -16,16 +17,19 @@ from jax_bridge.reference.checkpoint import load, load_target
 from jax_bridge.reference.config import DrafterConfig, LayerMask, default_taps
 from jax_bridge.reference.drafter import forward, logits, noise_embeddings
 from jax_bridge.reference.loop import Models, State, Weights, decode, decode_round, start
+from jax_bridge.reference.paged import PagedLayer, empty_pages
 
 __all__ = [
     "DrafterConfig",
     "LayerMask",
     "Models",
+    "PagedLayer",
     "State",
     "Weights",
     "decode",
     "decode_round",
     "default_taps",
+    "empty_pages",
     "forward",
     "load",
     "load_target",

@@ -18,7 +18,7 @@ from jax_bridge.reference.drafter import logits, noise_embeddings, project
 from jax_bridge.reference.layers import Params
 from jax_bridge.reference.static import Layer, empty_layer, put_rows
 from jax_bridge.reference.static_drafter import draft_pass, extend
-from jax_bridge.reference.target import EMBEDDING, empty_cache, forward_target, head_weight
+from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_target, head_weight
 from jax_bridge.reference.target_config import TargetConfig
 
 
@@ -44,7 +44,7 @@ class State(NamedTuple):
     limit: Any  # int32 [B], most tokens of a row, prompt included
     stop_ids: Any  # int32 [B, E], padded with -1
     done: Any  # bool [B]
-    target: tuple[Layer, ...]
+    target: Cache
     drafter: tuple[Layer, ...]
     context: Any  # [B, W, H], projected features of the last round, not yet in the drafter's cache
     buffered: Any  # int32 [B], rows of `context` that were committed
@@ -60,8 +60,18 @@ class Drafted(NamedTuple):
     cache: tuple[Layer, ...]
 
 
-def empty_state(models: Models, dtype: DTypeLike, batch: int, slots: int, stop_slots: int = 8) -> State:
-    """A state without prompts: all zeros, every row live. ``slots`` S must exceed a row's limit by W."""
+def empty_state(
+    models: Models,
+    dtype: DTypeLike,
+    batch: int,
+    slots: int,
+    stop_slots: int = 8,
+    cache: Cache | None = None,
+) -> State:
+    """A state without prompts: all zeros, every row live. ``slots`` S must exceed a row's limit by W.
+
+    ``cache`` is the target's, empty; None gives it a static one.
+    """
     zeros = jnp.zeros(batch, jnp.int32)
     drafter = models.drafter
     layer = partial(empty_layer, batch, drafter.num_key_value_heads, slots, drafter.head_dim, dtype)
@@ -71,7 +81,7 @@ def empty_state(models: Models, dtype: DTypeLike, batch: int, slots: int, stop_s
         limit=zeros,
         stop_ids=jnp.full((batch, stop_slots), -1, jnp.int32),
         done=jnp.zeros(batch, bool),
-        target=empty_cache(models.target, batch, slots, dtype),
+        target=empty_cache(models.target, batch, slots, dtype) if cache is None else cache,
         drafter=tuple(layer() for _ in drafter.masks),
         context=jnp.zeros((batch, drafter.block_size, drafter.hidden_size), dtype),
         buffered=zeros,
@@ -155,11 +165,21 @@ def start(
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: tuple[int, ...] = (),
+    cache: Cache | None = None,
 ) -> State:
     """The state after ``prompts``, which may differ in length.
 
+    Args:
+        models: the configs.
+        weights: the parameters.
+        prompts: token ids of each row.
+        max_new_tokens: most new tokens of a row.
+        stop_ids: ids after which a row ends.
+        cache: the target's, empty, such as `empty_pages` gives; consumed. None gives it a static one.
+
     Raises:
-        ValueError: an empty prompt, or ``max_new_tokens`` below 1.
+        ValueError: an empty prompt, ``max_new_tokens`` below 1, or a ``cache`` of other rows or with
+            too few slots.
     """
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or not all(lengths):
@@ -167,11 +187,17 @@ def start(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1")
     slots = max(lengths) + max_new_tokens + models.drafter.block_size
+    if cache is not None and (cache[0].batch != len(prompts) or cache[0].slots < slots):
+        raise ValueError(
+            f"cache has {cache[0].batch} rows of {cache[0].slots} slots; these prompts and max_new_tokens "
+            f"need {len(prompts)} of at least {slots}"
+        )
     ids = np.zeros((len(prompts), max(lengths)), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
     count = jnp.array(lengths, jnp.int32)
-    state = empty_state(models, weights.drafter["fc.weight"].dtype, len(prompts), slots, len(stop_ids))
+    dtype = weights.drafter["fc.weight"].dtype
+    state = empty_state(models, dtype, len(prompts), slots, len(stop_ids), cache)
     stops = jnp.tile(jnp.array(stop_ids, jnp.int32), (len(prompts), 1))
     state = state._replace(limit=count + max_new_tokens, stop_ids=stops)
     return jax.jit(prefill, static_argnums=0)(models, weights, state, jnp.asarray(ids), count)
@@ -183,13 +209,13 @@ def decode(
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: tuple[int, ...] = (),
+    cache: Cache | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """New tokens of each row, and how many each of its rounds committed (as ``State.accepted``).
 
-    Raises:
-        ValueError: see ``start``.
+    Arguments and errors are those of ``start``.
     """
-    state = start(models, weights, prompts, max_new_tokens, stop_ids)
+    state = start(models, weights, prompts, max_new_tokens, stop_ids, cache)
     step = jax.jit(decode_round, static_argnums=0, donate_argnums=2)
     while not state.done.all():
         state = step(models, weights, state)

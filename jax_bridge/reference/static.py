@@ -20,6 +20,21 @@ class Layer(NamedTuple):
     key: Float[Array, "B G S D"]
     value: Float[Array, "B G S D"]
 
+    @property
+    def batch(self) -> int:
+        """Rows B."""
+        return self.key.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """Positions S of a row."""
+        return self.key.shape[2]
+
+    def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["Layer", Rows]:
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and all it then holds: [B, G, S, D]."""
+        layer = write_layer(self, rows, start)
+        return layer, (layer.key, layer.value)
+
 
 def empty_layer(batch: int, heads: int, slots: int, dim: int, dtype: DTypeLike) -> Layer:
     """Zeros: a slot behind the mask has weight 0, and 0 times what was never written must be 0."""

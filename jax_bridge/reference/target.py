@@ -1,9 +1,9 @@
-"""Llama and Qwen3 decoders as one pure function of (params, config, arrays), on a static cache.
+"""Llama and Qwen3 decoders as one pure function of (params, config, arrays), on a static or a paged cache.
 
 Source: the architectures as their published checkpoints store them; tensors keep those names.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,13 @@ from jax_bridge.reference.attention import Seen, attend, project_keys_values, pr
 from jax_bridge.reference.config import LayerMask
 from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
 from jax_bridge.reference.rope import rotary_tables
-from jax_bridge.reference.static import Layer, empty_layer, positions, write_layer
+from jax_bridge.reference.static import Layer, empty_layer, positions
 from jax_bridge.reference.target_config import TargetConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Cache = tuple[Any, ...]
+"""A layer each, all static (`Layer`) or all paged (`PagedLayer`)."""
 
 
 class TargetOutput(NamedTuple):
@@ -26,7 +29,7 @@ class TargetOutput(NamedTuple):
 
     logits: jax.Array
     features: jax.Array
-    cache: tuple[Layer, ...]
+    cache: Cache
 
 
 def empty_cache(config: TargetConfig, batch: int, slots: int, dtype: DTypeLike) -> tuple[Layer, ...]:
@@ -45,7 +48,7 @@ def forward_target(
     config: TargetConfig,
     ids: Int[Array, "B M"],
     start: Int[Array, " B"],
-    cache: tuple[Layer, ...],
+    cache: Cache,
     taps: tuple[int, ...],
     row: Int[Array, " B"] | None = None,
 ) -> TargetOutput:
@@ -55,8 +58,8 @@ def forward_target(
         params: tensors by checkpoint name, from ``load_target``.
         config: from ``load_target``.
         ids: tokens in [0, V).
-        start: tokens of each sequence already in ``cache``; ``start + M`` must not exceed S.
-        cache: from ``empty_cache`` or an earlier call.
+        start: tokens of each sequence already in ``cache``; ``start + M`` must not exceed its slots.
+        cache: from ``empty_cache``, ``empty_pages`` or an earlier call; its layers decide the kind.
         taps: 0-based layers whose outputs, before the final norm, are the features, n of them.
         row: the one row per sequence whose logits are wanted; None gives those of all.
 
@@ -69,7 +72,7 @@ def forward_target(
             "target_layer_ids of a drafter made for this target"
         )
     at = positions(start, ids.shape[1])
-    slots = jnp.arange(cache[0].key.shape[2], dtype=at.dtype)[None]
+    slots = jnp.arange(cache[0].slots, dtype=at.dtype)[None]
     seen = visible(LayerMask(causal=True), at, slots)
     hidden = params[EMBEDDING][ids]
     tables = rotary_tables(config.rope, at, hidden.dtype)
@@ -78,10 +81,9 @@ def forward_target(
         name = f"model.layers.{index}"
         rows = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
         queries = project_queries(params, f"{name}.self_attn", config, rows, tables)
-        layer = write_layer(
-            layer, project_keys_values(params, f"{name}.self_attn", config, rows, tables), start
-        )
-        mixed = attend(queries, [Seen(layer.key, layer.value, seen)])
+        fresh = project_keys_values(params, f"{name}.self_attn", config, rows, tables)
+        layer, (keys, values) = layer.written(fresh, start)
+        mixed = attend(queries, [Seen(keys, values, seen)])
         hidden = hidden + linear(params, f"{name}.self_attn.o_proj", mixed)
         rows = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
         hidden = hidden + swiglu(params, f"{name}.mlp", rows)

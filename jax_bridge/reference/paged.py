@@ -1,0 +1,83 @@
+"""A paged target cache in plain JAX: gather every row's pages, mask what lies past its length.
+
+Position p of row b is ``pool[table[b, p // page], :, p % page]``: K and V side by side, zeros up to a
+whole number of lanes. Page 0 belongs to nobody: positions without a page are written there.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jax_bridge.reference.attention import Rows
+from jax_bridge.reference.static import positions
+from jax_bridge.reference.target_config import TargetConfig
+
+LANES = 128
+
+
+class PagedLayer(NamedTuple):
+    """One layer's keys and values, and where each row's are. Every layer has its own copy of the table."""
+
+    pool: Float[Array, "P G page KV"]
+    table: Int[Array, "B T"]
+
+    @property
+    def batch(self) -> int:
+        """Rows B."""
+        return self.table.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """Positions that a row has columns for, T pages of them."""
+        return self.table.shape[1] * self.pool.shape[2]
+
+    def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["PagedLayer", Rows]:
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and all it then holds: [B, G, T * page, D]."""
+        keys, values = rows
+        page, columns, dim = self.pool.shape[2], self.table.shape[1], keys.shape[3]
+        at = positions(start, keys.shape[2])
+        column = at // page
+        number = jnp.take_along_axis(self.table, jnp.minimum(column, columns - 1), axis=1)
+        number = jnp.where(column < columns, number, 0)
+        beside = jnp.concatenate([keys, values], axis=-1)
+        beside = jnp.pad(beside, ((0, 0), (0, 0), (0, 0), (0, self.pool.shape[3] - 2 * dim)))
+        fresh = beside.transpose(0, 2, 1, 3).astype(self.pool.dtype)
+        layer = PagedLayer(self.pool.at[number, :, at % page].set(fresh), self.table)
+        held = layer.rows()
+        return layer, (held[..., :dim], held[..., dim : 2 * dim])
+
+    def rows(self) -> Float[Array, "B G S KV"]:
+        """Each row's positions in order, S = T * page of them; stale past the row's length."""
+        pages = self.pool[self.table].transpose(0, 2, 1, 3, 4)
+        return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
+
+
+def empty_pages(
+    config: TargetConfig, table: Int[np.ndarray, "B T"], pages: int, page_size: int, dtype: DTypeLike
+) -> tuple[PagedLayer, ...]:
+    """Zeroed pools [P, G, page, KV] of every decoder layer, for rows whose pages are ``table``'s.
+
+    Args:
+        config: of the target.
+        table: page numbers, int32 [B, T]; 0 where a row has no page. No two rows may share another page.
+        pages: pages P of a pool, page 0 included.
+        page_size: positions in a page.
+        dtype: of keys and values.
+
+    Raises:
+        ValueError: ``table`` has not two axes, or names a page that no pool has.
+    """
+    if table.ndim != 2:
+        raise ValueError(f"table has shape {table.shape}; give a row of page numbers per sequence, [B, T]")
+    if table.min() < 0 or table.max() >= pages:
+        raise ValueError(
+            f"table names pages {table.min()} to {table.max()}; the pool has 0 to {pages - 1}: give it "
+            "more pages, or name others"
+        )
+    width = -(-2 * config.head_dim // LANES) * LANES
+    shape = (pages, config.num_key_value_heads, page_size, width)
+    layers = range(config.num_hidden_layers)
+    return tuple(PagedLayer(jnp.zeros(shape, dtype), jnp.array(table, jnp.int32)) for _ in layers)
