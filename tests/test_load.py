@@ -30,6 +30,8 @@ GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
 @pytest.fixture(autouse=True)
 def no_bars_of_transformers():
     logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()  # which is how every test finds it
 
 
 def save(target, folder, shard="50GB"):
