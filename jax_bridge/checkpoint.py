@@ -57,18 +57,17 @@ def find_files(path_or_id: str) -> list[Path]:
         FileNotFoundError: no safetensors, or a shard that the index names is absent.
         ValueError: the index is damaged.
     """
-    name = path_or_id
-    single = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    single = cached_file(path_or_id, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
     if single is not None:
         return [Path(single)]
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     if index is None:
         raise FileNotFoundError(
-            f"{name} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load "
+            f"{path_or_id} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load "
             "it with AutoModelForCausalLM and save_pretrained() it: no other kind is read."
         )
     _check_index(Path(index))
-    files = [Path(file) for file in get_checkpoint_shard_files(name, index)[0]]
+    files = [Path(file) for file in get_checkpoint_shard_files(path_or_id, index)[0]]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{index} names {file.name}, which is not there; fetch it again.")

@@ -84,7 +84,8 @@ class XlaRuntime:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         with progress_bar(progress, total=len(buckets) + 3, unit="program", desc="begin") as bar:
             state = self.begin(params, idle_rows(self.plan))
-            state = self.assign(state, _no_pages(self.plan), np.ones(self.plan.batch_size, bool))
+            pages = None if state.pages is None else np.zeros(state.pages.shape, np.int32)
+            state = self.assign(state, pages, np.ones(self.plan.batch_size, bool))
             for width in buckets:
                 _next(bar, f"prefill {width}")
                 state = self.prefill(params, state, idle_chunk(self.plan, width))
@@ -102,10 +103,6 @@ def _next(bar: Any, name: str) -> None:
     """One program is done, and ``name`` is what the bar now waits for."""
     bar.update()
     bar.set_description(name)
-
-
-def _no_pages(plan: DecodePlan) -> np.ndarray | None:
-    return np.zeros((plan.batch_size, plan.row_pages), np.int32) if plan.cache == "paged" else None
 
 
 def _copy(fields: list[jax.Array]) -> list[jax.Array]:

@@ -58,9 +58,13 @@ class PagedLayer:
 
 def allocate_pool(spec: Any, plan: DecodePlan, dtype: torch.dtype, device) -> PagedLayer:
     """Zeroed pages of one layer: finite, for a masked slot still meets a zero weight."""
-    width = -(-(spec.k_dim + spec.v_dim) // LANES) * LANES
-    shape = (plan.pages, spec.heads, plan.page_size, width)
+    shape = (plan.pages, spec.heads, plan.page_size, pool_width(spec.k_dim, spec.v_dim))
     return PagedLayer(torch.zeros(shape, dtype=dtype, device=device))
+
+
+def pool_width(k_dim: int, v_dim: int) -> int:
+    """Lanes of a position in a page: K and V, in whole registers."""
+    return -(-(k_dim + v_dim) // LANES) * LANES
 
 
 def paged_attention(

@@ -99,10 +99,8 @@ class DFlashProposer(nn.Module):
             layer = pstate.layers[attention.index]
             layer = layer.write(key[:, :, :rows], value[:, :, :rows], pstate.length, pstate.buffered)
             written.append(layer)
-            past, own = (
-                (layer.key, layer.value, layer.positions(length)),
-                (key[:, :, rows:], value[:, :, rows:]),
-            )
+            own = key[:, :, rows:], value[:, :, rows:]
+            past = layer.key, layer.value, layer.positions(length)
             rule = {"window": attention.window, "causal": attention.causal}
             return lambda query, scale: block_attention(query, *own, *past, length, scale, **rule)
 

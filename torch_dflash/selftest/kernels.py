@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_dflash.block_attention import block_attention
-from torch_dflash.paged import LANES, paged_attention
+from torch_dflash.paged import paged_attention, pool_width
 from torch_dflash.selftest.checks import Check, within
 from torch_dflash.selftest.side import Side
 
@@ -90,8 +90,7 @@ def _arguments(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(shape.rows)
     normal = partial(_normal, random, dtype)
     pages = BATCH * COLUMNS
-    width = -(-2 * shape.dim // LANES) * LANES
-    pool = normal(pages + 1, shape.groups, PAGE, width)
+    pool = normal(pages + 1, shape.groups, PAGE, pool_width(shape.dim, shape.dim))
     pool[..., 2 * shape.dim :] = 0
     table = 1 + torch.randperm(pages, generator=random).view(BATCH, COLUMNS)
     start = torch.randint(0, COLUMNS * PAGE - shape.rows - PAGE, (BATCH,), generator=random)
