@@ -21,9 +21,12 @@ ONE_DOOR = "torch_dflash.engine"
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
     {"checks"},
+    {"weight_files", "drafter_fields"},
+    {"config_fields"},
     {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
     {"loaded", "progress"},
     {"config", "paged", "pages", "ring", "block_attention"},
+    {"drafter_files"},
     {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
     {"target", "proposers.base", "demo_model"},
     {"demo_pair"},
