@@ -7,11 +7,20 @@ import signal
 from contextlib import contextmanager
 
 import pytest
-import torch
 from guards import refuses
 from models import make_target
-from test_loading import FIELDS, FULL, SLIDING, publish
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlavaConfig, OPTConfig, Phi3Config
+from safetensors.torch import load_file
+from test_loading import FIELDS, FULL, PUBLISHED, SLIDING, publish, same_tensors, tensors_for
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlavaConfig,
+    OPTConfig,
+    Phi3Config,
+)
 
 import jax_bridge as jb
 import torch_dflash as td
@@ -39,7 +48,7 @@ def seconds(limit):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A Llama and a Qwen3-MoE-like fields file: (folder, its config.json as it should be)."""
+    """A Llama: its folder, and its config.json as it should be."""
     folder = tmp_path_factory.mktemp("llama")
     make_target("llama").save_pretrained(folder)
     return folder, json.loads((folder / "config.json").read_text())
@@ -70,8 +79,7 @@ ABSURD += [("dtype", "float8"), ("dtype", 3), ("torch_dtype", "float8"), ("quant
 
 @pytest.mark.parametrize(("name", "value"), ABSURD)
 def test_a_target_of_absurd_fields_is_refused_before_it_is_built(target, monkeypatch, name, value):
-    built = pytest.fail
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args, **given: built("built before refused"))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args: pytest.fail("built before refused"))
     folder = target(**{name: value})
     with seconds(10), refuses(ValueError, f"{name}={value!r} in {folder}"):
         jb.load(folder)
@@ -84,8 +92,6 @@ def test_sizes_that_only_the_model_class_refuses_are_named_too(target):
 
 
 def test_sizes_go_by_the_names_of_the_class(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=97, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     jb.load(tmp_path)
@@ -125,13 +131,12 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path):
     blobs.mkdir()
     snapshot.mkdir(parents=True)
     publish(blobs)
-    tensors = td.DFlashDraftModel.from_pretrained(blobs).state_dict()
+    tensors = load_file(blobs / "model.safetensors")
     (snapshot / "config.json").symlink_to("../../blobs/config.json")
     (snapshot / "model-1.safetensors").symlink_to("../../blobs/model.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = td.DFlashDraftModel.from_pretrained(snapshot).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    same_tensors(td.DFlashDraftModel.from_pretrained(snapshot), tensors)
 
 
 BAD = [(name, value) for name in SIZES for value in (0, -1, "32", True, 32.0)]
@@ -156,8 +161,6 @@ BAD += [("max_position_embeddings", -1)]
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_a_drafter_of_bad_fields_is_refused_by_name(tmp_path, name, value):
-    from test_loading import PUBLISHED, tensors_for
-
     nested = (
         {"dflash_config": {"mask_token_id": 96}} if name in ("target_layer_ids", "num_target_layers") else {}
     )

@@ -17,10 +17,10 @@ from torch_dflash.weight_files import Stored
 
 _LAYERS = ("num_hidden_layers", "decoder_layers")  # each stores at least one tensor
 _ROWS = ("hidden_size", "vocab_size")  # lengths that some tensor has
-_WIDTHS = ("intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_WIDTHS: tuple[str, ...] = ("intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+_EXPERTS: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 # Fields that a class does not use keep its defaults, which say nothing about the files; those lie below.
-_ALWAYS_FITS: dict[str, int] = dict.fromkeys(_WIDTHS, 2**20) | dict.fromkeys(_EXPERTS, 2**14)
+_ALWAYS_FITS: dict[Any, int] = {**dict.fromkeys(_WIDTHS, 2**20), **dict.fromkeys(_EXPERTS, 2**14)}
 _MAY_BE_ZERO = ("intermediate_size", *_EXPERTS)  # of classes that have none
 
 
@@ -60,10 +60,9 @@ def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: 
     files = ", ".join(sorted({part.file.name for part in stored.values()})[:3])
     for field in (*_LAYERS, *_ROWS, *_WIDTHS, *_EXPERTS):
         name = _own_name(scope, field)
-        value: Any = scope.get(name)
-        by_layer = isinstance(value, list) and field not in _ROWS
-        if value is None or by_layer:
-            continue
+        if name not in scope or scope[name] is None or (field not in _ROWS and type(scope[name]) is list):
+            continue  # the class's default, or one for each layer
+        value: Any = scope[name]
         said = f"{name}={value!r} in {where}/config.json"
         least = 0 if field in _MAY_BE_ZERO else 1
         if not is_count(value) or value < least:
@@ -73,7 +72,7 @@ def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: 
             raise ValueError(f"{said}, but {files} holds {len(stored)} tensors, fewer than layers; {wrong}")
         if field in _ROWS and value not in lengths:
             raise ValueError(f"{said}, but no tensor of {files} has a dimension of that length; {wrong}")
-        if value > max(elements, _ALWAYS_FITS.get(field, value)):
+        if field in _ALWAYS_FITS and value > max(elements, _ALWAYS_FITS[field]):
             raise ValueError(f"{said}, but all of {files} holds {elements} numbers; {wrong}")
 
 
