@@ -46,7 +46,9 @@ class Target(nn.Module):
         check_target(model)
         check_static_rope(model.config)
         self.model: Any = build_skeleton(model)
-        self.specs = trace_layers(self.model)
+        runs = model.device.type != "meta"
+        own = model.config.get_text_config()._attn_implementation
+        self.specs = trace_layers(self.model, own if runs else None)
         self._windows = tuple(spec.window for spec in self.specs)
 
     @property
