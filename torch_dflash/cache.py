@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from torch_dflash.attention import KeyValue, Rows, grouped_attention, visible
+from torch_dflash.attention import KeyValue, Rows, finite_values, grouped_attention, visible
 from torch_dflash.paged import PagedLayer, allocate_pool
 from torch_dflash.rows import write_rows
 from torch_dflash.state import DecodePlan, register_state
@@ -148,7 +148,9 @@ class CacheView(Cache):
         return key, value
 
     def attend(self, layer_idx: int, rows: Rows) -> Float[Tensor, "B M Q Dv"]:
-        """The layer's attention of these rows; their K and V are kept."""
+        """The layer's attention of these rows; their K and V are kept, as `finite_values` has them."""
+        key, value = finite_values(rows.key, rows.value)
+        rows = rows._replace(key=key, value=value)
         out, self.states[layer_idx] = self.states[layer_idx].attend(rows, self)
         return out
 
