@@ -120,13 +120,14 @@ def play(form: str, kind: str, poisons, dim: int = 16, kept: int = 0):
 
 @pytest.fixture
 def kernels(request, monkeypatch):
-    """The kernel in the place of the form that runs on a CPU."""
+    """Two pages at a time, and the kernel in the place of the form that runs on a CPU."""
+    monkeypatch.setattr(paged_kernel, "BLOCK_KEYS", 32)
     if request.getfixturevalue("form") == "pallas":
         monkeypatch.setattr(paged_kernel, "jnp_paged_attention", interpreted)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["all", "a window, sinks, soft cap"])
 def test_a_rejected_row_changes_no_other(form, kind, kernels):
     wanted, after = play(form, kind, FINE)
     assert np.isfinite(wanted).all() and np.isfinite(after).all()
