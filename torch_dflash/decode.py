@@ -17,7 +17,7 @@ from torch_dflash.cache import check_specs
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
-from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling, register_state
+from torch_dflash.state import DecodePlan, DecodeState, Draft, PromptChunk, Sampling, register_state
 from torch_dflash.target import Target
 
 Params = dict[str, Tensor]
@@ -79,6 +79,7 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
 
     anchor = read_rows(state.tokens, state.length, 1)
     draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
+    draft = _known_chain(draft, target.vocab_size)
 
     ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
     out = target(ids, state.length, state.cache, proposer.taps, state.pages)
@@ -102,6 +103,22 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
         accepted=write_rows(state.accepted, kept[:, None].to(torch.uint8), state.rounds, dim=1),
         rounds=state.rounds + live,
     )
+
+
+def _known_chain(draft: Draft, vocab_size: int) -> Draft:
+    """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
+
+    Raises:
+        ValueError: the draft is a tree.
+    """
+    if draft.parent is not None:
+        raise ValueError(
+            "Draft.parent is set: a tree of drafts would be verified as if it were a chain; propose a chain "
+            "and leave parent None."
+        )
+    tokens = draft.tokens.clamp(0, vocab_size - 1)
+    known = torch.cumprod((tokens == draft.tokens).to(torch.int32), dim=1).sum(dim=1, dtype=torch.int32)
+    return Draft(tokens, torch.minimum(draft.valid, known))
 
 
 def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from torch_dflash.attention import Attend, KeyValue, attend_to, visible
+from torch_dflash.attention import Attend, KeyValue, attend_to, finite_values, visible
 from torch_dflash.config import DFlashConfig
 from torch_dflash.drafter_files import check_files
 
@@ -53,9 +53,9 @@ class DFlashAttention(nn.Module):
         return _rotate(self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2), rope)
 
     def key_value(self, rows: Float[Tensor, "B R H"], rope) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, G, R, D] of any rows, context or block."""
+        """Rotated keys and values [B, G, R, D] of any rows, context or block, as `finite_values` has them."""
         key = _rotate(self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2), rope)
-        return key, self._heads(self.v_proj(rows)).transpose(1, 2)
+        return finite_values(key, self._heads(self.v_proj(rows)).transpose(1, 2))
 
     def forward(self, block, rope, attend: Attend) -> Float[Tensor, "B W H"]:
         """Attend from the block and project back."""
