@@ -46,6 +46,10 @@ class XlaRuntime:
         """Device arrays of the live weights; only changed ones are converted."""
         return self._weights.refresh(tensors)
 
+    def forget(self, tensors: dict[str, Any]) -> None:
+        """Convert these weights on their next use, changed or not."""
+        self._weights.forget(tensors)
+
     def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
         """An empty state on the device."""
         return self._run("begin", self._begin, (params, to_jax(rows)))

@@ -43,6 +43,10 @@ class Runtime(Protocol):
         """Parameters for these live tensors; unchanged ones are not converted again."""
         ...
 
+    def forget(self, tensors: Params) -> None:
+        """Have the next `refresh` convert these tensors, changed or not."""
+        ...
+
     def begin(self, params: Any, rows: RowRequests) -> Any: ...
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
@@ -85,6 +89,9 @@ class EagerRuntime:
     def refresh(self, tensors: Params) -> Params:
         """The live tensors themselves: nothing is copied."""
         return tensors
+
+    def forget(self, tensors: Params) -> None:
+        """Nothing to forget."""
 
     def begin(self, params: Params, rows: RowRequests) -> DecodeState:
         return self._step(begin, params, rows)
