@@ -5,6 +5,7 @@ Run eagerly they are the reference; `jax_bridge` lowers these same functions to 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,13 +36,14 @@ class Pair(nn.Module):
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan
+        self._lock = threading.Lock()  # functional_call swaps weights in and out of these modules
 
     def forward(self, step, *args):
         return step(self, *args)
 
     def run(self, step, params: Params, *args):
-        """``step(self, *args)`` with ``params`` in place of the weights."""
-        with torch.no_grad():
+        """``step(self, *args)`` with ``params`` in place of the weights; one thread at a time."""
+        with self._lock, torch.no_grad():
             return torch.func.functional_call(self, params, (step, *args))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     Raises:
         Whatever ``write`` does; what stood at ``path`` is then untouched.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # A name of its own, not to be guessed, and made here: no other thread writes it, and no link leads away.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.{os.getpid()}.part")
+    part.touch(exist_ok=False)
     try:
-        part.touch()
         mode = part.stat().st_mode
         write(part)
         part.chmod(mode)  # as any other file's: safetensors writes for the owner alone

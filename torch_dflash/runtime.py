@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -84,7 +83,6 @@ class EagerRuntime:
     def __init__(self, pair: Pair, plan: DecodePlan):
         self.pair = pair
         self.plan = plan
-        self._lock = threading.Lock()  # functional_call swaps weights in and out of the shared skeleton
 
     def refresh(self, tensors: Params) -> Params:
         """The live tensors themselves: nothing is copied."""
@@ -127,8 +125,7 @@ class EagerRuntime:
     def _step(self, step, params: Params, *args):
         device = next(iter(params.values())).device
         args = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), args)
-        with self._lock:
-            return step(self.pair, params, *args)
+        return step(self.pair, params, *args)
 
 
 def _checked(state: DecodeState) -> DecodeState:
