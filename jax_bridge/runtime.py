@@ -115,6 +115,11 @@ def _copy(fields: list[jax.Array]) -> list[jax.Array]:
 
 def idle_rows(plan: DecodePlan) -> RowRequests:
     """A request in which no row is used."""
+    with torch.device("cpu"):
+        return _idle_rows(plan)
+
+
+def _idle_rows(plan: DecodePlan) -> RowRequests:
     zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
     floats = torch.zeros(plan.batch_size)
     return RowRequests(
@@ -128,6 +133,6 @@ def idle_rows(plan: DecodePlan) -> RowRequests:
 
 def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:
     """A prompt chunk [B, ``width``] that holds nothing for any row."""
-    zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
-    ids = torch.zeros(plan.batch_size, width, dtype=torch.int32)
+    zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device="cpu")
+    ids = torch.zeros(plan.batch_size, width, dtype=torch.int32, device="cpu")
     return PromptChunk(ids=ids, count=zeros, following=torch.full_like(zeros, -1))

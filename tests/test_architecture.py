@@ -21,7 +21,7 @@ ONE_DOOR = "torch_dflash.engine"
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
     {"checks"},
-    {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
+    {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums", "unmodified"},
     {"loaded", "progress"},
     {"config", "paged", "pages", "ring", "block_attention"},
     {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
@@ -29,7 +29,7 @@ LAYERS = [
     {"demo_pair"},
     {"decode", "proposers", "proposers.dflash", "proposers.ngram", "proposers.plain"},
     {"runtime", "checkpoints"},
-    {"options", "prompts"},
+    {"options", "prompts", "state_checks"},
     {"outputs"},
     {"engine"},
     {"engine_cache", "state_io"},

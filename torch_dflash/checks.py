@@ -75,6 +75,15 @@ def check_context(target: Any, max_length: int) -> None:
         )
 
 
+def check_dtype(what: str, state: Any, weights: Any) -> None:
+    """Raise ``ValueError`` if the ``what`` of a state in mid-generation has been cast to another dtype."""
+    if state != weights:
+        raise ValueError(
+            f"the state was made with a {what} in {state}, which is in {weights} now; cast it back with "
+            f"{what}.to({state}), or start the generation again."
+        )
+
+
 def names_a_folder(source: str) -> bool:
     """Whether ``source`` can only be a path, there or not; what else is no directory may be a hub id."""
     return not source or source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1

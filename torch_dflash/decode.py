@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torch_dflash.accept import accept_chain, trim_at_stop
 from torch_dflash.cache import check_specs
+from torch_dflash.checks import check_dtype
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
@@ -77,6 +79,7 @@ def decode_round(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
 def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     target, proposer, plan = pair.target, pair.proposer, pair.plan
     width = plan.verify_width
+    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
 
     anchor = read_rows(state.tokens, state.length, 1)
     draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
@@ -109,6 +112,7 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     target, proposer = pair.target, pair.proposer
     ids, count = chunk.ids, chunk.count
     fed, last = count > 0, (count - 1).clamp(min=0)
+    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
 
     # A row without a piece may stand anywhere: it writes to the write-off page.
     pages = None if state.pages is None else torch.where(fed[:, None], state.pages, 0)

@@ -289,7 +289,7 @@ def read_request(
 
 def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) -> RowRequests:
     def column(values, dtype, fill: Any = 0):
-        return torch.tensor([*values, *[fill] * (plan.batch_size - len(rows))], dtype=dtype)
+        return torch.tensor([*values, *[fill] * (plan.batch_size - len(rows))], dtype=dtype, device="cpu")
 
     lengths = [len(row) for row in rows]
     limits = [a + b for a, b in zip(lengths, request.max_new_tokens, strict=True)]

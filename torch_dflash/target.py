@@ -62,6 +62,11 @@ class Target(nn.Module):
         """Width H of the hidden states."""
         return self.model.get_input_embeddings().weight.shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding, and so of the cache; of the weights that are bound, where some are."""
+        return self.model.get_input_embeddings().weight.dtype
+
     def start(self, plan: DecodePlan) -> tuple:
         """Empty cache for ``plan``, on the weights' device and in their dtype."""
         weight = self.model.get_input_embeddings().weight
