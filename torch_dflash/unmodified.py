@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-# Modes, bookkeeping, and what only training or the loss reads.
-IGNORED = frozenset({"training", "gradient_checkpointing", "name_or_path"})
-# Of a config: defaults of `generate`, names, and which outputs a forward returns. The text is not theirs.
-COSMETIC = IGNORED | {
-    *("architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type"),
-    *("return_dict", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache"),
-}
+# No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
+# defaults of `generate`, which outputs a forward returns. What a vocabulary's size decides are shapes.
+IGNORED = frozenset(
+    "training gradient_checkpointing vocab_size padding_idx problem_type output_router_logits "
+    "name_or_path architectures auto_map tokenizer_class transformers_version id2label label2id dtype "
+    "torch_dtype bos_token_id eos_token_id pad_token_id use_cache output_attentions output_hidden_states "
+    "return_dict".split()
+)
 _PLAIN = (int, float, str, type(None))  # bool is an int
 _ABSENT = object()
 
@@ -34,7 +34,7 @@ def settings(config: Any) -> dict[str, Any]:
     """The fields of a config (or None) that may decide what text comes, nested configs as dicts."""
     found = {}
     for name, value in getattr(config, "__dict__", {}).items():
-        if name in COSMETIC or name.startswith("_"):
+        if name in IGNORED or name.startswith("_"):
             continue
         if _is_plain(value) or isinstance(value, dict):
             found[name] = value
