@@ -66,6 +66,11 @@ class Target(nn.Module):
         """Width H of the hidden states."""
         return self.model.get_input_embeddings().weight.shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding, and so of the cache; of the weights that are bound, where some are."""
+        return self.model.get_input_embeddings().weight.dtype
+
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""
         if taps and not hasattr(self.model.get_decoder(), "layers"):
