@@ -13,6 +13,7 @@ NEAR = 40
 """How many positions on either side of an edge are looked at one by one."""
 
 
+@torch.device("cpu")
 def read_window(mask: Callable, context: int) -> int | None:
     """The sliding window of a causal mask: how many positions a row sees, itself included; None for all.
 
