@@ -167,6 +167,8 @@ class DFlashDraftModel(PreTrainedModel):
         Returns:
             ``.last_hidden_state`` [B, W, H]; row i is the state of the token at the block's position i.
         """
+        if isinstance(noise_embeds, nn.Module):  # as transformers calls a custom generate
+            raise TypeError("custom_generate=DFlashDraftModel: pass torch_dflash.dflash(drafter).")
 
         def memory(attention, key, value):
             if past_key_values is not None:
