@@ -8,7 +8,7 @@ import pytest
 import torch
 from guards import IDS, refuses
 from guards import no_step_runs as no_step_runs
-from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
+from transformers import AutoModel, DynamicCache, GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerationMixin, LogitsProcessorList
 
 import torch_dflash as td
@@ -210,6 +210,22 @@ def test_what_custom_generate_is_not(pair):
         target.generate(IDS, max_new_tokens=2, custom_generate=drafter)
     with refuses(TypeError, "drafter=Qwen3ForCausalLM", "DFlashDraftModel"):
         td.dflash(target)
+
+
+def test_drafters_that_were_not_taken_for_one(pair, tmp_path):
+    target, drafter = pair
+    drafter.save_pretrained(tmp_path)
+    other = AutoModel.from_pretrained(tmp_path)  # the config says qwen3
+    for entry in (
+        lambda: generate(target, other),
+        lambda: td.compile(target, other, runtime="eager", max_length=64),
+        lambda: td.dflash(other),
+    ):
+        with refuses(TypeError, "drafter=Qwen3Model", "DFlashDraftModel.from_pretrained"):
+            entry()
+    with refuses(AttributeError, "does not generate on its own", "speculation_type='dflash'"):
+        target.generate(IDS, max_new_tokens=2, assistant_model=drafter)
+    assert not hasattr(drafter, "generation_config")
 
 
 def test_a_model_in_pefts_wrapper(pair):

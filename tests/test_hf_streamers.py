@@ -7,10 +7,15 @@ import models
 import pytest
 import torch
 from guards import refuses
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AsyncTextIteratorStreamer,
+    PreTrainedTokenizerFast,
     TextIteratorStreamer,
     TextStreamer,
+    pipeline,
 )
 
 import torch_dflash as td
@@ -80,6 +85,19 @@ def test_an_asynchronous_reader(pair, ids, way):
 
     text, out = asyncio.run(asyncio.wait_for(read(), PATIENCE))
     assert text == Letters().decode(out[0, ids.shape[1] :])
+
+
+def test_a_streamer_through_a_pipeline(pair, capsys):
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(models.VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", unk_token="w0")
+    pipe = pipeline("text-generation", model=pair[0], tokenizer=tokenizer, device="cpu")
+    (out,) = pipe(
+        "w5 w6 w7", max_new_tokens=4, do_sample=False, custom_generate=td.dflash(pair[1], runtime="eager"),
+        dflash_streamer=TextStreamer(tokenizer, skip_prompt=True),
+    )  # fmt: skip
+    shown = capsys.readouterr().out.split()
+    assert len(shown) == 4 and out["generated_text"] == "w5 w6 w7" + " ".join(shown)
 
 
 def test_a_calls_own_streamer_goes_before_the_bound_one(pair, ids, capsys):

@@ -56,7 +56,7 @@ def _no_tokens(cache: Any) -> bool:
 
 
 def _is_empty(given: Any) -> bool:
-    return isinstance(given, list | tuple) and not given
+    return isinstance(given, list | tuple | dict) and not given
 
 
 def _all_zero(given: Any) -> bool:
@@ -67,6 +67,7 @@ def _all_zero(given: Any) -> bool:
 _NOTHING: dict[str, Callable[[Any], bool]] = {
     "logits_processor": _is_empty,
     "stopping_criteria": _is_empty,
+    "mm_encoder_outputs": _is_empty,  # transformers' own, of a multimodal model given text alone
     "past_key_values": _no_tokens,
     "token_type_ids": _all_zero,
     "mm_token_type_ids": _all_zero,

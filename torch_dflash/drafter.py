@@ -103,6 +103,16 @@ class DFlashDraftModel(PreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.post_init()
 
+    def __getattr__(self, name: str) -> Any:
+        if (
+            name == "generation_config"
+        ):  # what transformers asks an assistant for, if it is to generate itself
+            raise AttributeError(
+                "a DFlash drafter does not generate on its own: pass speculation_type='dflash' beside "
+                "assistant_model, or custom_generate=torch_dflash.dflash(drafter) without it."
+            )
+        return super().__getattr__(name)
+
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         """Load a drafter; as ``PreTrainedModel.from_pretrained``, but a missing weight is an error.
