@@ -29,7 +29,7 @@ LAYERS = [
     {"demo_pair"},
     {"decode", "proposers", "proposers.dflash", "proposers.ngram", "proposers.plain"},
     {"runtime", "checkpoints"},
-    {"options", "prompts"},
+    {"options", "prompts", "capacity"},
     {"outputs"},
     {"engine"},
     {"engine_cache", "state_io"},

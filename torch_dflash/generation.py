@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from torch_dflash.capacity import round_up
 from torch_dflash.checks import (
     check_blocks,
     check_cache,
@@ -234,7 +235,7 @@ def _refuse_classes(argument: str, objects, known: tuple[str, ...]) -> None:
 
 
 def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> int:
-    """The longest row's end, rounded up to one of four sizes per octave: few programs serve all lengths."""
+    """The room of an engine that holds the longest row, or ``ValueError`` where the target has none."""
     needed = max(ends)
     context = context_of(target)
     if needed > context:
@@ -243,6 +244,4 @@ def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> i
             f"row {row}: a prompt of {needed - budgets[row]} tokens and max_new_tokens={budgets[row]} exceed "
             f"the target's max_position_embeddings={context}; shorten them."
         )
-    step = max(64, (1 << (needed - 1).bit_length()) // 8)
-    rounded = -(-needed // step) * step
-    return min(rounded, context)
+    return round_up(needed, context)
