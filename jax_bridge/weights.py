@@ -37,7 +37,10 @@ def _known(tensor: torch.Tensor, turn: bool) -> Weight | None:
 
 
 def _convert(tensor: torch.Tensor, turn: bool) -> Weight:
-    array = by_rows(to_jax(tensor.detach().T if turn else tensor))
+    # One copy, in memory that JAX may keep, for a weight is never donated.
+    source = tensor.detach().T if turn else tensor.detach()
+    own = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    array = by_rows(to_jax(own, copy=False))
     _converted[tensor] = (fingerprint(tensor), tensor.untyped_storage(), weakref.ref(array), turn)
     return Turned(array) if turn else array
 
