@@ -89,7 +89,7 @@ def generate(
     may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``,
     ``eos_token_id`` as a list of lists) take one value or one per row.
 
-    Honoured: lengths, stop ids, temperature, top-k, top-p, min-p. Refused by name: whatever else changes text.
+    Honoured: lengths, stop ids, temperature, top-k, top-p, min-p. Refused by name: all else that changes it.
 
     Args:
         target: a transformers causal LM, or what `jax_bridge.load` gave.
