@@ -8,6 +8,8 @@ Here only buffers outside VMEM count. The result is an estimate from the program
 - a custom call (a Pallas kernel) reads its operands once and writes its results once; a result that lives in
   an operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
 - an asynchronous pair moves what the operation it stands for moves, counted where it ends;
+- a weight that is fetched at the program's end for its next run is counted once: only a first run also
+  fetches it at the top (a reading of XLA's marks, not measured);
 - a loop that counts to a constant repeats its body, any other (the loop over rounds) counts it once;
 - of a conditional the cheapest branch counts: the branch is there to avoid the other.
 """
@@ -47,7 +49,8 @@ def moved(program: Program, body: Body, at: Instruction) -> int:
     if at.op in _FREE or at.op.endswith(("-start", "-update")):
         return 0
     if at.op.endswith("-done"):
-        return moved(program, body, _finished(body, at))
+        finished = _finished(body, at)
+        return 0 if _fetched_before(body, finished) else moved(program, body, finished)
     operands = [body[name].type for name in at.operands]
     if at.op == "while":
         return _trips(program, at) * hbm_traffic(program, at.called("body"))
@@ -74,6 +77,17 @@ def _finished(body: Body, done: Instruction) -> Instruction:
     while start.op.endswith("-update"):
         start = body[start.operands[0]]
     return start._replace(op=start.op.removesuffix("-start"), type=done.type)
+
+
+def _fetched_before(body: Body, copy: Instruction) -> bool:
+    """Whether the run before made this copy: the program ends with the same one, which nothing in it uses."""
+    if "cross_program_prefetch_index" not in copy.attributes:
+        return False
+    used = {name for one in body.values() for name in one.operands}
+    unused = (
+        body[one.operands[0]] for one in body.values() if one.op == "copy-done" and one.name not in used
+    )
+    return any(start.operands == copy.operands and start.name != copy.name for start in unused)
 
 
 def _trips(program: Program, loop: Instruction) -> int:

@@ -21,14 +21,27 @@ ONE_DOOR = "torch_dflash.engine"
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
 LAYERS = [
     {"checks"},
-    {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
+    {
+        "control",
+        "state",
+        "rows",
+        "attention",
+        "experts",
+        "stats",
+        "files",
+        "checksums",
+        "masks",
+        "twin",
+        "tested",
+    },
     {"loaded", "progress"},
     {"config", "paged", "pages", "ring", "block_attention"},
     {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
+    {"tracing"},
     {"target", "proposers.base", "demo_model"},
     {"demo_pair"},
     {"decode", "proposers", "proposers.dflash", "proposers.ngram", "proposers.plain"},
-    {"runtime", "checkpoints"},
+    {"runtime", "checkpoints", "verify"},
     {"options", "prompts"},
     {"outputs"},
     {"engine"},
@@ -182,7 +195,7 @@ def test_proposers_see_neither_the_loop_nor_the_target():
             assert not ours(name) & hidden, name
             # The target's cache: its view and its commit. A proposer has layers of its own.
             used = {module for module, _ in imports(MODULES[name])}
-            assert not used & {"torch_dflash.cache.CacheView", "torch_dflash.cache.RecordingCache"}, name
+            assert not used & {"torch_dflash.cache.CacheView", "torch_dflash.tracing.RecordingCache"}, name
 
 
 def test_the_round_names_no_proposer():

@@ -145,6 +145,29 @@ def test_asynchronous_pairs_count_what_they_stand_for(lines, expected):
     assert traffic(*lines, other=cut) == expected
 
 
+FETCH = [
+    f"%s = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a), cross_program_prefetch_index=0",
+    f"%d = {VMEM} copy-done(%s)",
+    f"%u = {VMEM} negate(%d)",
+]
+FETCH_AGAIN = [f"%t = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%e = {VMEM} copy-done(%t)"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "copies"),
+    [
+        (FETCH, 1),
+        (FETCH + FETCH_AGAIN, 1),
+        ([*FETCH, *FETCH_AGAIN, f"%x = {VMEM} negate(%e)"], 2),
+        (FETCH + [line.replace("%a", "%w") for line in FETCH_AGAIN], 2),
+        ([*[line.partition(", cross_program")[0] for line in FETCH], *FETCH_AGAIN], 2),
+    ],
+    ids=["alone", "for the next run", "for a use of its own", "of another weight", "without the mark"],
+)
+def test_a_weight_fetched_for_the_next_run_is_counted_once(lines, copies):
+    assert traffic(*lines) == copies * 400
+
+
 FUSED = """\
 %fused (p.0: f32[100], p.1: f32[100]) -> (f32[10], f32[100]) {
   %p.0 = f32[100]{0} parameter(0)

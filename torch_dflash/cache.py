@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +18,7 @@ from torch_dflash.state import DecodePlan, register_state
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One target layer's cache needs, as seen in a traced forward (`torch_dflash.target.trace_layers`).
+    """One target layer's cache needs, as seen in a traced forward (`torch_dflash.tracing.trace_layers`).
 
     ``kind``: "attention" where the cached rows are what is attended to, "latent" where the model expands
     what it has cached (multi-head latent attention).
@@ -59,7 +60,7 @@ class StaticLayer:
     def attend(self, rows: Rows, view: CacheView) -> tuple[Tensor, StaticLayer]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self."""
         layer = self.write(rows.key, rows.value, view.start, view.count)
-        return _attend(rows, layer.key, layer.value, view.mask(rows, layer.key.shape[2])), layer
+        return attend_densely(rows, layer.key, layer.value, view.mask(rows, layer.key.shape[2])), layer
 
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
         """The position each slot holds when ``length`` [B] are committed, -1 for none."""
@@ -83,10 +84,11 @@ class LatentLayer(StaticLayer):
 
     def attend(self, rows: Rows, view: CacheView) -> tuple[Tensor, LatentLayer]:
         """Attend causally to the rows, which are of all positions."""
-        return _attend(rows, rows.key, rows.value, view.mask(rows, rows.key.shape[2])), self
+        return attend_densely(rows, rows.key, rows.value, view.mask(rows, rows.key.shape[2])), self
 
 
-def _attend(rows: Rows, key: Tensor, value: Tensor, mask: Tensor | None) -> Float[Tensor, "B M Q Dv"]:
+def attend_densely(rows: Rows, key: Tensor, value: Tensor, mask: Tensor | None) -> Float[Tensor, "B M Q Dv"]:
+    """Attention of the rows to dense keys and values, with the rows' own scale, sinks and soft cap."""
     part = KeyValue(key, value, mask)
     return grouped_attention(rows.query, [part], rows.scale, sinks=rows.sinks, softcap=rows.softcap)
 
@@ -123,10 +125,10 @@ class CacheView(Cache):
     """The cache of one forward of M rows per sequence, at positions ``start .. start+M-1``.
 
     Hugging Face attention modules call ``update`` with new rows; our attention function, which they call
-    next, calls ``attend``, which also sees queries and window. After the forward, ``states`` holds the new
-    layer states.
+    next, calls ``attend``, which also sees queries. After the forward, ``states`` holds the new layer states.
 
     Args:
+        windows: each layer's sliding window, None for none.
         table: page numbers [B, T], where the layers are paged.
         count: of a prompt chunk, how many rows of each sequence are real.
     """
@@ -134,12 +136,13 @@ class CacheView(Cache):
     def __init__(
         self,
         states: tuple,
+        windows: tuple[int | None, ...],
         start: Int[Tensor, " B"],
         table: Int[Tensor, "B T"] | None = None,
         count: Int[Tensor, " B"] | None = None,
     ):
         super().__init__(layers=[])
-        self.states = list(states)
+        self.states, self.windows = list(states), windows
         self.start, self.table, self.count = start, table, count
         self._masks: dict[int | None, Tensor] = {}
 
@@ -147,8 +150,9 @@ class CacheView(Cache):
         key, value, self.states[layer_idx] = self.states[layer_idx].update(key_states, value_states, self)
         return key, value
 
-    def attend(self, layer_idx: int, rows: Rows) -> Float[Tensor, "B M Q Dv"]:
+    def attend(self, layer_idx: int, rows: Rows, *_: Any) -> Float[Tensor, "B M Q Dv"]:
         """The layer's attention of these rows; their K and V are kept."""
+        rows = rows._replace(window=self.windows[layer_idx])
         out, self.states[layer_idx] = self.states[layer_idx].attend(rows, self)
         return out
 
@@ -162,28 +166,3 @@ class CacheView(Cache):
 
     def get_seq_length(self, layer_idx=0):
         return 0  # positions and masks are always given, so no model may derive them from here
-
-
-class RecordingCache(Cache):
-    """Notes what each layer hands over; run once on meta tensors to learn the layers' shapes and windows."""
-
-    def __init__(self):
-        super().__init__(layers=[])
-        self.shapes: dict[int, tuple[int, int, int]] = {}
-        self.windows: dict[int, int | None] = {}
-        self.latent: set[int] = set()
-        self._key: Tensor | None = None
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        self._key = key_states
-        self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
-        return key_states, value_states
-
-    def attend(self, layer_idx: int, rows: Rows) -> Float[Tensor, "B M Q Dv"]:
-        self.windows[layer_idx] = rows.window
-        if rows.key is not self._key:
-            self.latent.add(layer_idx)
-        return _attend(rows, rows.key, rows.value, None)
-
-    def get_seq_length(self, layer_idx=0):
-        return 0

@@ -32,6 +32,7 @@ class Pair(nn.Module):
     def __init__(self, target: Target, proposer: Proposer, plan: DecodePlan):
         super().__init__()
         check_specs(target.specs, plan)
+        target.check_taps(proposer.taps)
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan

@@ -25,6 +25,7 @@ from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.skeleton import collect_tensors
 from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, Sampling
 from torch_dflash.target import Target
+from torch_dflash.verify import verify_class
 
 LARGEST_CHUNK = 512
 
@@ -53,6 +54,7 @@ class Engine:
         cache: str = "static",
         page_size: int = 64,
         pool_pages: int | None = None,
+        verify: bool = True,
     ):
         check_runtime(runtime)
         # The arrays of a target without torch weights; they lead back to none of the user's objects.
@@ -87,6 +89,8 @@ class Engine:
         )
         self.largest_chunk = prefill_chunk_size
         self.pair = Pair(skeleton, proposer, self.plan)
+        if verify:
+            verify_class(target, cache)
         self.keeps_alive: Any = None
         self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.

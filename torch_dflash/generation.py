@@ -43,6 +43,7 @@ def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> 
         page_size: positions in a page, a multiple of 16.
         pool_pages: pages in all; unset: as many as a dense cache takes. With fewer, rows may have to wait for
             others to end; what they say does not change.
+        verify: try a tiny random twin first where the target's class is not among those tested.
 
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
@@ -70,6 +71,7 @@ def generate(
     rounds_per_chunk: int | None = None,
     runtime: str = "xla",
     cache: str = "static",
+    verify: bool = True,
     return_dict_in_generate: bool = False,
     streamer=None,
     **options: Any,
@@ -89,7 +91,7 @@ def generate(
         seed: in [-2**63, 2**64); row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
-        block_size, verify_width, rounds_per_chunk, runtime, cache: see `compile`.
+        block_size, verify_width, rounds_per_chunk, runtime, cache, verify: see `compile`.
         return_dict_in_generate: return ``.sequences`` and ``.stats``. streamer: transformers', for one row.
         **options: ``generation_config`` or any field of one, as in transformers.
 
@@ -124,6 +126,7 @@ def generate(
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
         cache=cache,
+        verify=verify,
     )
     return engine.generate(
         input_ids,
@@ -141,7 +144,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
 
     Args:
         drafter: as in `generate`. **bound: ``runtime``, ``block_size``, ``verify_width``,
-            ``rounds_per_chunk``, ``cache``, ``seed``, ``streamer``.
+            ``rounds_per_chunk``, ``cache``, ``verify``, ``seed``, ``streamer``.
 
     Raises:
         TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
@@ -204,7 +207,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         )
 
 
-_BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "cache", "seed", "streamer")
+_BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "cache", "verify", "seed", "streamer")
 # What transformers prepares for any decoder; our own state takes its place.
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache")
 # What transformers builds from options that a round honours itself.

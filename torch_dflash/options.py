@@ -72,6 +72,7 @@ _COMPILED = (
     "stop_slots",
     "filters",
     "cache",
+    "verify",
 )
 
 

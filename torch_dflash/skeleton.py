@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.attention import Rows
@@ -22,7 +23,7 @@ _memory: ContextVar[Any] = ContextVar("memory")
 
 @contextmanager
 def remembered_in(cache: Any) -> Iterator[None]:
-    """While open, attention of a skeleton is ``cache.attend(layer, rows)``."""
+    """While open, attention of a skeleton is ``cache.attend(layer, rows, mask, what else it is given)``."""
     token = _memory.set(cache)
     try:
         yield
@@ -30,17 +31,24 @@ def remembered_in(cache: Any) -> Iterator[None]:
         _memory.reset(token)
 
 
-def _attention(module, query, key, value, attention_mask, scaling, **kwargs):
+def _attention(module, query, key, value, attention_mask=None, scaling=None, **more):
     """transformers' attention interface: [B, Q, M, D] -> [B, M, Q, Dv].
 
-    The mask is not read: the cache knows every row's position, and here stands what else a mask would say.
+    The mask is read while a target is traced (`torch_dflash.tracing`); after that the cache knows what it
+    said. Windows too are taken from there: some models put theirs into the mask alone.
     """
-    window, sinks, softcap = (kwargs.get(name) for name in ("sliding_window", "s_aux", "softcap"))
-    rows = Rows(query, key, value, scaling, window, sinks, softcap)
-    return _memory.get().attend(module.layer_idx, rows), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = Rows(query, key, value, scale, sinks=more.get("s_aux"), softcap=more.get("softcap"))
+    return _memory.get().attend(module.layer_idx, rows, attention_mask, more).contiguous(), None
+
+
+def _mask(*, q_length, kv_length, mask_function, **_):
+    """transformers' mask interface, called while a target is traced: no mask is made, its rule is kept."""
+    return _memory.get().make_mask(mask_function, q_length, kv_length)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 
 
 def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTrainedModel:
@@ -55,6 +63,11 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
     try:
         with torch.device("meta"):
             skeleton = type(model)(config)
+    except KeyError as error:
+        raise ValueError(
+            f"target={type(model).__name__}: it knows no attention implementation but its own "
+            f"({error}), so that cannot be swapped; use a model with transformers' attention interface."
+        ) from error
     except TypeError as error:
         raise TypeError(
             f"{type(model).__name__} cannot be built from its config alone ({error}); pass a model whose "

@@ -13,12 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torch_dflash.cache import CacheView, LayerSpec, RecordingCache, allocate
+from torch_dflash.cache import CacheView, allocate
 from torch_dflash.checks import check_target
 from torch_dflash.config import check_static_rope
 from torch_dflash.rows import take_row
 from torch_dflash.skeleton import build_skeleton, remembered_in
 from torch_dflash.state import DecodePlan
+from torch_dflash.tracing import trace_layers
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Target(nn.Module):
         check_static_rope(model.config)
         self.model: Any = build_skeleton(model)
         self.specs = trace_layers(self.model)
+        self._windows = tuple(spec.window for spec in self.specs)
 
     @property
     def config(self):
@@ -61,6 +63,14 @@ class Target(nn.Module):
     def hidden_size(self) -> int:
         """Width H of the hidden states."""
         return self.model.get_input_embeddings().weight.shape[1]
+
+    def check_taps(self, taps: tuple[int, ...]) -> None:
+        """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""
+        if taps and not hasattr(self.model.get_decoder(), "layers"):
+            raise ValueError(
+                f"target={type(self.model).__name__}: its decoder has no `layers` to tap, so nothing can be "
+                "drafted from its hidden states; pass NGramProposer() or None as the drafter."
+            )
 
     def start(self, plan: DecodePlan) -> tuple:
         """Empty cache for ``plan``, on the weights' device and in their dtype."""
@@ -96,7 +106,7 @@ class Target(nn.Module):
             count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
                 to the last of them alone.
         """
-        view = CacheView(cache, start, pages, count)
+        view = CacheView(cache, self._windows, start, pages, count)
         position = start[:, None] + torch.arange(ids.shape[1], device=ids.device, dtype=start.dtype)
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
@@ -119,7 +129,7 @@ class Target(nn.Module):
 
 
 def _no_mask(device) -> Tensor:
-    """Keeps transformers from making masks of its own: models hand a 4-D one on, and ours is not read."""
+    """Keeps transformers from making masks of its own: models hand a 4-D one on, and it is not read."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -142,43 +152,3 @@ def _keep(outputs: dict[int, Tensor], tap: int):
         outputs[tap] = output[0] if isinstance(output, tuple) else output
 
     return hook
-
-
-def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
-    """Learn each layer's cache from one forward on meta tensors: configs disagree about K, V and windows.
-
-    Raises:
-        ValueError: a layer keeps something other than keys and values (recurrent or shared layers).
-    """
-    cache = RecordingCache()
-    ids = torch.zeros(1, 2, dtype=torch.int32, device="meta")
-    try:
-        with torch.no_grad(), remembered_in(cache):
-            skeleton(
-                input_ids=ids,
-                position_ids=torch.zeros_like(ids),
-                attention_mask=_no_mask("meta"),
-                past_key_values=cache,
-                use_cache=True,
-            )
-    except Exception as error:  # whatever a model of another kind trips over
-        raise ValueError(
-            f"target={type(skeleton).__name__}: its forward needs a cache other than keys and values "
-            f"({error}); supported are attention-only decoders such as Llama, Qwen2, Qwen3 and gpt-oss."
-        ) from error
-    layers = len(getattr(skeleton.get_decoder(), "layers", ()))
-    missing = sorted(set(range(layers)) - set(cache.shapes))
-    if not layers:
-        raise ValueError(
-            f"target={type(skeleton).__name__}: its decoder has no `layers` to tap; supported are decoders "
-            "built like Llama, Qwen2, Qwen3 and gpt-oss."
-        )
-    if missing:
-        raise ValueError(
-            f"target={type(skeleton).__name__}: layers {missing} keep no keys and values of their own; "
-            "supported are attention-only decoders such as Llama, Qwen2, Qwen3 and gpt-oss."
-        )
-    kinds = ("latent" if index in cache.latent else "attention" for index in range(layers))
-    return tuple(
-        LayerSpec(kind, *cache.shapes[index], cache.windows[index]) for index, kind in enumerate(kinds)
-    )

@@ -1,0 +1,57 @@
+"""What the masks of a model's layers say, read from transformers' own mask functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+FARTHEST = 1 << 20
+"""Positions up to which a mask is looked at."""
+NEAR = 40
+"""How many positions on either side of an edge are looked at one by one."""
+
+
+def read_window(mask: Callable, context: int) -> int | None:
+    """The sliding window of a causal mask: how many positions a row sees, itself included; None for all.
+
+    Args:
+        mask: a mask function of transformers, ``(batch, head, query, key) -> visible``, on index tensors.
+        context: positions the model was made for. A window as wide as that is none.
+
+    Raises:
+        ValueError: the mask is neither causal nor a causal sliding window; says where it is not.
+    """
+    last = min(context, FARTHEST) - 1
+    window = last + 1 - _first_seen(mask, last)
+    edges = {0, 1, NEAR, window - 1, window, window + 1, 2 * window, last // 2, last}
+    for query in sorted(edge for edge in edges if 0 <= edge <= last):
+        around = {query - window, query - window // 2, 0, query, min(query + window, last)}
+        keys = {at + step for at in around for step in range(-NEAR, NEAR + 1)}
+        key = torch.tensor(sorted(at for at in keys if 0 <= at <= last))
+        wanted = (key <= query) & (query - key < window)
+        odd = torch.nonzero(_sees(mask, query, key) != wanted)
+        if len(odd):
+            where = int(key[odd[0, 0]])
+            verb = "does not see" if wanted[odd[0, 0]] else "sees"
+            raise ValueError(f"position {query} {verb} position {where}")
+    return window if window < context else None
+
+
+def _first_seen(mask: Callable, query: int) -> int:
+    """The first position that ``query`` sees, by bisection: every mask that passes is one interval."""
+    unseen, seen = -1, query
+    while seen - unseen > 1:
+        middle = (unseen + seen) // 2
+        if bool(_sees(mask, query, torch.tensor([middle]))[0]):
+            seen = middle
+        else:
+            unseen = middle
+    return seen
+
+
+def _sees(mask: Callable, query: int, key: Tensor) -> Tensor:
+    zero = torch.zeros((), dtype=torch.long)
+    visible = mask(zero, zero, torch.tensor([query])[:, None], key[None])
+    return torch.as_tensor(visible).expand(1, len(key))[0]

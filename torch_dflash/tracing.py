@@ -1,0 +1,166 @@
+"""What a target's layers keep and see, learned from one forward on meta tensors, or refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from torch_dflash.attention import Rows
+from torch_dflash.cache import LayerSpec, attend_densely
+from torch_dflash.checks import context_of
+from torch_dflash.masks import read_window
+from torch_dflash.skeleton import remembered_in
+
+SUPPORTED = "supported are decoders of causal attention alone, such as Llama, Qwen3, Gemma 3 and gpt-oss"
+# What models hand to their attention and what changes no score: a round gives positions and cache itself.
+HARMLESS = {
+    "dropout",
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+}
+HONOURED = {"sliding_window", "s_aux", "softcap"}
+
+
+class Refusal(ValueError):
+    """A layer does what block decoding cannot: raised inside the model's forward, and not to be hidden."""
+
+
+class RecordingCache(Cache):
+    """Notes what each layer hands over; run once on meta tensors to learn shapes and masks."""
+
+    def __init__(self):
+        super().__init__(layers=[])
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+        self.masks: dict[int, Callable] = {}
+        self.windows: dict[int, int | None] = {}
+        self.latent: set[int] = set()
+        self._made: list[tuple[Tensor, Callable]] = []
+        self._handed: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx in self.shapes:
+            raise Refusal(f"layer {layer_idx} caches keys and values more than once a forward")
+        self._handed = key_states, value_states
+        self.shapes[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        return key_states, value_states
+
+    def make_mask(self, rule: Callable, rows: int, keys: int) -> Tensor:
+        """A mask that stands for ``rule``, as transformers' mask functions hand one to every layer."""
+        self._made.append((torch.ones(1, 1, rows, keys, dtype=torch.bool, device="meta"), rule))
+        return self._made[-1][0]
+
+    def attend(
+        self, layer_idx: int, rows: Rows, mask: Any, more: dict[str, Any]
+    ) -> Float[Tensor, "B M Q Dv"]:
+        """Note the layer's mask and window; ``more``: what else the model gave its attention, by name."""
+        if layer_idx in self.masks:
+            raise Refusal(f"layer {layer_idx} attends more than once a forward")
+        unknown = sorted(n for n in more.keys() - HARMLESS - HONOURED if more[n] is not None)
+        if unknown:
+            raise Refusal(f"layer {layer_idx} hands {unknown[0]} to its attention, which would be ignored")
+        self.masks[layer_idx] = self._rule_of(mask, layer_idx)
+        self.windows[layer_idx] = more.get("sliding_window")
+        if self._handed is None or rows.key is not self._handed[0] or rows.value is not self._handed[1]:
+            self.latent.add(layer_idx)
+        return attend_densely(rows, rows.key, rows.value, None)
+
+    def _rule_of(self, mask: Any, layer_idx: int) -> Callable:
+        for made, rule in self._made:
+            if mask is made or getattr(mask, "_base", None) is made:
+                return rule
+        kind = "no mask" if mask is None else "a mask of its own"
+        raise Refusal(f"layer {layer_idx} hands {kind} to its attention, not one that transformers made")
+
+    def get_seq_length(self, layer_idx=0):
+        return 0
+
+
+def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
+    """Learn each layer's cache from one forward on meta tensors: configs disagree about K, V and windows.
+
+    Raises:
+        ValueError: the target does something else than causal attention, with or without a sliding window,
+            over keys and values that each layer keeps; says what and where.
+    """
+    name = type(skeleton).__name__
+    if "position_ids" not in inspect.signature(type(skeleton).forward).parameters:
+        raise ValueError(
+            f"target={name}: its forward takes no position_ids, so it counts positions itself; {SUPPORTED}."
+        )
+    cache = RecordingCache()
+    ids = torch.zeros(1, 2, dtype=torch.int32, device="meta")
+    position = torch.arange(2, dtype=torch.int32, device="meta")[None]
+    try:
+        with torch.no_grad(), remembered_in(cache):
+            skeleton(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True)
+    except Refusal as refusal:
+        raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
+    except Exception as error:  # whatever a model of another kind trips over
+        raise ValueError(
+            f"target={name}: its forward needs a cache other than keys and values ({error}); {SUPPORTED}."
+        ) from error
+    return _specs(cache, skeleton, name)
+
+
+def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:
+    config = skeleton.config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", None) or 1 + max(cache.shapes, default=-1)
+    odd = sorted(set(range(layers)) ^ set(cache.shapes) | set(range(layers)) ^ set(cache.masks))
+    if odd:
+        raise ValueError(
+            f"target={name}: layers {odd} keep no keys and values of their own, or attend to them by other "
+            f"means than transformers' attention interface; {SUPPORTED}."
+        )
+    context = context_of(skeleton)
+    windows = [_window(cache, layer, context, name) for layer in range(layers)]
+    _check_promises(config, windows, context, name)
+    kinds = ("latent" if layer in cache.latent else "attention" for layer in range(layers))
+    return tuple(LayerSpec(kind, *cache.shapes[layer], windows[layer]) for layer, kind in enumerate(kinds))
+
+
+def _window(cache: RecordingCache, layer: int, context: int, name: str) -> int | None:
+    try:
+        window = read_window(cache.masks[layer], context)
+    except Exception as error:  # a mask function may hold anything
+        raise ValueError(
+            f"target={name}: the mask of layer {layer} is neither causal nor a causal sliding window "
+            f"({error}); {SUPPORTED}."
+        ) from error
+    said = cache.windows[layer]
+    if said is not None and said < context and said != window:
+        raise ValueError(
+            f"target={name}: layer {layer} names a window of {said} beside a mask of {window}; which of "
+            "the two holds depends on the attention implementation. Set sliding_window in its config to the "
+            "one that it was trained with, or to None."
+        )
+    return window
+
+
+def _check_promises(config: Any, windows: list[int | None], context: int, name: str) -> None:
+    """Raise ``ValueError`` where the config speaks of a window and the layers show none."""
+    promised = getattr(config, "sliding_window", None)
+    if not promised or promised >= context or getattr(config, "use_sliding_window", None) is False:
+        return
+    kinds = getattr(config, "layer_types", None) or []
+    lacking = [
+        layer
+        for layer, kind in enumerate(kinds[: len(windows)])
+        if "sliding" in str(kind) and not windows[layer]
+    ]
+    if lacking or not kinds and not any(windows):
+        raise ValueError(
+            f"target={name}: sliding_window={promised} in its config, but its layers {lacking or 'all'} see "
+            "every position; set sliding_window=None in the config if that is what it was trained with."
+        )

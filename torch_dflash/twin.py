@@ -1,0 +1,144 @@
+"""A tiny random twin of a target: the same class, every kind of layer, small widths, short windows."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCAB = 96
+POSITIONS = 128
+WINDOW = 6
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "n_inner": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB,
+    "word_embed_proj_dim": 64,
+    "max_position_embeddings": POSITIONS,
+    "vocab_size": VOCAB,
+}
+"""Integer fields and the most they may be. Fields that a config lacks, or has smaller, are left alone."""
+HEADS = 4
+LEAST_LAYERS = 3
+MOST_WEIGHTS = 20_000_000
+
+
+def build_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A float32 model of ``model``'s class on the CPU, random, from a small copy of its config.
+
+    Neither the model nor torch's generator is touched.
+
+    Raises:
+        Exception: whatever the class raises for such a config. ValueError: the result would not be small.
+    """
+    config = shrink(model.config)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        weights = sum(weight.numel() for weight in type(model)(copy.deepcopy(config)).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"it would have {weights} weights")
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
+        torch.manual_seed(0)
+        twin: Any = type(model)(config).to(torch.float32)
+        with torch.no_grad():
+            for weight in twin.parameters():
+                noise = torch.randn(weight.shape)
+                if weight.ndim > 1:  # large enough for every position to matter
+                    weight.copy_(noise * 1.5 / weight.shape[-1] ** 0.5)
+                else:
+                    weight.add_(0.1 * noise)
+    return twin.eval().requires_grad_(False)
+
+
+def shrink(config: PretrainedConfig) -> Any:
+    """A copy of ``config``, nested ones included: small widths, few layers, one of each kind at least."""
+    small: Any = copy.deepcopy(config)
+    for part in _parts(small):
+        _cut_layers(part)
+        _narrow(part)
+    small.dtype = torch.float32
+    small._attn_implementation = "eager"
+    return small
+
+
+def _parts(config: Any) -> list[Any]:
+    nested = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [config, *(part for value in nested for part in _parts(value))]
+
+
+def _cut_layers(config: Any) -> None:
+    """Keep the first layer of each kind that the config's per-layer lists tell apart, in order."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == layers > 0
+    }
+    kinds: dict[str, int] = {}
+    for layer in range(layers):
+        kinds.setdefault(repr([value[layer] for value in lists.values()]), layer)
+    kept = sorted(kinds.values())
+    kept = sorted(
+        {*kept, *[layer for layer in range(layers) if layer not in kept][: LEAST_LAYERS - len(kept)]}
+    )
+    for name, value in lists.items():
+        setattr(config, name, type(value)(value[layer] for layer in kept))
+    config.num_hidden_layers = len(kept)
+
+
+def _narrow(config: Any) -> None:
+    width = config.to_dict()
+    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    for name, most in SMALL.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > most:
+            setattr(config, name, most)
+    if isinstance(heads, int) and heads > HEADS:
+        config.num_attention_heads = HEADS
+        if isinstance(groups, int):
+            config.num_key_value_heads = HEADS if groups == heads else min(groups, HEADS // 2)
+    if getattr(config, "kv_lora_rank", None) and hasattr(config, "qk_rope_head_dim") and "head_dim" in width:
+        config.head_dim = config.qk_rope_head_dim
+    for name, value in vars(config).items():
+        if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
+            setattr(config, name, WINDOW)
+        if name.endswith("_token_id") and type(value) is int and value >= VOCAB:
+            setattr(config, name, None)
+    for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
+        if "mrope_section" in rope:  # shares of half a head
+            rope["mrope_section"] = [2, 3, 3]
+
+
+def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    return [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
