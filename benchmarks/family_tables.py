@@ -57,4 +57,4 @@ def _why(family: dict[str, Any]) -> str:
     detail = (details or [family.get("detail", "")])[0]
     named = f"target={family.get('model')}: "
     detail = detail.partition("Error: ")[2] or detail
-    return detail.removeprefix(named).replace("|", "\\|")
+    return detail.removeprefix(named).partition("; supported are")[0].replace("|", "\\|")
