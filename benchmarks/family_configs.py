@@ -37,6 +37,7 @@ SMALL: dict[str, Any] = (
     | dict.fromkeys(["topk_group", "first_k_dense_replace", "n_shared_experts", "num_shared_experts"], 1)
     | {
         "head_dim": 8,
+        "shared_intermediate_size": 24,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8,
         "v_head_dim": 12,  # narrower than K
@@ -106,6 +107,8 @@ FAMILY: dict[str, dict[str, Any]] = {
         "text_config": ASSISTANT | {"model_type": "gemma4_text"},
         "backbone_hidden_size": 32,
     },
+    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_unified_text": {"global_head_dim": 16},
     "gemma4_unified_assistant": {
         "text_config": ASSISTANT | {"model_type": "gemma4_unified_text"},
         "backbone_hidden_size": 32,
@@ -210,7 +213,7 @@ def shrink(config: type[PretrainedConfig], own: dict[str, Any]) -> PretrainedCon
     """A config of this class in which every known size is small and each kind of layer occurs."""
     known = {field.name: field.default for field in fields(config)}  # pyright: ignore[reportArgumentType]
     given = {name: value for name, value in SMALL.items() if name in known}
-    given |= {name: VOCAB - 1 for name, value in known.items() if _far_id(name, value)}
+    given |= {name: VOCAB - 3 for name, value in known.items() if _far_id(name, value)}
     if "kv_lora_rank" in known:  # latent attention has a key for every head
         given["num_key_value_heads"] = SMALL["num_attention_heads"]
     nested, parts = {}, cast(dict, config.sub_configs)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from torch_dflash import tested
+
 ROOT = Path(__file__).parent.parent
 TABLES = runpy.run_path(str(ROOT / "benchmarks/family_tables.py"))
 PAGE = (ROOT / "docs/families.md").read_text()
-FAMILIES = json.loads((ROOT / "docs/results/families.json").read_text())["families"]
+RESULTS = json.loads((ROOT / "docs/results/families.json").read_text())
+FAMILIES = RESULTS["families"]
 VERDICTS = {name: TABLES["verdict"](one) for name, one in FAMILIES.items()}
 
 
@@ -23,6 +26,16 @@ def test_no_text_is_another_models():
     runs = [(name, run["outcome"]) for name, one in FAMILIES.items() for run in one["runs"].values()]
     assert not [(name, outcome) for name, outcome in runs if outcome in ("differs", "crash")]
     assert sum(verdict == "equal" for verdict in VERDICTS.values()) > 90
+
+
+def test_the_tested_classes_are_those_of_equal_text():
+    shown = {
+        one["model"]
+        for name, one in FAMILIES.items()
+        if VERDICTS[name] == "equal" and one["distinct"] >= TABLES["WEAK"]
+    }
+    assert tested.TESTED == shown
+    assert RESULTS["provenance"]["packages"]["transformers"].startswith(tested.WITH + ".")
 
 
 def test_texts_vary():
