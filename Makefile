@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
 # and made again only when pyproject.toml changes.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-aot lint format hooks clean
+.PHONY: help install demo test test-aot test-full lint format hooks clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 # Installed before everything else, so that no dependency brings in another build of torch.
@@ -27,6 +27,7 @@ help:
 	@echo "make demo      decode a real question with and without drafting"
 	@echo "make test      run the tests (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
+	@echo "make test-full both of these; the tests take an hour or less"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make hooks     run the lint checks before every git commit"
 
@@ -40,6 +41,8 @@ test: $(WITH_REFERENCE)
 
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
+
+test-full: test test-aot
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,33 +1,21 @@
-"""The safetensors files of a checkpoint: found, their headers checked against a model, read one by one."""
+"""A checkpoint by its path or id, and what of its files fills each weight of a model."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from jax_bridge.stacked import Stacked, find_experts
-from jax_bridge.stored import Stored
 from torch_dflash.checks import names_a_folder
+from torch_dflash.weight_files import CONVERTED, Stored
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
-_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 # Once buffers of old checkpoints, now made from the config.
 _COMPUTED = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
-_ELSEWHERE = (
-    "If transformers converts this checkpoint while loading (quantised weights, other names), "
-    "load it with AutoModelForCausalLM.from_pretrained and pass that model."
-)
 
 
 def find_source(path_or_id: str | os.PathLike[str]) -> str:
@@ -48,65 +36,6 @@ def find_source(path_or_id: str | os.PathLike[str]) -> str:
             "string (owner/name)."
         )
     return source
-
-
-def find_files(path_or_id: str) -> list[Path]:
-    """The checkpoint's safetensors files; those of a hub id are fetched if they are not there.
-
-    Raises:
-        FileNotFoundError: no safetensors, or a shard that the index names is absent.
-        ValueError: the index is damaged.
-    """
-    single = cached_file(path_or_id, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-    if single is not None:
-        return [Path(single)]
-    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    if index is None:
-        raise FileNotFoundError(
-            f"{path_or_id} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load "
-            "it with AutoModelForCausalLM and save_pretrained() it: no other kind is read."
-        )
-    _check_index(Path(index))
-    files = [Path(file) for file in get_checkpoint_shard_files(path_or_id, index)[0]]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{index} names {file.name}, which is not there; fetch it again.")
-    return files
-
-
-def _check_index(file: Path) -> None:
-    """Raise ``ValueError`` unless ``file`` is what transformers reads as an index."""
-    fix = "fetch it again, or save_pretrained() the model anew."
-    try:
-        index = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or not even text
-        raise ValueError(f"{file} is damaged ({error}); {fix}") from error
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
-        raise ValueError(f"{file} has no weight_map of tensors to their files; {fix}")
-    if not isinstance(index.get("metadata"), dict):
-        raise ValueError(f'{file} has no metadata, which transformers asks for; add "metadata": {{}} to it.')
-
-
-def read_headers(files: list[Path]) -> dict[str, Stored]:
-    """Every tensor of the files by name; reads no data.
-
-    Raises:
-        ValueError: a damaged file, or a type that no plain weight has.
-    """
-    found = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():
-                    part = opened.get_slice(name)
-                    dtype = _DTYPES.get(part.get_dtype())
-                    if dtype is None:
-                        raise ValueError(f"{file}: {name} is stored as {part.get_dtype()}. {_ELSEWHERE}")
-                    found[name] = Stored(file, name, tuple(part.get_shape()), dtype)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged ({error}); fetch it again.") from error
-    return found
 
 
 def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict[str, list[Stored | Stacked]]:
@@ -131,7 +60,7 @@ def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict
             used |= {part.name for expert in experts.experts for part in expert}
         if not filled[group[0]]:
             raise ValueError(
-                f"{where}: {group[0]} {wanted} is missing from its safetensors files. {_ELSEWHERE}"
+                f"{where}: {group[0]} {wanted} is missing from its safetensors files. {CONVERTED}"
             )
         for part in filled[group[0]]:
             if part.shape != wanted:
@@ -144,6 +73,6 @@ def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict
         if name not in used and not ignored.search(name):
             raise ValueError(
                 f"{part.file}: {name} {part.shape} is unexpected: {type(model).__name__} has no such weight. "
-                f"{_ELSEWHERE}"
+                f"{CONVERTED}"
             )
     return filled

@@ -10,18 +10,30 @@ import jax
 import jax.numpy as jnp
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.checkpoint import find_files, find_source, match, read_headers
+from jax_bridge.checkpoint import find_source, match
 from jax_bridge.layout import Turned, Weight, by_rows, linear_weights, pays
 from jax_bridge.placement import check_mesh, sharding
 from jax_bridge.stacked import Stacked
-from jax_bridge.stored import Stored
+from torch_dflash.config_fields import check_sizes, check_types
 from torch_dflash.progress import progress_bar
+from torch_dflash.weight_files import Stored, find_files, read_headers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What classes raise over fields that make no sense to them.
+_UNBUILDABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +99,19 @@ def load(
 
     Raises:
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
-        ValueError: the index is damaged, or a tensor is missing, unexpected or of another shape, before any
-            is read; or a mesh without the axis "model".
+        ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
+            missing, unexpected or of another shape, before any is read; or a mesh without the axis "model".
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
     if mesh is not None:
         check_mesh(mesh)
     source = find_source(path_or_id)
+    fields = _read_config(source)
+    stored = read_headers(find_files(source))
+    check_sizes(fields, stored, source)
     model = empty_model(source, dtype)
-    parts = match(model, read_headers(find_files(source)), source)
+    parts = match(model, stored, source)
     linear = frozenset() if mesh is not None else linear_weights(model, model.get_output_embeddings())
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(part.nbytes for group in parts.values() for part in group)
@@ -118,21 +133,34 @@ def load(
 
 def empty_model(path_or_id: str, dtype: torch.dtype | None) -> PreTrainedModel:
     """The checkpoint's model with meta parameters, real buffers and its own generation config."""
-    config = AutoConfig.from_pretrained(path_or_id)
-    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
-    if method is not None:
+    try:
+        config = AutoConfig.from_pretrained(path_or_id)
+        with init_empty_weights(include_buffers=False):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+    except _UNBUILDABLE as error:
         raise ValueError(
-            f"{path_or_id}: quantization_config says {method}; only plain weights are read. Dequantise the "
-            "checkpoint first."
-        )
-    with init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+            f"{path_or_id}: transformers builds no model from its config.json "
+            f"({type(error).__name__}: {error}); correct the field, or fetch the checkpoint again."
+        ) from error
     model.tie_weights()  # the empty init makes parameters of its own out of tied ones
     try:
         model.generation_config = GenerationConfig.from_pretrained(path_or_id)
     except OSError:
         pass  # the checkpoint has none: what the model made from its config stays
     return model.eval().requires_grad_(False)
+
+
+def _read_config(source: str) -> dict[str, Any]:
+    """config.json as it is: building a config of it may take as long as it asks for."""
+    fields, _ = PreTrainedConfig.get_config_dict(source)
+    check_types(fields, source)
+    method = (fields.get("quantization_config") or {}).get("quant_method")
+    if method is not None:
+        raise ValueError(
+            f"{source}: quantization_config says {method}; only plain weights are read. Dequantise the "
+            "checkpoint first."
+        )
+    return fields
 
 
 def _place(name: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:

@@ -46,6 +46,10 @@ class XlaRuntime:
         """Device arrays of the live weights; only changed ones are converted."""
         return self._weights.refresh(tensors)
 
+    def forget(self, tensors: dict[str, Any]) -> None:
+        """Convert these weights on their next use, changed or not."""
+        self._weights.forget(tensors)
+
     def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
         """An empty state on the device."""
         return self._run("begin", self._begin, (params, to_jax(rows)))
@@ -111,6 +115,11 @@ def _copy(fields: list[jax.Array]) -> list[jax.Array]:
 
 def idle_rows(plan: DecodePlan) -> RowRequests:
     """A request in which no row is used."""
+    with torch.device("cpu"):
+        return _idle_rows(plan)
+
+
+def _idle_rows(plan: DecodePlan) -> RowRequests:
     zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
     floats = torch.zeros(plan.batch_size)
     return RowRequests(
@@ -124,6 +133,6 @@ def idle_rows(plan: DecodePlan) -> RowRequests:
 
 def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:
     """A prompt chunk [B, ``width``] that holds nothing for any row."""
-    zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
-    ids = torch.zeros(plan.batch_size, width, dtype=torch.int32)
+    zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device="cpu")
+    ids = torch.zeros(plan.batch_size, width, dtype=torch.int32, device="cpu")
     return PromptChunk(ids=ids, count=zeros, following=torch.full_like(zeros, -1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from jax_bridge.stored import Stored
+from torch_dflash.weight_files import Stored
 
 # A stacked weight's name -> what each expert stores of it, in the order of its rows.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -54,17 +54,21 @@ def find_experts(name: str, shape: tuple[int, ...], stored: dict[str, Stored]) -
     """
     prefix, _, last = name.rpartition(".")
     parts = _PARTS.get(last, ())
-    names = [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(shape[0])]
-    if len(shape) != 3 or not parts or names[0][0] not in stored:
+    if len(shape) != 3 or not parts or f"{prefix}.0.{parts[0]}.weight" not in stored:
         return None
-    first = stored[names[0][0]]
+    first = stored[f"{prefix}.0.{parts[0]}.weight"]
     wanted = (shape[1] // len(parts), shape[2])
-    for one in (one for group in names for one in group):
-        if one not in stored:
-            raise ValueError(f"{first.file.parent}: {one} is missing, and {first.name} is there.")
-        if (stored[one].shape, stored[one].dtype) != (wanted, first.dtype):
-            raise ValueError(
-                f"{stored[one].file}: {one} is {stored[one].dtype} of shape {stored[one].shape}, of {name} "
-                f"{shape} it should be {first.dtype} of {wanted}; config and weights are of different models."
-            )
-    return Stacked(name, shape, tuple(tuple(stored[one] for one in group) for group in names))
+    experts = []
+    for expert in range(shape[0]):  # ends at the first that is missing, however many the config promises
+        names = [f"{prefix}.{expert}.{part}.weight" for part in parts]
+        for one in names:
+            if one not in stored:
+                raise ValueError(f"{first.file.parent}: {one} is missing, and {first.name} is there.")
+            if (stored[one].shape, stored[one].dtype) != (wanted, first.dtype):
+                raise ValueError(
+                    f"{stored[one].file}: {one} is {stored[one].dtype} of shape {stored[one].shape}, of "
+                    f"{name} {shape} it should be {first.dtype} of {wanted}; config and weights are of "
+                    "different models."
+                )
+        experts.append(tuple(stored[one] for one in names))
+    return Stacked(name, shape, tuple(experts))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -12,34 +13,50 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_bridge.arrays import to_jax
 from jax_bridge.layout import Turned, Weight, by_rows, pays
+from jax_bridge.probe import places, unchanged
 
 Fingerprint = tuple
 
-# Live tensor -> its fingerprint and storage when converted, the array, and whether that is turned. Keys and
-# arrays are weak: an array lives while an engine uses it, and engines of one model (lengths, batch sizes)
-# use the same arrays. The storage is held so that its address cannot be given to new values that would look
-# unchanged.
+
+class _Converted(NamedTuple):
+    """What was made of a tensor. The array is weak: it lives while an engine uses it.
+
+    ``places`` is a view, so the storage is held: its address cannot be given to new values that would look
+    unchanged.
+    """
+
+    mark: Fingerprint
+    places: torch.Tensor
+    bits: torch.Tensor
+    array: weakref.ref
+    turned: bool
+
+
+# By live tensor, weakly, so that engines of one model (lengths, batch sizes) use the same arrays.
 _converted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Changes with every in-place write that torch's version counter sees (not writes through ``.data``)."""
+    """Changes with every write that torch's version counter sees. Inference tensors have no counter."""
     version = None if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape)
 
 
-def _known(tensor: torch.Tensor, turn: bool) -> Weight | None:
-    """What was made from this tensor as it now is, if an engine still uses it."""
-    mark, _, reference, turned = _converted.get(tensor) or (None, None, lambda: None, False)
-    array = reference() if mark == fingerprint(tensor) and turned == turn else None
-    return Turned(array) if turned and array is not None else array
+def _known(tensor: torch.Tensor, turn: bool) -> _Converted | None:
+    """What was made of this tensor, if an engine still uses it and no counted write came since."""
+    known = _converted.get(tensor)
+    if known is None or known.turned != turn or known.mark != fingerprint(tensor) or known.array() is None:
+        return None
+    return known
 
 
-def _convert(tensor: torch.Tensor, turn: bool) -> Weight:
+def _convert(tensor: torch.Tensor, turn: bool) -> jax.Array:
+    mark, at = fingerprint(tensor), places(tensor)
+    bits = at.flatten().clone()
     array = by_rows(to_jax(tensor.detach().T if turn else tensor))
-    _converted[tensor] = (fingerprint(tensor), tensor.untyped_storage(), weakref.ref(array), turn)
-    return Turned(array) if turn else array
+    _converted[tensor] = _Converted(mark, at, bits, weakref.ref(array), turn)
+    return array
 
 
 class Weights:
@@ -54,17 +71,50 @@ class Weights:
         self._arrays: dict[str, Weight] = {}
 
     def refresh(self, tensors: dict[str, Any]) -> dict[str, Weight]:
-        """Arrays for ``tensors``; only changed ones are converted. What is on the device already stays."""
+        """Arrays for ``tensors``; only changed ones are converted. What is on the device already stays.
+
+        Seen are all writes that torch counts: in place, ``load_state_dict``, ``detach()``, also under
+        ``torch.no_grad()`` and ``torch.inference_mode()``. Of those it does not count (fused optimisers,
+        ``.data``, numpy views) one is seen if it changes a bit in the `places` that are looked at; then all
+        weights of that model are converted, for such writes come together. So whole weights are seen, and any
+        contiguous 32nd part of one; a row alone may not be: `forget` is for that. Inference tensors are
+        looked at in every row.
+        """
         device = jax.devices()[0]
         with _lock:
-            for name, tensor in tensors.items():
-                if not isinstance(tensor, torch.Tensor):
-                    self._arrays[name] = tensor
-                    continue
-                turn = name in self._linear and pays(tensor.dtype, device)
-                array = _known(tensor, turn)
+            torches = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, torch.Tensor)}
+            self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
+            turns = {
+                name: name in self._linear and pays(leaf.dtype, device) for name, leaf in torches.items()
+            }
+            known = {name: _known(leaf, turns[name]) for name, leaf in torches.items()}
+            doubted = _doubted(known)
+            for name, tensor in torches.items():
+                made = known[name]
+                array = made.array() if made is not None and _part(name) not in doubted else None
                 if array is None:
                     self._arrays.pop(name, None)  # freed before its successor: the device holds one copy
-                    array = _convert(tensor, turn)
-                self._arrays[name] = array
+                    array = _convert(tensor, turns[name])
+                self._arrays[name] = Turned(array) if turns[name] else array
             return dict(self._arrays)
+
+    def forget(self, tensors: dict[str, Any]) -> None:
+        """Have every engine convert ``tensors`` on its next use of them."""
+        with _lock:
+            for tensor in tensors.values():
+                if isinstance(tensor, torch.Tensor):
+                    _converted.pop(tensor, None)
+
+
+def _part(name: str) -> str:
+    """Which model a weight belongs to: "target" or "proposer"."""
+    return name.partition(".")[0]
+
+
+def _doubted(known: dict[str, _Converted | None]) -> set[str]:
+    """The models of which a weight was written without being counted."""
+    pairs = defaultdict(list)
+    for name, made in known.items():
+        if made is not None:
+            pairs[_part(name)].append((made.places, made.bits))
+    return {part for part, views in pairs.items() if not unchanged(views)}

@@ -19,9 +19,8 @@ from transformers.utils import logging
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import checkpoint
 from jax_bridge.layout import Turned, upright
-from torch_dflash import engine_cache
+from torch_dflash import engine_cache, weight_files
 
 FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16}
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
@@ -189,7 +188,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 def test_tensors_that_do_not_fit_are_named_before_any_is_read(tmp_path, monkeypatch, change, words):
     save(make_target("llama"), tmp_path)
     edit(tmp_path, change)
-    monkeypatch.setattr(checkpoint.Stored, "read", lambda self: pytest.fail("read before it was refused"))
+    monkeypatch.setattr(weight_files.Stored, "read", lambda self: pytest.fail("read before it was refused"))
     with refuses(ValueError, *words):
         jb.load(tmp_path)
 

@@ -11,7 +11,8 @@ import torch
 from guards import refuses
 
 import jax_bridge as jb
-from jax_bridge import checkpoint, loading
+from jax_bridge import loading
+from torch_dflash import weight_files
 
 
 @pytest.mark.parametrize(
@@ -25,18 +26,18 @@ from jax_bridge import checkpoint, loading
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, monkeypatch, text, words):
-    monkeypatch.setattr(checkpoint, "cached_file", lambda folder, name, **given: found.get(name))
+    monkeypatch.setattr(weight_files, "cached_file", lambda folder, name, **given: found.get(name))
     index = tmp_path / "model.safetensors.index.json"
     found = {index.name: str(index)}
     index.write_text(text)
     with refuses(ValueError, str(index), *words):
-        checkpoint.find_files(str(tmp_path))
+        weight_files.find_files(str(tmp_path))
 
 
 @pytest.fixture
 def no_hub(monkeypatch):
     """Nothing may be looked up before it is refused."""
-    monkeypatch.setattr(loading, "empty_model", lambda *args: pytest.fail("looked up before it was refused"))
+    monkeypatch.setattr(loading, "_read_config", lambda *args: pytest.fail("looked up before it was refused"))
 
 
 @pytest.mark.parametrize(

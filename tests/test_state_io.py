@@ -215,7 +215,7 @@ def test_impossible_page_tables_are_refused(cells, message, tmp_path, monkeypatc
     with pytest.raises(ValueError, match=f"the state: {message}"):
         td.save_state(replace(state, pages=pages), path, engine)
     with monkeypatch.context() as unchecked:
-        unchecked.setattr(state_io, "_check_pages", lambda *_: None)
+        unchecked.setattr(state_io, "check_pages", lambda *_: None)
         td.save_state(replace(state, pages=pages), path, engine)
     with pytest.raises(ValueError, match=f"{path}: {message}"):
         td.load_state(path, engine)

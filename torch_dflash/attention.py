@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class KeyValue(NamedTuple):
-    """Keys and values with the mask that says who may see them.
+    """Keys and values with the mask that says who may see them. The values are finite (`finite_values`).
 
     Shapes: ``key`` [B, G, S, D], ``value`` [B, G, S, Dv]; ``mask`` bool [B, 1, M, S], True = visible.
 
@@ -82,6 +82,19 @@ def grouped_attention(
         outputs.append(_per_block(share, value, blocks, dim=-2))
         start += value.shape[2] // blocks
     return reduce(torch.add, outputs).view(batch, heads, rows, -1).transpose(1, 2)
+
+
+def finite_values(
+    key: Float[Tensor, "B G M D"], value: Float[Tensor, "B G M Dv"]
+) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M Dv"]]:
+    """Keys and values as they are kept: where a value is not finite it is zero, and its key is NaN.
+
+    A mask hides a score, but not a value: a weight of zero times NaN is NaN, in every row. The key's NaN
+    reaches just the rows that see it, through their scores, so a draft that overflows and is rejected
+    changes no other row. Marked once, on the new rows: no form of attention reads a cache for this.
+    """
+    bad = ~torch.isfinite(value).all(dim=-1, keepdim=True)
+    return torch.where(bad, torch.nan, key), torch.where(bad, 0, value)
 
 
 Attend = Callable[[Tensor, float], Tensor]

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from torch_dflash.attention import KeyValue, Rows, grouped_attention, visible
+from torch_dflash.attention import KeyValue, Rows, finite_values, grouped_attention, visible
 from torch_dflash.paged import PagedLayer, allocate_pool
 from torch_dflash.rows import write_rows
 from torch_dflash.state import DecodePlan, register_state
@@ -151,8 +151,9 @@ class CacheView(Cache):
         return key, value
 
     def attend(self, layer_idx: int, rows: Rows, *_: Any) -> Float[Tensor, "B M Q Dv"]:
-        """The layer's attention of these rows; their K and V are kept."""
-        rows = rows._replace(window=self.windows[layer_idx])
+        """The layer's attention of these rows; their K and V are kept, as `finite_values` has them."""
+        key, value = finite_values(rows.key, rows.value)
+        rows = rows._replace(key=key, value=value, window=self.windows[layer_idx])
         out, self.states[layer_idx] = self.states[layer_idx].attend(rows, self)
         return out
 

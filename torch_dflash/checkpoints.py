@@ -18,6 +18,12 @@ def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
     config, base = drafter.config, target.config.get_text_config()
     embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
     layers = base.num_hidden_layers
+    if base.hidden_size != embedding.shape[1]:
+        raise ValueError(
+            f"hidden_size={base.hidden_size} of the target's layers, but its embedding has "
+            f"{embedding.shape[1]} columns, which it projects; a drafter needs both alike: pass drafter=None "
+            "or NGramProposer()."
+        )
     if config.hidden_size != embedding.shape[1]:
         raise ValueError(
             f"hidden_size={config.hidden_size} of the drafter, but the target's is {embedding.shape[1]}; "

@@ -66,6 +66,24 @@ def positions_of(config: Any) -> int:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or INT32_MAX
 
 
+def check_context(target: Any, max_length: int) -> None:
+    """Raise ``ValueError`` if the target was not made for ``max_length`` positions."""
+    context = context_of(target)
+    if max_length > context:
+        raise ValueError(
+            f"max_length={max_length} is beyond the target's max_position_embeddings={context}; lower it."
+        )
+
+
+def check_dtype(what: str, state: Any, weights: Any) -> None:
+    """Raise ``ValueError`` if the ``what`` of a state in mid-generation has been cast to another dtype."""
+    if state != weights:
+        raise ValueError(
+            f"the state was made with a {what} in {state}, which is in {weights} now; cast it back with "
+            f"{what}.to({state}), or start the generation again."
+        )
+
+
 def names_a_folder(source: str) -> bool:
     """Whether ``source`` can only be a path, there or not; what else is no directory may be a hub id."""
     return not source or source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from torch_dflash.checks import check_counts, is_count
+from torch_dflash.drafter_fields import check_fields, check_layout, check_rope, check_window
 
 NESTED_FIELDS = (
     "block_size",
@@ -65,9 +67,11 @@ class DFlashConfig(Qwen3Config):
     dflash_config: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs):
+        check_layout({"dflash_config": self.dflash_config}, type(self).__name__)
         for name in NESTED_FIELDS:
             if self.dflash_config and name in self.dflash_config:
                 setattr(self, name, self.dflash_config[name])
+        check_fields(self)
         if self.layer_types and "sliding_attention" in self.layer_types:
             self.use_sliding_window = True  # Qwen3Config drops the window without it
         super().__post_init__(**kwargs)
@@ -81,6 +85,7 @@ class DFlashConfig(Qwen3Config):
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Read ``config.json``; refuse what is not a DFlash v1 drafter before any weight is read."""
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        check_layout(config, pretrained_model_name_or_path)
         architectures = config.get("architectures") or []
         nested = config.get("dflash_config") or {}
         if "DFlash2DraftModel" in architectures or "selector_rank" in nested:
@@ -110,8 +115,19 @@ class DFlashConfig(Qwen3Config):
         config.pop("auto_map", None)  # points at remote code that we neither need nor re-publish
         return config, kwargs
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As in transformers, but a field of the wrong type is a ``ValueError``."""
+        try:
+            return super().from_dict(config_dict, **kwargs)
+        except StrictDataclassError as error:
+            name = next((one for one in config_dict if f"field '{one}'" in str(error)), None)
+            said = "the drafter's config" if name is None else f"{name}={config_dict[name]!r}"
+            raise ValueError(f"{said}: {error.__cause__ or error}; correct it in config.json.") from error
+
     def check(self) -> None:
         """Raise ``ValueError`` for a field that the network cannot be built from."""
+        check_fields(self)  # again: any may have been set since
         if not self.target_layer_ids:
             raise ValueError(
                 f"target_layer_ids={self.target_layer_ids!r}: give the tapped target layers, or "
@@ -140,16 +156,20 @@ class DFlashConfig(Qwen3Config):
                 f"layer_types has {len(layer_types)} entries for num_hidden_layers="
                 f"{self.num_hidden_layers}; give one per layer."
             )
-        if "sliding_attention" in layer_types and not self.sliding_window:
-            raise ValueError(
-                f"sliding_window={self.sliding_window!r} with sliding layers in layer_types; set the window."
-            )
+        check_window(self)
+        check_static_rope(self)
+        check_rope(self.rope_parameters)
         check_static_rope(self)
 
 
 def check_static_rope(config) -> None:
-    """Refuse rope types that branch on the data (they cannot be compiled once for all lengths)."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    """Refuse rope types that branch on the data (they cannot be compiled once for all lengths).
+
+    Of a model of several parts, the text's counts.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parameters = getattr(text, "rope_parameters", None)
+    parameters = parameters if isinstance(parameters, dict) else {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:
         kind = rope.get("rope_type", "default")

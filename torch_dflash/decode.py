@@ -5,19 +5,22 @@ Run eagerly they are the reference; `jax_bridge` lowers these same functions to 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torch_dflash.accept import accept_chain, trim_at_stop
 from torch_dflash.cache import check_specs
+from torch_dflash.checks import check_dtype
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
-from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling, register_state
+from torch_dflash.state import DecodePlan, DecodeState, Draft, PromptChunk, Sampling, register_state
 from torch_dflash.target import Target
 
 Params = dict[str, Tensor]
@@ -36,13 +39,14 @@ class Pair(nn.Module):
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan
+        self._lock = threading.Lock()  # functional_call swaps weights in and out of these modules
 
     def forward(self, step, *args):
         return step(self, *args)
 
     def run(self, step, params: Params, *args):
-        """``step(self, *args)`` with ``params`` in place of the weights."""
-        with torch.no_grad():
+        """``step(self, *args)`` with ``params`` in place of the weights; one thread at a time."""
+        with self._lock, torch.no_grad():
             return torch.func.functional_call(self, params, (step, *args))
 
 
@@ -76,9 +80,11 @@ def decode_round(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
 def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     target, proposer, plan = pair.target, pair.proposer, pair.plan
     width = plan.verify_width
+    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
 
     anchor = read_rows(state.tokens, state.length, 1)
     draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
+    draft = _known_chain(draft, target.vocab_size)
 
     ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
     out = target(ids, state.length, state.cache, proposer.taps, state.pages)
@@ -104,10 +110,27 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     )
 
 
+def _known_chain(draft: Draft, vocab_size: int) -> Draft:
+    """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
+
+    Raises:
+        ValueError: the draft is a tree.
+    """
+    if draft.parent is not None:
+        raise ValueError(
+            "Draft.parent is set: a tree of drafts would be verified as if it were a chain; propose a chain "
+            "and leave parent None."
+        )
+    tokens = draft.tokens.clamp(0, vocab_size - 1)
+    known = torch.cumprod((tokens == draft.tokens).to(torch.int32), dim=1).sum(dim=1, dtype=torch.int32)
+    return Draft(tokens, torch.minimum(draft.valid, known))
+
+
 def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     target, proposer = pair.target, pair.proposer
     ids, count = chunk.ids, chunk.count
     fed, last = count > 0, (count - 1).clamp(min=0)
+    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
 
     # A row without a piece may stand anywhere: it writes to the write-off page.
     pages = None if state.pages is None else torch.where(fed[:, None], state.pages, 0)

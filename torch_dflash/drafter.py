@@ -6,7 +6,6 @@ query, no input norm, no MLP. The block's rows see the context and (unless causa
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,8 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from torch_dflash.attention import Attend, KeyValue, attend_to, visible
+from torch_dflash.attention import Attend, KeyValue, attend_to, finite_values, visible
 from torch_dflash.config import DFlashConfig
+from torch_dflash.drafter_files import check_files
 
 
 class DFlashAttention(nn.Module):
@@ -53,9 +53,9 @@ class DFlashAttention(nn.Module):
         return _rotate(self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2), rope)
 
     def key_value(self, rows: Float[Tensor, "B R H"], rope) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, G, R, D] of any rows, context or block."""
+        """Rotated keys and values [B, G, R, D] of any rows, context or block, as `finite_values` has them."""
         key = _rotate(self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2), rope)
-        return key, self._heads(self.v_proj(rows)).transpose(1, 2)
+        return finite_values(key, self._heads(self.v_proj(rows)).transpose(1, 2))
 
     def forward(self, block, rope, attend: Attend) -> Float[Tensor, "B W H"]:
         """Attend from the block and project back."""
@@ -100,7 +100,13 @@ class DFlashDraftModel(PreTrainedModel):
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        try:
+            self.rotary_emb = Qwen3RotaryEmbedding(config)
+        except KeyError as error:
+            raise ValueError(
+                f"rope_parameters={config.rope_parameters}: {error} is unknown or missing; name a static "
+                "rope_type (default, linear, yarn, llama3) with all of its fields."
+            ) from error
         self.post_init()
 
     @classmethod
@@ -111,10 +117,13 @@ class DFlashDraftModel(PreTrainedModel):
 
         Raises:
             ValueError: not a DFlash v1 checkpoint, or weights missing or of another shape.
+            OSError: no such checkpoint.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
-        _require_safetensors(args[0] if args else kwargs.get("pretrained_model_name_or_path"), kwargs)
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if source is not None:  # else a state_dict is given
+            check_files(source, kwargs)
         model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
@@ -190,20 +199,6 @@ class DFlashDraftModel(PreTrainedModel):
             logits = logits * multiplier
         cap = self.config.final_logit_softcapping
         return torch.tanh(logits / cap) * cap if cap else logits
-
-
-def _require_safetensors(source: Any, kwargs: dict[str, Any]) -> None:
-    if kwargs.setdefault("use_safetensors", True) is not True:
-        raise ValueError(
-            f"use_safetensors={kwargs['use_safetensors']!r}: weights are read from safetensors only."
-        )
-    folder = Path(source, kwargs.get("subfolder", "")) if source is not None else None
-    if folder is not None and folder.is_dir() and not any(folder.glob("*.safetensors")):
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        raise ValueError(
-            f"{folder} holds no *.safetensors{f' but {others[0]}' if others else ''}: weights are read from "
-            "safetensors only; save them with save_pretrained or safetensors.torch.save_file."
-        )
 
 
 def _rotate(rows: Float[Tensor, "B heads R D"], rope) -> Float[Tensor, "B heads R D"]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.admission import READ, Admission, Turn
 from torch_dflash.checkpoints import make_proposer
-from torch_dflash.checks import check_counts, check_runtime, check_streamer, check_target, context_of
+from torch_dflash.checks import check_context, check_counts, check_runtime, check_streamer, check_target
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.loaded import LoadedTarget, model_of, named_arrays
@@ -70,7 +70,7 @@ class Engine:
                 f"prefill_chunk_size={prefill_chunk_size}: must be a power of two of at least 16."
             )
         skeleton = Target(target)
-        _check_context(target, max_length)
+        check_context(target, max_length)
         proposer = make_proposer(target, drafter, block_size)
         width = proposer.width
         self.plan = DecodePlan(
@@ -115,6 +115,14 @@ class Engine:
             else:
                 tensors |= collect_tensors(proposer, drafter, "proposer.")
         return tensors
+
+    def refresh(self) -> None:
+        """Have the next call take all weights anew, however they were written.
+
+        The XLA runtime keeps copies. It sees each write that torch counts, and whole weights that a fused
+        optimiser, ``.data`` or a numpy view wrote. A few rows written so may go unseen: call this then.
+        """
+        self.runtime.forget(self.tensors())
 
     def _live_target(self) -> PreTrainedModel:
         target = self._target()
@@ -285,7 +293,7 @@ def read_request(
 
 def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) -> RowRequests:
     def column(values, dtype, fill: Any = 0):
-        return torch.tensor([*values, *[fill] * (plan.batch_size - len(rows))], dtype=dtype)
+        return torch.tensor([*values, *[fill] * (plan.batch_size - len(rows))], dtype=dtype, device="cpu")
 
     lengths = [len(row) for row in rows]
     limits = [a + b for a, b in zip(lengths, request.max_new_tokens, strict=True)]
@@ -311,14 +319,6 @@ def _put_new(streamer, progress: Progress, prompt_length: int, shown: int) -> in
     if end > start:
         streamer.put(torch.from_numpy(progress.tokens[0, start:end].astype(np.int64)))
     return end - prompt_length
-
-
-def _check_context(target: PreTrainedModel, max_length: int) -> None:
-    context = context_of(target)
-    if max_length > context:
-        raise ValueError(
-            f"max_length={max_length} is beyond the target's max_position_embeddings={context}; lower it."
-        )
 
 
 def _make_runtime(name: str, pair: Pair, plan: DecodePlan) -> Runtime:

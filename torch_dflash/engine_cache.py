@@ -11,6 +11,7 @@ from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import check_target
 from torch_dflash.engine import Engine
 from torch_dflash.loaded import model_of
+from torch_dflash.unmodified import settings
 
 ENGINES_PER_PAIR = 8
 
@@ -33,8 +34,9 @@ def cached_engine(target, drafter, **options: Any) -> Engine:
     check_drafter(drafter)
     model = model_of(target)
     check_target(model)
-    # A resized vocabulary makes other programs of the same model.
-    key = model.get_input_embeddings().weight.shape, *sorted(options.items())
+    # A resized vocabulary or a changed config makes other programs of the same model.
+    configs = settings(model.config), settings(getattr(drafter, "config", None))
+    key = model.get_input_embeddings().weight.shape, repr(configs), *sorted(options.items())
     value = None if drafter is None else getattr(drafter, "key", None)
     with _lock:
         known = drafter if drafter is not None and value is None else _values.setdefault(value, _Value())

@@ -64,7 +64,7 @@ def _apply(module: Any, rows: Float[Tensor, "E T H"], pick: Any) -> Float[Tensor
     inner = _linear(module, rows, first, pick)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = _linear(module, inner, "down_proj", pick)
-    return module.post_expert_norm(out) if module.has_post_expert_norm else out
+    return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
 
 
 def _linear(module: Any, rows: Tensor, name: str, pick: Any) -> Tensor:

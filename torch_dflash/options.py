@@ -235,7 +235,7 @@ def room_below(max_length: Any, width: int) -> int:
 
 def drawn_seed() -> int:
     """A seed from torch's generator: ``torch.manual_seed`` rules, as everywhere in transformers."""
-    return int(torch.randint(0, 2**31 - 1, (1,)).item())
+    return int(torch.randint(0, 2**31 - 1, (1,), device="cpu").item())
 
 
 def _seeds(seed: Any, rows: int) -> list[int]:

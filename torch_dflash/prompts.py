@@ -111,9 +111,9 @@ def prompt_chunks(rows: list[np.ndarray], batch_size: int, largest: int, slots: 
     """The rows as `PromptChunk` pieces, padded to ``batch_size`` rows and power-of-two widths."""
     start = 0
     for width in chunk_widths(max(map(len, rows)), largest, slots):
-        ids = torch.zeros(batch_size, width, dtype=torch.int32)
-        count = torch.zeros(batch_size, dtype=torch.int32)
-        following = torch.full((batch_size,), -1, dtype=torch.int32)
+        ids = torch.zeros(batch_size, width, dtype=torch.int32, device="cpu")
+        count = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
+        following = torch.full((batch_size,), -1, dtype=torch.int32, device="cpu")
         for row, prompt in enumerate(rows):
             piece = prompt[start : start + width]
             ids[row, : len(piece)] = torch.from_numpy(piece)
@@ -128,7 +128,7 @@ def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, 
     """Back to Hugging Face layout: the prompt as given, then each row's new tokens, then padding."""
     ends = [int(progress.length[row]) + 1 for row in range(len(prompt_lengths))]
     width = max(end - start for start, end in zip(prompt_lengths, ends, strict=True))
-    fresh = torch.full((len(prompt_lengths), width), pad_token_id, dtype=torch.long)
+    fresh = torch.full((len(prompt_lengths), width), pad_token_id, dtype=torch.long, device="cpu")
     for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
         fresh[row, : end - start] = torch.from_numpy(progress.tokens[row, start:end].astype(np.int64))
     return torch.cat([input_ids.long(), fresh.to(input_ids.device)], dim=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,6 +42,10 @@ class Runtime(Protocol):
         """Parameters for these live tensors; unchanged ones are not converted again."""
         ...
 
+    def forget(self, tensors: Params) -> None:
+        """Have the next `refresh` convert these tensors, changed or not."""
+        ...
+
     def begin(self, params: Any, rows: RowRequests) -> Any: ...
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
@@ -80,11 +83,13 @@ class EagerRuntime:
     def __init__(self, pair: Pair, plan: DecodePlan):
         self.pair = pair
         self.plan = plan
-        self._lock = threading.Lock()  # functional_call swaps weights in and out of the shared skeleton
 
     def refresh(self, tensors: Params) -> Params:
         """The live tensors themselves: nothing is copied."""
         return tensors
+
+    def forget(self, tensors: Params) -> None:
+        """Nothing to forget."""
 
     def begin(self, params: Params, rows: RowRequests) -> DecodeState:
         return self._step(begin, params, rows)
@@ -120,8 +125,7 @@ class EagerRuntime:
     def _step(self, step, params: Params, *args):
         device = next(iter(params.values())).device
         args = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), args)
-        with self._lock:
-            return step(self.pair, params, *args)
+        return step(self.pair, params, *args)
 
 
 def _checked(state: DecodeState) -> DecodeState:

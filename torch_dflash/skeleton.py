@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.attention import Rows
 from torch_dflash.experts import EXPERTS
+from torch_dflash.unmodified import check_unmodified
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
@@ -76,42 +77,6 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
     return skeleton.eval().requires_grad_(False)
 
 
-def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
-    """Refuse a model whose modules are not those that its class and config describe.
-
-    The skeleton runs instead of the model, so what a hook, a replaced module or an attribute changed
-    after loading does to the model would silently not happen.
-
-    Raises:
-        ValueError: naming the first such module.
-    """
-    expected = dict(skeleton.named_modules())
-    for name, module in model.named_modules():
-        twin = expected.get(name)
-        where = f"{type(model).__name__}.{name}" if name else type(model).__name__
-        if twin is None or type(twin) is not type(module) or twin.extra_repr() != module.extra_repr():
-            raise ValueError(
-                f"{where} is {_describe(module)}, by the model's config it should be {_describe(twin)}. Undo "
-                "the change, or merge adapters and dequantise, before passing the model."
-            )
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        foreign = [hook for hook in hooks if not _of_transformers(hook)]
-        if foreign or "forward" in vars(module):
-            what = getattr(foreign[0], "__qualname__", foreign[0]) if foreign else "a replaced forward"
-            raise ValueError(
-                f"{where} carries {what}, which would not run; remove it before passing the model."
-            )
-
-
-def _describe(module: nn.Module | None) -> str:
-    return "absent" if module is None else f"{type(module).__name__}({module.extra_repr()})"
-
-
-def _of_transformers(hook) -> bool:
-    """transformers leaves its own hooks for ``output_hidden_states``; they change nothing."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
-
-
 def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[str, Tensor]:
     """The live tensors of ``model`` under the skeleton's names, each tied weight once.
 
@@ -147,8 +112,14 @@ def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[
         if id(slot) not in taken:
             taken[id(slot)] = tensors[prefix + name] = tensor
         elif taken[id(slot)].data_ptr() != tensor.data_ptr():
+            equal = torch.equal(taken[id(slot)], tensor)
             raise ValueError(
                 f"{type(model).__name__}: {name} is tied by the config (tie_word_embeddings=True) but holds "
-                "its own weight; set tie_word_embeddings=False on the config, or tie the weights."
+                + (
+                    "a copy of the same values (load_state_dict(assign=True) leaves that); call "
+                    "model.tie_weights()."
+                    if equal
+                    else "its own weight; set tie_word_embeddings=False on the config, or tie the weights."
+                )
             )
     return tensors

@@ -157,7 +157,10 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens [B, N] after the anchor, ``valid`` [B] of them real. ``parent`` None means a chain."""
+    """Proposed tokens [B, N] after the anchor, ``valid`` [B] of them real, up to one out of the vocabulary.
+
+    ``parent`` None means a chain; a round refuses anything else.
+    """
 
     tokens: Int[Tensor, "B N"]
     valid: Int[Tensor, " B"]

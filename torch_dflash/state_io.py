@@ -19,14 +19,11 @@ from torch_dflash.checksums import checksum_of
 from torch_dflash.decode import RowRequests, begin
 from torch_dflash.engine import Engine
 from torch_dflash.files import write_whole
-from torch_dflash.pages import check_table
-from torch_dflash.state import DecodePlan, DecodeState, Sampling
+from torch_dflash.state import DecodeState, Sampling
+from torch_dflash.state_checks import check_committed, check_leaves, check_pages, check_plan, check_values
 
 FORMAT = "torch_dflash.DecodeState"
 VERSION = 1
-# How often the host reads is the engine's own business; all else decides shapes, or what tokens come.
-FREE = {"rounds_per_chunk"}
-ARGUMENTS = {"capacity": "max_length"}  # plan fields that `torch_dflash.compile` names otherwise
 
 
 def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine) -> None:
@@ -40,15 +37,15 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
         engine: any engine with the state's plan and proposer.
 
     Raises:
-        FileNotFoundError: the directory of ``path`` does not exist.
+        OSError: the directory of ``path`` does not exist, or its disk is full; an old file stays as it was.
         ValueError: the state's shapes or dtypes are not those of this engine's plan and models, ``advance``
             has consumed it, its page table is impossible, or ``path`` is a directory.
     """
     file = _file_at(path)
     leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
-    _check_leaves(tensors, expected_leaves(engine), "the state")
-    _check_pages(tensors, engine.plan, "the state")
+    check_leaves(tensors, expected_leaves(engine), "the state")
+    check_pages(tensors, engine.plan, "the state")
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -72,21 +69,23 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
     Raises:
         FileNotFoundError: no such file.
         ValueError: the file is damaged, is no state, is one of another plan or proposer (its class, width,
-            taps and plain arguments) or of other shapes or dtypes, or its page table is impossible; the
-            message names the field, its value and the fix.
+            taps and plain arguments) or of other shapes or dtypes, or its page table, counts or tokens are
+            impossible; the message names the field, its value and the fix.
     """
     file = _file_at(path)
     tensors, metadata = _read(file)
-    _check_plan(json.loads(metadata["plan"]), engine.plan, file)
-    if metadata["proposer"] != describe_proposer(engine):
+    check_plan(metadata.get("plan"), engine.plan, file)
+    if metadata.get("proposer") != describe_proposer(engine):
         raise ValueError(
-            f"{file}: proposer is {metadata['proposer']}, this engine's is {describe_proposer(engine)}; "
+            f"{file}: proposer is {metadata.get('proposer')}, this engine's is {describe_proposer(engine)}; "
             "compile with the drafter, and its arguments, that the state was made with."
         )
     template = abstract_state(engine)
-    _check_leaves(tensors, expected_leaves(engine), str(file))
-    _check_pages(tensors, engine.plan, str(file))
+    check_leaves(tensors, expected_leaves(engine), str(file))
+    check_pages(tensors, engine.plan, str(file))
+    check_values(tensors, engine.plan, engine.pair.target.vocab_size, str(file))
     state = pytree.tree_map_with_path(lambda name, _: tensors.get(pytree.keystr(name)), template)
+    check_committed(state, str(file))
     return engine.runtime.place(state)
 
 
@@ -166,35 +165,3 @@ def _read(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 def _checksum(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> str:
     said = metadata.get("plan", "") + metadata.get("proposer", "")
     return str(zlib.crc32(said.encode(), checksum_of(tensors)))
-
-
-def _check_plan(saved: dict[str, Any], plan: DecodePlan, file: Path) -> None:
-    own = json.loads(json.dumps(dataclasses.asdict(plan)))
-    for name in sorted((saved.keys() | own.keys()) - FREE):
-        if saved.get(name) != own.get(name):
-            raise ValueError(
-                f"{file}: the state has {name}={saved.get(name)!r}, this engine {own.get(name)!r}; compile "
-                f"with {ARGUMENTS.get(name, name)}={saved.get(name)!r} to go on with it."
-            )
-
-
-def _check_leaves(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    odd = sorted(tensors.keys() ^ expected.keys())
-    if odd:
-        there = "holds" if odd[0] in tensors else "lacks"
-        raise ValueError(
-            f"{what} {there} {odd[0]}, which this engine's state {'lacks' if there == 'holds' else 'holds'}; "
-            "use an engine of the same target and drafter."
-        )
-    for name, tensor in tensors.items():
-        want = expected[name]
-        if tensor.shape != want.shape or tensor.dtype != want.dtype:
-            raise ValueError(
-                f"{what}: {name} is {tensor.dtype} {tuple(tensor.shape)}, this engine's is {want.dtype} "
-                f"{tuple(want.shape)}; use an engine of the same target and drafter, in the same dtype."
-            )
-
-
-def _check_pages(tensors: dict[str, torch.Tensor], plan: DecodePlan, what: str) -> None:
-    if ".pages" in tensors:
-        check_table(tensors[".pages"].numpy(force=True), plan.pages, what)

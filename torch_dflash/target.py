@@ -46,7 +46,9 @@ class Target(nn.Module):
         check_target(model)
         check_static_rope(model.config)
         self.model: Any = build_skeleton(model)
-        self.specs = trace_layers(self.model)
+        runs = model.device.type != "meta"
+        own = model.config.get_text_config()._attn_implementation
+        self.specs = trace_layers(self.model, own if runs else None)
         self._windows = tuple(spec.window for spec in self.specs)
 
     @property
@@ -63,6 +65,11 @@ class Target(nn.Module):
     def hidden_size(self) -> int:
         """Width H of the hidden states."""
         return self.model.get_input_embeddings().weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embedding, and so of the cache; of the weights that are bound, where some are."""
+        return self.model.get_input_embeddings().weight.dtype
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""

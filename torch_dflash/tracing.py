@@ -46,6 +46,7 @@ class RecordingCache(Cache):
         self.masks: dict[int, Callable] = {}
         self.windows: dict[int, int | None] = {}
         self.latent: set[int] = set()
+        self.beyond_sdpa: set[str] = set()
         self._made: list[tuple[Tensor, Callable]] = []
         self._handed: tuple[Tensor, Tensor] | None = None
 
@@ -70,6 +71,7 @@ class RecordingCache(Cache):
         unknown = sorted(n for n in more.keys() - HARMLESS - HONOURED if more[n] is not None)
         if unknown:
             raise Refusal(f"layer {layer_idx} hands {unknown[0]} to its attention, which would be ignored")
+        self.beyond_sdpa |= {n for n in ("softcap", "s_aux") if more.get(n) is not None}
         self.masks[layer_idx] = self._rule_of(mask, layer_idx)
         self.windows[layer_idx] = more.get("sliding_window")
         if self._handed is None or rows.key is not self._handed[0] or rows.value is not self._handed[1]:
@@ -87,8 +89,12 @@ class RecordingCache(Cache):
         return 0
 
 
-def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
+def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[LayerSpec, ...]:
     """Learn each layer's cache from one forward on meta tensors: configs disagree about K, V and windows.
+
+    Args:
+        skeleton: the target's architecture with our attention.
+        implementation: the attention implementation that the live target runs with, if it runs.
 
     Raises:
         ValueError: the target does something else than causal attention, with or without a sliding window,
@@ -111,6 +117,11 @@ def trace_layers(skeleton: Any) -> tuple[LayerSpec, ...]:
         raise ValueError(
             f"target={name}: its forward needs a cache other than keys and values ({error}); {SUPPORTED}."
         ) from error
+    if implementation == "sdpa" and cache.beyond_sdpa:
+        raise ValueError(
+            f"target={name}: its layers hand {min(cache.beyond_sdpa)} to their attention, which sdpa "
+            "drops in some releases of transformers; load the target with attn_implementation='eager'."
+        )
     return _specs(cache, skeleton, name)
 
 

@@ -118,7 +118,7 @@ def _cut_layers(config: Any) -> None:
 
 
 def _narrow(config: Any) -> None:
-    width = config.to_dict()
+    names, context = config.to_dict(), getattr(config, "max_position_embeddings", None) or 0
     heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     for name, most in SMALL.items():
         value = getattr(config, name, None)
@@ -128,11 +128,11 @@ def _narrow(config: Any) -> None:
         config.num_attention_heads = HEADS
         if isinstance(groups, int):
             config.num_key_value_heads = HEADS if groups == heads else min(groups, HEADS // 2)
-    if getattr(config, "kv_lora_rank", None) and hasattr(config, "qk_rope_head_dim") and "head_dim" in width:
+    if getattr(config, "kv_lora_rank", None) and hasattr(config, "qk_rope_head_dim") and "head_dim" in names:
         config.head_dim = config.qk_rope_head_dim
     for name, value in vars(config).items():
         if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
-            setattr(config, name, WINDOW)
+            setattr(config, name, POSITIONS if 0 < context <= value else WINDOW)  # as wide: no window
         if name.endswith("_token_id") and type(value) is int and value >= VOCAB:
             setattr(config, name, None)
     for rope in _ropes(getattr(config, "rope_parameters", None) or {}):

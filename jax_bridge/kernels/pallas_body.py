@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_bridge.kernels.online_softmax import Running, product
+from jax_bridge.kernels.online_softmax import Running
 from torch_dflash.state import TILE
 
 # Of integers that are not negative. `//` and `%` also serve those, and ask for it which chip they run on.
@@ -140,14 +140,13 @@ def _read_ahead(copies, attend_block, begin, end):
 
 def _merge(kind, staged, fresh, inside):
     """Put the new rows into ``staged`` from row ``inside`` on; before it stand old rows, behind it zeros."""
-    height = staged.shape[1]
-    row = jax.lax.broadcasted_iota(jnp.int32, (height, kind.rows), 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (height, kind.rows), 1)
-    shift = (row == column + inside).astype(staged.dtype)  # one 1 a row: the product moves rows, exactly
-    kept = jax.lax.broadcasted_iota(jnp.int32, (height, 1), 0) < inside
+    behind = staged.shape[1] - kind.rows
+    kept = jax.lax.broadcasted_iota(jnp.int32, (staged.shape[1], 1), 0) < inside
     for head in range(staged.shape[0]):
-        moved = product(shift, fresh[0, head], 0)
-        staged[head] = jnp.where(kept, staged[head], moved.astype(staged.dtype))
+        # Not a product with ones and zeros: what is not finite in one row would come to all of them.
+        rows = jnp.pad(fresh[0, head].astype(jnp.float32), ((0, behind), (0, 0)))
+        moved = pltpu.roll(rows, inside, 0).astype(staged.dtype)
+        staged[head] = jnp.where(kept, staged[head], moved)
 
 
 def _attend(kind, query, running, at, head, rows, position, real):

@@ -88,9 +88,14 @@ def project_queries(
 def project_keys_values(
     params: Params, name: str, config: Heads, rows: Float[Array, "B R H"], tables: Rows
 ) -> Rows:
-    """Keys, normed (where there is a norm) and rotated, and values [B, G, R, D] of ``rows``."""
+    """Keys, normed (where there is a norm) and rotated, and values [B, G, R, D] of ``rows``.
+
+    Where a value is not finite it is zero and its key NaN: a mask hides a key, but 0 * NaN is NaN.
+    """
     keys = rotate(_normed_heads(params, name, "k", config, rows), *tables)
-    return keys, _heads(linear(params, f"{name}.v_proj", rows), config.head_dim)
+    values = _heads(linear(params, f"{name}.v_proj", rows), config.head_dim)
+    bad = ~jnp.isfinite(values).all(axis=-1, keepdims=True)
+    return jnp.where(bad, jnp.nan, keys), jnp.where(bad, 0, values)
 
 
 def attend(queries: Float[Array, "B Q M D"], parts: list[Seen]) -> Float[Array, "B M QD"]:

@@ -70,6 +70,7 @@ def add_parser(commands) -> None:
     add("--dtype", choices=DTYPES, default="auto")
     add("--runtime", choices=("xla", "eager"), default="xla")
     add("--cache", choices=CACHES, default="static", help="of the target (default static)")
+    add("--no-verify", dest="verify", action="store_false", help="decode a class that is not tested, unseen")
     add("--device", help="torch device of --runtime eager, such as cuda")
     add("--block-size", type=int, metavar="W", help="drafted block, the anchor included")
     add("--verify-width", type=int, metavar="M", help="how much of the block is verified")
@@ -140,6 +141,7 @@ class Job:
                 stop_slots=max(8, *map(len, request.stop_ids)),
                 filters=request.filters,
                 cache=asked.cache,
+                verify=asked.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(len(longest))),
             )
         except (TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_dflash.block_attention import block_attention
 from torch_dflash.cache import LayerSpec, allocate_static
+from torch_dflash.checks import check_dtype
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.ring import allocate_ring
 from torch_dflash.skeleton import build_skeleton
@@ -73,6 +74,7 @@ class DFlashProposer(nn.Module):
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
         if pstate.context is None:  # a round: `propose` has just emptied the buffer
             return replace(pstate, context=context, buffered=count)
+        check_dtype("drafter", pstate.context.dtype, context.dtype)
         # A prompt: what a previous turn left in the buffer, then these rows, straight into the K/V.
         pstate = self._append(pstate, pstate.context, pstate.buffered)
         pstate = self._append(pstate, context, count)
@@ -89,6 +91,7 @@ class DFlashProposer(nn.Module):
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, DFlashState]:
         drafter, context = self.drafter, pstate.context
         rows = context.shape[1]
+        check_dtype("drafter", context.dtype, drafter.fc.weight.dtype)
         masks = torch.full_like(anchor, drafter.config.mask_token_id)[:, None]
         ids = torch.cat([anchor[:, None], masks.expand(-1, self.width - 1)], dim=1)
         noise = embed(ids).to(context.dtype) * drafter.config.input_embedding_scale

@@ -1,0 +1,83 @@
+"""What a checkpoint's config.json says, checked against its files before anything is built from it.
+
+A model's class builds whatever its config says: layers by the million, weights no memory holds. The headers
+of the files know better, whatever the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING
+
+from torch_dflash.checks import is_count
+from torch_dflash.weight_files import Stored
+
+_LAYERS = ("num_hidden_layers", "decoder_layers")  # each stores at least one tensor
+_ROWS = ("hidden_size", "vocab_size")  # lengths that some tensor has
+_WIDTHS: tuple[str, ...] = ("intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+_EXPERTS: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+# Fields that a class does not use keep its defaults, which say nothing about the files; those lie below.
+_ALWAYS_FITS: dict[Any, int] = {**dict.fromkeys(_WIDTHS, 2**20), **dict.fromkeys(_EXPERTS, 2**14)}
+_MAY_BE_ZERO = ("intermediate_size", *_EXPERTS)  # of classes that have none
+
+
+def check_types(config: Mapping[str, Any], where: Any) -> None:
+    """Raise ``ValueError`` for a ``dtype`` or ``quantization_config`` of no known kind."""
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        known = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+        if value is not None and not known:
+            raise ValueError(
+                f"{name}={value!r} in {where}/config.json: torch has no such type; name the one the weights "
+                'are stored in, such as "bfloat16".'
+            )
+    quantized = config.get("quantization_config")
+    if quantized is not None and not isinstance(quantized, dict):
+        raise ValueError(
+            f"quantization_config={quantized!r} in {where}/config.json: must be an object; remove it if the "
+            "weights are plain."
+        )
+
+
+def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: Any) -> None:
+    """Refuse sizes in an unbuilt config that no model of these files can have.
+
+    Args:
+        config: config.json, of which ``text_config`` counts if it has one.
+        stored: every tensor of the files by name.
+        where: the checkpoint, for the message.
+
+    Raises:
+        ValueError: a size is no positive integer, or beyond what the files hold; names field and value.
+    """
+    text = config.get("text_config")
+    scope: Mapping[str, Any] = text if isinstance(text, dict) else config
+    lengths = {length for part in stored.values() for length in part.shape}
+    elements = sum(part.nbytes // part.dtype.itemsize for part in stored.values())
+    files = ", ".join(sorted({part.file.name for part in stored.values()})[:3])
+    for field in (*_LAYERS, *_ROWS, *_WIDTHS, *_EXPERTS):
+        name = _own_name(scope, field)
+        if name not in scope or scope[name] is None or (field not in _ROWS and type(scope[name]) is list):
+            continue  # the class's default, or one for each layer
+        value: Any = scope[name]
+        said = f"{name}={value!r} in {where}/config.json"
+        least = 0 if field in _MAY_BE_ZERO else 1
+        if not is_count(value) or value < least:
+            raise ValueError(f"{said}: must be an integer of at least {least}.")
+        wrong = "config and weights are of different models; fetch both again."
+        if field in _LAYERS and value > len(stored):
+            raise ValueError(f"{said}, but {files} holds {len(stored)} tensors, fewer than layers; {wrong}")
+        if field in _ROWS and value not in lengths:
+            raise ValueError(f"{said}, but no tensor of {files} has a dimension of that length; {wrong}")
+        if field in _ALWAYS_FITS and value > max(elements, _ALWAYS_FITS[field]):
+            raise ValueError(f"{said}, but all of {files} holds {elements} numbers; {wrong}")
+
+
+def _own_name(config: Mapping[str, Any], field: str) -> str:
+    """What the config's class calls ``field``: GPT-2 writes ``hidden_size`` as ``n_embd``."""
+    kind = config.get("model_type")
+    known = CONFIG_MAPPING[kind].attribute_map if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
+    return field if field in config else known.get(field, field)

@@ -1,0 +1,118 @@
+"""The safetensors files of a checkpoint: found, and their headers read."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+_DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+CONVERTED = (
+    "If transformers converts this checkpoint while loading (quantised weights, other names), "
+    "load it with AutoModelForCausalLM.from_pretrained and pass that model."
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file, known by its header and read when it is asked for."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """A view of the mapped file; the mapping, and the memory its pages take, goes with the tensor."""
+        with safe_open(self.file, "pt") as opened:
+            return opened.get_tensor(self.name)
+
+
+def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> list[Path]:
+    """The checkpoint's safetensors files; those of a hub id are fetched if they are not there.
+
+    Args:
+        path_or_id: a directory or a hub id.
+        hub: where in it and how to fetch it, as ``from_pretrained`` takes them (``revision``, ``subfolder``).
+
+    Raises:
+        FileNotFoundError: no safetensors, or a shard that the index names is absent.
+        ValueError: the index is damaged, or names a file outside of the checkpoint.
+    """
+    absent_is_none: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
+    single = cached_file(path_or_id, SAFE_WEIGHTS_NAME, **absent_is_none)
+    if single is not None:
+        return [Path(single)]
+    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **absent_is_none)
+    if index is None:
+        raise FileNotFoundError(
+            f"{path_or_id} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load "
+            "it with AutoModelForCausalLM and save_pretrained() it: no other kind is read."
+        )
+    _check_index(Path(index))
+    files = [Path(file) for file in get_checkpoint_shard_files(path_or_id, index, **hub)[0]]
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{index} names {file.name}, which is not there; fetch it again.")
+    return files
+
+
+def _check_index(file: Path) -> None:
+    """Raise ``ValueError`` unless ``file`` is what transformers reads as an index."""
+    fix = "fetch it again, or save_pretrained() the model anew."
+    try:
+        index = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or not even text
+        raise ValueError(f"{file} is damaged ({error}); {fix}") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
+        raise ValueError(f"{file} has no weight_map of tensors to their files; {fix}")
+    if not isinstance(index.get("metadata"), dict):
+        raise ValueError(f'{file} has no metadata, which transformers asks for; add "metadata": {{}} to it.')
+    for tensor, name in names.items():
+        if _leaves(name):
+            raise ValueError(
+                f"{file}: weight_map says that {tensor} is in {name!r}, outside of the checkpoint; {fix}"
+            )
+
+
+def _leaves(name: str) -> bool:
+    """Whether a file's name leads out of its folder. By its text: in the hub's cache the files are links."""
+    path, windows = PurePosixPath(name), PureWindowsPath(name)
+    return bool(path.root or windows.drive or windows.root) or ".." in path.parts + windows.parts
+
+
+def read_headers(files: list[Path]) -> dict[str, Stored]:
+    """Every tensor of the files by name; reads no data.
+
+    Raises:
+        ValueError: a damaged file, or a type that no plain weight has.
+    """
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():
+                    part = opened.get_slice(name)
+                    dtype = _DTYPES.get(part.get_dtype())
+                    if dtype is None:
+                        raise ValueError(f"{file}: {name} is stored as {part.get_dtype()}. {CONVERTED}")
+                    found[name] = Stored(file, name, tuple(part.get_shape()), dtype)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}); fetch it again.") from error
+    return found
