@@ -86,7 +86,6 @@ FAMILY: dict[str, dict[str, Any]] = {
     "blt": {"encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32}}
     | {"encoder_hash_byte_group_vocab": VOCAB, "num_hidden_layers": LAYERS},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
     },
     "cpmant": {"dim_head": 8, "dim_ff": 48, "prompt_length": 8},
@@ -121,6 +120,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "inkling_text": INKLING,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "jetmoe": {"kv_channels": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
@@ -166,7 +166,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 # name:variant -> what differs from the family's own tiny config.
 VARIANTS: dict[str, dict[str, Any]] = {
     "phimoe:nowindow": {"sliding_window": None},
-    "qwen2_moe:window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    "qwen2_moe:window": {"layer_types": ["sliding_attention"] * LAYERS},
     "doge:keep": {"keep_window_size": 8},
     "gemma3_text:bidirectional": {"use_bidirectional_attention": True},
     "llama:rope_llama3": {
@@ -226,6 +226,8 @@ def shrink(config: type[PretrainedConfig], own: dict[str, Any]) -> PretrainedCon
     for name in ("layer_types", "mlp_layer_types"):
         if name in known and name not in own:
             kinds = list(dict.fromkeys(getattr(config(), name) or ()))
+            if kinds == ["full_attention"] and "sliding_window" in known:  # windows that are off by default
+                kinds.append("sliding_attention")
             given |= {name: [kinds[i % len(kinds)] for i in range(LAYERS)]} if kinds else {}
     return config(**given)
 
