@@ -12,7 +12,7 @@ from models import MASK, make_pair, randomise
 from scripted import pad
 
 import torch_dflash as td
-from torch_dflash.engine import _row_requests
+from torch_dflash.calls import row_requests
 from torch_dflash.prompts import prompt_chunks
 
 NEW = 26
@@ -250,7 +250,7 @@ def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]
     lowered = _lowered(engine) if runtime == "xla" else None
     features = None if lowered else Features(engine.pair.proposer, len(rows))
     params = steps.refresh(tensors)
-    state = steps.begin(params, _row_requests(rows, request, engine.plan))
+    state = steps.begin(params, row_requests(rows, request, engine.plan))
     for chunk in prompt_chunks(rows, len(rows), CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     runs = [Run() for _ in rows]

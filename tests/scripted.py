@@ -83,14 +83,14 @@ def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) 
 
     Everything before ``start`` is in the cache. Runs on the engine's own runtime.
     """
-    from torch_dflash.engine import _row_requests, read_request
+    from torch_dflash.calls import read_request, row_requests
 
     target, size = engine._target(), engine.plan.batch_size
     options = {"max_new_tokens": 1, "seed": 0, "eos_token_id": None, "do_sample": False}
     rows, request = read_request(target, torch.tensor([tokens[: at + 1]]), None, options)
     runtime = engine.runtime
     params = runtime.refresh(engine.tensors())
-    state = runtime.begin(params, _row_requests(rows, request, engine.plan))
+    state = runtime.begin(params, row_requests(rows, request, engine.plan))
     for done in range(0, start, engine.largest_chunk):
         piece = tokens[done : min(done + engine.largest_chunk, start)]
         ids = torch.zeros(size, engine.largest_chunk, dtype=torch.int32)

@@ -88,7 +88,6 @@ OPTIONS = [
     ({"streamer": object()}, TypeError, ["streamer=object", "put"]),
     ({"colour": "red"}, TypeError, ["unknown option 'colour'", "GenerationConfig"]),
     ({"to_dict": 1}, TypeError, ["unknown option 'to_dict'", "GenerationConfig"]),
-    ({"logits_processor": []}, TypeError, ["unknown option 'logits_processor'", "GenerationConfig"]),
     ({"num_beams": 2}, ValueError, ["num_beams=2", "pass num_beams=1"]),
     ({"num_return_sequences": 2}, ValueError, ["num_return_sequences=2", "pass num_return_sequences=1"]),
     ({"repetition_penalty": 1.1}, ValueError, ["repetition_penalty=1.1", "pass repetition_penalty=1.0"]),

@@ -5,7 +5,14 @@ import copy
 import models
 import pytest
 import torch
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    TextIteratorStreamer,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import torch_dflash as td
@@ -213,4 +220,41 @@ def test_custom_generate_hears_an_override_of_the_models_config(pair, batch):
     options = {"max_new_tokens": NEW, "repetition_penalty": 1.0, "do_sample": False}
     expected = target.generate(**batch, **options)
     block = td.dflash(drafter, runtime="eager")
+    assert torch.equal(target.generate(**batch, **options, custom_generate=block), expected)
+
+
+SMALL = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+IMAGES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def multimodal(name):
+    """A random model for text and images, whose generate prepares more than text needs."""
+    if name == "gemma3":
+        config = Gemma3Config(
+            text_config=SMALL | {"head_dim": 8, "sliding_window": 6},
+            vision_config=IMAGES | {"num_attention_heads": 2}, image_token_index=96,
+        )  # fmt: skip
+        return Gemma3ForConditionalGeneration(config).eval()
+    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(text_config=SMALL | SECTIONS, vision_config=vision)
+    ).eval()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_custom_generate_of_a_multimodal_model_that_is_given_text(batch, name):
+    target = multimodal(name)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    block = td.dflash(td.NGramProposer(4), runtime="eager")
+    expected = target.generate(**batch, **options)
     assert torch.equal(target.generate(**batch, **options, custom_generate=block), expected)

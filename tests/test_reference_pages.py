@@ -13,7 +13,7 @@ from test_reference_loop import EXACT, PROMPTS, Pair
 
 import torch_dflash as td
 from jax_bridge.reference import empty_pages, loop
-from torch_dflash.engine import _row_requests
+from torch_dflash.calls import row_requests
 from torch_dflash.prompts import prompt_chunks
 
 ROWS, PAGE, CHUNK = len(PROMPTS), 16, 16
@@ -55,7 +55,7 @@ def ours(engine, table: np.ndarray) -> Run:
     options = {"max_new_tokens": parity.NEW, "do_sample": False, "eos_token_id": None}
     rows, request = engine._prepare(*pad(PROMPTS), options)
     params = steps.refresh(engine.tensors())
-    state = steps.begin(params, _row_requests(rows, request, engine.plan))
+    state = steps.begin(params, row_requests(rows, request, engine.plan))
     state = steps.assign(state, table, done)
     for chunk in prompt_chunks(rows, ROWS, CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)

@@ -39,8 +39,7 @@ class Steep(LlamaAttention):
     """Sharpens its attention with the length of what it is given."""
 
     def forward(self, hidden_states, *args, **kwargs):
-        self.scaling = self.head_dim**-0.5 * (1 + 0.1 * hidden_states.shape[1])
-        return super().forward(hidden_states, *args, **kwargs)
+        return super().forward(hidden_states * (1 + 0.1 * hidden_states.shape[1]), *args, **kwargs)
 
 
 class Lengthy(hf.LlamaForCausalLM):

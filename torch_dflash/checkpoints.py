@@ -71,6 +71,12 @@ def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
 def check_drafter(drafter) -> None:
     """Raise ``TypeError`` unless ``drafter`` is a drafter model, a proposer, or None."""
     drafts = isinstance(drafter, nn.Module) and hasattr(drafter, "propose")
+    if isinstance(drafter, PreTrainedModel) and not isinstance(drafter, DFlashDraftModel):
+        if hasattr(drafter.config, "dflash_config"):
+            raise TypeError(
+                f"drafter={type(drafter).__name__}: a drafter's files read as another model, with weights "
+                "missing; load them with torch_dflash.DFlashDraftModel.from_pretrained."
+            )
     if not (drafter is None or drafts or isinstance(drafter, DFlashDraftModel)):
         raise TypeError(
             f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (see its from_pretrained), a "

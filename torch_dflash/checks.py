@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
+
+import numpy as np
+import torch
 
 RUNTIMES = ("xla", "eager")
 CACHES = ("static", "paged")
@@ -21,6 +25,23 @@ def check_counts(least: int = 1, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and (not is_count(value) or value < least):
             raise ValueError(f"{name}={value!r}: must be an integer of at least {least}.")
+
+
+def row_list(value: Any) -> Any:
+    """``value`` as a list if it may hold one entry per row, else as it is."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()  # a number, if it has no dimension
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+
+
+def check_rows(name: str, value: Any, rows: int) -> list:
+    """``value`` as one entry per row; ``ValueError`` if it has another number of them."""
+    value = row_list(value)
+    if not isinstance(value, list):
+        return [value] * rows
+    if len(value) != rows:
+        raise ValueError(f"{name} has {len(value)} entries for a batch of {rows}; give one, or one per row.")
+    return value
 
 
 def check_runtime(runtime: Any) -> None:
@@ -63,7 +84,8 @@ def context_of(target: Any) -> int:
 
 def positions_of(config: Any) -> int:
     """`context_of` a target by its config alone."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or INT32_MAX
+    limit: Any = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if is_count(limit) and limit > 0 else INT32_MAX  # -1 is how XLNet says "no limit"
 
 
 def check_context(target: Any, max_length: int) -> None:
@@ -96,6 +118,11 @@ def check_target(target: Any) -> None:
         raise TypeError(
             f"target={name}: that is what torch.compile made of a model, and its weights go by other names; "
             "pass the original module, target._orig_mod. The XLA runtime compiles it itself."
+        )
+    if hasattr(target, "peft_config") and hasattr(target, "get_base_model"):
+        raise TypeError(
+            f"target={name}: a model inside PEFT's wrapper; pass target.merge_and_unload(), a plain model "
+            "with the adapters' weights merged in. Adapters that cannot be merged are not supported."
         )
     if hasattr(config, "dflash_config"):
         raise TypeError(

@@ -109,6 +109,16 @@ class DFlashDraftModel(PreTrainedModel):
             ) from error
         self.post_init()
 
+    def __getattr__(self, name: str) -> Any:
+        if (
+            name == "generation_config"
+        ):  # what transformers asks an assistant for, if it is to generate itself
+            raise AttributeError(
+                "a DFlash drafter does not generate on its own: pass speculation_type='dflash' beside "
+                "assistant_model, or custom_generate=torch_dflash.dflash(drafter) without it."
+            )
+        return super().__getattr__(name)
+
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         """Load a drafter; as ``PreTrainedModel.from_pretrained``, but a missing weight is an error.
@@ -176,6 +186,8 @@ class DFlashDraftModel(PreTrainedModel):
         Returns:
             ``.last_hidden_state`` [B, W, H]; row i is the state of the token at the block's position i.
         """
+        if isinstance(noise_embeds, nn.Module):  # as transformers calls a custom generate
+            raise TypeError("custom_generate=DFlashDraftModel: pass torch_dflash.dflash(drafter).")
 
         def memory(attention, key, value):
             if past_key_values is not None:

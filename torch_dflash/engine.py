@@ -13,17 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torch_dflash.admission import READ, Admission, Turn
+from torch_dflash.calls import read_request, row_requests
 from torch_dflash.checkpoints import make_proposer
 from torch_dflash.checks import check_context, check_counts, check_runtime, check_streamer, check_target
-from torch_dflash.decode import Pair, RowRequests
+from torch_dflash.decode import Pair
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.loaded import LoadedTarget, model_of, named_arrays
-from torch_dflash.options import UNSET, Request, defaults_of, resolve, seed_key
+from torch_dflash.options import Request
 from torch_dflash.outputs import GenerateOutput, collect
-from torch_dflash.prompts import bucket, prompt_chunks, split_rows
+from torch_dflash.prompts import bucket, prompt_chunks
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.skeleton import collect_tensors
-from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, Sampling
+from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState
 from torch_dflash.target import Target
 from torch_dflash.verify import verify_class
 
@@ -198,7 +199,7 @@ class Engine:
                 f"pool_pages={self.plan.pool_pages}: pages for {len(turn.fed)} of {len(rows)} rows at once; "
                 "compile with more, or call generate, where rows wait for each other."
             )
-        state = self.runtime.begin(params, _row_requests(rows, request, self.plan))
+        state = self.runtime.begin(params, row_requests(rows, request, self.plan))
         return self._take_turn(params, state, turn, rows)
 
     def advance(self, state: DecodeState) -> DecodeState:
@@ -260,7 +261,7 @@ class Engine:
         """Prefill, then chunks of rounds until every row has ended; the host reads once after each."""
         runtime, admission = self.runtime, self._admission(rows, request)
         params = runtime.refresh(self.tensors())
-        state = runtime.begin(params, _row_requests(rows, request, self.plan))
+        state = runtime.begin(params, row_requests(rows, request, self.plan))
         first = True
         while not admission.over:
             state = self._take_turn(params, state, admission.next_turn(), rows)
@@ -270,48 +271,6 @@ class Engine:
             progress = runtime.read(state)
             admission.update(progress.length, progress.done)
             yield progress
-
-
-def read_request(
-    target: Any, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-) -> tuple[list[np.ndarray], Request]:
-    """Validate a call against the target alone: its ragged rows and its resolved options."""
-    target = model_of(target)
-    check_target(target)
-    options = dict(options)
-    config = defaults_of(target, options.pop("generation_config", None))
-    eos = options.get("eos_token_id", UNSET)
-    stops = config.eos_token_id if eos is UNSET else eos
-    stops = stops if isinstance(stops, list | tuple) else [stops]
-    pad = options.get("pad_token_id")
-    pad = config.pad_token_id if pad is None else pad
-    embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
-    rows = split_rows(input_ids, attention_mask, embedding.shape[0], None if pad in stops else pad)
-    lengths = [len(row) for row in rows]
-    return rows, resolve(config, lengths, input_ids.shape[1], options)
-
-
-def _row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) -> RowRequests:
-    def column(values, dtype, fill: Any = 0):
-        return torch.tensor([*values, *[fill] * (plan.batch_size - len(rows))], dtype=dtype, device="cpu")
-
-    lengths = [len(row) for row in rows]
-    limits = [a + b for a, b in zip(lengths, request.max_new_tokens, strict=True)]
-    stops = [[*ids, *[-1] * (plan.stop_slots - len(ids))] for ids in request.stop_ids]
-    keys = [seed_key(seed) for seed in request.seed]  # here, where Python's integers do not overflow
-    return RowRequests(
-        prompt_length=column(lengths, torch.int32),
-        limit=column(limits, torch.int32),
-        stop_ids=column(stops, torch.int32, fill=[-1] * plan.stop_slots),
-        done=column([False] * len(rows), torch.bool, fill=True),
-        sampling=Sampling(
-            temperature=column(request.temperature, torch.float32),
-            top_k=column(request.top_k, torch.int32),
-            top_p=column(request.top_p, torch.float32, fill=1.0),
-            min_p=column(request.min_p, torch.float32),
-            seed=column([key - (key >> 31 << 32) for key in keys], torch.int32),
-        ),
-    )
 
 
 def _put_new(streamer, progress: Progress, prompt_length: int, shown: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from torch_dflash.calls import read_request
+from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import (
     check_blocks,
     check_cache,
@@ -16,11 +18,15 @@ from torch_dflash.checks import (
     check_streamer,
     context_of,
 )
-from torch_dflash.engine import Engine, read_request
+from torch_dflash.engine import Engine
 from torch_dflash.engine_cache import cached_engine
 from torch_dflash.loaded import LoadedTarget, model_of
-from torch_dflash.options import UNSET, drawn_seed, refuse_unsupported, room_below
+from torch_dflash.options import UNSET, room_below
 from torch_dflash.outputs import GenerateOutput
+from torch_dflash.prepared import read_criteria, read_processors
+from torch_dflash.refusals import refuse_unsupported
+from torch_dflash.seeds import drawn_seed
+from torch_dflash.special_ids import stop_ids
 
 
 def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> Engine:
@@ -57,7 +63,7 @@ def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> 
 def generate(
     target: PreTrainedModel | LoadedTarget,
     drafter,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
     max_new_tokens: int | list[int] | None = None,
@@ -82,6 +88,9 @@ def generate(
     may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``,
     ``eos_token_id`` as a list of lists) take one value or one per row.
 
+    Honoured: lengths, stop ids, temperature, top-k, top-p, min-p. Refused by name: processors and criteria of
+    your own, penalties, stop strings, beams, and whatever else changes the text.
+
     Args:
         target: a transformers causal LM, or what `jax_bridge.load` gave.
         drafter: a `DFlashDraftModel`, another proposer, or None for plain autoregressive decoding.
@@ -93,7 +102,8 @@ def generate(
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
         block_size, verify_width, rounds_per_chunk, runtime, cache, verify: see `compile`.
         return_dict_in_generate: return ``.sequences`` and ``.stats``. streamer: transformers', for one row.
-        **options: ``generation_config`` or any field of one, as in transformers.
+        **options: ``generation_config`` or any field of one. Other arguments of transformers' are taken where
+            they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 
     Returns:
         LongTensor [B, T + new]: prompt, new tokens (stop id included), padding; or `GenerateOutput`.
@@ -128,35 +138,39 @@ def generate(
         cache=cache,
         verify=verify,
     )
-    return engine.generate(
-        input_ids,
-        attention_mask,
-        streamer=streamer,
-        return_dict_in_generate=return_dict_in_generate,
-        **options,
-    )
+    call = {"streamer": streamer, "return_dict_in_generate": return_dict_in_generate}
+    return engine.generate(cast(Tensor, input_ids), attention_mask, **call, **options)
 
 
 class dflash:  # noqa: N801 - reads as the keyword it is passed for
     """Block decoding for ``target.generate(..., custom_generate=dflash(drafter))``.
 
-    transformers drops ``streamer`` on its way to a custom generate: pass it here.
+    transformers drops ``streamer`` and ``tokenizer`` on its way to a custom generate, unseen here: a streamer
+    given to ``target.generate`` gets the prompt and never its end. Bind it here, or pass it there as
+    ``dflash_streamer``, which works in a pipeline's call too.
+
+    ``MaxLengthCriteria``, ``EosTokenCriteria`` and the warpers of temperature, top-k, top-p and min-p are
+    honoured as transformers lists them; other processors and criteria are refused by name.
 
     Args:
         drafter: as in `generate`. **bound: ``runtime``, ``block_size``, ``verify_width``,
-            ``rounds_per_chunk``, ``cache``, ``verify``, ``seed``, ``streamer``.
+            ``rounds_per_chunk``, ``cache``, ``verify``, ``seed``, ``streamer``; a call's own seed or streamer
+            goes first.
 
     Raises:
         TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
             a bound value that no call could honour.
     """
 
-    def __init__(self, drafter, **bound: Any):
+    def __init__(self, drafter, *called: Any, **bound: Any):
+        if called:  # as transformers calls what it is given
+            raise TypeError("custom_generate=dflash: pass what it makes, dflash(drafter).")
         unknown = [name for name in bound if name not in _BOUND]
         if unknown:
             raise TypeError(
                 f"dflash() takes {', '.join(_BOUND)}, not {unknown[0]!r}; pass it to target.generate."
             )
+        check_drafter(drafter)
         block_size, verify_width = bound.get("block_size"), bound.get("verify_width")
         check_runtime(bound.get("runtime", "xla"))
         check_cache(bound.get("cache", "static"))
@@ -175,65 +189,57 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         stopping_criteria=None,
         generation_config: GenerationConfig | None = None,
         seed: int | list[int] | None = None,
+        dflash_streamer=None,
         **model_kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """transformers' contract: prepared ids and a resolved ``generation_config``.
 
-        ``seed`` may be given to ``target.generate`` itself; the mask comes in ``model_kwargs``.
+        ``seed`` and ``dflash_streamer`` may be given to ``target.generate`` itself; the mask comes in
+        ``model_kwargs``.
         """
-        config = generation_config or model.generation_config
-        refuse_unsupported(config, already_done=("num_return_sequences",))
-        _refuse_inputs(model_kwargs)
-        _refuse_classes("logits_processor", logits_processor, _PROCESSORS)
-        _refuse_classes("stopping_criteria", stopping_criteria, _CRITERIA)
-        attention_mask = model_kwargs.get("attention_mask")
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)  # transformers passes None for "all real"
-        # To transformers an unset do_sample is greedy by now, whatever the sampling options say.
-        names = ("temperature", "top_k", "top_p", "min_p") if config.do_sample else ()
-        options: dict[str, Any] = {"seed": seed, "pad_token_id": config.pad_token_id}
-        options |= {"do_sample": config.do_sample or False} | {name: getattr(config, name) for name in names}
+        config, width = generation_config or model.generation_config, input_ids.shape[1]
+        # transformers has repeated the rows already, and makes such a min_length of min_new_tokens=0.
+        done = ("num_return_sequences", *(["min_length"] if (config.min_length or 0) <= width else []))
+        refuse_unsupported(config, already_done=done)
+        if model_kwargs.get("attention_mask") is None:
+            model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
+        call = {"seed": seed, "streamer": dflash_streamer}
+        bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(
             model,
             self.drafter,
             input_ids,
-            attention_mask,
-            max_new_tokens=room_below(config.max_length, input_ids.shape[1]),
-            eos_token_id=config.eos_token_id,
             return_dict_in_generate=bool(config.return_dict_in_generate),
             generation_config=config,  # else the model's own would fill in what the user has overridden
-            num_return_sequences=1,  # transformers has repeated the rows already
-            **(options | self.bound),
+            num_return_sequences=1,
+            min_length=0,
+            **_asked(config, logits_processor, stopping_criteria, input_ids),
+            **(model_kwargs | bound),
         )
 
 
 _BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "cache", "verify", "seed", "streamer")
-# What transformers prepares for any decoder; our own state takes its place.
-_PREPARED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache")
-# What transformers builds from options that a round honours itself.
-_PROCESSORS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper")
-_CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 
 
-def _refuse_inputs(model_kwargs: dict[str, Any]) -> None:
-    for name, value in model_kwargs.items():
-        if value is not None and name not in _PREPARED:
-            raise ValueError(f"{name} is not supported in block decoding; pass input_ids alone.")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            f"past_key_values holds {cache.get_seq_length()} tokens: block decoding keeps its own cache; "
-            "pass the whole input_ids without it."
-        )
-
-
-def _refuse_classes(argument: str, objects, known: tuple[str, ...]) -> None:
-    for item in objects or ():
-        if type(item).__name__ not in known:
-            raise ValueError(
-                f"{argument} holds {type(item).__name__}, which is written for one token at a time; block "
-                f"decoding honours {', '.join(known)}: remove it."
-            )
+def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor) -> dict[str, Any]:
+    """The options that transformers' prepared lists stand for; without lists, the config's own."""
+    rows, width = input_ids.shape
+    names = ("temperature", "top_k", "top_p", "min_p")
+    if processors is None:
+        sampling = {name: getattr(config, name) for name in names}
+    else:
+        sampling = read_processors(processors, width)
+    lengths, stops = read_criteria(criteria or ())
+    pad = config.pad_token_id
+    if pad is None and config.eos_token_id is not None:  # as transformers, whatever a criterion adds
+        pad = next((int(ids[0]) for ids in stop_ids(config.eos_token_id, rows) if ids), None)
+    return {
+        "max_new_tokens": min(room_below(length, width) for length in lengths or [config.max_length]),
+        "eos_token_id": config.eos_token_id if stops is None else stops,
+        "pad_token_id": pad,
+        # To transformers an unset do_sample is greedy by now, whatever the sampling options say.
+        "do_sample": config.do_sample or False,
+    } | (sampling if config.do_sample else {})
 
 
 def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> int:

@@ -23,6 +23,11 @@ def read_window(mask: Callable, context: int) -> int | None:
     Raises:
         ValueError: the mask is neither causal nor a causal sliding window; says where it is not.
     """
+    with torch.device("cpu"):  # whatever the caller's default device is
+        return _read_window(mask, context)
+
+
+def _read_window(mask: Callable, context: int) -> int | None:
     last = min(context, FARTHEST) - 1
     window = last + 1 - _first_seen(mask, last)
     edges = {0, 1, NEAR, window - 1, window, window + 1, 2 * window, last // 2, last}

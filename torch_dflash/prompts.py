@@ -3,64 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torch_dflash.checks import row_list
 from torch_dflash.runtime import Progress
 from torch_dflash.state import MIN_BUCKET, PromptChunk
 
 
-def split_rows(
-    input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int, pad_token_id: int | None = None
-) -> list[np.ndarray]:
-    """Cut padding off: [B, T] ids (left or right padded) to B int32 arrays of real tokens.
-
-    Args:
-        input_ids: integer ids.
-        attention_mask: [B, T], 1 = real. None: every token counts, save that tokens equal to
-            ``pad_token_id`` (given only where it is not also a stop id) are padding, as in transformers.
-        vocab_size: ids must lie below it.
-
-    Raises:
-        TypeError, ValueError: naming what is wrong with the ids or the mask, before anything runs.
-    """
+def check_ids(input_ids: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``input_ids`` is an integer tensor [B, T] with a row."""
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"input_ids={type(input_ids).__name__}: pass a LongTensor [B, T].")
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(f"input_ids has dtype {input_ids.dtype}: token ids are integers; pass a LongTensor.")
     if input_ids.ndim != 2 or input_ids.shape[0] == 0:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}: pass [B, T] with at least one row.")
-    ids = input_ids.detach().cpu().numpy()
+
+
+def real_tokens(ids: np.ndarray, attention_mask: Tensor | None, pads: list[int | None]) -> np.ndarray:
+    """Which of ``ids`` [B, T] are text, as booleans; without a mask a row's own pad id is padding.
+
+    Raises:
+        TypeError, ValueError: the mask is not one of 0 and 1 in the shape of the ids.
+    """
     if attention_mask is None:
-        keep = np.ones(ids.shape, dtype=bool)
-        if pad_token_id is not None:
-            keep = ids != pad_token_id
-    elif not isinstance(attention_mask, Tensor):
+        keep = [
+            np.full(row.shape, True) if pad is None else row != pad
+            for row, pad in zip(ids, pads, strict=True)
+        ]
+        return np.stack(keep)
+    if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask={type(attention_mask).__name__}: pass a tensor [B, T] of 0 and 1.")
-    elif tuple(attention_mask.shape) != tuple(input_ids.shape):
+    if tuple(attention_mask.shape) != ids.shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; "
+            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {ids.shape}; "
             "pass a 2-D mask of the same shape."
         )
-    else:
-        # An additive mask (0 and -inf) means the opposite: never guess.
-        if not ((attention_mask == 0) | (attention_mask == 1)).all():
-            raise ValueError(
-                "attention_mask holds values other than 0 and 1; pass 1 for real tokens, 0 for padding."
-            )
-        keep = attention_mask.detach().cpu().numpy() != 0
+    # An additive mask (0 and -inf) means the opposite: never guess.
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError(
+            "attention_mask holds values other than 0 and 1; pass 1 for real tokens, 0 for padding."
+        )
+    return attention_mask.detach().cpu().numpy() != 0
+
+
+def check_positions(position_ids: Any, keep: np.ndarray) -> None:
+    """Raise ``ValueError`` unless ``position_ids`` are those of every decoder here: a row's own count from 0.
+
+    Args:
+        position_ids: [B, T], or broadcast to it; leading axes (rotary sections) must agree. None: unset.
+        keep: [B, T], which tokens are real; the positions of padding mean nothing.
+    """
+    if position_ids is None:
+        return
+    given, expected = np.asarray(row_list(position_ids)), np.cumsum(keep, axis=1) - 1
+    try:
+        same = bool(((given == expected) | ~keep).all())
+    except ValueError:  # shapes that do not meet
+        same = False
+    if not same:
+        raise ValueError(
+            "position_ids are not those of the mask, attention_mask.cumsum(-1) - 1; block decoding counts "
+            "positions itself: leave position_ids out."
+        )
+
+
+def split_rows(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    vocab_size: int,
+    pads: list[int | None],
+    position_ids: Any = None,
+) -> list[np.ndarray]:
+    """Cut padding off: [B, T] ids (left or right padded) to B int32 arrays of real tokens.
+
+    Args:
+        input_ids: integer ids.
+        attention_mask: [B, T], 1 = real. None: every token counts, save that tokens equal to a row's entry of
+            ``pads`` are padding, as in transformers.
+        vocab_size: ids must lie below it.
+        pads: each row's padding id, None where it is unset or one of the row's stop ids.
+        position_ids: the caller's, which must be those of the mask.
+
+    Raises:
+        TypeError, ValueError: naming what is wrong with the ids or the mask, before anything runs.
+    """
+    check_ids(input_ids)
+    ids = input_ids.detach().cpu().numpy()
+    keep = real_tokens(ids, attention_mask, pads)
+    check_positions(position_ids, keep)
     rows = []
-    for row, (tokens, real) in enumerate(zip(ids, keep, strict=True)):
+    for row, (tokens, real, pad) in enumerate(zip(ids, keep, pads, strict=True)):
         where = np.flatnonzero(real)
         span = slice(where[0], where[-1] + 1) if where.size else slice(None)
         left_out = tokens[span][~real[span]]
         # transformers makes such a mask where its user gave none, so a given mask is no sign of intent.
-        if left_out.size and pad_token_id is not None and (left_out == pad_token_id).all():
+        if left_out.size and pad is not None and (left_out == pad).all():
             where_it_is = "inside its prompt" if where.size else "and nothing else: an empty prompt"
             raise ValueError(
-                f"row {row} of input_ids holds pad_token_id={pad_token_id} {where_it_is}. It is taken for "
+                f"row {row} of input_ids holds pad_token_id={pad} {where_it_is}. It is taken for "
                 "padding; if it is text, pass attention_mask explicitly, with 1 for every real token."
             )
         if where.size == 0:

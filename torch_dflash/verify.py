@@ -128,11 +128,12 @@ def _fault_of_twin(target: PreTrainedModel, cache: str) -> str | None:
 
 def compare(model: Any, skeleton: Target, length: int, cache: str) -> Agreement:
     """`Agreement` on two random rows of about ``length`` tokens; ``skeleton`` is the model's."""
-    device, generator = model.device, torch.Generator().manual_seed(0)
-    ids = torch.randint(1, skeleton.vocab_size, (2, length), generator=generator).int().to(device)
+    device, generator = model.device, torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(1, skeleton.vocab_size, (2, length), generator=generator, device="cpu")
+    ids = ids.int().to(device)
     reach = sum(KEPT[:-1]) + BLOCK
     read = torch.tensor([length - reach, length - reach - 3], dtype=torch.int32, device=device)
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), device:
         own = [_own_logits(model, ids[row : row + 1], int(read.min()) - 1) for row in range(2)]
         short = _own_logits(model, ids[:1, :-3], int(read.min()) - 1)
         ours = _cached_logits(model, skeleton, ids, read, cache)

@@ -1,0 +1,145 @@
+"""Every streamer of transformers', by each way that it can be given; none may leave its reader waiting."""
+
+import asyncio
+import threading
+
+import models
+import pytest
+import torch
+from guards import refuses
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AsyncTextIteratorStreamer,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+
+import torch_dflash as td
+
+NEW = 14
+PATIENCE = 20.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return models.make_pair(agree=2.5)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return models.ragged_prompts(2)[0][:1]
+
+
+class Letters:
+    """Enough of a tokenizer for transformers' text streamers."""
+
+    def decode(self, ids, **options):
+        return "".join(chr(33 + int(token) % 94) for token in ids)
+
+
+def calls(target, drafter, ids):
+    """The ways to give a streamer, by name: each a function of the streamer."""
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    block = td.dflash(drafter, runtime="eager")
+    return {
+        "generate": lambda s: td.generate(target, drafter, ids, **options, runtime="eager", streamer=s),
+        "bound": lambda s: target.generate(
+            ids, **options, custom_generate=td.dflash(drafter, runtime="eager", streamer=s)
+        ),
+        "passed": lambda s: target.generate(ids, **options, custom_generate=block, dflash_streamer=s),
+    }
+
+
+WAYS = ("generate", "bound", "passed")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_a_thread_that_reads_text(pair, ids, way, skip_prompt):
+    streamer, out = TextIteratorStreamer(Letters(), skip_prompt=skip_prompt, timeout=PATIENCE), []
+    thread = threading.Thread(target=lambda: out.append(calls(*pair, ids)[way](streamer)), daemon=True)
+    thread.start()
+    text = "".join(streamer)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert text == Letters().decode(out[0][0, ids.shape[1] if skip_prompt else 0 :])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_printing_streamer(pair, ids, way, capsys):
+    out = calls(*pair, ids)[way](TextStreamer(Letters(), skip_prompt=True))
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_asynchronous_reader(pair, ids, way):
+    async def read():
+        streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=PATIENCE)
+        running = asyncio.get_running_loop().run_in_executor(None, calls(*pair, ids)[way], streamer)
+        pieces = [piece async for piece in streamer]
+        return "".join(pieces), await running
+
+    text, out = asyncio.run(asyncio.wait_for(read(), PATIENCE))
+    assert text == Letters().decode(out[0, ids.shape[1] :])
+
+
+def test_a_streamer_through_a_pipeline(pair, capsys):
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(models.VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", unk_token="w0")
+    pipe = pipeline("text-generation", model=pair[0], tokenizer=tokenizer, device="cpu")
+    (out,) = pipe(
+        "w5 w6 w7", max_new_tokens=4, do_sample=False, custom_generate=td.dflash(pair[1], runtime="eager"),
+        dflash_streamer=TextStreamer(tokenizer, skip_prompt=True),
+    )  # fmt: skip
+    shown = capsys.readouterr().out.split()
+    assert len(shown) == 4 and out["generated_text"] == "w5 w6 w7" + " ".join(shown)
+
+
+def test_a_calls_own_streamer_goes_before_the_bound_one(pair, ids, capsys):
+    class Unused:
+        def put(self, value=None):
+            raise AssertionError("the bound streamer was used")
+
+        end = put
+
+    block = td.dflash(pair[1], runtime="eager", streamer=Unused())
+    options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": block}
+    pair[0].generate(ids, **options, dflash_streamer=TextStreamer(Letters(), skip_prompt=True))
+    assert len(capsys.readouterr().out) == 4
+
+
+def test_a_streamer_that_is_none(pair, ids):
+    block = td.dflash(pair[1], runtime="eager")
+    for streamer, error, words in (
+        (object(), TypeError, ["streamer=object", "put"]),
+        (TextStreamer(Letters()), ValueError, ["streamer with 2 rows", "one row"]),
+    ):
+        rows = ids.repeat(2, 1) if error is ValueError else ids
+        with refuses(error, *words):
+            pair[0].generate(
+                rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, custom_generate=block,
+                dflash_streamer=streamer,
+            )  # fmt: skip
+    with refuses(ValueError, "streamer=TextStreamer", "generate takes a streamer"):
+        td.compile(*pair, runtime="eager", max_length=64).stream(ids, streamer=TextStreamer(Letters()))
+
+
+def test_transformers_still_drops_a_streamer_unseen(pair, ids):
+    # The docstring of `dflash` says so. Once this fails, take the streamer and say less there.
+    class Seen:
+        puts, ended = 0, False
+
+        def put(self, value):
+            self.puts += 1
+
+        def end(self):
+            self.ended = True
+
+    streamer, block = Seen(), td.dflash(pair[1], runtime="eager")
+    pair[0].generate(ids, max_new_tokens=3, do_sample=False, streamer=streamer, custom_generate=block)
+    assert streamer.puts == 1 and not streamer.ended  # the prompt

@@ -1,0 +1,127 @@
+"""What each field of transformers' ``GenerationConfig`` means here: honoured, without effect, or refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import GenerationConfig
+
+HONOURED = frozenset(
+    {
+        "max_length",
+        "max_new_tokens",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "eos_token_id",
+        "pad_token_id",
+        "return_dict_in_generate",
+    }
+)
+
+# They change no token here: they speak of beams, of an assistant, of transformers' own caches and graphs, or
+# of a prompt that is absent.
+HARMLESS = frozenset(
+    {
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "bos_token_id",
+        "cache_config",
+        "cache_implementation",
+        "compile_config",
+        "continuous_batching_config",
+        "decoder_start_token_id",
+        "disable_compile",
+        "early_stopping",
+        "length_penalty",
+        "low_memory",
+        "max_cache_len",
+        "max_matching_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "prefill_chunk_size",
+        "renormalize_logits",
+        "target_lookbehind",
+        "transformers_version",
+        "use_cache",
+    }
+)
+
+# They change the text, or ask for what a round does not keep: refused unless neutral. An empty list
+# always is. ``min_new_tokens`` comes first, for transformers makes ``min_length`` of it.
+NEUTRAL: dict[str, tuple] = {
+    "min_new_tokens": (0,),
+    "min_length": (0,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "typical_p": (1.0,),
+    "top_h": (),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "bad_words_ids": (),
+    "force_words_ids": (),
+    "constraints": (),
+    "suppress_tokens": (),
+    "begin_suppress_tokens": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "sequence_bias": (),
+    "guidance_scale": (1.0,),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "stop_strings": (),
+    "max_time": (),
+    "penalty_alpha": (0.0,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "remove_invalid_values": (False,),
+    "token_healing": (False,),
+    "prompt_lookup_num_tokens": (),
+    "is_assistant": (False,),
+    "assistant_early_exit": (),
+    "assistant_ensemble_weight": (),
+    "speculation_type": (),
+    "use_mtp": (False,),
+    "dola_layers": (),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}
+
+
+def config_fields() -> set[str]:
+    """The options that the installed transformers has, by its own ``GenerationConfig``."""
+    return {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+
+
+def refuse_unsupported(
+    config: GenerationConfig | SimpleNamespace, already_done: tuple[str, ...] = ()
+) -> None:
+    """Raise ``ValueError`` for an option that changes the text and that a round does not honour.
+
+    A field of a transformers newer than these tables counts as one. ``already_done`` names options that the
+    caller has applied.
+    """
+    defaults = GenerationConfig._get_default_generation_params()
+    unknown = sorted(config_fields() - HONOURED - HARMLESS - NEUTRAL.keys())
+    for name in (*NEUTRAL, *unknown):
+        value = getattr(config, name, None)
+        neutral = NEUTRAL.get(name, (defaults.get(name),))
+        if name not in already_done and not _is_neutral(value, neutral):
+            fix = f"leave {name} unset" if neutral in ((), (None,)) else f"pass {name}={neutral[0]}"
+            raise ValueError(f"{name}={value!r} is not supported in block decoding; {fix}.")
+
+
+def _is_neutral(value: Any, neutral: tuple) -> bool:
+    if value is None or isinstance(value, list | tuple | dict | set) and not value:
+        return True
+    # By number, not by truth: an array has no truth value.
+    return isinstance(value, bool | int | float) and value in neutral
