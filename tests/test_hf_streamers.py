@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AsyncTextIteratorStreamer,
+    GenerationConfig,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
     TextStreamer,
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 import torch_dflash as td
+from torch_dflash.streaming import streamer_of_caller
 
 NEW = 14
 PATIENCE = 20.0  # seconds
@@ -50,7 +52,7 @@ def calls(target, drafter, ids):
         "bound": lambda s: target.generate(
             ids, **options, custom_generate=td.dflash(drafter, runtime="eager", streamer=s)
         ),
-        "passed": lambda s: target.generate(ids, **options, custom_generate=block, dflash_streamer=s),
+        "passed": lambda s: target.generate(ids, **options, custom_generate=block, streamer=s),
     }
 
 
@@ -94,7 +96,7 @@ def test_a_streamer_through_a_pipeline(pair, capsys):
     pipe = pipeline("text-generation", model=pair[0], tokenizer=tokenizer, device="cpu")
     (out,) = pipe(
         "w5 w6 w7", max_new_tokens=4, do_sample=False, custom_generate=td.dflash(pair[1], runtime="eager"),
-        dflash_streamer=TextStreamer(tokenizer, skip_prompt=True),
+        streamer=TextStreamer(tokenizer, skip_prompt=True),
     )  # fmt: skip
     shown = capsys.readouterr().out.split()
     assert len(shown) == 4 and out["generated_text"] == "w5 w6 w7" + " ".join(shown)
@@ -109,37 +111,44 @@ def test_a_calls_own_streamer_goes_before_the_bound_one(pair, ids, capsys):
 
     block = td.dflash(pair[1], runtime="eager", streamer=Unused())
     options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": block}
-    pair[0].generate(ids, **options, dflash_streamer=TextStreamer(Letters(), skip_prompt=True))
+    pair[0].generate(ids, **options, streamer=TextStreamer(Letters(), skip_prompt=True))
     assert len(capsys.readouterr().out) == 4
 
 
-def test_a_streamer_that_is_none(pair, ids):
-    block = td.dflash(pair[1], runtime="eager")
+def test_what_is_no_streamer_for_this_call(pair, ids):
     for streamer, error, words in (
         (object(), TypeError, ["streamer=object", "put"]),
         (TextStreamer(Letters()), ValueError, ["streamer with 2 rows", "one row"]),
     ):
         rows = ids.repeat(2, 1) if error is ValueError else ids
+        block = td.dflash(pair[1], runtime="eager", streamer=streamer)
+        options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 3, "custom_generate": block}
         with refuses(error, *words):
-            pair[0].generate(
-                rows, attention_mask=torch.ones_like(rows), max_new_tokens=3, custom_generate=block,
-                dflash_streamer=streamer,
-            )  # fmt: skip
+            pair[0].generate(rows, **options)
     with refuses(ValueError, "streamer=TextStreamer", "generate takes a streamer"):
         td.compile(*pair, runtime="eager", max_length=64).stream(ids, streamer=TextStreamer(Letters()))
 
 
-def test_transformers_still_drops_a_streamer_unseen(pair, ids):
-    # The docstring of `dflash` says so. Once this fails, take the streamer and say less there.
+def test_the_prompt_is_put_once(pair, ids):
     class Seen:
-        puts, ended = 0, False
+        def __init__(self):
+            self.puts, self.ended = [], 0
 
         def put(self, value):
-            self.puts += 1
+            self.puts.append(value.flatten().tolist())
 
         def end(self):
-            self.ended = True
+            self.ended += 1
 
     streamer, block = Seen(), td.dflash(pair[1], runtime="eager")
-    pair[0].generate(ids, max_new_tokens=3, do_sample=False, streamer=streamer, custom_generate=block)
-    assert streamer.puts == 1 and not streamer.ended  # the prompt
+    options = {"max_new_tokens": 9, "do_sample": False, "custom_generate": block}
+    out = pair[0].generate(ids, **options, streamer=streamer)
+    assert streamer.puts[0] == ids[0].tolist() and streamer.ended == 1
+    assert sum(streamer.puts, []) == out[0].tolist()
+    assert streamer_of_caller() is None
+
+
+def test_a_callers_variable_of_that_name_is_not_taken(pair, ids):
+    streamer = object()  # an ordinary function's local: only transformers' own call counts
+    out = td.dflash(pair[1], runtime="eager")(pair[0], ids, generation_config=GenerationConfig(max_length=30))
+    assert streamer and out.shape[1] > ids.shape[1]

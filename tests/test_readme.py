@@ -61,7 +61,7 @@ def test_every_code_block_of_the_readme_runs_in_order(monkeypatch, capsys, tmp_p
         td.DFlashDraftModel, "from_pretrained", lambda name, **kw: loads.append(name) or drafter
     )
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     # The directory stands for the id; the loading is real.
     target.save_pretrained(tmp_path)
     whole = jb.load

@@ -28,6 +28,7 @@ from torch_dflash.prepared import read_criteria, read_processors
 from torch_dflash.refusals import refuse_unsupported
 from torch_dflash.seeds import drawn_seed
 from torch_dflash.special_ids import stop_ids
+from torch_dflash.streaming import streamer_of_caller
 
 
 def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> Engine:
@@ -145,9 +146,8 @@ def generate(
 class dflash:  # noqa: N801 - reads as the keyword it is passed for
     """Block decoding for ``target.generate(..., custom_generate=dflash(drafter))``.
 
-    transformers drops ``streamer`` and ``tokenizer`` on its way to a custom generate, unseen here: a streamer
-    given to ``target.generate`` gets the prompt and never its end. Bind it here, or pass it there as
-    ``dflash_streamer``, which works in a pipeline's call too.
+    A ``streamer`` may be given to ``target.generate``, to a pipeline's call, or bound here. A ``tokenizer``
+    is dropped by transformers on its way to a custom generate.
 
     ``MaxLengthCriteria``, ``EosTokenCriteria`` and the warpers of temperature, top-k, top-p and min-p are
     honoured as transformers lists them; other processors and criteria are refused by name.
@@ -189,13 +189,11 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         stopping_criteria=None,
         generation_config: GenerationConfig | None = None,
         seed: int | list[int] | None = None,
-        dflash_streamer=None,
         **model_kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """transformers' contract: prepared ids and a resolved ``generation_config``.
 
-        ``seed`` and ``dflash_streamer`` may be given to ``target.generate`` itself; the mask comes in
-        ``model_kwargs``.
+        ``seed`` may be given to ``target.generate`` itself; the mask comes in ``model_kwargs``.
         """
         config, width = generation_config or model.generation_config, input_ids.shape[1]
         # transformers has repeated the rows already, and makes such a min_length of min_new_tokens=0.
@@ -203,7 +201,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         refuse_unsupported(config, already_done=done)
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
-        call = {"seed": seed, "streamer": dflash_streamer}
+        call = {"seed": seed, "streamer": streamer_of_caller()}
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(
             model,
