@@ -151,9 +151,10 @@ class reading:  # noqa: N801 - reads as the statement it is
         return self
 
     def __exit__(self, kind, error, trace):
-        if isinstance(error, SafetensorError):
+        damage = error if isinstance(error, SafetensorError) else getattr(error, "__cause__", None)
+        if isinstance(damage, SafetensorError):
             raise UserError(
-                f"{self.field} {self.source}: its weights are damaged ({one_line(error)}); fetch or export "
+                f"{self.field} {self.source}: its weights are damaged ({one_line(damage)}); fetch or export "
                 "them again."
             ) from None
         if isinstance(error, UNREADABLE):
