@@ -22,6 +22,8 @@ from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+# What tracing ends in at an operation that torchax does not know, or knows otherwise.
+_UNKNOWN = (AssertionError, AttributeError, NotImplementedError, RuntimeError, TypeError)
 _counter = threading.local()
 
 
@@ -127,8 +129,13 @@ class Programs:
                 try:
                     with tracing(self._precision):
                         lowered = jax.jit(step, donate_argnums=donate).lower(*args)
-                except BaseException:
+                except BaseException as error:
                     said.cancel()
+                    if isinstance(error, _UNKNOWN):
+                        raise ValueError(
+                            f"runtime='xla': {key[0]} cannot be lowered ({type(error).__name__}: {error}); pass "
+                            "runtime='eager'."
+                        ) from error
                     raise
                 self._started[key] = started = Future()
                 started.add_done_callback(lambda _: said.cancel())

@@ -24,7 +24,7 @@ LAYERS = [
     {"weight_files", "drafter_fields"},
     {"config_fields"},
     {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
-    {"masks", "twin", "tested", "unmodified", "streaming"},
+    {"masks", "twin", "tested", "unmodified", "streaming", "inplace"},
     {"loaded", "progress"},
     {"config", "paged", "pages", "ring", "block_attention"},
     {"drafter_files"},

@@ -215,3 +215,77 @@ def test_numbers_that_are_none_are_not_compared():
     for model in (target, skeleton):
         model.model.norm.odd = float("nan")
     check_unmodified(skeleton, target)
+
+
+def inner_config(model):
+    model.model.config = copy.deepcopy(model.config)
+    model.model.config.sliding_window = 3
+
+
+def inner_function(model):
+    model.model.layers[1].mlp.act_fn = transformers.activations.ACT2FN["gelu"]
+
+
+def inner_method(model):
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
+
+
+def shared_dict(model):
+    model.model.options["shift"] = 3
+
+
+class WithOptions(transformers.LlamaForCausalLM):
+    slope = 1.0
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.options = {"shift": 0}
+
+
+def class_value(model):
+    model.slope = 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (inner_config, "sliding_window is 3"),
+        (inner_function, "act_fn is "),
+        (inner_method, "a replaced prepare_inputs_for_generation"),
+        (shared_dict, "options is {'shift': 3}"),
+        (class_value, r"slope is 2\.0"),
+    ],
+)
+def test_changes_out_of_sight_are_refused(change, words):
+    if change is inner_config:
+        model = make_target("qwen2")
+    else:
+        torch.manual_seed(0)
+        model = WithOptions(transformers.LlamaConfig(**(BASE | {"hidden_act": "silu"})))
+    ids = torch.tensor([PROMPT])
+    td.generate(model, None, ids, max_new_tokens=3, runtime="eager", do_sample=False)
+    change(model)
+    with pytest.raises(ValueError, match=words):
+        td.generate(model, None, ids, max_new_tokens=3, runtime="eager", do_sample=False)
+
+
+def test_a_replaced_function_is_refused():
+    class Acting(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[0].gain = torch.tanh
+
+    model = Acting(transformers.LlamaConfig(**BASE))
+    td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager", verify=False)
+    model.model.layers[0].gain = torch.sigmoid
+    with pytest.raises(ValueError, match="gain is .*sigmoid.*tanh"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager", verify=False)
+
+
+def test_accelerates_hook_is_named():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = make_target("llama")
+    add_hook_to_module(model.model.layers[0], AlignDevicesHook())
+    with pytest.raises(ValueError, match=r"accelerate's AlignDevicesHook.*remove_hook_from_module"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")

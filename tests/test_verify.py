@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import time
 
 import pytest
 import torch
 import transformers as hf
 from models import BASE, make_pair, make_target
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
@@ -42,6 +43,72 @@ class Steep(LlamaAttention):
         return super().forward(hidden_states * (1 + 0.1 * hidden_states.shape[1]), *args, **kwargs)
 
 
+class Prepared(hf.LlamaForCausalLM):
+    """Its forward is Llama's; its generate moves the positions."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        prepared = super().prepare_inputs_for_generation(*args, **kwargs)
+        prepared["position_ids"] = prepared["position_ids"] * 3 + 5
+        return prepared
+
+
+class Processed(hf.LlamaForCausalLM):
+    """Its generate never says an even token."""
+
+    def _get_logits_processor(self, *args, **kwargs):
+        even = torch.arange(0, self.config.vocab_size, 2).tolist()
+        return hf.LogitsProcessorList([hf.SuppressTokensLogitsProcessor(even, device="cpu")])
+
+
+class Filled(hf.LlamaForCausalLM):
+    """Mixes tokens by a buffer that a fresh model has as zeros."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mix", torch.zeros(config.hidden_size))
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        before = torch.cat([torch.zeros_like(embeds[:, :1]), embeds[:, :-1]], dim=1)
+        return super().forward(inputs_embeds=embeds + self.mix * before, position_ids=position_ids, **kwargs)
+
+
+class CountsZeros(hf.LlamaForCausalLM):
+    """Reads something into the number of tokens 0, and into none other."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        zeros = (input_ids == 0).sum(dim=1)[:, None, None]
+        return super().forward(inputs_embeds=embeds * (1 + zeros), position_ids=position_ids, **kwargs)
+
+
+class CountsCached(hf.LlamaForCausalLM):
+    """Scales late tokens; counts them in the cache."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        late = seen + torch.arange(input_ids.shape[1], device=input_ids.device) > self.config.train_length
+        embeds = self.get_input_embeddings()(input_ids) * (1 + late)[:, None]
+        return super().forward(
+            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **kwargs
+        )
+
+
+class LateKeys(LlamaAttention):
+    """Scales its scores by the length of its keys, once that is long."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        long = hidden_states.shape[1] > self.config.train_length
+        return super().forward(hidden_states * (2 if long else 1), *args, **kwargs)
+
+
+class Late(hf.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = LateKeys(config, index)
+
+
 class Lengthy(hf.LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
@@ -61,16 +128,73 @@ class Unbuildable(hf.LlamaForCausalLM):
         super().__init__(config)
 
 
+OTHERS = [Shifted, OnlyLate, Lengthy, Filled, CountsZeros, CountsCached, Late]
+
+
 def build(cls, **overrides):
     torch.manual_seed(0)
     return cls(hf.LlamaConfig(**(BASE | overrides))).eval()
 
 
-@pytest.mark.parametrize("cls", [Shifted, OnlyLate, Lengthy])
+@pytest.mark.parametrize("cls", OTHERS)
 @pytest.mark.parametrize("cache", ["static", "paged"])
 def test_a_class_that_computes_something_else_is_refused_with_the_place(cls, cache):
     with pytest.raises(ValueError, match=rf"{cls.__name__}.*logits differ by .* at position \d+"):
-        td.compile(build(cls), None, runtime="eager", max_length=64, cache=cache)
+        td.compile(build(cls, train_length=2048), None, runtime="eager", max_length=64, cache=cache)
+
+
+@pytest.mark.parametrize("cls", [Prepared, Processed])
+def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
+    with pytest.raises(ValueError, match=rf"{cls.__name__}.*says another token at position \d+"):
+        td.compile(build(cls), None, runtime="eager", max_length=64)
+
+
+def chunk(h):
+    first, second = h.chunk(2, -1)
+    first.mul_(2)
+    second.add_(1)
+
+
+def entry(h):
+    h.view(*h.shape[:2], 4, -1)[:, :, 1] = 0.5
+
+
+def turned(h):
+    h.transpose(1, 2)[:, 3].fill_(1.0)
+
+
+@pytest.mark.parametrize("write", [chunk, entry, turned])
+def test_writes_through_views_which_a_lowered_program_loses_are_refused_there(write):
+    class Writes(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            embeds = self.get_input_embeddings()(input_ids).clone()
+            write(embeds)
+            return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+    target, ids = build(Writes), torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="Writes.*through views.*runtime='eager'"):
+        td.compile(target, None, runtime="xla", max_length=64)
+    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+
+
+def test_an_operation_that_cannot_be_lowered_is_a_refusal():
+    class Binned(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            embeds = self.get_input_embeddings()(input_ids)
+            bins = torch.bucketize(embeds, torch.linspace(-1, 1, 5, device=embeds.device))
+            return super().forward(inputs_embeds=embeds + bins, position_ids=position_ids, **kwargs)
+
+    target, ids = build(Binned), torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="runtime='xla': prefill cannot be lowered .*runtime='eager'"):
+        td.generate(target, None, ids, max_new_tokens=4, runtime="xla")
+
+
+def test_options_that_are_collections_are_named():
+    with pytest.raises(ValueError, match=r"cache=\['static'\]"):
+        td.generate(make_target(), None, torch.tensor([[3]]), max_new_tokens=4, cache=["static"])
+    with pytest.raises(ValueError, match="verify='x'"):
+        td.compile(make_target(), None, runtime="eager", verify="x")
 
 
 def test_it_is_refused_through_every_door():
@@ -116,9 +240,57 @@ def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeyp
 
 
 def test_a_later_transformers_is_not_trusted(monkeypatch):
-    assert is_tested(hf.LlamaForCausalLM)
+    target = make_target("llama")
+    assert is_tested(target)
     monkeypatch.setattr(hf, "__version__", "5.24.0")
-    assert not is_tested(hf.LlamaForCausalLM)
+    assert not is_tested(target)
+
+
+def test_patched_code_of_a_tested_class_is_tried(monkeypatch):
+    target, whole = make_target("llama"), LlamaAttention.forward
+
+    def steep(self, hidden_states, *args, **kwargs):
+        return whole(self, hidden_states * hidden_states.shape[1], *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", functools.wraps(whole)(steep))
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setattr(LlamaAttention, "forward", whole)
+    td.compile(target, None, runtime="eager", max_length=64)
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, *a: rotate(q * q.shape[2], *a))
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda mask: mask.logical_and_(torch.zeros_like(mask)),
+        lambda mask: mask.masked_fill_(mask, False),
+        lambda mask: mask.transpose(2, 3),
+        lambda mask: mask[..., :1],
+        lambda mask: mask & mask,
+    ],
+)
+def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
+    make = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: edit(make(**given)))
+    with pytest.raises(ValueError, match="hands a mask of its own"):
+        td.compile(make_target("llama"), None, runtime="eager", max_length=64)
+
+
+def test_a_verdict_is_of_the_code_it_was_about(monkeypatch):
+    kind = type("Changing", (hf.LlamaForCausalLM,), {})
+    td.compile(build(kind), None, runtime="eager", max_length=64)
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids) * input_ids.shape[1]
+        return super(kind, self).forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward, raising=False)
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(build(kind), None, runtime="eager", max_length=64)
 
 
 def test_an_answer_is_remembered(monkeypatch):
@@ -174,7 +346,7 @@ def test_check_sees_a_window_that_is_off_by_one(monkeypatch):
 def test_check_reads_long_prompts_in_chunks_and_says_what_it_cannot():
     target = make_target("llama", max_position_embeddings=2048)
     assert td.check(target, length=1200).holds
-    assert td.check(copy.deepcopy(target).to(torch.bfloat16)).holds
+    assert td.check(build(hf.LlamaForCausalLM).to(torch.bfloat16)).holds
     with pytest.raises(ValueError, match="length=3"):
         td.check(target, length=3)
     with pytest.raises(TypeError, match="pass the target model first"):

@@ -131,6 +131,7 @@ class CacheView(Cache):
         windows: each layer's sliding window, None for none.
         table: page numbers [B, T], where the layers are paged.
         count: of a prompt chunk, how many rows of each sequence are real.
+        said: the answer to how many tokens are cached. Rows differ, so nothing may depend on it.
     """
 
     def __init__(
@@ -140,8 +141,10 @@ class CacheView(Cache):
         start: Int[Tensor, " B"],
         table: Int[Tensor, "B T"] | None = None,
         count: Int[Tensor, " B"] | None = None,
+        said: int = 0,
     ):
         super().__init__(layers=[])
+        self.said = said
         self.states, self.windows = list(states), windows
         self.start, self.table, self.count = start, table, count
         self._masks: dict[int | None, Tensor] = {}
@@ -166,4 +169,4 @@ class CacheView(Cache):
         return self._masks[rows.window]
 
     def get_seq_length(self, layer_idx=0):
-        return 0  # positions and masks are always given, so no model may derive them from here
+        return self.said  # positions and masks are always given, so no model may derive them from here

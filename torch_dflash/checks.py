@@ -46,19 +46,26 @@ def check_rows(name: str, value: Any, rows: int) -> list:
 
 def check_runtime(runtime: Any) -> None:
     """Raise ``ValueError`` unless ``runtime`` names one of `RUNTIMES`."""
-    if runtime not in RUNTIMES:
+    if not isinstance(runtime, str) or runtime not in RUNTIMES:
         raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
 
 
 def check_cache(cache: Any) -> None:
     """Raise ``ValueError`` unless ``cache`` names one of `CACHES`."""
-    if cache not in CACHES:
+    if not isinstance(cache, str) or cache not in CACHES:
         raise ValueError(f"cache={cache!r}: choose one of {', '.join(map(repr, CACHES))}.")
+
+
+def check_flag(**values: Any) -> None:
+    """Raise ``ValueError`` unless every named value is True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: must be True or False.")
 
 
 def check_precision(matmul_precision: Any) -> None:
     """Raise ``ValueError`` unless ``matmul_precision`` names one of `PRECISIONS`, which are JAX's."""
-    if matmul_precision not in PRECISIONS:
+    if not isinstance(matmul_precision, str) or matmul_precision not in PRECISIONS:
         known = ", ".join(map(repr, PRECISIONS))
         raise ValueError(f"matmul_precision={matmul_precision!r}: choose one of {known}.")
 

@@ -83,8 +83,9 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
 
     anchor = read_rows(state.tokens, state.length, 1)
-    draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
-    draft = _known_chain(draft, target.vocab_size)
+    own = anchor[:, 0].clone(), state.length.clone()  # the proposer's: it may write into them
+    draft, pstate = proposer.propose(state.proposer, *own, target.embed, target.head)
+    draft = _known_chain(draft, plan, target.vocab_size)
 
     ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
     out = target(ids, state.length, state.cache, proposer.taps, state.pages)
@@ -110,20 +111,29 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     )
 
 
-def _known_chain(draft: Draft, vocab_size: int) -> Draft:
+def _known_chain(draft: Draft, plan: DecodePlan, vocab_size: int) -> Draft:
     """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
 
     Raises:
-        ValueError: the draft is a tree.
+        TypeError, ValueError: no draft of integers for every row, or a tree.
     """
+    if not isinstance(draft, Draft):
+        raise TypeError(f"propose() drafted {type(draft).__name__}: return a Draft and the proposer's state.")
+    wanted = {"tokens": (plan.batch_size, plan.nodes), "valid": (plan.batch_size,)}
+    for name, shape in wanted.items():
+        found = getattr(draft, name)
+        whole = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64)
+        if not whole or tuple(found.shape) != shape:
+            kind = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', []))}"
+            raise ValueError(f"Draft.{name} is {kind}: it must be a tensor of int32 {list(shape)}.")
     if draft.parent is not None:
         raise ValueError(
             "Draft.parent is set: a tree of drafts would be verified as if it were a chain; propose a chain "
             "and leave parent None."
         )
-    tokens = draft.tokens.clamp(0, vocab_size - 1)
+    tokens = draft.tokens.clamp(0, vocab_size - 1).to(torch.int32)
     known = torch.cumprod((tokens == draft.tokens).to(torch.int32), dim=1).sum(dim=1, dtype=torch.int32)
-    return Draft(tokens, torch.minimum(draft.valid, known))
+    return Draft(tokens, torch.minimum(draft.valid.to(torch.int32), known))
 
 
 def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:

@@ -15,7 +15,14 @@ from transformers import PreTrainedModel
 from torch_dflash.admission import READ, Admission, Turn
 from torch_dflash.calls import read_request, row_requests
 from torch_dflash.checkpoints import make_proposer
-from torch_dflash.checks import check_context, check_counts, check_runtime, check_streamer, check_target
+from torch_dflash.checks import (
+    check_context,
+    check_counts,
+    check_flag,
+    check_runtime,
+    check_streamer,
+    check_target,
+)
 from torch_dflash.decode import Pair
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.loaded import LoadedTarget, model_of, named_arrays
@@ -66,6 +73,7 @@ class Engine:
         check_counts(verify_width=verify_width, prefill_chunk_size=prefill_chunk_size)
         check_counts(page_size=page_size, pool_pages=pool_pages)
         check_counts(least=0, stop_slots=stop_slots)
+        check_flag(verify=verify, filters=filters)
         if prefill_chunk_size != bucket(prefill_chunk_size):
             raise ValueError(
                 f"prefill_chunk_size={prefill_chunk_size}: must be a power of two of at least 16."
@@ -91,7 +99,7 @@ class Engine:
         self.largest_chunk = prefill_chunk_size
         self.pair = Pair(skeleton, proposer, self.plan)
         if verify:
-            verify_class(target, cache)
+            verify_class(target, cache, runtime)
         self.keeps_alive: Any = None
         self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any
 
 from torch_dflash.checkpoints import check_drafter
@@ -36,6 +37,9 @@ def cached_engine(target, drafter, **options: Any) -> Engine:
     check_drafter(drafter)
     model = model_of(target)
     check_target(model)
+    for name, value in options.items():
+        if not isinstance(value, Hashable):
+            raise ValueError(f"{name}={value!r}: pass one value, not a {type(value).__name__}.")
     # A resized vocabulary or a changed config makes other programs of the same model.
     configs = settings(model.config), settings(getattr(drafter, "config", None))
     key = model.get_input_embeddings().weight.shape, repr(configs), *sorted(options.items())

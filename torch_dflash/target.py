@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torch_dflash.cache import CacheView, allocate
-from torch_dflash.checks import check_target
+from torch_dflash.checks import check_target, is_count
 from torch_dflash.config import check_static_rope
 from torch_dflash.rows import take_row
 from torch_dflash.skeleton import build_skeleton, remembered_in
@@ -50,6 +50,7 @@ class Target(nn.Module):
         own = model.config.get_text_config()._attn_implementation
         self.specs = trace_layers(self.model, own if runs else None)
         self._windows = tuple(spec.window for spec in self.specs)
+        self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
 
     @property
     def config(self):
@@ -73,6 +74,12 @@ class Target(nn.Module):
 
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""
+        layers = len(self.specs)
+        odd = [tap for tap in taps if not is_count(tap) or not 0 <= tap < layers]
+        if odd:
+            raise ValueError(
+                f"taps={taps!r}: {odd} are no layers of the target, which has 0 to {layers - 1}."
+            )
         if taps and not hasattr(self.model.get_decoder(), "layers"):
             raise ValueError(
                 f"target={type(self.model).__name__}: its decoder has no `layers` to tap, so nothing can be "
@@ -113,7 +120,7 @@ class Target(nn.Module):
             count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
                 to the last of them alone.
         """
-        view = CacheView(cache, self._windows, start, pages, count)
+        view = CacheView(cache, self._windows, start, pages, count, self.tokens_said)
         position = start[:, None] + torch.arange(ids.shape[1], device=ids.device, dtype=start.dtype)
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:

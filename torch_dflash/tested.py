@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 
 WITH = "5.23"
 """The newest transformers they were tested with: what a later one changed is not known."""
@@ -108,7 +115,26 @@ TESTED = frozenset(
 )
 
 
-def is_tested(kind: type) -> bool:
-    """Whether ``kind`` is transformers' own class of a tested name; a user's subclass is not."""
-    newer = Version(transformers.__version__).release[:2] > Version(WITH).release
-    return kind.__name__ in TESTED and kind.__module__.startswith("transformers.models.") and not newer
+_HOMES = tuple(str(Path(package.__file__ or "").parent) for package in (transformers, torch))
+
+
+def is_tested(model: nn.Module) -> bool:
+    """Whether ``model`` is of a tested class and runs transformers' own code: no subclass, no patch."""
+    kind = type(model)
+    if kind.__name__ not in TESTED or not kind.__module__.startswith("transformers.models."):
+        return False
+    if Version(transformers.__version__).release[:2] > Version(WITH).release:
+        return False
+    return all(_at_home(function) for function in code_of(model))
+
+
+def code_of(model: nn.Module) -> set[Any]:
+    """The functions that a forward of ``model`` may run: its modules' methods, and those of their files."""
+    kinds = {type(module) for module in model.modules()}
+    names = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")}
+    spaces = [*map(vars, kinds), *(vars(sys.modules[name]) for name in names)]
+    return {value for space in spaces for value in space.values() if isinstance(value, FunctionType)}
+
+
+def _at_home(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith(_HOMES)

@@ -81,10 +81,19 @@ class RecordingCache(Cache):
 
     def _rule_of(self, mask: Any, layer_idx: int) -> Callable:
         for made, rule in self._made:
-            if mask is made or getattr(mask, "_base", None) is made:
+            # As it was made, or all of it again; what was written into it would not be seen.
+            whole = mask is made or getattr(mask, "_base", None) is made and mask.stride() == made.stride()
+            if whole and mask.shape == made.shape and made._version == 0:
                 return rule
         kind = "no mask" if mask is None else "a mask of its own"
         raise Refusal(f"layer {layer_idx} hands {kind} to its attention, not one that transformers made")
+
+    def get_query_offset(self, layer_idx=0):
+        return 0
+
+    def get_mask_sizes(self, query_length, layer_idx=0):
+        rows = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return rows, 0
 
     def get_seq_length(self, layer_idx=0):
         return 0
@@ -118,7 +127,7 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[Laye
         # Recurrent layers look for a state of their own in the cache, and find no entry.
         reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else error
         raise ValueError(
-            f"target={name}: its forward needs a cache other than keys and values ({reason}); {SUPPORTED}."
+            f"target={name}: its forward cannot be traced with a cache of keys and values ({reason}); {SUPPORTED}."
         ) from error
     if implementation == "sdpa" and cache.beyond_sdpa:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch_dflash.checks import field_of
 VOCAB = 96
 POSITIONS = 128
 WINDOW = 6
+SHORT = 16
+"""The most that integers may be which only the target's author knows: they may count positions."""
+SPECIAL = 8
+"""Token ids below may be special ones: every prompt of a comparison holds them all."""
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -78,6 +83,9 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
                     weight.copy_(noise * 1.5 / weight.shape[-1] ** 0.5)
                 else:
                     weight.add_(0.1 * noise)
+            for buffer in twin.buffers():  # what starts as zeros may not be zeros in the target
+                if buffer.is_floating_point():
+                    buffer.add_(0.1 * torch.randn(buffer.shape))
     return twin.eval().requires_grad_(False)
 
 
@@ -146,14 +154,24 @@ def _narrow(config: Any) -> None:
             config.num_key_value_heads = HEADS if groups == heads else min(groups, HEADS // 2)
     if field_of(config, "kv_lora_rank") and field_of(config, "qk_rope_head_dim") and "head_dim" in names:
         config.head_dim = config.qk_rope_head_dim
+    unknown, special = vars(config).keys() - _fields_of_transformers(type(config)), []
     for name, value in vars(config).items():
         if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
             setattr(config, name, POSITIONS if 0 < context <= value else WINDOW)  # as wide: no window
-        if name.endswith("_token_id") and type(value) is int and value >= VOCAB:
-            setattr(config, name, None)
+        elif name in unknown and _larger(value, SHORT):
+            setattr(config, name, SHORT)
+        if name.endswith("_token_id") and type(value) is int and not re.search("image|video|audio|oi_", name):
+            setattr(config, name, len(special))  # among `SPECIAL`, which every prompt holds
+            special.append(name)
     for rope in _ropes(field_of(config, "rope_parameters") or {}):
         if "mrope_section" in rope:  # shares of half a head
             rope["mrope_section"] = [2, 3, 3]
+
+
+def _fields_of_transformers(kind: type) -> set[str]:
+    """Names that transformers itself gives a config of this kind; others are its user's."""
+    base: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))
+    return set(inspect.signature(base.__init__).parameters) | set(vars(PretrainedConfig()))
 
 
 def _larger(value: Any, most: int) -> bool:

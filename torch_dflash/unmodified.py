@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -23,7 +25,8 @@ _ABSENT = object()
 class _Described(NamedTuple):
     """What a skeleton's modules say of themselves, and the model's config when its engine was built."""
 
-    modules: dict[str, tuple[nn.Module, list[tuple[str, Any]]]]
+    modules: dict[str, tuple[nn.Module, list[tuple[str, Any]], frozenset[str]]]
+    configs: dict[str, dict[str, Any]]
     config: dict[str, Any]
 
 
@@ -48,7 +51,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
 
     The skeleton runs instead of the model, so what a hook, a replaced module, an attribute or a config field
     changed after loading does to the model would silently not happen. Compared are the types of all modules,
-    their plain attributes (numbers, strings, None, and lists of those) and the config's fields.
+    their plain attributes (numbers, strings, None, functions, collections of those) and the configs' fields.
 
     Raises:
         ValueError: naming the first such module, attribute or field.
@@ -58,44 +61,90 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         known = _described[skeleton] = _describe_all(skeleton, model)
     if settings(getattr(model, "config", None)) != known.config:
         _refuse_config(known.config, model)
-    seen = 0
+    seen, alike = 0, set()
     for name, module in model.named_modules():
-        twin, attributes = known.modules.get(name, (None, []))
+        twin, attributes, classes = known.modules.get(name, (None, [], frozenset()))
         if twin is None or type(twin) is not type(module):
             _refuse(_where(model, name), _describe(module), _describe(twin))
         seen += 1
         own = vars(module)
+        inner = own.get("config")
+        pair = id(inner), id(known.configs.get(name))
+        if name in known.configs and pair not in alike:  # most modules share one config
+            if settings(inner) != known.configs[name]:
+                _refuse_config(known.configs[name], module)
+            alike.add(pair)
         for key, value in attributes:
             found = own.get(key, _ABSENT)
             if found is not value and not _same(found, value):
                 said = "absent" if found is _ABSENT else repr(found)
                 _refuse(f"{_where(model, name)}.{key}", said, repr(value))
-        if own["_forward_pre_hooks"] or own["_forward_hooks"] or "forward" in own:
+        if own["_forward_pre_hooks"] or own["_forward_hooks"] or not classes.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
+            _refuse_class_attributes(_where(model, name), module, twin)
     if seen < len(known.modules):
         name = min(known.modules.keys() - dict(model.named_modules()).keys())
         _refuse(_where(model, name), "absent", _describe(known.modules[name][0]))
 
 
 def _describe_all(skeleton: nn.Module, model: nn.Module) -> _Described:
-    modules = {name: (module, _attributes(module)) for name, module in skeleton.named_modules()}
-    return _Described(modules, copy.deepcopy(settings(getattr(model, "config", None))))
+    modules = {
+        name: (
+            module,
+            _attributes(module),
+            _methods(type(module)) | _fields(type(module)) - vars(module).keys(),
+        )
+        for name, module in skeleton.named_modules()
+    }
+    shared: dict[int, dict[str, Any]] = {}
+    configs = {}
+    for name, module in skeleton.named_modules():
+        config = vars(module).get("config")
+        if name and config is not None:
+            configs[name] = shared.setdefault(id(config), copy.deepcopy(settings(config)))
+    return _Described(modules, configs, copy.deepcopy(settings(getattr(model, "config", None))))
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     own = vars(module).items()
     kept = [(name, value) for name, value in own if name not in IGNORED and not name.startswith("_")]
-    return [(name, copy.copy(value)) for name, value in kept if _is_plain(value)]
+    return [(name, copy.deepcopy(value)) for name, value in kept if _is_plain(value) or _is_function(value)]
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, [*value, *value.values()]))
     return isinstance(value, _PLAIN) and value == value  # NaN equals nothing
 
 
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType | BuiltinFunctionType | partial)
+
+
 def _same(found: Any, value: Any) -> bool:
+    if isinstance(value, partial):
+        same = isinstance(found, partial) and _same(found.func, value.func)
+        return same and (found.args, found.keywords) == (value.args, value.keywords)
+    if _is_function(value):
+        return getattr(found, "__code__", found) == getattr(value, "__code__", value)
     return _is_plain(found) and found == value
+
+
+def _refuse_class_attributes(where: str, module: nn.Module, twin: nn.Module) -> None:
+    """A plain value of the instance's own, in place of its class's."""
+    for name in (vars(module).keys() - vars(twin).keys()) & _fields(type(module)):
+        found, value = vars(module)[name], getattr(type(module), name)
+        if name not in IGNORED and not _same(found, value):
+            _refuse(f"{where}.{name}", repr(found), repr(value))
+
+
+@lru_cache(maxsize=4096)
+def _fields(kind: type) -> frozenset[str]:
+    """The plain values of a class."""
+    names = [name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)]
+    return frozenset(name for name in names if _is_plain(getattr(kind, name, nn)))
 
 
 def _refuse(where: str, found: str, wanted: str) -> None:
@@ -114,11 +163,24 @@ def _refuse_config(before: dict[str, Any], model: Any) -> None:
     )
 
 
+@lru_cache(maxsize=4096)
+def _methods(kind: type) -> frozenset[str]:
+    """What a class does: an instance that has one of these of its own does something else."""
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+
+
 def _refuse_hooks(where: str, module: nn.Module) -> None:
+    if "_hf_hook" in vars(module):
+        raise ValueError(
+            f"{where} carries accelerate's {type(vars(module)['_hf_hook']).__name__}, which would not run; "
+            "call accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
+            "offloading, before passing it."
+        )
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     foreign = [hook for hook in hooks if not _of_transformers(hook)]
-    if foreign or "forward" in vars(module):
-        what = getattr(foreign[0], "__qualname__", foreign[0]) if foreign else "a replaced forward"
+    replaced = vars(module).keys() & _methods(type(module))
+    if foreign or replaced:
+        what = getattr(foreign[0], "__qualname__", foreign[0]) if foreign else f"a replaced {min(replaced)}"
         raise ValueError(f"{where} carries {what}, which would not run; remove it before passing the model.")
 
 

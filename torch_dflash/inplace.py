@@ -1,0 +1,44 @@
+"""Which of a model's own writes a lowered program would lose: those that reach a tensor through a view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class WritesToViews(TorchDispatchMode):
+    """While open, notes an operation in place on a view, or on a tensor that has views, in ``found``.
+
+    A lowered program has values, not memory: what is written through one view is not seen through another.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found: str | None = None
+        self._viewed: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            tensor = args[place] if place < len(args) else kwargs.get(argument.name)
+            if written and isinstance(tensor, Tensor) and self._shared(tensor):
+                self.found = func.__name__.partition(".")[0]
+        out = func(*args, **kwargs)
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(tensor, Tensor) and any(_is_view(tensor, given) for given in args):
+                self._viewed[_storage(tensor)] = tensor  # held, so that its address is not given to another
+        return out
+
+    def _shared(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._viewed
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_view(tensor: Tensor, given: Any) -> bool:
+    return isinstance(given, Tensor) and given is not tensor and _storage(given) == _storage(tensor)
