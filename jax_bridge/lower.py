@@ -133,8 +133,8 @@ class Programs:
                     said.cancel()
                     if isinstance(error, _UNKNOWN):
                         raise ValueError(
-                            f"runtime='xla': {key[0]} cannot be lowered ({type(error).__name__}: {error}); pass "
-                            "runtime='eager'."
+                            f"runtime='xla': {key[0]} cannot be lowered ({type(error).__name__}: {error}); "
+                            "pass runtime='eager'."
                         ) from error
                     raise
                 self._started[key] = started = Future()

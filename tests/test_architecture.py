@@ -28,7 +28,7 @@ LAYERS = [
     {"loaded", "progress"},
     {"config", "paged", "pages", "ring", "block_attention"},
     {"drafter_files"},
-    {"skeleton", "cache", "sampling", "accept", "drafter", "admission"},
+    {"skeleton", "cache", "sampling", "accept", "drafts", "drafter", "admission"},
     {"tracing"},
     {"target", "proposers.base", "demo_model"},
     {"demo_pair"},

@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 from torch_dflash.accept import accept_chain, trim_at_stop
 from torch_dflash.cache import check_specs
 from torch_dflash.checks import check_dtype
+from torch_dflash.drafts import known_chain
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
-from torch_dflash.state import DecodePlan, DecodeState, Draft, PromptChunk, Sampling, register_state
+from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling, register_state
 from torch_dflash.target import Target
 
 Params = dict[str, Tensor]
@@ -85,7 +86,7 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
     anchor = read_rows(state.tokens, state.length, 1)
     own = anchor[:, 0].clone(), state.length.clone()  # the proposer's: it may write into them
     draft, pstate = proposer.propose(state.proposer, *own, target.embed, target.head)
-    draft = _known_chain(draft, plan, target.vocab_size)
+    draft = known_chain(draft, plan, target.vocab_size)
 
     ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
     out = target(ids, state.length, state.cache, proposer.taps, state.pages)
@@ -109,31 +110,6 @@ def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
         accepted=write_rows(state.accepted, kept[:, None].to(torch.uint8), state.rounds, dim=1),
         rounds=state.rounds + live,
     )
-
-
-def _known_chain(draft: Draft, plan: DecodePlan, vocab_size: int) -> Draft:
-    """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
-
-    Raises:
-        TypeError, ValueError: no draft of integers for every row, or a tree.
-    """
-    if not isinstance(draft, Draft):
-        raise TypeError(f"propose() drafted {type(draft).__name__}: return a Draft and the proposer's state.")
-    wanted = {"tokens": (plan.batch_size, plan.nodes), "valid": (plan.batch_size,)}
-    for name, shape in wanted.items():
-        found = getattr(draft, name)
-        whole = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64)
-        if not whole or tuple(found.shape) != shape:
-            kind = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', []))}"
-            raise ValueError(f"Draft.{name} is {kind}: it must be a tensor of int32 {list(shape)}.")
-    if draft.parent is not None:
-        raise ValueError(
-            "Draft.parent is set: a tree of drafts would be verified as if it were a chain; propose a chain "
-            "and leave parent None."
-        )
-    tokens = draft.tokens.clamp(0, vocab_size - 1).to(torch.int32)
-    known = torch.cumprod((tokens == draft.tokens).to(torch.int32), dim=1).sum(dim=1, dtype=torch.int32)
-    return Draft(tokens, torch.minimum(draft.valid.to(torch.int32), known))
 
 
 def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:

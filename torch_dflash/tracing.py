@@ -127,7 +127,8 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[Laye
         # Recurrent layers look for a state of their own in the cache, and find no entry.
         reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else error
         raise ValueError(
-            f"target={name}: its forward cannot be traced with a cache of keys and values ({reason}); {SUPPORTED}."
+            f"target={name}: its forward cannot be traced with a cache of keys and values ({reason}); "
+            f"{SUPPORTED}."
         ) from error
     if implementation == "sdpa" and cache.beyond_sdpa:
         raise ValueError(
