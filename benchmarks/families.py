@@ -109,7 +109,11 @@ def sweep(asked: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Sweep, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--runtimes", default="eager,xla", help="some of eager,xla")
+    parser.add_argument(
+        "--runtimes",
+        default="eager,xla",
+        help="some of eager,xla; xla tries what the JSON calls equal eagerly",
+    )
     parser.add_argument("--caches", default="static,paged", help="some of static,paged")
     parser.add_argument("--families", default="", help="cases by name, with commas; unset: all of them")
     parser.add_argument("--limit", type=float, default=300, help="seconds a case may take")

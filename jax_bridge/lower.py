@@ -22,8 +22,6 @@ from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-# What tracing ends in at an operation that torchax does not know, or knows otherwise.
-_UNKNOWN = (AssertionError, AttributeError, NotImplementedError, RuntimeError, TypeError)
 _counter = threading.local()
 
 
@@ -131,7 +129,7 @@ class Programs:
                         lowered = jax.jit(step, donate_argnums=donate).lower(*args)
                 except BaseException as error:
                     said.cancel()
-                    if isinstance(error, _UNKNOWN):
+                    if isinstance(error, Exception) and not _is_ours(error):
                         raise ValueError(
                             f"runtime='xla': {key[0]} cannot be lowered ({type(error).__name__}: {error}); "
                             "pass runtime='eager'."
@@ -150,6 +148,14 @@ class Programs:
             started.set_exception(error)
         else:
             started.set_result(program)
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether one of our checks raised ``error``, not an operation that torchax does not know."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("torch_dflash")
 
 
 def _signature(leaf) -> tuple:

@@ -115,6 +115,12 @@ def test_a_soft_cap_that_the_targets_own_attention_drops_is_refused():
         td.compile(target, None, runtime="eager", max_length=64)
 
 
+def test_a_window_of_one_is_refused():
+    target = build(hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 1})
+    with pytest.raises(ValueError, match="sliding_window=1"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
 def rule(visible):
     return lambda batch, head, query, key: visible(query, key)
 

@@ -128,7 +128,51 @@ class Unbuildable(hf.LlamaForCausalLM):
         super().__init__(config)
 
 
+class Stepwise(hf.LlamaForCausalLM):
+    """Computes one token at a time in another way than many."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+        given = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": past_key_values}
+        out = super().forward(**given, **kwargs)
+        if past_key_values is not None and input_ids.shape[1] == 1:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+
+class LastAlone(hf.LlamaForCausalLM):
+    """Says something else where the last logits alone are asked for."""
+
+    def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
+        given = {"input_ids": input_ids, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        out = super().forward(**given, **kwargs)
+        if logits_to_keep == 1:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+
+class SomeWidths(hf.LlamaForCausalLM):
+    """Computes blocks of 5 to 12 rows in another way."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        out = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if 5 <= input_ids.shape[1] <= 12:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+
+class OverTheBatch(hf.LlamaForCausalLM):
+    """Normalises over the rows of a batch of more than two."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = embeds - embeds.mean(dim=0) if len(embeds) > 2 else embeds
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+
 OTHERS = [Shifted, OnlyLate, Lengthy, Filled, CountsZeros, CountsCached, Late]
+
+
+PLAN = td.DecodePlan(batch_size=1, capacity=64, block_size=4, verify_width=4)
 
 
 def build(cls, **overrides):
@@ -143,10 +187,26 @@ def test_a_class_that_computes_something_else_is_refused_with_the_place(cls, cac
         td.compile(build(cls, train_length=2048), None, runtime="eager", max_length=64, cache=cache)
 
 
-@pytest.mark.parametrize("cls", [Prepared, Processed])
+@pytest.mark.parametrize("cls", [Prepared, Processed, Stepwise, LastAlone])
 def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
-    with pytest.raises(ValueError, match=rf"{cls.__name__}.*says another token at position \d+"):
+    with pytest.raises(
+        ValueError, match=rf"{cls.__name__}.*(says another token|logits differ by .*) at position \d+"
+    ):
         td.compile(build(cls), None, runtime="eager", max_length=64)
+
+
+def test_the_widths_and_rows_of_the_plan_are_tried():
+    ngram = td.NGramProposer(6)
+    with pytest.raises(ValueError, match="SomeWidths.*logits differ"):
+        td.compile(build(SomeWidths), ngram, runtime="eager", max_length=64)
+    td.compile(build(OverTheBatch), ngram, runtime="eager", max_length=64, batch_size=2)
+    with pytest.raises(ValueError, match="OverTheBatch.*logits differ"):
+        td.compile(build(OverTheBatch), ngram, runtime="eager", max_length=64, batch_size=3)
+
+
+def test_a_config_may_hold_anything():
+    kind = type("Free", (hf.LlamaForCausalLM,), {})
+    td.compile(build(kind, kinds={3, 4}, act=torch.tanh), None, runtime="eager", max_length=64)
 
 
 def chunk(h):
@@ -225,7 +285,7 @@ def test_a_class_without_a_twin_is_refused_unless_told_otherwise():
     with torch.device("meta"):
         target = Unbuildable(hf.LlamaConfig(**(BASE | {"hidden_size": 4000})))
     with pytest.raises(ValueError, match="no tiny twin.*only 4000 will do.*verify=False"):
-        verify.verify_class(target, "static")
+        verify.verify_class(target, PLAN, "eager")
 
 
 def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeypatch):
@@ -307,7 +367,7 @@ def test_a_full_size_target_takes_a_second_at_most():
     with torch.device("meta"):
         target = hf.Qwen3MoeForCausalLM(config)
     before, started = torch.get_rng_state(), time.process_time()
-    verify.verify_class(target, "static")
+    verify.verify_class(target, PLAN, "eager")
     assert time.process_time() - started < 1.5
     assert torch.equal(torch.get_rng_state(), before)
     assert target.config.hidden_size == config.hidden_size

@@ -99,7 +99,7 @@ class Engine:
         self.largest_chunk = prefill_chunk_size
         self.pair = Pair(skeleton, proposer, self.plan)
         if verify:
-            verify_class(target, cache, runtime)
+            verify_class(target, self.plan, runtime)
         self.keeps_alive: Any = None
         self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.

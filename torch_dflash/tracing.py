@@ -163,6 +163,11 @@ def _window(cache: RecordingCache, layer: int, context: int, name: str) -> int |
             f"target={name}: the mask of layer {layer} is neither causal nor a causal sliding window "
             f"({reason}); {SUPPORTED}."
         ) from error
+    if window == 1:
+        raise ValueError(
+            f"target={name}: layer {layer} sees itself alone (sliding_window=1), and transformers' own "
+            "cache then keeps all positions; use a window of 2 or more."
+        )
     said = cache.windows[layer]
     if said is not None and said < context and said != window:
         raise ValueError(

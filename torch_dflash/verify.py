@@ -15,18 +15,17 @@ from torch_dflash.decode import Pair
 from torch_dflash.inplace import WritesToViews
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.skeleton import collect_tensors
-from torch_dflash.state import DecodePlan
+from torch_dflash.state import DecodePlan, whole_tiles
 from torch_dflash.target import Target
 from torch_dflash.tested import code_of, is_tested
 from torch_dflash.twin import SPECIAL, VOCAB, WINDOW, build_twin
 
 BLOCK = 4
-KEPT = (2, BLOCK, 1, 3)
-"""Rows of each block that count: as in decoding, the next block is written over the others."""
-REACH = sum(KEPT[:-1]) + BLOCK
-"""Tokens that the blocks reach over."""
-LENGTH = 4 * WINDOW + 4
-"""Tokens of a twin's rows."""
+WIDEST = 32
+"""Rows of the widest block that a twin is tried with."""
+PROMPT = 2 * WINDOW + 5
+"""Tokens of a twin's prompt."""
+MOST_ROWS = 8
 NONSENSE = 1 << 20
 """The tokens that the cache claims to hold while it is tried: who counts them there computes nonsense."""
 LONGEST_CHUNK = 512
@@ -92,7 +91,7 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
     skeleton = Target(target)
     windows = [spec.window or 0 for spec in skeleton.specs]
     length = length or min(context_of(target), max(64, max(windows) + 32))
-    agreement = compare(target, skeleton, _ids(skeleton.vocab_size, length), cache)
+    agreement = compare(target, skeleton, _ids(skeleton.vocab_size, 2, length), cache, BLOCK)
     if not agreement.holds:
         raise ValueError(
             f"target={type(target).__name__}: block decoding is not what it computes: {agreement}."
@@ -103,10 +102,10 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
 _known: dict[tuple, str | None] = {}
 
 
-def verify_class(target: PreTrainedModel, cache: str, runtime: str = "eager") -> None:
+def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str) -> None:
     """Refuse a target of a class that is not tested here and whose tiny random twin decodes otherwise.
 
-    Remembered per class, config and code.
+    The twin is tried with the plan's cache, width and rows, and remembered per class, config and code.
 
     Raises:
         ValueError: the twin's logits part from its own forward's, or there can be no twin.
@@ -114,20 +113,21 @@ def verify_class(target: PreTrainedModel, cache: str, runtime: str = "eager") ->
     if is_tested(target):
         return
     code = frozenset(function.__code__ for function in code_of(target))
-    key: tuple = type(target), cache, target.config.to_json_string(use_diff=False), code, runtime
+    shape = plan.cache, min(plan.verify_width, WIDEST), min(plan.batch_size, MOST_ROWS)
+    key = type(target), repr(target.config.to_dict()), code, shape, runtime
     if key not in _known:
         _known[key] = _fault_of_writes(target) if runtime == "xla" else None
-        _known[key] = _known[key] or _fault_of_twin(target, cache)
+        _known[key] = _known[key] or _fault_of_twin(target, *shape)
     if _known[key] is not None:
         raise ValueError(f"target={type(target).__name__}: {_known[key]}")
 
 
-def _fault_of_twin(target: PreTrainedModel, cache: str) -> str | None:
+def _fault_of_twin(target: PreTrainedModel, cache: str, width: int, rows: int) -> str | None:
     try:
         twin = build_twin(target)
-        ids = _ids(VOCAB, LENGTH)
-        ids[:1] = _own_text(twin, ids[:1, : LENGTH - REACH])
-        agreement, odd = compare(twin, Target(twin), ids, cache), _unlike_forward(twin, ids[:1])
+        ids = _ids(VOCAB, rows, PROMPT + sum(_kept(width)[:-1]) + width)
+        ids[:1] = _own_text(twin, ids[:1, :PROMPT], ids.shape[1])
+        agreement, odd = compare(twin, Target(twin), ids, cache, width), _unlike_forward(twin, ids[:1])
     except Exception as error:  # a class that is not known may do anything
         reason = str(error).partition("\n")[0]
         return (
@@ -149,6 +149,11 @@ def _fault_of_twin(target: PreTrainedModel, cache: str) -> str | None:
     return None
 
 
+def _kept(width: int) -> tuple[int, ...]:
+    """Rows of each block that count: as in decoding, the next block is written over the others."""
+    return min(2, width), width, 1, min(3, width)
+
+
 def _fault_of_writes(target: PreTrainedModel) -> str | None:
     with WritesToViews() as writes:
         Target(target)
@@ -160,19 +165,19 @@ def _fault_of_writes(target: PreTrainedModel) -> str | None:
     )
 
 
-def _ids(vocab: int, length: int) -> Tensor:
-    """Two rows [2, length] of random ids; each holds every id below `SPECIAL`."""
+def _ids(vocab: int, rows: int, length: int) -> Tensor:
+    """Random ids [rows, length]; each row begins with every id below `SPECIAL`, in some order."""
     generator = torch.Generator("cpu").manual_seed(0)
-    ids = torch.randint(0, vocab, (2, length), generator=generator, device="cpu")
-    for row in range(2):
-        places = torch.randperm(length, generator=generator, device="cpu")[:SPECIAL]
+    ids = torch.randint(0, vocab, (rows, length), generator=generator, device="cpu")
+    for row in range(rows):
+        places = torch.randperm(min(PROMPT, length), generator=generator, device="cpu")[:SPECIAL]
         ids[row, places] = torch.arange(SPECIAL, device="cpu") % vocab
     return ids.int()
 
 
-def _own_text(twin: Any, ids: Tensor) -> Tensor:
-    """``ids`` [1, T] and what the twin's own greedy `generate` says after them, to `LENGTH` tokens."""
-    new = LENGTH - ids.shape[1]
+def _own_text(twin: Any, ids: Tensor, length: int) -> Tensor:
+    """``ids`` [1, T] and what the twin's own greedy `generate` says after them, to ``length`` tokens."""
+    new = length - ids.shape[1]
     plain = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     twin.generation_config = plain
     with torch.device("cpu"):
@@ -182,22 +187,23 @@ def _own_text(twin: Any, ids: Tensor) -> Tensor:
 def _unlike_forward(twin: Any, ids: Tensor) -> int | None:
     """The first position whose token in a text of `_own_text` is not the best of the forward's logits."""
     with torch.no_grad(), torch.device("cpu"):
-        logits = _own_logits(twin, ids, LENGTH - REACH - 1)[:-1].float()
-    chosen = logits.gather(1, ids[0, LENGTH - REACH :, None].long())[:, 0]
+        logits = _own_logits(twin, ids, PROMPT - 1)[:-1].float()
+    chosen = logits.gather(1, ids[0, PROMPT:, None].long())[:, 0]
     far = torch.nonzero(logits.amax(dim=1) - chosen > 1e-3 * logits.std())
-    return LENGTH - REACH + int(far[0]) if len(far) else None
+    return PROMPT + int(far[0]) if len(far) else None
 
 
-def compare(model: Any, skeleton: Target, ids: Tensor, cache: str) -> Agreement:
-    """`Agreement` on two rows of tokens [2, length]; ``skeleton`` is the model's."""
-    device, length = model.device, ids.shape[1]
+def compare(model: Any, skeleton: Target, ids: Tensor, cache: str, width: int) -> Agreement:
+    """`Agreement` on rows of tokens [B, length], in blocks of ``width``; ``skeleton`` is the model's."""
+    device, (rows, length) = model.device, ids.shape
     ids = ids.to(device)
-    read = torch.tensor([length - REACH, length - REACH - 3], dtype=torch.int32, device=device)
-    first, worst, position = length - REACH - 4, 0.0, -1
+    ends = length - sum(_kept(width)[:-1]) - width
+    read = torch.tensor([ends - 3 * row % 7 for row in range(rows)], dtype=torch.int32, device=device)
+    first, worst, position = int(read.min()) - 1, 0.0, -1
     with torch.inference_mode(False), torch.no_grad(), device:
-        own = [_own_logits(model, ids[row : row + 1], first) for row in range(2)]
+        own = [_own_logits(model, ids[row : row + 1], first) for row in range(rows)]
         again = [_own_logits(model, ids[:1, :-3], first), _own_cached_logits(model, ids[:1], first)]
-        ours = _cached_logits(model, skeleton, ids, read, cache)
+        ours = _cached_logits(model, skeleton, ids, read, cache, width)
     for row, at, logits in ours:
         theirs = own[row][at - first : at - first + len(logits)].float()
         gaps = (logits.float() - theirs).abs().amax(dim=1).nan_to_num(nan=torch.inf)
@@ -223,35 +229,36 @@ def _own_cached_logits(model: Any, ids: Tensor, first: int) -> Tensor:
 
 
 def _cached_logits(
-    model: Any, skeleton: Target, ids: Tensor, read: Tensor, cache: str
+    model: Any, skeleton: Target, ids: Tensor, read: Tensor, cache: str, width: int
 ) -> list[tuple[int, int, Tensor]]:
     """(row, first position, logits [R, V]) of the last prompt token and of each block's rows."""
-    plan = DecodePlan(2, ids.shape[1], BLOCK, BLOCK, cache=cache, page_size=16)
+    rows, length = ids.shape
+    plan = DecodePlan(rows, length, width, width, cache=cache, page_size=16)
     pair = Pair(skeleton, PlainProposer(), plan)
     params = collect_tensors(skeleton.model, model, "target.model.")
     pages = None
     if cache == "paged":
-        pages = 1 + torch.arange(2 * plan.row_pages, dtype=torch.int32, device=ids.device).view(2, -1)
+        pages = 1 + torch.arange(rows * plan.row_pages, dtype=torch.int32, device=ids.device).view(rows, -1)
     skeleton.tokens_said = NONSENSE
     layers = pair.run(lambda pair: pair.target.start(plan), params)
     start, found = torch.zeros_like(read), []
 
-    def forward(width: int, count: Tensor | None) -> Tensor:
+    def forward(many: int, count: Tensor | None) -> Tensor:
         nonlocal layers
-        at = start[:, None] + torch.arange(width, device=ids.device)
-        rows = ids.gather(1, at.clamp(max=ids.shape[1] - 1).long())
-        out = pair.run(lambda pair: pair.target(rows, start, layers, (), pages, count), params)
+        at = start[:, None] + torch.arange(many, device=ids.device)
+        given = ids.gather(1, at.clamp(max=length - 1).long())
+        out = pair.run(lambda pair: pair.target(given, start, layers, (), pages, count), params)
         layers = out.cache
         return out.logits
 
     while bool((start < read).any()):
-        count = (read - start).clamp(max=LONGEST_CHUNK)
-        logits = forward(int(count.max()), count)
-        ended = [row for row in range(2) if int(start[row] + count[row]) == int(read[row]) and count[row]]
+        count = (read - start).clamp(min=0, max=LONGEST_CHUNK)
+        logits = forward(min(whole_tiles(int(count.max())), LONGEST_CHUNK), count)
+        ended = [row for row in range(rows) if count[row] and int(start[row] + count[row]) == int(read[row])]
         found += [(row, int(read[row]) - 1, logits[row, -1:]) for row in ended]
         start = start + count
-    for kept in KEPT:
-        logits = forward(BLOCK, None)
-        found += [(row, int(start[row]), logits[row]) for row in range(2)]
+    for kept in _kept(width):
+        logits = forward(width, None)
+        found += [(row, int(start[row]), logits[row]) for row in range(rows)]
         start = start + kept
     return found
