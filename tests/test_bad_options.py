@@ -113,3 +113,29 @@ def test_widths_without_a_drafter(pair, name, verb):
             entry(pair[0], None, runtime="eager", **{name: 2})
     with refuses(*words):
         td.dflash(None, **{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 10**9}, "batch_size=1000000000"),
+        ({"stop_slots": 10**10}, "stop_slots=10000000000"),
+        ({"cache": "paged", "pool_pages": 10**12}, "pool_pages=1000000000000"),
+        ({"cache": "paged", "page_size": 16 * 10**12}, "page_size=16000000000000"),
+        ({"filters": "no"}, "filters='no'"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_allocated(options, words):
+    with pytest.raises(ValueError, match=words):
+        td.compile(models.make_pair()[0], None, runtime="eager", max_length=64, **options)
+
+
+def test_an_option_that_compile_does_not_know_is_named():
+    with pytest.raises(TypeError, match=r"compile\(\) does not know 'foo'.*batch_size"):
+        td.compile(models.make_pair()[0], None, foo=1)
+
+
+@pytest.mark.parametrize("given", [(2.5,), ("4",), (4, "x"), (4, 10**9), (1,), (10**9,), (True,)])
+def test_lookup_of_absurd_sizes_is_refused(given):
+    with pytest.raises(ValueError, match="must be an integer from"):
+        td.NGramProposer(*given)

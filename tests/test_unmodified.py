@@ -289,3 +289,16 @@ def test_accelerates_hook_is_named():
     add_hook_to_module(model.model.layers[0], AlignDevicesHook())
     with pytest.raises(ValueError, match=r"accelerate's AlignDevicesHook.*remove_hook_from_module"):
         td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_tensor_where_there_should_be_none_is_refused(buffer):
+    model = make_target("llama")
+    bias = torch.randn(model.lm_head.out_features)
+    del model.lm_head._parameters["bias"]
+    if buffer:
+        model.lm_head.register_buffer("bias", bias)
+    else:
+        model.lm_head.bias = bias
+    with pytest.raises(ValueError, match="lm_head.bias"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")

@@ -409,6 +409,8 @@ def test_check_reads_long_prompts_in_chunks_and_says_what_it_cannot():
     assert td.check(build(hf.LlamaForCausalLM).to(torch.bfloat16)).holds
     with pytest.raises(ValueError, match="length=3"):
         td.check(target, length=3)
+    with pytest.raises(ValueError, match="max_length=3000 is beyond"):
+        td.check(target, length=3000)
     with pytest.raises(TypeError, match="pass the target model first"):
         td.check(make_pair()[1])
     assert isinstance(target.model, LlamaModel)

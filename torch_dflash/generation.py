@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from torch_dflash.arguments import COMPILED
 from torch_dflash.calls import read_request
 from torch_dflash.capacity import round_up
 from torch_dflash.checkpoints import check_drafter
@@ -56,6 +57,12 @@ def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> 
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
     """
+    unknown = [name for name in options if name not in COMPILED | {"max_length"}]
+    if unknown:
+        raise TypeError(
+            f"compile() does not know {unknown[0]!r}: it takes max_length, {', '.join(sorted(COMPILED))}; "
+            "options of generation go to the engine's generate."
+        )
     check_blocks(drafter, **{name: options.get(name) for name in ("block_size", "verify_width")})
     engine = Engine(target, drafter, **options)
     engine.keeps_alive = (target, drafter)

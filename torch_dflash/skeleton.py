@@ -88,10 +88,10 @@ def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[
     live |= dict(model.named_buffers(remove_duplicate=False))
     slots = list(skeleton.named_parameters(remove_duplicate=False))
     slots += list(skeleton.named_buffers(remove_duplicate=False))
-    extra = set(dict(model.named_parameters())) - {name for name, _ in slots}
+    extra = live.keys() - {name for name, _ in slots}
     if extra:
         raise ValueError(
-            f"{type(model).__name__}: unknown parameters {sorted(extra)[:3]}; merge adapters "
+            f"{type(model).__name__}: unknown parameters or buffers {sorted(extra)[:3]}; merge adapters "
             "(merge_and_unload()) before passing the model."
         )
     check_unmodified(skeleton, model)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_dflash.checks import check_cache, check_precision
+from torch_dflash.checks import INT32_MAX, check_cache, check_precision
 
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
@@ -57,6 +57,17 @@ class DecodePlan:
         for name in ("batch_size", "capacity", "block_size", "verify_width", "rounds_per_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
+        positions = self.batch_size * self.slots
+        if positions > INT32_MAX or self.stop_slots * self.batch_size > INT32_MAX:
+            raise ValueError(
+                f"batch_size={self.batch_size}, max_length={self.capacity}, stop_slots={self.stop_slots}: a "
+                "buffer's entries are counted in int32; lower them."
+            )
+        if self.pages * self.page_size > INT32_MAX:
+            raise ValueError(
+                f"pool_pages={self.pool_pages}, page_size={self.page_size}: positions are counted in int32; "
+                "lower them."
+            )
         if self.verify_width > self.block_size:
             raise ValueError(
                 f"verify_width={self.verify_width} is wider than block_size={self.block_size}; "

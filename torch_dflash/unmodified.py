@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
 # defaults of `generate`, which outputs a forward returns. What a vocabulary's size decides are shapes.
@@ -22,14 +22,24 @@ _PLAIN = (int, float, str, type(None))  # bool is an int
 _ABSENT = object()
 
 
+class _Module(NamedTuple):
+    """The skeleton's module; its plain attributes; what its class alone should have; the names of its own."""
+
+    module: nn.Module | None
+    attributes: list[tuple[str, Any]]
+    of_class: frozenset[str]
+    names: frozenset[str]
+
+
 class _Described(NamedTuple):
     """What a skeleton's modules say of themselves, and the model's config when its engine was built."""
 
-    modules: dict[str, tuple[nn.Module, list[tuple[str, Any]], frozenset[str]]]
+    modules: dict[str, _Module]
     configs: dict[str, dict[str, Any]]
     config: dict[str, Any]
 
 
+_NONE = _Module(None, [], frozenset(), frozenset())
 _described: weakref.WeakKeyDictionary[nn.Module, _Described] = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +73,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         _refuse_config(known.config, model)
     seen, alike = 0, set()
     for name, module in model.named_modules():
-        twin, attributes, classes = known.modules.get(name, (None, [], frozenset()))
+        twin, attributes, of_class, names = known.modules.get(name, _NONE)
         if twin is None or type(twin) is not type(module):
             _refuse(_where(model, name), _describe(module), _describe(twin))
         seen += 1
@@ -79,23 +89,18 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
             if found is not value and not _same(found, value):
                 said = "absent" if found is _ABSENT else repr(found)
                 _refuse(f"{_where(model, name)}.{key}", said, repr(value))
-        if own["_forward_pre_hooks"] or own["_forward_hooks"] or not classes.isdisjoint(own):
+        if own["_forward_pre_hooks"] or own["_forward_hooks"] or not of_class.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
             _refuse_class_attributes(_where(model, name), module, twin)
+        if not own.keys() <= names:
+            _refuse_tensors(_where(model, name), own, names)
     if seen < len(known.modules):
         name = min(known.modules.keys() - dict(model.named_modules()).keys())
-        _refuse(_where(model, name), "absent", _describe(known.modules[name][0]))
+        _refuse(_where(model, name), "absent", _describe(known.modules[name].module))
 
 
 def _describe_all(skeleton: nn.Module, model: nn.Module) -> _Described:
-    modules = {
-        name: (
-            module,
-            _attributes(module),
-            _methods(type(module)) | _fields(type(module)) - vars(module).keys(),
-        )
-        for name, module in skeleton.named_modules()
-    }
+    modules = {name: _describe_one(module) for name, module in skeleton.named_modules()}
     shared: dict[int, dict[str, Any]] = {}
     configs = {}
     for name, module in skeleton.named_modules():
@@ -103,6 +108,19 @@ def _describe_all(skeleton: nn.Module, model: nn.Module) -> _Described:
         if name and config is not None:
             configs[name] = shared.setdefault(id(config), copy.deepcopy(settings(config)))
     return _Described(modules, configs, copy.deepcopy(settings(getattr(model, "config", None))))
+
+
+def _describe_one(module: nn.Module) -> _Module:
+    own, kind = vars(module), type(module)
+    of_class = _methods(kind) | _fields(kind) - own.keys()
+    return _Module(module, _attributes(module), of_class, frozenset(own))
+
+
+def _refuse_tensors(where: str, own: dict[str, Any], names: frozenset[str]) -> None:
+    """A tensor that is neither weight nor buffer, where there should be none."""
+    for name in own.keys() - names:
+        if isinstance(own[name], Tensor):
+            _refuse(f"{where}.{name}", f"a tensor {tuple(own[name].shape)}", "absent")
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:

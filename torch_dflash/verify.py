@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from torch_dflash.checks import check_cache, check_counts, context_of
+from torch_dflash.checks import check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.inplace import WritesToViews
 from torch_dflash.proposers.plain import PlainProposer
@@ -90,6 +90,7 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
     check_cache(cache)
     skeleton = Target(target)
     windows = [spec.window or 0 for spec in skeleton.specs]
+    check_context(target, length or 0)
     length = length or min(context_of(target), max(64, max(windows) + 32))
     agreement = compare(target, skeleton, _ids(skeleton.vocab_size, 2, length), cache, BLOCK)
     if not agreement.holds:

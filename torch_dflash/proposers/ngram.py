@@ -8,8 +8,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from torch_dflash.checks import is_count
 from torch_dflash.rows import read_rows, write_rows
 from torch_dflash.state import DecodePlan, Draft, register_state
+
+MOST = 255
 
 
 @register_state
@@ -34,17 +37,16 @@ class NGramProposer(nn.Module):
         max_ngram: longest suffix that is looked up.
 
     Raises:
-        ValueError: ``width`` < 2 or ``max_ngram`` < 1.
+        ValueError: ``width`` is not in 2 .. `MOST`, or ``max_ngram`` not in 1 .. `MOST`.
     """
 
     taps: tuple[int, ...] = ()
 
     def __init__(self, width: int = 16, max_ngram: int = 3):
         super().__init__()
-        if width < 2 or max_ngram < 1:
-            raise ValueError(
-                f"width={width}, max_ngram={max_ngram}: need a draft (width >= 2) and max_ngram >= 1."
-            )
+        for name, value, least in (("width", width, 2), ("max_ngram", max_ngram, 1)):
+            if not is_count(value) or not least <= value <= MOST:
+                raise ValueError(f"{name}={value!r}: must be an integer from {least} to {MOST}.")
         self.width = width
         self.max_ngram = max_ngram
 
