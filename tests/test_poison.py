@@ -61,7 +61,8 @@ def rows_of(count: int, seed: int, dim: int, bad=(), poisons=FINE):
 
 def attend(kind: str, layer, start, table, query, key, value, sinks):
     """What a target's layer does with the rows: (output [B, M, Q, Dv], the layer afterwards)."""
-    view, options = CacheView((layer,), start, table), KINDS[kind]
+    options = KINDS[kind]
+    view = CacheView((layer,), (options.get("window"),), start, table)
     if isinstance(layer, LatentLayer):  # its model computes keys and values anew from what is cached
         key, value = view.update(key, value, 0)
     window, softcap = options.get("window"), options.get("softcap")

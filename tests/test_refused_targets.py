@@ -8,6 +8,9 @@ import pytest
 import torch
 import transformers as hf
 from models import BASE, make_drafter, randomise
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import torch_dflash as td
 from torch_dflash.masks import read_window
@@ -112,6 +115,29 @@ def test_a_soft_cap_that_the_targets_own_attention_drops_is_refused():
     target = build(hf.Gemma2ForCausalLM, hf.Gemma2Config, extra)
     target.config._attn_implementation = "sdpa"  # the default, and in silence, in older releases
     with pytest.raises(ValueError, match="softcap.*attn_implementation='eager'"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def sharper(module, query, key, value, mask, scaling=None, **more):
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling * 3, **more)
+
+
+def windowed(*args, mask_function, **more):
+    near = and_masks(mask_function, lambda batch, head, query, key: key > query - 4)
+    return sdpa_mask(*args, mask_function=near, **more)
+
+
+@pytest.mark.parametrize("name", ["mine", "sdpa"])
+@pytest.mark.parametrize(
+    ("registry", "function"),
+    [(ALL_ATTENTION_FUNCTIONS, sharper), (ALL_MASK_ATTENTION_FUNCTIONS, windowed)],
+)
+def test_the_users_own_attention_is_refused(monkeypatch, name, registry, function):
+    target = build(hf.LlamaForCausalLM, hf.LlamaConfig, {})
+    td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setitem(registry._global_mapping, name, function)
+    target.config._attn_implementation = name
+    with pytest.raises(ValueError, match=f"attn_implementation='{name}'.*not transformers' own"):
         td.compile(target, None, runtime="eager", max_length=64)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -11,6 +12,8 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 WITH = "5.23"
 """The newest transformers they were tested with: what a later one changed is not known."""
@@ -134,6 +137,23 @@ def code_of(model: nn.Module) -> set[Any]:
     names = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")}
     spaces = [*map(vars, kinds), *(vars(sys.modules[name]) for name in names)]
     return {value for space in spaces for value in space.values() if isinstance(value, FunctionType)}
+
+
+def check_attention(config: Any) -> None:
+    """Refuse an attention implementation that is not transformers' own: it would not run.
+
+    Raises:
+        ValueError: names it.
+    """
+    name = config.get_text_config()._attn_implementation
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        function = registry[name] if name in registry else None
+        code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+        if code is not None and not code.co_filename.startswith(_HOMES):
+            raise ValueError(
+                f"attn_implementation={name!r} ({code.co_filename}) is not transformers' own, and would not "
+                "run; call set_attn_implementation('eager') on the target, if that says the same."
+            )
 
 
 def _at_home(function: FunctionType) -> bool:
