@@ -411,6 +411,8 @@ def test_check_reads_long_prompts_in_chunks_and_says_what_it_cannot():
         td.check(target, length=3)
     with pytest.raises(ValueError, match="max_length=3000 is beyond"):
         td.check(target, length=3000)
+    with pytest.raises(ValueError, match=r"call target.eval\(\)"):
+        td.check(build(hf.LlamaForCausalLM).train())
     with pytest.raises(TypeError, match="pass the target model first"):
         td.check(make_pair()[1])
     assert isinstance(target.model, LlamaModel)

@@ -88,6 +88,8 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
     """
     check_counts(least=24, length=length)
     check_cache(cache)
+    if getattr(target, "training", False):
+        raise ValueError("target.training is True: dropout would count as a difference; call target.eval().")
     skeleton = Target(target)
     windows = [spec.window or 0 for spec in skeleton.specs]
     check_context(target, length or 0)
