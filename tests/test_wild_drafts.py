@@ -115,3 +115,11 @@ def test_taps_that_are_no_layers_are_named(taps):
     drafter.taps = taps
     with pytest.raises(ValueError, match=r"taps=\(.*no layers of the target, which has 0 to 3"):
         td.compile(target()[0], drafter, runtime="eager", **SIZES)
+
+
+@pytest.mark.parametrize("width", [2.5, "4", 0, True])
+def test_a_width_that_is_none_is_named(width):
+    drafter = Scripted(1, 80, WIDTH)
+    drafter.width = width
+    with pytest.raises(ValueError, match="width="):
+        td.compile(target()[0], drafter, runtime="eager", **SIZES)

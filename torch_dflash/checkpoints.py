@@ -102,6 +102,7 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
         return DFlashProposer(drafter, block_size)
     # A copy without weights: an engine must not keep the user's module alive, nor touch it.
     proposer = PlainProposer() if drafter is None else copy.deepcopy(drafter)
+    check_counts(width=proposer.width)
     if block_size not in (None, proposer.width):
         raise ValueError(
             f"block_size={block_size}, but {type(proposer).__name__} drafts {proposer.width}; set it there."
