@@ -62,3 +62,16 @@ def test_scanned_layers_run_time():
     for one in steps:
         low, high = one["quartiles"]
         assert f"| {one['rows']} | {one['ratio']:.2f} | {low:.2f} to {high:.2f} |" in PAGE.splitlines()
+
+
+def test_first_answer_table():
+    found = result("first_answer_cpu.json")
+    names = {
+        "empty": "the first, no compiled program on disk",
+        "full": "the first, with those of another process",
+        "second": "the second",
+    }
+    for name, row in names.items():
+        assert f"| {row} | {found[name]['median']:.1f} |" in PAGE.splitlines()
+        assert len(found[name]["seconds"]) >= 3
+    assert found["compilations"] == 4 and "cpu" in str(found["provenance"]).lower()
