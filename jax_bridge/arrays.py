@@ -47,8 +47,9 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: Any | None) -> jax.
         host = host.clone()  # JAX may keep the memory it is handed, and it must not be the user's
     array = jax.dlpack.from_dlpack(host) if host.numel() else jnp.zeros(host.shape, _dtype(host))
     target = device or jax.devices()[0]
-    # The clone is aliased by `array` alone; a donated array must also be JAX's own allocation.
-    return jnp.array(array, copy=True, device=target) if copy else jax.device_put(array, target)
+    # The clone is aliased by `array` alone; a donated array must also be JAX's own allocation. A transfer
+    # makes it without a program to compile.
+    return jax.device_put(array, target, may_alias=False if copy else None)
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:

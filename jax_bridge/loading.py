@@ -184,11 +184,11 @@ def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, linear: bool
     """``tensor``, a view of a file, on the device: cast, and turned where that pays."""
     turn = linear and pays(dtype, next(iter(place.device_set)))
     source = tensor.T if turn else tensor
-    if turn or dtype != tensor.dtype:
-        tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
+    # Never the mapped file's own memory, which may change and which JAX may keep whatever it is told.
+    tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
     del source
-    # Never an alias of the mapped file, which may change; and waited for, or host copies would pile up.
-    array = jax.device_put(_host_view(tensor), place, may_alias=False)
+    # Waited for, or host copies would pile up.
+    array = jax.device_put(_host_view(tensor), place)
     array = by_rows(array).block_until_ready()
     return Turned(array) if turn else array
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
 from jax_bridge.layout import upright
+from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
+from torch_dflash.progress import announce
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _counter = threading.local()
@@ -31,7 +34,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def compilations() -> int:
-    """XLA programs compiled by this thread so far."""
+    """XLA programs compiled so far by this thread, or for it by another."""
     return getattr(_counter, "value", 0)
 
 
@@ -78,18 +81,24 @@ def tracing(matmul_precision: str) -> Iterator[None]:
     """How every step is traced: at the plan's precision, without JAX's remarks on torch's index type."""
     # In inference mode torch decomposes composite operators out of torchax's sight.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
-    with plain, precise, warnings.catch_warnings():
+    with plain, precise, sharing(), warnings.catch_warnings():
         # torch indexes with int64, which JAX narrows; every index here fits int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         yield
 
 
 class Programs:
-    """Compiled programs of one pair, by step and argument shapes. Compiling is locked, running is not."""
+    """Compiled programs of one pair, by step and argument shapes. Tracing is locked, running is not.
 
-    def __init__(self, matmul_precision: str):
-        self._precision = matmul_precision
+    Args:
+        sizes: what the programs are made for, for the line that says what takes so long; None: say nothing.
+    """
+
+    def __init__(self, matmul_precision: str, sizes: str | None = None):
+        self._precision, self._sizes = matmul_precision, sizes
         self._compiled: dict[Any, Callable] = {}
+        self._started: dict[Any, Future] = {}
+        self._uncounted: dict[Any, int] = {}
         self._lock = threading.Lock()
 
     def get(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Callable:
@@ -97,12 +106,43 @@ class Programs:
         key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
         program = self._compiled.get(key)
         if program is None:
-            with self._lock, tracing(self._precision):
-                program = self._compiled.get(key)
-                if program is None:
-                    program = jax.jit(step, donate_argnums=donate).lower(*args).compile()
-                    self._compiled[key] = program
+            try:
+                program = self._start(key, step, args, donate).result()
+            except BaseException:
+                self._started.pop(key, None)  # the next call may have more memory, or more luck
+                raise
+            self._compiled[key] = program
+            _counter.value = compilations() + self._uncounted.pop(key, 0)
         return program
+
+    def start(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> None:
+        """Trace a program that `get` will ask for next, and let XLA compile it meanwhile."""
+        key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
+        self._start(key, step, args, donate)
+
+    def _start(self, key: tuple, step: Callable, args: tuple, donate: tuple[int, ...]) -> Future:
+        with self._lock:  # tracing swaps weights in and out of the shared skeleton
+            if key not in self._started:
+                said = announce(None if self._sizes is None else f"compiling {key[0]} for {self._sizes}")
+                try:
+                    with tracing(self._precision):
+                        lowered = jax.jit(step, donate_argnums=donate).lower(*args)
+                except BaseException:
+                    said.cancel()
+                    raise
+                self._started[key] = started = Future()
+                started.add_done_callback(lambda _: said.cancel())
+                threading.Thread(target=self._compile, args=(key, lowered, started), name=key[0]).start()
+            return self._started[key]
+
+    def _compile(self, key: tuple, lowered: Any, started: Future) -> None:
+        try:
+            program = lowered.compile()
+            self._uncounted[key] = compilations()  # of this thread, which has no other work
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            started.set_result(program)
 
 
 def _signature(leaf) -> tuple:

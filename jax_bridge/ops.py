@@ -12,6 +12,8 @@ from jaxtyping import Array, Int
 from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.kernels.block_attention import block_attention_jax
 from jax_bridge.kernels.paged_attention import paged_attention_jax
+from jax_bridge.shared import once
+from torch_dflash.attention import KeyValue, grouped_attention, plain_grouped_attention
 from torch_dflash.block_attention import block_attention, plain_block_attention
 from torch_dflash.control import branch, chunked
 from torch_dflash.paged import paged_attention, side_by_side
@@ -21,7 +23,7 @@ UNROLLED_ROWS = 8
 
 
 def write_rows_jax(
-    buffer: Array, rows: Array, start: Int[Array, " B"], dim: int, count: Int[Array, " B"] | None = None
+    buffer: Array, rows: Array, start: Int[Array, " B"], count: Int[Array, " B"] | None, dim: int
 ) -> Array:
     """One ``dynamic_update_slice`` per batch row (`torch_dflash.rows.write_rows`).
 
@@ -44,7 +46,19 @@ def write_rows_jax(
 
 
 def _write_rows(buffer, rows, start, dim, count=None):
-    return call_jax(write_rows_jax, buffer, rows, start, dim, count)
+    return call_jax(partial(once, write_rows_jax, dim=dim), buffer, rows, start, count)
+
+
+def grouped_attention_jax(query, parts, sinks, *, blocks, scale, softcap):
+    """`torch_dflash.attention.grouped_attention`; ``parts`` as (key, value, mask), ``blocks`` beside them."""
+    parts = [KeyValue(*part, blocks=count) for part, count in zip(parts, blocks, strict=True)]
+    return call_torch(plain_grouped_attention, query, parts, scale, sinks, softcap)
+
+
+def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
+    blocks = tuple(part.blocks for part in parts)
+    attend = partial(once, grouped_attention_jax, blocks=blocks, scale=scale, softcap=softcap)
+    return call_jax(attend, query, [tuple(part[:3]) for part in parts], sinks)
 
 
 def _paged_attention(query, key, value, pool, table, start, scale, window=None, sinks=None, softcap=None):
@@ -91,6 +105,7 @@ def _chunked(step, size, *rows):
 def register() -> None:
     """Teach torchax's environment the lowerings."""
     environment().override_op_definition(write_rows, _write_rows)
+    environment().override_op_definition(grouped_attention, _grouped_attention)
     environment().override_op_definition(paged_attention, _paged_attention)
     environment().override_op_definition(block_attention, _block_attention)
     environment().override_op_definition(branch, _branch)

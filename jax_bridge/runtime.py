@@ -17,7 +17,7 @@ from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill,
 from jax_bridge.state import check_alive, register_states, state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
-from torch_dflash.progress import progress_bar
+from torch_dflash.progress import progress_bar, quiet
 from torch_dflash.runtime import Progress
 from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling
 
@@ -32,7 +32,9 @@ class XlaRuntime:
         keep_programs()
         self.plan = plan
         self._weights = Weights(linear_weights(pair, pair.target.model.get_output_embeddings()))
-        self._programs = Programs(plan.matmul_precision)
+        sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
+        self._programs = Programs(plan.matmul_precision, sizes)
+        self._rounds_started = False
         self._begin = lower_begin(pair)
         self._prefill = lower_prefill(pair)
         self._rounds = lower_rounds(pair)
@@ -56,11 +58,17 @@ class XlaRuntime:
 
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
-        return self._run("prefill", self._prefill, (params, state, to_jax(chunk)), donate=(1,))
+        args = params, state, to_jax(chunk)
+        if not self._rounds_started:
+            # Decoding follows. Its program is compiled while this one is, and while the prompt is read.
+            self._rounds_started = True
+            self._programs.start("prefill", self._prefill, args, donate=(1,))
+            self._programs.start("rounds", self._rounds, (params, state), donate=(1,))
+        return self._run("prefill", self._prefill, args, donate=(1,))
 
     def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set which rows rest and the page tables: two small transfers."""
-        put = lambda values: jnp.array(values, copy=True)  # noqa: E731 - the state's arrays are donated
+        put = lambda values: to_jax(torch.tensor(values))  # noqa: E731 - JAX's own memory: states are donated
         return replace(state, pages=state.pages if pages is None else put(pages), done=put(done))
 
     def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
@@ -86,13 +94,18 @@ class XlaRuntime:
 
     def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
-        with progress_bar(progress, total=len(buckets) + 3, unit="program", desc="begin") as bar:
+        count = len(buckets) + 3
+        with quiet(), progress_bar(progress, total=count, unit="program", desc="begin") as bar:
             state = self.begin(params, idle_rows(self.plan))
             pages = None if state.pages is None else np.zeros(state.pages.shape, np.int32)
             state = self.assign(state, pages, np.ones(self.plan.batch_size, bool))
-            for width in buckets:
+            chunks = [to_jax(idle_chunk(self.plan, width)) for width in buckets]
+            for width, chunk, coming in zip(buckets, chunks, [*chunks[1:], None], strict=True):
                 _next(bar, f"prefill {width}")
-                state = self.prefill(params, state, idle_chunk(self.plan, width))
+                if coming is not None:  # XLA compiles the one while the other is traced
+                    self._programs.start("prefill", self._prefill, (params, state, chunk), donate=(1,))
+                    self._programs.start("prefill", self._prefill, (params, state, coming), donate=(1,))
+                state = self.prefill(params, state, chunk)
             _next(bar, "rounds")
             state = self.advance(params, state)
             _next(bar, "read")

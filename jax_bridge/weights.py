@@ -54,7 +54,10 @@ def _known(tensor: torch.Tensor, turn: bool) -> _Converted | None:
 def _convert(tensor: torch.Tensor, turn: bool) -> jax.Array:
     mark, at = fingerprint(tensor), places(tensor)
     bits = at.flatten().clone()
-    array = by_rows(to_jax(tensor.detach().T if turn else tensor))
+    # One copy, in memory that JAX may keep, for a weight is never donated.
+    source = tensor.detach().T if turn else tensor.detach()
+    own = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    array = by_rows(to_jax(own, copy=False))
     _converted[tensor] = _Converted(mark, at, bits, weakref.ref(array), turn)
     return array
 

@@ -35,7 +35,7 @@ LAYERS = [
     {"decode", "proposers", "proposers.dflash", "proposers.ngram", "proposers.plain"},
     {"runtime", "checkpoints", "verify"},
     {"refusals", "seeds", "special_ids", "prepared", "prompts", "state_checks"},
-    {"options", "arguments"},
+    {"options", "arguments", "capacity"},
     {"outputs", "calls"},
     {"engine"},
     {"engine_cache", "state_io"},

@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_dflash as td
 from torch_dflash import engine_cache, generation
+from torch_dflash.capacity import round_up
 
 NEW = 6
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
@@ -66,12 +67,34 @@ def test_batch_sizes_share_an_engine_on_xla_alone(pair, used, runtime):
 
 def test_near_lengths_share_an_engine(pair, used):
     target = pair[0]
-    for length, new in ((1, 2), (40, 24), (17, 3), (41, 24), (100, 28), (100, 29)):
+    for length, new in ((1, 2), (40, 24), (100, 29), (200, 56), (201, 56)):
         prompt = [(7 * i + length) % VOCAB for i in range(length)]
         assert say(*pair, [prompt], new, runtime="eager") == [own_text(target, prompt, new)]
-    lengths = [engine.plan.capacity for engine in used]
-    assert lengths == [64, 64, 64, 128, 128, 192]
-    assert used[0] is used[1] is used[2] and used[3] is used[4] and len(set(map(id, used))) == 3
+    assert [engine.plan.capacity for engine in used] == [256, 256, 256, 256, 512]
+    assert len(set(map(id, used))) == 2
+
+
+def test_a_growing_chat_doubles_its_engine():
+    """Doubling to 2,048 positions, then four sizes an octave, never past the model's context."""
+    ends = range(1, 32769)
+    rooms = [round_up(end, 32768) for end in ends]
+    assert all(room >= end for end, room in zip(ends, rooms, strict=True))
+    sizes = sorted(set(rooms))
+    assert sizes[:8] == [256, 512, 1024, 2048, 2560, 3072, 3584, 4096] and sizes[-1] == 32768
+    assert len(sizes) == 20 <= engine_cache.ENGINES_PER_PAIR  # a long chat drops none of its engines
+    assert all(room <= end + end // 4 for end, room in zip(ends[2048:], rooms[2048:], strict=True))
+    assert [round_up(end, 300) for end in (5, 257, 300)] == [256, 300, 300]
+    assert [round_up(end, 3000) for end in (2049, 2561, 3000)] == [2560, 3000, 3000]
+
+
+def test_the_third_turn_of_a_chat_compiles_nothing(pair):
+    """37, 90 and 138 positions were three engines; only a longer prompt's bucket is new."""
+    compiled = []
+    for length in (37, 60, 90):
+        ids = torch.arange(length)[None] % VOCAB
+        options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+        compiled.append(td.generate(*pair, ids, eos_token_id=None, **options).stats.compilations)
+    assert compiled[0] > 0 and compiled[1] == 0 and compiled[2] <= 1
 
 
 def test_the_engine_used_longest_ago_goes(pair, used, monkeypatch):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 class KeyValue(NamedTuple):
@@ -60,6 +61,15 @@ def grouped_attention(
         sinks: one learned logit per query head that takes part in the softmax and carries no value.
         softcap: ``c`` in ``c * tanh(score / c)``.
     """
+    if has_torch_function((query,)):
+        return handle_torch_function(grouped_attention, (query,), query, parts, scale, sinks, softcap)
+    return plain_grouped_attention(query, parts, scale, sinks, softcap)
+
+
+def plain_grouped_attention(
+    query: Tensor, parts: list[KeyValue], scale: float, sinks: Tensor | None, softcap: float | None
+) -> Float[Tensor, "B M Q Dv"]:
+    """`grouped_attention` in torch's operations, whatever the tensors are."""
     batch, heads, rows, dim = query.shape
     groups = parts[0].key.shape[1]
     shared = query.view(batch, groups, heads // groups, rows, dim)

@@ -77,6 +77,14 @@ def check_blocks(drafter: Any, **widths: Any) -> None:
             )
 
 
+def field_of(config: Any, name: str) -> Any:
+    """A config's field, None where it has none; of one that differs by layer, what it says for all others."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers wants such a field read layer by layer
+        return vars(config).get(name)
+
+
 def context_of(target: Any) -> int:
     """Positions the target was made for; without a limit in its config, as many as int32 counts."""
     return positions_of(target.config)

@@ -13,7 +13,9 @@ from torch_dflash.engine import Engine
 from torch_dflash.loaded import model_of
 from torch_dflash.unmodified import settings
 
-ENGINES_PER_PAIR = 8
+# As many as a chat of 32,768 positions comes to need (`torch_dflash.capacity`), and some for other options.
+# Engines share the weights: one more is its programs and a model without tensors.
+ENGINES_PER_PAIR = 24
 
 
 class _Value:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from torch_dflash.calls import read_request
+from torch_dflash.capacity import round_up
 from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import (
     check_blocks,
@@ -88,20 +89,19 @@ def generate(
     may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``,
     ``eos_token_id`` as a list of lists) take one value or one per row.
 
-    Honoured: lengths, stop ids, temperature, top-k, top-p, min-p. Refused by name: processors and criteria of
-    your own, penalties, stop strings, beams, and whatever else changes the text.
+    Honoured: lengths, stop ids, temperature, top-k, top-p, min-p. Refused by name: all else that changes it.
 
     Args:
         target: a transformers causal LM, or what `jax_bridge.load` gave.
         drafter: a `DFlashDraftModel`, another proposer, or None for plain autoregressive decoding.
         input_ids: LongTensor [B, T], padded on either side.
         attention_mask: [B, T], 1 = real token.
-        max_new_tokens: hard cap. temperature: 0 is greedy.
+        max_new_tokens: hard cap. temperature: 0 is greedy. streamer: transformers', for one row.
         seed: in [-2**63, 2**64); row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
         block_size, verify_width, rounds_per_chunk, runtime, cache, verify: see `compile`.
-        return_dict_in_generate: return ``.sequences`` and ``.stats``. streamer: transformers', for one row.
+        return_dict_in_generate: return ``.sequences`` and ``.stats``.
         **options: ``generation_config`` or any field of one. Other arguments of transformers' are taken where
             they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 
@@ -243,7 +243,7 @@ def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: 
 
 
 def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> int:
-    """The longest row's end, rounded up to one of four sizes per octave: few programs serve all lengths."""
+    """The room of an engine that holds the longest row, or ``ValueError`` where the target has none."""
     needed = max(ends)
     context = context_of(target)
     if needed > context:
@@ -252,6 +252,4 @@ def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> i
             f"row {row}: a prompt of {needed - budgets[row]} tokens and max_new_tokens={budgets[row]} exceed "
             f"the target's max_position_embeddings={context}; shorten them."
         )
-    step = max(64, (1 << (needed - 1).bit_length()) // 8)
-    rounded = -(-needed // step) * step
-    return min(rounded, context)
+    return round_up(needed, context)

@@ -1,12 +1,44 @@
-"""Progress bars: on a terminal unless they are asked for or refused."""
+"""What takes long is said on stderr: bars, and a line for what compiles unasked."""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from tqdm.auto import tqdm
+
+PATIENCE = 1.0
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+# Python prints a logger's warnings on stderr, in a notebook too, until the user says otherwise.
+_log = logging.getLogger("torch_dflash")
 
 
 def progress_bar(progress: bool | None, **options: Any) -> tqdm:
     """A tqdm bar on stderr. ``progress``: shown or not; None: shown where stderr is a terminal."""
     return tqdm(disable=None if progress is None else not progress, **options)
+
+
+def announce(what: str | None) -> threading.Timer:
+    """Log ``what`` as a warning of the logger "torch_dflash", unless it is cancelled within a second.
+
+    Nothing is said for None, or where a bar says it (`quiet`).
+    """
+    timer = threading.Timer(PATIENCE, _log.warning, ("torch-dflash: %s ...", what))
+    timer.daemon = True
+    if what is not None and not _quiet.get():
+        timer.start()
+    return timer
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """While open, what this thread starts is not announced: a bar says it, or the user wants no word."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from torch_dflash.attention import Rows
 from torch_dflash.cache import LayerSpec, attend_densely
-from torch_dflash.checks import context_of
+from torch_dflash.checks import context_of, field_of
 from torch_dflash.masks import read_window
 from torch_dflash.skeleton import remembered_in
 
@@ -25,6 +25,7 @@ HARMLESS = {
     "cache_position",
     "use_cache",
     "is_causal",
+    "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
@@ -114,8 +115,10 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[Laye
     except Refusal as refusal:
         raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
     except Exception as error:  # whatever a model of another kind trips over
+        # Recurrent layers look for a state of their own in the cache, and find no entry.
+        reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else error
         raise ValueError(
-            f"target={name}: its forward needs a cache other than keys and values ({error}); {SUPPORTED}."
+            f"target={name}: its forward needs a cache other than keys and values ({reason}); {SUPPORTED}."
         ) from error
     if implementation == "sdpa" and cache.beyond_sdpa:
         raise ValueError(
@@ -127,7 +130,7 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[Laye
 
 def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:
     config = skeleton.config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", None) or 1 + max(cache.shapes, default=-1)
+    layers = field_of(config, "num_hidden_layers") or 1 + max(cache.shapes, default=-1)
     odd = sorted(set(range(layers)) ^ set(cache.shapes) | set(range(layers)) ^ set(cache.masks))
     if odd:
         raise ValueError(
@@ -144,10 +147,11 @@ def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, 
 def _window(cache: RecordingCache, layer: int, context: int, name: str) -> int | None:
     try:
         window = read_window(cache.masks[layer], context)
-    except Exception as error:  # a mask function may hold anything
+    except Exception as error:  # a mask function may hold anything: chunks and images, for two
+        reason = error if isinstance(error, ValueError) else "it asks for more than two positions"
         raise ValueError(
             f"target={name}: the mask of layer {layer} is neither causal nor a causal sliding window "
-            f"({error}); {SUPPORTED}."
+            f"({reason}); {SUPPORTED}."
         ) from error
     said = cache.windows[layer]
     if said is not None and said < context and said != window:
@@ -161,10 +165,10 @@ def _window(cache: RecordingCache, layer: int, context: int, name: str) -> int |
 
 def _check_promises(config: Any, windows: list[int | None], context: int, name: str) -> None:
     """Raise ``ValueError`` where the config speaks of a window and the layers show none."""
-    promised = getattr(config, "sliding_window", None)
-    if not promised or promised >= context or getattr(config, "use_sliding_window", None) is False:
+    promised = field_of(config, "sliding_window")
+    if not promised or promised >= context or field_of(config, "use_sliding_window") is False:
         return
-    kinds = getattr(config, "layer_types", None) or []
+    kinds = field_of(config, "layer_types") or []
     lacking = [
         layer
         for layer, kind in enumerate(kinds[: len(windows)])

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from torch_dflash.checks import field_of
+
 VOCAB = 96
 POSITIONS = 128
 WINDOW = 6
@@ -97,7 +99,7 @@ def _parts(config: Any) -> list[Any]:
 
 def _cut_layers(config: Any) -> None:
     """Keep the first layer of each kind that the config's per-layer lists tell apart, in order."""
-    layers = getattr(config, "num_hidden_layers", None)
+    layers = field_of(config, "num_hidden_layers")
     if not isinstance(layers, int):
         return
     lists = {
@@ -105,39 +107,57 @@ def _cut_layers(config: Any) -> None:
         for name, value in vars(config).items()
         if isinstance(value, list | tuple) and len(value) == layers > 0
     }
+    overrides = _overrides(config)
     kinds: dict[str, int] = {}
     for layer in range(layers):
-        kinds.setdefault(repr([value[layer] for value in lists.values()]), layer)
+        kinds.setdefault(repr([value[layer] for value in lists.values()] + [overrides.get(layer)]), layer)
     kept = sorted(kinds.values())
     kept = sorted(
         {*kept, *[layer for layer in range(layers) if layer not in kept][: LEAST_LAYERS - len(kept)]}
     )
     for name, value in lists.items():
         setattr(config, name, type(value)(value[layer] for layer in kept))
+    here = {place: overrides[layer] for place, layer in enumerate(kept) if layer in overrides}
+    overrides.clear()
+    overrides.update(here)
     config.num_hidden_layers = len(kept)
 
 
+def _overrides(config: Any) -> dict[int, dict[str, Any]]:
+    """What single layers have in place of the config's own fields: transformers' heterogeneous configs."""
+    spec = vars(config).get("_heterogeneity_spec")
+    return {} if spec is None else spec.per_layer_overrides
+
+
 def _narrow(config: Any) -> None:
-    names, context = config.to_dict(), getattr(config, "max_position_embeddings", None) or 0
-    heads, groups = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    names, context = config.to_dict(), field_of(config, "max_position_embeddings") or 0
+    heads, groups = field_of(config, "num_attention_heads"), field_of(config, "num_key_value_heads")
     for name, most in SMALL.items():
-        value = getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > most:
+        if _larger(field_of(config, name), most):
             setattr(config, name, most)
+    for fields in _overrides(config).values():
+        for name in fields:
+            most = (SMALL | {"num_key_value_heads": HEADS // 2, "sliding_window": WINDOW}).get(name)
+            if most is not None and _larger(fields[name], most):
+                fields[name] = most
     if isinstance(heads, int) and heads > HEADS:
         config.num_attention_heads = HEADS
         if isinstance(groups, int):
             config.num_key_value_heads = HEADS if groups == heads else min(groups, HEADS // 2)
-    if getattr(config, "kv_lora_rank", None) and hasattr(config, "qk_rope_head_dim") and "head_dim" in names:
+    if field_of(config, "kv_lora_rank") and field_of(config, "qk_rope_head_dim") and "head_dim" in names:
         config.head_dim = config.qk_rope_head_dim
     for name, value in vars(config).items():
         if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
             setattr(config, name, POSITIONS if 0 < context <= value else WINDOW)  # as wide: no window
         if name.endswith("_token_id") and type(value) is int and value >= VOCAB:
             setattr(config, name, None)
-    for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
+    for rope in _ropes(field_of(config, "rope_parameters") or {}):
         if "mrope_section" in rope:  # shares of half a head
             rope["mrope_section"] = [2, 3, 3]
+
+
+def _larger(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > most
 
 
 def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:

@@ -26,7 +26,10 @@ LONGEST_CHUNK = 512
 ROUNDING = 2e-4
 """Differences that rounding explains in float32, as a share of the logits' spread."""
 NOISE = 8
-"""Differences between shapes that are rounding, in multiples of the model's own."""
+"""Differences between shapes that are rounding, in multiples of the model's own between two lengths."""
+MOST = {torch.float32: 5e-3, torch.float64: 5e-3}
+"""The same, as a share of the spread, at most: a model that is not causal differs from itself by more."""
+MOST_IN_HALF = 0.25
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Agreement:
         spread: standard deviation of the target's logits over the vocabulary.
         noise: largest difference between the target's own forwards of two lengths, where they overlap.
         compared: rows of logits that were compared.
+        dtype: of the logits.
     """
 
     difference: float
@@ -46,11 +50,13 @@ class Agreement:
     spread: float
     noise: float
     compared: int
+    dtype: torch.dtype
 
     @property
     def holds(self) -> bool:
         """Whether rounding explains the difference."""
-        return self.difference <= max(NOISE * self.noise, ROUNDING * self.spread)
+        most = MOST.get(self.dtype, MOST_IN_HALF) * self.spread
+        return self.difference <= max(min(NOISE * self.noise, most), ROUNDING * self.spread)
 
     def __str__(self) -> str:
         return (
@@ -144,9 +150,8 @@ def compare(model: Any, skeleton: Target, length: int, cache: str) -> Agreement:
         if float(gaps.max()) > worst or position < 0:
             worst, position = float(gaps.max()), at + int(gaps.argmax())
     noise = float((short - own[0][: len(short)]).float().abs().max())
-    return Agreement(
-        worst, position, float(own[0].float().std()), noise, sum(len(logits) for _, _, logits in ours)
-    )
+    compared = sum(len(logits) for _, _, logits in ours)
+    return Agreement(worst, position, float(own[0].float().std()), noise, compared, own[0].dtype)
 
 
 def _own_logits(model: Any, ids: Tensor, first: int) -> Tensor:
