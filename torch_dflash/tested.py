@@ -62,6 +62,7 @@ TESTED = frozenset(
         "Glm4MoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
         "GlmForCausalLM",
+        "GotOcr2ForConditionalGeneration",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
         "GraniteMoeForCausalLM",
