@@ -22,6 +22,7 @@ from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_LOWERING = {"torchax", "jax", "jaxlib", "torch"}
 _counter = threading.local()
 
 
@@ -129,7 +130,7 @@ class Programs:
                         lowered = jax.jit(step, donate_argnums=donate).lower(*args)
                 except BaseException as error:
                     said.cancel()
-                    if isinstance(error, Exception) and not _is_ours(error):
+                    if _of_lowering(error):
                         raise ValueError(
                             f"runtime='xla': {key[0]} cannot be lowered ({type(error).__name__}: {error}); "
                             "pass runtime='eager'."
@@ -150,12 +151,13 @@ class Programs:
             started.set_result(program)
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether one of our checks raised ``error``, not an operation that torchax does not know."""
+def _of_lowering(error: BaseException) -> bool:
+    """Whether ``error`` comes from what lowers, as for an operation that torchax does not know."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
-    return at is not None and at.tb_frame.f_globals.get("__name__", "").startswith("torch_dflash")
+    home = at.tb_frame.f_globals.get("__name__", "").partition(".")[0] if at is not None else ""
+    return isinstance(error, Exception) and not isinstance(error, MemoryError) and home in _LOWERING
 
 
 def _signature(leaf) -> tuple:

@@ -68,7 +68,7 @@ class XlaRuntime:
 
     def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set which rows rest and the page tables: two small transfers."""
-        put = lambda values: to_jax(torch.tensor(values))  # noqa: E731 - JAX's own memory: states are donated
+        put = lambda values: to_jax(torch.tensor(values, device="cpu"))  # noqa: E731 - JAX's own memory: states are donated
         return replace(state, pages=state.pages if pages is None else put(pages), done=put(done))
 
     def advance(self, params: Arrays, state: DecodeState) -> DecodeState:

@@ -263,7 +263,7 @@ def errors(pair, tmp_path):
         ([*prompt, "--target", pair.drafter], ["--target", pair.drafter]),
         ([*prompt, "--drafter", pair.misfit], ["hidden_size=64 of the drafter", "trained for this target"]),
         ([*prompt, "--drafter", "none", "--block-size", "4"], ["block_size=4 without a drafter"]),
-        ([*prompt, "--drafter", "ngram", "--block-size", "1"], ["--drafter ngram", "width=1", "need"]),
+        ([*prompt, "--drafter", "ngram", "--block-size", "1"], ["--drafter ngram", "width=1", "from 2"]),
         ([*prompt, "--verify-width", "99"], ["verify_width=99", "block_size=6"]),
     ]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
 from typing import Any
 
 from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import check_target
 from torch_dflash.engine import Engine
 from torch_dflash.loaded import model_of
+from torch_dflash.tested import code_of
 from torch_dflash.unmodified import settings
 
 # As many as a chat of 32,768 positions comes to need (`torch_dflash.capacity`), and some for other options.
@@ -38,11 +38,18 @@ def cached_engine(target, drafter, **options: Any) -> Engine:
     model = model_of(target)
     check_target(model)
     for name, value in options.items():
-        if not isinstance(value, Hashable):
-            raise ValueError(f"{name}={value!r}: pass one value, not a {type(value).__name__}.")
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(f"{name}={value!r}: pass one value, not a {type(value).__name__}.") from None
     # A resized vocabulary or a changed config makes other programs of the same model.
     configs = settings(model.config), settings(getattr(drafter, "config", None))
-    key = model.get_input_embeddings().weight.shape, repr(configs), *sorted(options.items())
+    key = (
+        model.get_input_embeddings().weight.shape,
+        repr(configs),
+        frozenset(code_of(model)),
+        *sorted(options.items()),
+    )
     value = None if drafter is None else getattr(drafter, "key", None)
     with _lock:
         known = drafter if drafter is not None and value is None else _values.setdefault(value, _Value())

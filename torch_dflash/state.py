@@ -57,17 +57,6 @@ class DecodePlan:
         for name in ("batch_size", "capacity", "block_size", "verify_width", "rounds_per_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
-        positions = self.batch_size * self.slots
-        if positions > INT32_MAX or self.stop_slots * self.batch_size > INT32_MAX:
-            raise ValueError(
-                f"batch_size={self.batch_size}, max_length={self.capacity}, stop_slots={self.stop_slots}: a "
-                "buffer's entries are counted in int32; lower them."
-            )
-        if self.pages * self.page_size > INT32_MAX:
-            raise ValueError(
-                f"pool_pages={self.pool_pages}, page_size={self.page_size}: positions are counted in int32; "
-                "lower them."
-            )
         if self.verify_width > self.block_size:
             raise ValueError(
                 f"verify_width={self.verify_width} is wider than block_size={self.block_size}; "
@@ -81,6 +70,17 @@ class DecodePlan:
             raise ValueError(f"pool_pages={self.pool_pages}: only cache='paged' has pages; leave it out.")
         if self.page_size < MIN_BUCKET or self.page_size % MIN_BUCKET:
             raise ValueError(f"page_size={self.page_size}: must be a multiple of {MIN_BUCKET}.")
+        positions = self.batch_size * self.slots
+        if positions > INT32_MAX or self.stop_slots * self.batch_size > INT32_MAX:
+            raise ValueError(
+                f"batch_size={self.batch_size}, max_length={self.capacity}, stop_slots={self.stop_slots}: a "
+                "buffer's entries are counted in int32; lower them."
+            )
+        if self.pages * self.page_size > INT32_MAX:
+            raise ValueError(
+                f"pool_pages={self.pool_pages}, page_size={self.page_size}: positions are counted in int32; "
+                "lower them."
+            )
         if self.pool_pages is not None and self.pool_pages < self.row_pages:
             raise ValueError(
                 f"pool_pages={self.pool_pages}: one row of capacity {self.capacity} alone may need "

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.generation import GenerationMixin
 
 _mixin: Any = GenerationMixin
+NEAR = 10
 _GENERATE = inspect.unwrap(_mixin.generate).__code__
 
 
@@ -37,7 +38,8 @@ def streamer_of_caller() -> AfterPrompt | None:
     argument leads to it, so it is read off the call itself.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _GENERATE:
-        frame = frame.f_back if frame.f_globals.get("__name__", "").startswith("torch_dflash") else None
+    for _ in range(NEAR):  # a wrapper of the user's may stand between
+        frame = frame.f_back if frame is not None and frame.f_code is not _GENERATE else frame
+    frame = frame if frame is not None and frame.f_code is _GENERATE else None
     streamer = None if frame is None else frame.f_locals.get("streamer")
     return None if streamer is None else AfterPrompt(streamer)

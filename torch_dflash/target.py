@@ -46,7 +46,7 @@ class Target(nn.Module):
         super().__init__()
         check_target(model)
         check_static_rope(model.config)
-        check_attention(model.config)
+        check_attention(model.config.get_text_config())
         self.model: Any = build_skeleton(model)
         runs = model.device.type != "meta"
         own = model.config.get_text_config()._attn_implementation

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import accelerate
 import torch
 import transformers
 from packaging.version import Version
@@ -119,7 +123,11 @@ TESTED = frozenset(
 )
 
 
-_HOMES = tuple(str(Path(package.__file__ or "").parent) for package in (transformers, torch))
+_HOMES = tuple(
+    str(Path(file or "").parent) + os.sep
+    for file in (transformers.__file__, torch.__file__, accelerate.__file__, __file__)
+)
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 def is_tested(model: nn.Module) -> bool:
@@ -133,11 +141,34 @@ def is_tested(model: nn.Module) -> bool:
 
 
 def code_of(model: nn.Module) -> set[Any]:
-    """The functions that a forward of ``model`` may run: its modules' methods, and those of their files."""
-    kinds = {type(module) for module in model.modules()}
+    """The functions that ``model`` may run: methods of its modules and their bases, and of their files."""
+    kinds = {base for module in model.modules() for base in type(module).__mro__ if _is_hf(base.__module__)}
+    kinds |= {type(module) for module in model.modules()}
     names = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")}
     spaces = [*map(vars, kinds), *(vars(sys.modules[name]) for name in names)]
-    return {value for space in spaces for value in space.values() if isinstance(value, FunctionType)}
+    return {function for space in spaces for value in list(space.values()) for function in _functions(value)}
+
+
+def _is_hf(name: str) -> bool:
+    return name.partition(".")[0] == "transformers"
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The functions behind a value: itself, and what a decorator, a descriptor or a partial of it wraps."""
+    while value is not None:
+        if isinstance(value, FunctionType):
+            yield value
+            value = vars(value).get("__wrapped__")
+        elif isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        else:
+            value = (
+                value.fget
+                if isinstance(value, property)
+                else value.func
+                if isinstance(value, partial)
+                else None
+            )
 
 
 def check_attention(config: Any) -> None:
@@ -146,16 +177,18 @@ def check_attention(config: Any) -> None:
     Raises:
         ValueError: names it.
     """
-    name = config.get_text_config()._attn_implementation
+    name = getattr(config, "_attn_implementation", None)
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         function = registry[name] if name in registry else None
-        code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-        if code is not None and not code.co_filename.startswith(_HOMES):
+        functions = list(_functions(function))
+        if function is not None and not (functions and all(map(_at_home, functions))):
             raise ValueError(
-                f"attn_implementation={name!r} ({code.co_filename}) is not transformers' own, and would not "
-                "run; call set_attn_implementation('eager') on the target, if that says the same."
+                f"attn_implementation={name!r} ({function!r}) is not transformers' own, and would not run; "
+                "call set_attn_implementation('eager') on the target, if that says the same."
             )
 
 
 def _at_home(function: FunctionType) -> bool:
-    return function.__code__.co_filename.startswith(_HOMES)
+    file = function.__code__.co_filename
+    standard = file.startswith((_STANDARD, "<frozen ")) and "-packages" + os.sep not in file
+    return file.startswith(_HOMES) or standard

@@ -113,8 +113,14 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[Laye
     name = type(skeleton).__name__
     if "position_ids" not in inspect.signature(type(skeleton).forward).parameters:
         raise ValueError(
-            f"target={name}: its forward takes no position_ids, so it counts positions itself; {SUPPORTED}."
+            f"target={name}: its forward names no position_ids, so it may count positions itself; "
+            f"{SUPPORTED}."
         )
+    with torch.inference_mode(False):  # there no write would be counted
+        return _trace(skeleton, name, implementation)
+
+
+def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerSpec, ...]:
     cache = RecordingCache()
     ids = torch.zeros(1, 2, dtype=torch.int32, device="meta")
     position = torch.arange(2, dtype=torch.int32, device="meta")[None]

@@ -17,6 +17,8 @@ POSITIONS = 128
 WINDOW = 6
 SHORT = 16
 """The most that integers may be which only the target's author knows: they may count positions."""
+SIZES = "size|dim|heads|layers|experts|vocab|hidden|positions|embd|rank|width|groups|topk|top_k"
+"""Names of integers that are shapes, whoever wrote the config."""
 SPECIAL = 8
 """Token ids below may be special ones: every prompt of a comparison holds them all."""
 SMALL = {
@@ -85,7 +87,7 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
                     weight.add_(0.1 * noise)
             for buffer in twin.buffers():  # what starts as zeros may not be zeros in the target
                 if buffer.is_floating_point():
-                    buffer.add_(0.1 * torch.randn(buffer.shape))
+                    buffer.add_(0.1 * torch.rand(buffer.shape))
     return twin.eval().requires_grad_(False)
 
 
@@ -158,7 +160,7 @@ def _narrow(config: Any) -> None:
     for name, value in vars(config).items():
         if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
             setattr(config, name, POSITIONS if 0 < context <= value else WINDOW)  # as wide: no window
-        elif name in unknown and _larger(value, SHORT):
+        elif name in unknown and name not in SMALL and not re.search(SIZES, name) and _larger(value, SHORT):
             setattr(config, name, SHORT)
         if name.endswith("_token_id") and type(value) is int and not re.search("image|video|audio|oi_", name):
             setattr(config, name, len(special))  # among `SPECIAL`, which every prompt holds

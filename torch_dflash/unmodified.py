@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torch_dflash.tested import check_attention
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
 # defaults of `generate`, which outputs a forward returns. What a vocabulary's size decides are shapes.
@@ -40,7 +42,6 @@ class _Described(NamedTuple):
 
 
 _NONE = _Module(None, [], frozenset(), frozenset())
-_described: weakref.WeakKeyDictionary[nn.Module, _Described] = weakref.WeakKeyDictionary()
 
 
 def settings(config: Any) -> dict[str, Any]:
@@ -66,9 +67,11 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
     Raises:
         ValueError: naming the first such module, attribute or field.
     """
-    known = _described.get(skeleton)
+    known = vars(skeleton).get("_described")
     if known is None:
-        known = _described[skeleton] = _describe_all(skeleton, model)
+        known = _describe_all(skeleton, model)
+        object.__setattr__(skeleton, "_described", known)  # goes with the skeleton
+    check_attention(getattr(model, "config", None))
     if settings(getattr(model, "config", None)) != known.config:
         _refuse_config(known.config, model)
     seen, alike = 0, set()
@@ -83,6 +86,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         if name in known.configs and pair not in alike:  # most modules share one config
             if settings(inner) != known.configs[name]:
                 _refuse_config(known.configs[name], module)
+            check_attention(inner)
             alike.add(pair)
         for key, value in attributes:
             found = own.get(key, _ABSENT)
@@ -106,7 +110,12 @@ def _describe_all(skeleton: nn.Module, model: nn.Module) -> _Described:
     for name, module in skeleton.named_modules():
         config = vars(module).get("config")
         if name and config is not None:
-            configs[name] = shared.setdefault(id(config), copy.deepcopy(settings(config)))
+            if id(config) not in shared:
+                root = config is vars(skeleton).get("config")
+                shared[id(config)] = copy.deepcopy(
+                    settings(getattr(model, "config", None) if root else config)
+                )
+            configs[name] = shared[id(config)]
     return _Described(modules, configs, copy.deepcopy(settings(getattr(model, "config", None))))
 
 
@@ -184,7 +193,16 @@ def _refuse_config(before: dict[str, Any], model: Any) -> None:
 @lru_cache(maxsize=4096)
 def _methods(kind: type) -> frozenset[str]:
     """What a class does: an instance that has one of these of its own does something else."""
-    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+    base = PreTrainedModel if issubclass(kind, PreTrainedModel) else nn.Module
+    names = {"forward", "__call__", *dir(kind)} - (set(dir(base)) - {"forward", "__call__"})
+    return frozenset(name for name in names if callable(getattr(kind, name, None)))
+
+
+def _is_own(module: nn.Module, name: str) -> bool:
+    """Whether what stands in the instance is the class's own method, put back after it was wrapped."""
+    found = vars(module)[name]
+    own = getattr(found, "__func__", None) is getattr(type(module), name)
+    return own and getattr(found, "__self__", None) is module
 
 
 def _refuse_hooks(where: str, module: nn.Module) -> None:
@@ -196,7 +214,7 @@ def _refuse_hooks(where: str, module: nn.Module) -> None:
         )
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     foreign = [hook for hook in hooks if not _of_transformers(hook)]
-    replaced = vars(module).keys() & _methods(type(module))
+    replaced = {name for name in vars(module).keys() & _methods(type(module)) if not _is_own(module, name)}
     if foreign or replaced:
         what = getattr(foreign[0], "__qualname__", foreign[0]) if foreign else f"a replaced {min(replaced)}"
         raise ValueError(f"{where} carries {what}, which would not run; remove it before passing the model.")
