@@ -165,9 +165,13 @@ def _narrow(config: Any) -> None:
         if name.endswith("_token_id") and type(value) is int and not re.search("image|video|audio|oi_", name):
             setattr(config, name, len(special))  # among `SPECIAL`, which every prompt holds
             special.append(name)
+    head = field_of(config, "head_dim") or (field_of(config, "hidden_size") or 0) // (
+        field_of(config, "num_attention_heads") or 1
+    )
     for rope in _ropes(field_of(config, "rope_parameters") or {}):
-        if "mrope_section" in rope:  # shares of half a head
-            rope["mrope_section"] = [2, 3, 3]
+        if "mrope_section" in rope:  # three shares of half a head
+            first, second = head // 8, (head // 2 - head // 8) // 2
+            rope["mrope_section"] = [first, second, head // 2 - first - second]
 
 
 def _fields_of_transformers(kind: type) -> set[str]:

@@ -18,7 +18,7 @@ IGNORED = frozenset(
     "training gradient_checkpointing vocab_size padding_idx problem_type output_router_logits "
     "name_or_path architectures auto_map tokenizer_class transformers_version id2label label2id dtype "
     "torch_dtype bos_token_id eos_token_id pad_token_id use_cache output_attentions output_hidden_states "
-    "return_dict".split()
+    "return_dict rope_deltas".split()
 )
 _PLAIN = (int, float, str, type(None))  # bool is an int
 _ABSENT = object()
