@@ -165,6 +165,10 @@ def test_windows_are_read_from_masks(visible, window):
     assert read_window(rule(visible), 100_000) == window
 
 
+def test_a_context_without_end_is_no_window():
+    assert read_window(rule(lambda q, k: k <= q), 2**31 - 1) is None
+
+
 @pytest.mark.parametrize(
     "visible",
     [

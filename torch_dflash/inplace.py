@@ -24,16 +24,13 @@ class WritesToViews(TorchDispatchMode):
         for place, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
             tensor = args[place] if place < len(args) else kwargs.get(argument.name)
-            if written and isinstance(tensor, Tensor) and self._shared(tensor):
+            if written and isinstance(tensor, Tensor) and _storage(tensor) in self._viewed:
                 self.found = func.__name__.partition(".")[0]
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, list | tuple) else [out]:
             if isinstance(tensor, Tensor) and any(_is_view(tensor, given) for given in args):
                 self._viewed[_storage(tensor)] = tensor  # held, so that its address is not given to another
         return out
-
-    def _shared(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._viewed
 
 
 def _storage(tensor: Tensor) -> int:

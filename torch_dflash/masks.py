@@ -41,7 +41,7 @@ def _read_window(mask: Callable, context: int) -> int | None:
             where = int(key[odd[0, 0]])
             verb = "does not see" if wanted[odd[0, 0]] else "sees"
             raise ValueError(f"position {query} {verb} position {where}")
-    return window if window < context else None
+    return window if window <= last else None
 
 
 def _first_seen(mask: Callable, query: int) -> int:
