@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -154,15 +155,16 @@ def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, 
             f"means than transformers' attention interface; {SUPPORTED}."
         )
     context = context_of(skeleton)
-    windows = [_window(cache, layer, context, name) for layer in range(layers)]
+    read = functools.cache(functools.partial(read_window, context=context))  # layers share two masks or so
+    windows = [_window(cache, layer, read, context, name) for layer in range(layers)]
     _check_promises(config, windows, context, name)
     kinds = ("latent" if layer in cache.latent else "attention" for layer in range(layers))
     return tuple(LayerSpec(kind, *cache.shapes[layer], windows[layer]) for layer, kind in enumerate(kinds))
 
 
-def _window(cache: RecordingCache, layer: int, context: int, name: str) -> int | None:
+def _window(cache: RecordingCache, layer: int, read: Callable, context: int, name: str) -> int | None:
     try:
-        window = read_window(cache.masks[layer], context)
+        window = read(cache.masks[layer])
     except Exception as error:  # a mask function may hold anything: chunks and images, for two
         reason = error if isinstance(error, ValueError) else "it asks for more than two positions"
         raise ValueError(
