@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from models import VOCAB, make_pair, make_target
 from scripted import own_text, pad
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import torch_dflash as td
 from torch_dflash import engine_cache, generation
@@ -223,3 +225,20 @@ def test_a_config_changed_after_loading_is_not_believed():
             act()
     target.config.rms_norm_eps = 1e-6
     assert say(target, None, runtime="eager") == own
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_a_dropped_target_leaves_nothing(tried):
+    """Neither its engine, nor what is remembered of its class or its skeleton, keeps a model alive."""
+    kind = type("Subclass", (LlamaForCausalLM,), {}) if tried else LlamaForCausalLM
+
+    def models():
+        gc.collect()
+        return sum(issubclass(type(one), LlamaForCausalLM) for one in gc.get_objects())
+
+    before = models()
+    for _ in range(2):
+        target = kind(make_target("llama").config).eval()
+        say(target, None, runtime="eager")
+        del target
+    assert models() == before

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_dflash import tested
 
@@ -36,6 +37,15 @@ def test_the_tested_classes_are_those_of_equal_text():
     }
     assert tested.TESTED == shown
     assert RESULTS["provenance"]["packages"]["transformers"].startswith(tested.WITH + ".")
+
+
+def test_every_tested_class_is_known_as_such():
+    """None is taken for patched: all that its files hold is transformers' own."""
+    configs = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
+    for name, one in FAMILIES.items():
+        if VERDICTS[name] == "equal" and one["model"] in tested.TESTED:
+            with torch.device("meta"):
+                assert tested.is_tested(configs["build"](name)), name
 
 
 def test_texts_vary():

@@ -47,16 +47,21 @@ def calls(target, drafter, ids):
     """The ways to give a streamer, by name: each a function of the streamer."""
     options = {"max_new_tokens": NEW, "do_sample": False}
     block = td.dflash(drafter, runtime="eager")
+
+    def wrapper(model, *args, **kwargs):
+        return block(model, *args, **kwargs)
+
     return {
         "generate": lambda s: td.generate(target, drafter, ids, **options, runtime="eager", streamer=s),
         "bound": lambda s: target.generate(
             ids, **options, custom_generate=td.dflash(drafter, runtime="eager", streamer=s)
         ),
         "passed": lambda s: target.generate(ids, **options, custom_generate=block, streamer=s),
+        "wrapped": lambda s: target.generate(ids, **options, custom_generate=wrapper, streamer=s),
     }
 
 
-WAYS = ("generate", "bound", "passed")
+WAYS = ("generate", "bound", "passed", "wrapped")
 
 
 @pytest.mark.parametrize("way", WAYS)

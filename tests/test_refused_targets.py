@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -122,6 +123,10 @@ def sharper(module, query, key, value, mask, scaling=None, **more):
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling * 3, **more)
 
 
+class Sharper:
+    __call__ = staticmethod(sharper)
+
+
 def windowed(*args, mask_function, **more):
     near = and_masks(mask_function, lambda batch, head, query, key: key > query - 4)
     return sdpa_mask(*args, mask_function=near, **more)
@@ -130,7 +135,12 @@ def windowed(*args, mask_function, **more):
 @pytest.mark.parametrize("name", ["mine", "sdpa"])
 @pytest.mark.parametrize(
     ("registry", "function"),
-    [(ALL_ATTENTION_FUNCTIONS, sharper), (ALL_MASK_ATTENTION_FUNCTIONS, windowed)],
+    [
+        (ALL_ATTENTION_FUNCTIONS, sharper),
+        (ALL_ATTENTION_FUNCTIONS, partial(sharper, dropout=0.0)),
+        (ALL_ATTENTION_FUNCTIONS, Sharper()),
+        (ALL_MASK_ATTENTION_FUNCTIONS, windowed),
+    ],
 )
 def test_the_users_own_attention_is_refused(monkeypatch, name, registry, function):
     target = build(hf.LlamaForCausalLM, hf.LlamaConfig, {})

@@ -283,12 +283,14 @@ def test_a_replaced_function_is_refused():
 
 
 def test_accelerates_hook_is_named():
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
     model = make_target("llama")
     add_hook_to_module(model.model.layers[0], AlignDevicesHook())
     with pytest.raises(ValueError, match=r"accelerate's AlignDevicesHook.*remove_hook_from_module"):
         td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+    remove_hook_from_module(model, recurse=True)  # as the message says
+    td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
 
 
 @pytest.mark.parametrize("buffer", [True, False])

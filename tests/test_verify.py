@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from models import BASE, make_pair, make_target
+from transformers.generation import GenerationMixin
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
@@ -58,6 +59,46 @@ class Processed(hf.LlamaForCausalLM):
     def _get_logits_processor(self, *args, **kwargs):
         even = torch.arange(0, self.config.vocab_size, 2).tolist()
         return hf.LogitsProcessorList([hf.SuppressTokensLogitsProcessor(even, device="cpu")])
+
+
+class Warped(hf.LlamaForCausalLM):
+    """Halves the temperature that it is given."""
+
+    def _get_logits_processor(self, generation_config, *args, **kwargs):
+        found = super()._get_logits_processor(generation_config, *args, **kwargs)
+        sampled = generation_config.do_sample
+        return hf.LogitsProcessorList([*found, *([hf.TemperatureLogitsWarper(0.5)] if sampled else [])])
+
+
+class OwnConfig(hf.PretrainedConfig):
+    """A config as remote code brings it: its fields are its author's alone."""
+
+    model_type = "own"
+
+    def __init__(self, reach=6, **fields):
+        super().__init__(**(vars(hf.LlamaConfig(**BASE)) | fields))
+        self.reach = reach
+
+
+class OwnModel(hf.LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+class Called:
+    """Stands for a function, as decorators of libraries do."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, instance, owner=None):
+        return functools.partial(self, instance)
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Padded(hf.LlamaForCausalLM):
+    """Built with a padding id, whose embedding torch fills in place while it builds."""
 
 
 class Filled(hf.LlamaForCausalLM):
@@ -187,7 +228,7 @@ def test_a_class_that_computes_something_else_is_refused_with_the_place(cls, cac
         td.compile(build(cls, train_length=2048), None, runtime="eager", max_length=64, cache=cache)
 
 
-@pytest.mark.parametrize("cls", [Prepared, Processed, Stepwise, LastAlone])
+@pytest.mark.parametrize("cls", [Prepared, Processed, Warped, Stepwise, LastAlone])
 def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
     with pytest.raises(
         ValueError, match=rf"{cls.__name__}.*(says another token|logits differ by .*) at position \d+"
@@ -223,7 +264,11 @@ def turned(h):
     h.transpose(1, 2)[:, 3].fill_(1.0)
 
 
-@pytest.mark.parametrize("write", [chunk, entry, turned])
+def every(h):
+    torch._foreach_mul_(list(h.unbind(1)), 2.0)
+
+
+@pytest.mark.parametrize("write", [chunk, entry, turned, every])
 def test_writes_through_views_which_a_lowered_program_loses_are_refused_there(write):
     class Writes(hf.LlamaForCausalLM):
         def forward(self, input_ids=None, position_ids=None, **kwargs):
@@ -275,10 +320,25 @@ def test_verify_false_takes_the_user_at_their_word():
     target.generate(ids, custom_generate=block, max_new_tokens=4)
 
 
-def test_another_class_of_the_same_computation_decodes():
-    target, ids = build(Harmless), torch.tensor([[3, 4, 5]])
+def own_model():
+    torch.manual_seed(0)
+    return OwnModel(OwnConfig()).eval()
+
+
+@pytest.mark.parametrize("make", [lambda: build(Harmless), own_model])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_another_class_of_the_same_computation_decodes(make, mode):
+    target, ids = make(), torch.tensor([[3, 4, 5]])
     wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+    verify._known.clear()
+    with mode():
+        assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+
+
+def test_a_padding_id_is_no_write_of_the_forward():
+    target, ids = build(Padded, pad_token_id=0), torch.tensor([[3, 4, 5]])
+    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="xla"), wanted)
 
 
 def test_a_class_without_a_twin_is_refused_unless_told_otherwise():
@@ -306,19 +366,57 @@ def test_a_later_transformers_is_not_trusted(monkeypatch):
     assert not is_tested(target)
 
 
-def test_patched_code_of_a_tested_class_is_tried(monkeypatch):
+@pytest.mark.parametrize(
+    "dressed",
+    [
+        functools.wraps(LlamaAttention.forward),
+        torch.no_grad(),
+        functools.partialmethod,
+        lambda patch: Called(patch),
+    ],
+)
+def test_patched_code_of_a_tested_class_is_tried(monkeypatch, dressed):
     target, whole = make_target("llama"), LlamaAttention.forward
 
     def steep(self, hidden_states, *args, **kwargs):
         return whole(self, hidden_states * hidden_states.shape[1], *args, **kwargs)
 
-    monkeypatch.setattr(LlamaAttention, "forward", functools.wraps(whole)(steep))
+    monkeypatch.setattr(LlamaAttention, "forward", dressed(steep))
     with pytest.raises(ValueError, match="tiny random twin"):
         td.compile(target, None, runtime="eager", max_length=64)
     monkeypatch.setattr(LlamaAttention, "forward", whole)
     td.compile(target, None, runtime="eager", max_length=64)
     rotate = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, *a: rotate(q * q.shape[2], *a))
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def test_a_patch_of_generate_itself_is_tried(monkeypatch):
+    target, whole = make_target("llama"), GenerationMixin._get_logits_processor
+
+    def odd(self, *args, **kwargs):
+        even = torch.arange(0, self.config.vocab_size, 2).tolist()
+        found = whole(self, *args, **kwargs)
+        return hf.LogitsProcessorList([*found, hf.SuppressTokensLogitsProcessor(even, device="cpu")])
+
+    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", odd)
+    with pytest.raises(ValueError, match="says another token"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
+    target, whole = make_target("llama"), LlamaAttention.forward
+
+    def by(power):
+        def patched(self, hidden_states, *args, **kwargs):
+            return whole(self, hidden_states * hidden_states.shape[1] ** power, *args, **kwargs)
+
+        return patched
+
+    monkeypatch.setattr(LlamaAttention, "forward", by(0))
+    td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setattr(LlamaAttention, "forward", by(1))
     with pytest.raises(ValueError, match="tiny random twin"):
         td.compile(target, None, runtime="eager", max_length=64)
 

@@ -24,7 +24,8 @@ class WritesToViews(TorchDispatchMode):
         for place, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
             tensor = args[place] if place < len(args) else kwargs.get(argument.name)
-            if written and isinstance(tensor, Tensor) and _storage(tensor) in self._viewed:
+            many = tensor if isinstance(tensor, list | tuple) else [tensor]  # `_foreach_` operations
+            if written and any(isinstance(one, Tensor) and _storage(one) in self._viewed for one in many):
                 self.found = func.__name__.partition(".")[0]
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, list | tuple) else [out]:

@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -161,12 +161,15 @@ def _functions(value: Any) -> Iterator[FunctionType]:
             value = vars(value).get("__wrapped__")
         elif isinstance(value, staticmethod | classmethod):
             value = value.__func__
+        elif isinstance(value, partial | partialmethod):
+            value = value.func
         else:
+            call = getattr(type(value), "__call__", None)  # noqa: B004 - an object that stands for a function
             value = (
                 value.fget
                 if isinstance(value, property)
-                else value.func
-                if isinstance(value, partial)
+                else call
+                if isinstance(call, FunctionType)
                 else None
             )
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import TemperatureLogitsWarper as Temperature
+from transformers import TopKLogitsWarper as TopK
+from transformers import TopPLogitsWarper as TopP
 
 from torch_dflash.checks import check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
@@ -135,6 +138,7 @@ def _fault_of_twin(target: PreTrainedModel, cache: str, width: int, rows: int) -
         ids = _ids(VOCAB, rows, PROMPT + sum(_kept(width)[:-1]) + width)
         ids[:1] = _own_text(twin, ids[:1, :PROMPT], ids.shape[1])
         agreement, odd = compare(twin, Target(twin), ids, cache, width), _unlike_forward(twin, ids[:1])
+        odd = _sampled_otherwise(twin, ids[:1, :PROMPT]) if odd is None else odd
     except Exception as error:  # a class that is not known may do anything
         reason = str(error).partition("\n")[0]
         return (
@@ -150,8 +154,8 @@ def _fault_of_twin(target: PreTrainedModel, cache: str, width: int, rows: int) -
     if odd is not None:
         return (
             "this class is not among those tested, and its generate does more than its forward: a tiny "
-            f"random twin says another token at position {odd}. Block decoding runs the forward alone; use "
-            "its own generate."
+            f"random twin says another token at position {odd}, or weighs them otherwise. Block decoding "
+            "runs the forward alone; use its own generate."
         )
     return None
 
@@ -199,6 +203,18 @@ def _unlike_forward(twin: Any, ids: Tensor) -> int | None:
     chosen = logits.gather(1, ids[0, PROMPT:, None].long())[:, 0]
     far = torch.nonzero(logits.amax(dim=1) - chosen > 1e-3 * logits.std())
     return PROMPT + int(far[0]) if len(far) else None
+
+
+def _sampled_otherwise(twin: Any, ids: Tensor) -> int | None:
+    """The first position where the twin's own sampling does more to its logits than the options say."""
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.9}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    twin.generation_config = GenerationConfig(max_new_tokens=4, pad_token_id=0, **options)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        out = twin.generate(ids.long(), attention_mask=torch.ones_like(ids).long())
+    warp: Any = LogitsProcessorList([Temperature(0.5), TopK(20), TopP(0.9)])
+    said = [torch.equal(score, warp(ids, own)) for score, own in zip(out.scores, out.logits, strict=True)]
+    return None if all(said) else ids.shape[1] + said.index(False)
 
 
 def compare(model: Any, skeleton: Target, ids: Tensor, cache: str, width: int) -> Agreement:
