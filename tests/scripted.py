@@ -16,6 +16,7 @@ class Scripted(nn.Module):
     The script is a buffer, so that rewriting it in place changes the drafts without compiling anything.
     """
 
+    name = "scripted"
     taps: tuple[int, ...] = ()
 
     def __init__(self, batch_size: int, slots: int, width: int):

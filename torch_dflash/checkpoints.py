@@ -102,6 +102,11 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
         return DFlashProposer(drafter, block_size)
     # A copy without weights: an engine must not keep the user's module alive, nor touch it.
     proposer = PlainProposer() if drafter is None else copy.deepcopy(drafter)
+    if not isinstance(getattr(proposer, "name", None), str):
+        raise TypeError(
+            f"drafter={type(proposer).__name__}: it has no name; give the class one (name = 'mine'), which "
+            "states saved with it will carry."
+        )
     check_counts(width=proposer.width)
     if block_size not in (None, proposer.width):
         raise ValueError(

@@ -68,7 +68,7 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file is damaged, is no state, is one of another plan or proposer (its class, width,
+        ValueError: the file is damaged, is no state, is one of another plan or proposer (its name, width,
             taps and plain arguments) or of other shapes or dtypes, or its page table, counts or tokens are
             impossible; the message names the field, its value and the fix.
     """
@@ -90,17 +90,16 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
 
 
 def describe_proposer(engine: Engine) -> str:
-    """What makes two proposers draft alike, weights apart: class, width, taps and plain arguments.
+    """What makes two proposers draft alike, weights apart: name, width, taps and plain arguments.
 
     An argument is plain if it is kept under its own name and is a number or a string: ``max_ngram``, say.
     """
     proposer = engine.pair.proposer
-    kind = type(proposer)
-    kept = {name: getattr(proposer, name, None) for name in inspect.signature(kind).parameters}
+    kept = {name: getattr(proposer, name, None) for name in inspect.signature(type(proposer)).parameters}
     plain = {name: value for name, value in kept.items() if isinstance(value, int | float | str)}
     settings = {"width": proposer.width, "taps": tuple(proposer.taps)} | plain
     said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-    return f"{kind.__module__}.{kind.__qualname__}({said})"
+    return f"{proposer.name}({said})"
 
 
 def abstract_state(engine: Engine) -> DecodeState:

@@ -21,10 +21,12 @@ class Proposer(Protocol):
     One that keeps no weights may have a hashable ``key``: objects of equal keys then share engines.
 
     Attributes:
+        name: of the method; saved states carry it, so it must not change.
         taps: target layers whose outputs it wants (0-based block indices), () for none.
         width: rows W of its draft, the anchor included.
     """
 
+    name: str
     taps: tuple[int, ...]
     width: int
 

@@ -46,6 +46,8 @@ class DFlashProposer(nn.Module):
         width: rows W of the block, when not the trained ``block_size``.
     """
 
+    name = "dflash"
+
     def __init__(self, drafter: DFlashDraftModel, width: int | None = None):
         super().__init__()
         self.drafter: Any = build_skeleton(drafter)

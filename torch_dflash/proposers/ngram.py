@@ -40,6 +40,7 @@ class NGramProposer(nn.Module):
         ValueError: ``width`` is not in 2 .. `MOST`, or ``max_ngram`` not in 1 .. `MOST`.
     """
 
+    name = "ngram"
     taps: tuple[int, ...] = ()
 
     def __init__(self, width: int = 16, max_ngram: int = 3):

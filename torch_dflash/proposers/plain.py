@@ -10,6 +10,7 @@ from torch_dflash.state import DecodePlan, Draft
 class PlainProposer(nn.Module):
     """Proposes nothing (W = 1)."""
 
+    name = "plain"
     taps: tuple[int, ...] = ()
     width = 1
 

@@ -92,6 +92,7 @@ class Timing:
 class Unaccepted(nn.Module):
     """Drafts at no cost, and nothing of it counts: its round is the verify pass of ``width`` rows alone."""
 
+    name = "unaccepted"
     taps: tuple[int, ...] = ()
 
     def __init__(self, width: int):

@@ -17,6 +17,8 @@ class ShuffledFeatures(DFlashProposer):
     distance to its true acceptance length is what it learned to read from the target's states.
     """
 
+    name = "shuffled"
+
     def __init__(self, drafter: DFlashDraftModel):
         super().__init__(drafter)
         self.drafter: Any = drafter  # with its weights: the engine copies a proposer whole

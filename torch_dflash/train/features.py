@@ -87,6 +87,8 @@ class RecorderState:
 class FeatureRecorder(PlainProposer):
     """A proposer that drafts nothing and keeps what it observes."""
 
+    name = "recorder"
+
     def __init__(self, taps: tuple[int, ...], hidden_size: int, dtype: torch.dtype):
         super().__init__()
         self.taps = taps
