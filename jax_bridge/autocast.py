@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torch_dflash.control import chunked
+from torch_dflash.ops.control_flow import chunked
 
 # What torch's autocast lowers, as far as the drafter uses it; torchax's own autocast knows only the
 # operators these decompose into, which it never sees.

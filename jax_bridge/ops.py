@@ -13,11 +13,11 @@ from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.kernels.block_attention import block_attention_jax
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.shared import once
-from torch_dflash.attention import KeyValue, grouped_attention, plain_grouped_attention
-from torch_dflash.block_attention import block_attention, plain_block_attention
-from torch_dflash.control import branch, chunked
-from torch_dflash.paged import paged_attention, side_by_side
-from torch_dflash.rows import write_rows
+from torch_dflash.ops.attention import KeyValue, grouped_attention, plain_grouped_attention
+from torch_dflash.ops.block_attention import block_attention, plain_block_attention
+from torch_dflash.ops.control_flow import branch, chunked
+from torch_dflash.ops.paged_attention import paged_attention, side_by_side
+from torch_dflash.ops.windows import write_rows
 
 UNROLLED_ROWS = 8
 
@@ -25,7 +25,7 @@ UNROLLED_ROWS = 8
 def write_rows_jax(
     buffer: Array, rows: Array, start: Int[Array, " B"], count: Int[Array, " B"] | None, dim: int
 ) -> Array:
-    """One ``dynamic_update_slice`` per batch row (`torch_dflash.rows.write_rows`).
+    """One ``dynamic_update_slice`` per batch row (`torch_dflash.ops.windows.write_rows`).
 
     Not a vmap: JAX batches ``dynamic_update_slice`` into a scatter, which TPUs run element by element.
     """
@@ -50,7 +50,7 @@ def _write_rows(buffer, rows, start, dim, count=None):
 
 
 def grouped_attention_jax(query, parts, sinks, *, blocks, scale, softcap):
-    """`torch_dflash.attention.grouped_attention`; ``parts`` as (key, value, mask), ``blocks`` beside them."""
+    """`torch_dflash.ops.attention.grouped_attention`; ``parts`` as (key, value, mask), with ``blocks``."""
     parts = [KeyValue(*part, blocks=count) for part, count in zip(parts, blocks, strict=True)]
     return call_torch(plain_grouped_attention, query, parts, scale, sinks, softcap)
 
@@ -78,7 +78,7 @@ def _branch(condition, then, otherwise, *operands):
 
 
 def chunked_jax(step: Callable, size: int, *rows: Array) -> tuple[Array, ...]:
-    """A device-side loop over chunks of at most ``size`` rows (`torch_dflash.control.chunked`).
+    """A device-side loop over chunks of at most ``size`` rows (`torch_dflash.ops.control_flow.chunked`).
 
     The chunks are equal: a scan has one shape. What pads the last one is zeros, and is cut off the result,
     so no gradient comes from it. The inner values are recomputed in the backward pass; torch's side takes

@@ -17,7 +17,7 @@ from torch import Tensor
 from jax_bridge._torchax import call_torch
 from jax_bridge.lower import lower_prefill, lower_rounds
 from torch_dflash.decode import Pair, Params, decode_round
-from torch_dflash.rows import read_rows, write_rows
+from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.sampling import pick_tokens
 from torch_dflash.state import DecodeState
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from torch_dflash.decode import Pair
-from torch_dflash.rows import read_rows
+from torch_dflash.ops.windows import read_rows
 from torch_dflash.state import Draft, PromptChunk
 
 

@@ -16,7 +16,7 @@ from jax_bridge import aot
 from jax_bridge._torchax import call_torch
 from jax_bridge.kernels import block_attention as kernel
 from jax_bridge.kernels import online_softmax
-from torch_dflash.block_attention import block_attention
+from torch_dflash.ops.block_attention import block_attention
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from scripted import own_text
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge._torchax import call_torch
-from torch_dflash.rows import write_rows
+from torch_dflash.ops.windows import write_rows
 
 NEW = 20
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [7] * 3, list(range(20, 41))]

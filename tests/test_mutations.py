@@ -12,9 +12,10 @@ import pytest
 import torch
 from parity import CHUNK, EXACT, LOOP, MIXED, Case, engine_runs, gap, replay
 
-from torch_dflash import block_attention, drafter, runtime
+from torch_dflash import drafter, runtime
 from torch_dflash import target as target_module
 from torch_dflash.drafter import DFlashDraftModel, DFlashLayer
+from torch_dflash.ops import block_attention
 from torch_dflash.proposers import DFlashProposer
 from torch_dflash.target import Target
 

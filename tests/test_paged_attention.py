@@ -18,7 +18,7 @@ from jax_bridge import aot
 from jax_bridge.kernels import online_softmax, pallas_body
 from jax_bridge.kernels.paged_attention import jnp_paged_attention, paged_attention_jax
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from torch_dflash.paged import LANES, paged_attention
+from torch_dflash.ops.paged_attention import LANES, paged_attention
 
 
 @dataclass(frozen=True)

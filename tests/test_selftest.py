@@ -16,8 +16,8 @@ import torch_dflash.decode
 import torch_dflash.proposers.dflash as dflash
 from jax_bridge.runtime import XlaRuntime
 from jax_bridge.selftest import reference_hidden
-from torch_dflash import block_attention
 from torch_dflash.cli import main
+from torch_dflash.ops import block_attention
 from torch_dflash.runtime import EagerRuntime
 from torch_dflash.selftest import texts, timing
 from torch_dflash.selftest.checks import FAIL, NOT_APPLICABLE, NOT_RUN, PASS, Report, within

@@ -18,7 +18,7 @@ import torch
 from models import make_pair
 
 from jax_bridge.reference.attention import Seen, attend
-from torch_dflash.attention import KeyValue, grouped_attention
+from torch_dflash.ops.attention import KeyValue, grouped_attention
 
 CONTEXT, WIDTH = (5, 2), 6  # context rows of two requests; rows of their blocks
 MODULE = "tpu_inference.layers.common.dflash_attention_interface"

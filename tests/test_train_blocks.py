@@ -91,7 +91,7 @@ def brute_force(anchors, total, width, window, causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [2, 5, 20])
 def test_masks_equal_their_definition(window, causal, width):
-    from torch_dflash.attention import visible
+    from torch_dflash.ops.attention import visible
 
     anchors, total = [4, 9, 10, 21], 24
     at = torch.tensor([anchors], dtype=torch.int32)

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from torch_dflash.attention import KeyValue, Rows, finite_values, grouped_attention, visible
+from torch_dflash.ops.attention import KeyValue, Rows, finite_values, grouped_attention, visible
+from torch_dflash.ops.windows import write_rows
 from torch_dflash.paged import PagedLayer, allocate_pool
-from torch_dflash.rows import write_rows
 from torch_dflash.state import DecodePlan, register_state
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.rows import write_rows
+from torch_dflash.ops.windows import write_rows
 from torch_dflash.state import register_state, whole_tiles
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.control import branch
+from torch_dflash.ops.control_flow import branch
 from torch_dflash.state import Sampling
 
 

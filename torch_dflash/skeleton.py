@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_dflash.attention import Rows
 from torch_dflash.experts import EXPERTS
+from torch_dflash.ops.attention import Rows
 from torch_dflash.unmodified import check_unmodified
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn

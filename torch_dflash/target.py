@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from torch_dflash.cache import CacheView, allocate
 from torch_dflash.checks import check_target, is_count
 from torch_dflash.config import check_static_rope
-from torch_dflash.rows import take_row
+from torch_dflash.ops.windows import take_row
 from torch_dflash.skeleton import build_skeleton, remembered_in
 from torch_dflash.state import DecodePlan
 from torch_dflash.tested import check_attention

@@ -13,13 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running
-from torch_dflash.paged import LANES
+from torch_dflash.ops.paged_attention import LANES
 
 BLOCK_KEYS = 512
 
 
 def block_attention_jax(plain: Callable, *args: Any) -> Float[Array, "B W Q D"]:
-    """`torch_dflash.block_attention.block_attention`; ``plain`` is what platforms other than TPU run."""
+    """`torch_dflash.ops.block_attention.block_attention`; ``plain`` is what platforms other than TPU run."""
     *arrays, scale, window, causal = args
     rule = {"scale": scale, "window": window, "causal": causal}
     return jax.lax.platform_dependent(

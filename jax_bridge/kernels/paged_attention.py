@@ -28,7 +28,7 @@ def paged_attention_jax(
     sinks: Float[Array, " Q"] | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page KV"]]:
-    """`torch_dflash.paged.paged_attention` from K and V side by side; the pool is to be donated."""
+    """`torch_dflash.ops.paged_attention` from K and V side by side; the pool is to be donated."""
     batch, heads, rows, _ = query.shape
     groups = fresh.shape[1]
     grouped = query.reshape(batch, groups, heads // groups, rows, k_dim)

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from torch_dflash.block_attention import block_attention
 from torch_dflash.cache import LayerSpec, allocate_static
 from torch_dflash.checks import check_dtype
 from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ring import allocate_ring
 from torch_dflash.skeleton import build_skeleton
 from torch_dflash.state import DecodePlan, Draft, register_state

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from torch_dflash.checks import is_count
-from torch_dflash.rows import read_rows, write_rows
+from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.state import DecodePlan, Draft, register_state
 
 MOST = 255

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from torch_dflash.block_attention import block_attention
-from torch_dflash.paged import paged_attention, pool_width
+from torch_dflash.ops.block_attention import block_attention
+from torch_dflash.ops.paged_attention import paged_attention, pool_width
 from torch_dflash.selftest.checks import Check, within
 from torch_dflash.selftest.side import Side
 

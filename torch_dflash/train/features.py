@@ -19,9 +19,9 @@ from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, check_target, context_of
 from torch_dflash.engine import Engine
+from torch_dflash.ops.windows import write_rows
 from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import PlainProposer
-from torch_dflash.rows import write_rows
 from torch_dflash.skeleton import build_skeleton, collect_tensors
 from torch_dflash.state import DecodePlan, register_state
 from torch_dflash.target import tapped

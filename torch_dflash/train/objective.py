@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torch_dflash.checks import check_counts
-from torch_dflash.control import chunked
+from torch_dflash.ops.control_flow import chunked
 from torch_dflash.state import register_state
 
 # Published decay constants by block width; other widths are interpolated.

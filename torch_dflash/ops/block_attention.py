@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from torch_dflash.attention import KeyValue, grouped_attention, visible
+from torch_dflash.ops.attention import KeyValue, grouped_attention, visible
 
 
 def block_attention(
