@@ -27,11 +27,11 @@ from jax_bridge import aot
 from jax_bridge._torchax import call_jax, environment
 from jax_bridge.floor import floor_of
 from jax_bridge.ops import _paged_attention
-from torch_dflash import cache
+from torch_dflash.cache import dense as cache
+from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.config import DFlashConfig
 from torch_dflash.ops.paged_attention import paged_attention
-from torch_dflash.paged import PagedLayer
 
 TOPOLOGY, CONTEXT = "v5p:2x2x1", 4096
 CONFIGS = Path(__file__).parent / "configs"

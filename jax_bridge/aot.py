@@ -38,7 +38,7 @@ from torch_dflash.decode import Pair
 from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.prompts import bucket
 from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, PromptChunk
-from torch_dflash.target import Target
+from torch_dflash.target.adapter import Target
 
 
 @dataclass(frozen=True)

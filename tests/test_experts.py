@@ -13,7 +13,7 @@ from jax_bridge import aot
 from jax_bridge.floor import floor_of
 from jax_bridge.hlo import Program
 from torch_dflash.cli.configs import load_configs
-from torch_dflash.experts import ONE_BY_ONE, static_experts
+from torch_dflash.target.experts import ONE_BY_ONE, static_experts
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks/configs/qwen3-coder-30b-a3b"
 COUNT, HIDDEN, INNER, CHOSEN = 20, 12, 10, 4

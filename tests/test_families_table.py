@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_dflash import tested
+from torch_dflash.target import tested
 
 ROOT = Path(__file__).parent.parent
 TABLES = runpy.run_path(str(ROOT / "benchmarks/family_tables.py"))

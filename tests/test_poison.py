@@ -20,14 +20,16 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.kernels import paged_attention as paged_kernel
 from jax_bridge.kernels.block_attention import pallas_block_attention
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from torch_dflash.cache import CacheView, LatentLayer, LayerSpec, allocate
+from torch_dflash.cache.dense import LatentLayer, allocate
+from torch_dflash.cache.ring import allocate_ring
+from torch_dflash.cache.spec import LayerSpec
+from torch_dflash.cache.view import CacheView
 from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.experts import static_experts
 from torch_dflash.ops.attention import KeyValue, Rows, finite_values, grouped_attention
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.proposers.dflash import DFlashProposer
-from torch_dflash.ring import allocate_ring
 from torch_dflash.state import DecodePlan
+from torch_dflash.target.experts import static_experts
 
 BAD, FINE = [torch.nan, torch.inf, -torch.inf], [0.5]
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6

@@ -11,7 +11,7 @@ from scripted import Scripted, own_text, pad
 
 import jax_bridge as jb
 import torch_dflash as td
-from torch_dflash.cache import StaticLayer
+from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.state import PromptChunk
 
 CHUNK = 16

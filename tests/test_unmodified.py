@@ -12,8 +12,8 @@ from models import BASE, FAMILIES, make_drafter, make_pair, make_target, randomi
 from scripted import own_text, run
 
 import torch_dflash as td
-from torch_dflash.skeleton import build_skeleton
-from torch_dflash.unmodified import check_unmodified
+from torch_dflash.target.skeleton import build_skeleton
+from torch_dflash.target.unmodified import check_unmodified
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 OTHERS = {

@@ -14,8 +14,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
-from torch_dflash import twin, verify
-from torch_dflash.tested import is_tested
+from torch_dflash.target.tested import is_tested
+from torch_dflash.verification import agreement as verify
+from torch_dflash.verification import twin
 
 
 class Shifted(hf.LlamaForCausalLM):

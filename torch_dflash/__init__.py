@@ -21,7 +21,7 @@ from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state_io import load_state as load_state
 from torch_dflash.state_io import save_state as save_state
 from torch_dflash.stats import DecodeStats as DecodeStats
-from torch_dflash.verify import Agreement as Agreement
-from torch_dflash.verify import check as check
+from torch_dflash.verification.agreement import Agreement as Agreement
+from torch_dflash.verification.agreement import check as check
 
 __version__ = "0.1.0"

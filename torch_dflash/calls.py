@@ -11,11 +11,11 @@ from torch import Tensor
 from torch_dflash.arguments import take_arguments
 from torch_dflash.checks import check_target
 from torch_dflash.decode import RowRequests
-from torch_dflash.loaded import model_of
 from torch_dflash.options import Request, defaults_of, resolve
 from torch_dflash.prompts import check_ids, split_rows
 from torch_dflash.seeds import seed_key
 from torch_dflash.state import DecodePlan, Sampling
+from torch_dflash.target.weights import model_of
 
 
 def read_request(

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_dflash.checks import check_counts, is_count
+
 RUNTIMES = ("xla", "eager")
 CACHES = ("static", "paged")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
@@ -158,3 +160,25 @@ def check_streamer(streamer: Any, rows: int) -> None:
         raise TypeError(f"streamer={type(streamer).__name__}: pass a streamer with put(ids) and end().")
     if rows != 1:
         raise ValueError(f"streamer with {rows} rows in input_ids: streamers take one row; use stream().")
+
+
+def check_static_rope(config) -> None:
+    """Refuse rope types that branch on the data (they cannot be compiled once for all lengths).
+
+    Of a model of several parts, the text's counts.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parameters = getattr(text, "rope_parameters", None)
+    parameters = parameters if isinstance(parameters, dict) else {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in nested or [parameters]:
+        kind = rope.get("rope_type", "default")
+        if kind in DYNAMIC_ROPE_TYPES:
+            raise ValueError(
+                f"rope_type={kind!r}: its frequencies change with the length seen at run time, which one "
+                "compiled program cannot follow; use a static type (default, linear, yarn, llama3)."
+            )
+
+
+# Rope types whose frequencies depend on data seen at run time cannot be traced once and reused.
+DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from torch_dflash.checks import check_counts, is_count
+from torch_dflash.checks import check_counts, check_static_rope, is_count
 from torch_dflash.drafter_fields import check_fields, check_layout, check_rope, check_window
 
 NESTED_FIELDS = (
@@ -20,8 +20,6 @@ NESTED_FIELDS = (
 )
 # Written by the speculators library, whose tap ids are one higher and whose weights have other names.
 SPECULATORS_FIELDS = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
-# Rope types whose frequencies depend on data seen at run time cannot be traced once and reused.
-DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
 
 
 def default_target_layer_ids(num_target_layers: int, taps: int) -> list[int]:
@@ -160,21 +158,3 @@ class DFlashConfig(Qwen3Config):
         check_static_rope(self)
         check_rope(self.rope_parameters)
         check_static_rope(self)
-
-
-def check_static_rope(config) -> None:
-    """Refuse rope types that branch on the data (they cannot be compiled once for all lengths).
-
-    Of a model of several parts, the text's counts.
-    """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    parameters = getattr(text, "rope_parameters", None)
-    parameters = parameters if isinstance(parameters, dict) else {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in nested or [parameters]:
-        kind = rope.get("rope_type", "default")
-        if kind in DYNAMIC_ROPE_TYPES:
-            raise ValueError(
-                f"rope_type={kind!r}: its frequencies change with the length seen at run time, which one "
-                "compiled program cannot follow; use a static type (default, linear, yarn, llama3)."
-            )

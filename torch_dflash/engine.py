@@ -25,15 +25,14 @@ from torch_dflash.checks import (
 )
 from torch_dflash.decode import Pair
 from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.loaded import LoadedTarget, model_of, named_arrays
 from torch_dflash.options import Request
 from torch_dflash.outputs import GenerateOutput, collect
 from torch_dflash.prompts import bucket, prompt_chunks
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
-from torch_dflash.skeleton import collect_tensors
 from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState
-from torch_dflash.target import Target
-from torch_dflash.verify import verify_class
+from torch_dflash.target.adapter import Target
+from torch_dflash.target.weights import LoadedTarget, collect_tensors, model_of, named_arrays
+from torch_dflash.verification.agreement import verify_class
 
 LARGEST_CHUNK = 512
 

@@ -22,7 +22,6 @@ from torch_dflash.checks import (
 )
 from torch_dflash.engine import Engine
 from torch_dflash.engine_cache import cached_engine
-from torch_dflash.loaded import LoadedTarget, model_of
 from torch_dflash.options import UNSET, room_below
 from torch_dflash.outputs import GenerateOutput
 from torch_dflash.prepared import read_criteria, read_processors
@@ -30,6 +29,7 @@ from torch_dflash.refusals import refuse_unsupported
 from torch_dflash.seeds import drawn_seed
 from torch_dflash.special_ids import stop_ids
 from torch_dflash.streaming import streamer_of_caller
+from torch_dflash.target.weights import LoadedTarget, model_of
 
 
 def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> Engine:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_dflash.cache import LayerSpec
+from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.engine import Engine
 from torch_dflash.generation import compile as compile_pair

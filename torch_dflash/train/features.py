@@ -22,9 +22,10 @@ from torch_dflash.engine import Engine
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import PlainProposer
-from torch_dflash.skeleton import build_skeleton, collect_tensors
 from torch_dflash.state import DecodePlan, register_state
-from torch_dflash.target import tapped
+from torch_dflash.target.adapter import tapped
+from torch_dflash.target.skeleton import build_skeleton
+from torch_dflash.target.weights import collect_tensors
 from torch_dflash.train.data import Answer, encode_conversation
 from torch_dflash.train.files import StageError
 from torch_dflash.train.marks import TargetMark

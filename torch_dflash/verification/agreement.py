@@ -15,14 +15,14 @@ from transformers import TopPLogitsWarper as TopP
 
 from torch_dflash.checks import check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
-from torch_dflash.inplace import WritesToViews
 from torch_dflash.proposers.plain import PlainProposer
-from torch_dflash.skeleton import collect_tensors
 from torch_dflash.state import DecodePlan, whole_tiles
-from torch_dflash.target import Target
-from torch_dflash.tested import code_of, is_tested
-from torch_dflash.tracing import trace_layers
-from torch_dflash.twin import SPECIAL, VOCAB, WINDOW, build_twin
+from torch_dflash.target.adapter import Target
+from torch_dflash.target.tested import code_of, is_tested
+from torch_dflash.target.trace import trace_layers
+from torch_dflash.target.weights import collect_tensors
+from torch_dflash.verification.inplace import WritesToViews
+from torch_dflash.verification.twin import SPECIAL, VOCAB, WINDOW, build_twin
 
 BLOCK = 4
 WIDEST = 32

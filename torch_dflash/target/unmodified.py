@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torch_dflash.tested import check_attention
+from torch_dflash.target.tested import check_attention
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
 # defaults of `generate`, which outputs a forward returns. What a vocabulary's size decides are shapes.

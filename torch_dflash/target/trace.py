@@ -12,11 +12,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from torch_dflash.cache import LayerSpec, attend_densely
+from torch_dflash.cache.dense import attend_densely
+from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import context_of, field_of
-from torch_dflash.masks import read_window
 from torch_dflash.ops.attention import Rows
-from torch_dflash.skeleton import remembered_in
+from torch_dflash.target.masks import read_window
+from torch_dflash.target.skeleton import remembered_in
 
 SUPPORTED = "supported are decoders of causal attention alone, such as Llama, Qwen3, Gemma 3 and gpt-oss"
 # What models hand to their attention and what changes no score: a round gives positions and cache itself.

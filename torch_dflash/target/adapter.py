@@ -13,14 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torch_dflash.cache import CacheView, allocate
-from torch_dflash.checks import check_target, is_count
-from torch_dflash.config import check_static_rope
+from torch_dflash.cache.dense import allocate
+from torch_dflash.cache.view import CacheView
+from torch_dflash.checks import check_static_rope, check_target, is_count
 from torch_dflash.ops.windows import take_row
-from torch_dflash.skeleton import build_skeleton, remembered_in
 from torch_dflash.state import DecodePlan
-from torch_dflash.tested import check_attention
-from torch_dflash.tracing import trace_layers
+from torch_dflash.target.skeleton import build_skeleton, remembered_in
+from torch_dflash.target.tested import check_attention
+from torch_dflash.target.trace import trace_layers
 
 
 @dataclass(frozen=True)

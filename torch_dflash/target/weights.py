@@ -1,0 +1,100 @@
+"""A target whose weights are on the device already, so that no torch tensor holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from torch_dflash.target.unmodified import check_unmodified
+
+
+@runtime_checkable
+class LoadedTarget(Protocol):
+    """What stands for a target in `torch_dflash.compile` and `generate`; `jax_bridge.load` makes them."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers causal LM on the meta device: class, config and generation config."""
+        ...
+
+    def arrays_for(self, runtime: str) -> Mapping[str, Any]:
+        """Weights and buffers for that runtime, by the model's names, tied ones once.
+
+        Raises:
+            ValueError: this runtime cannot decode with them.
+        """
+        ...
+
+
+def model_of(target: Any) -> Any:
+    """The transformers model that ``target`` is or stands for."""
+    return target.model if isinstance(target, LoadedTarget) else target
+
+
+def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """``arrays`` under the skeleton's names.
+
+    Raises:
+        ValueError: they are not those of the skeleton, which the model's config describes.
+    """
+    slots = dict(skeleton.named_parameters()) | dict(skeleton.named_buffers())
+    for name in [*slots, *arrays]:
+        wanted, found = slots.get(name), arrays.get(name)
+        if wanted is None or found is None or tuple(wanted.shape) != tuple(found.shape):
+            shapes = ["absent" if leaf is None else str(tuple(leaf.shape)) for leaf in (wanted, found)]
+            raise ValueError(
+                f"{type(skeleton).__name__}: {name} should be {shapes[0]} by the model's config, the loaded "
+                f"array is {shapes[1]}; load the checkpoint again."
+            )
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The live tensors of ``model`` under the skeleton's names, each tied weight once.
+
+    Raises:
+        ValueError: the model's tensors are not those its config describes (an adapter, a quantiser or
+            surgery changed them), so running the skeleton would not be running the model.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False))
+    live |= dict(model.named_buffers(remove_duplicate=False))
+    slots = list(skeleton.named_parameters(remove_duplicate=False))
+    slots += list(skeleton.named_buffers(remove_duplicate=False))
+    extra = live.keys() - {name for name, _ in slots}
+    if extra:
+        raise ValueError(
+            f"{type(model).__name__}: unknown parameters or buffers {sorted(extra)[:3]}; merge adapters "
+            "(merge_and_unload()) before passing the model."
+        )
+    check_unmodified(skeleton, model)
+    taken: dict[int, Tensor] = {}
+    tensors = {}
+    for name, slot in slots:
+        tensor = live.get(name)
+        if tensor is None or tensor.shape != slot.shape:
+            found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+            raise ValueError(
+                f"{type(model).__name__}: {name} should have shape {tuple(slot.shape)} by the model's "
+                f"config, found {found}. Merge adapters and dequantise before passing the model."
+            )
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"{type(model).__name__}: {name} is on the meta device; load the weights before decoding."
+            )
+        if id(slot) not in taken:
+            taken[id(slot)] = tensors[prefix + name] = tensor
+        elif taken[id(slot)].data_ptr() != tensor.data_ptr():
+            equal = torch.equal(taken[id(slot)], tensor)
+            raise ValueError(
+                f"{type(model).__name__}: {name} is tied by the config (tie_word_embeddings=True) but holds "
+                + (
+                    "a copy of the same values (load_state_dict(assign=True) leaves that); call "
+                    "model.tie_weights()."
+                    if equal
+                    else "its own weight; set tie_word_embeddings=False on the config, or tie the weights."
+                )
+            )
+    return tensors
