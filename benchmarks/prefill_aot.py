@@ -19,7 +19,7 @@ from transformers import AutoConfig  # noqa: E402
 from jax_bridge import aot  # noqa: E402
 from jax_bridge.floor import chip_of, prefill_floor  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402
-from torch_dflash.config import DFlashConfig  # noqa: E402
+from torch_dflash.proposers.dflash.config import DFlashConfig  # noqa: E402
 
 CONTEXT = 4096
 CONFIGS = Path(__file__).parent / "configs"

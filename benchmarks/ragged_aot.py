@@ -30,8 +30,8 @@ from jax_bridge.ops import _paged_attention
 from torch_dflash.cache import dense as cache
 from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cli.provenance import write_json
-from torch_dflash.config import DFlashConfig
 from torch_dflash.ops.paged_attention import paged_attention
+from torch_dflash.proposers.dflash.config import DFlashConfig
 
 TOPOLOGY, CONTEXT = "v5p:2x2x1", 4096
 CONFIGS = Path(__file__).parent / "configs"

@@ -32,11 +32,11 @@ from jax_bridge.passes import STEPS, feature_shape
 from jax_bridge.runtime import idle_chunk, idle_rows
 from jax_bridge.state import register_states
 from jax_bridge.traffic import hbm_traffic
-from torch_dflash.checkpoints import make_proposer
-from torch_dflash.config import DFlashConfig
 from torch_dflash.decode import Pair
-from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.prompts import bucket
+from torch_dflash.proposers.choose import make_proposer
+from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, PromptChunk
 from torch_dflash.target.adapter import Target
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import torch_dflash as td
-from torch_dflash.config import default_target_layer_ids
+from torch_dflash.proposers.dflash.config import default_target_layer_ids
 
 # What z-lab's config.json files hold; sizes shrunk. No embedding, no head, remote code on offer.
 PUBLISHED = {

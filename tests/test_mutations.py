@@ -12,10 +12,11 @@ import pytest
 import torch
 from parity import CHUNK, EXACT, LOOP, MIXED, Case, engine_runs, gap, replay
 
-from torch_dflash import drafter, runtime
-from torch_dflash.drafter import DFlashDraftModel, DFlashLayer
+from torch_dflash import runtime
 from torch_dflash.ops import block_attention
 from torch_dflash.proposers import DFlashProposer
+from torch_dflash.proposers.dflash import model as drafter
+from torch_dflash.proposers.dflash.model import DFlashDraftModel, DFlashLayer
 from torch_dflash.target import adapter as target_module
 from torch_dflash.target.adapter import Target
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_dflash as td
 from jax_bridge.runtime import idle_rows
-from torch_dflash.proposers.dflash import DFlashProposer
+from torch_dflash.proposers.dflash.proposer import DFlashProposer
 
 ROWS, CAPACITY, CHUNK = 3, 160, 3
 compiled: list[str] = []

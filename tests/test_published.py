@@ -12,7 +12,7 @@ from test_loading import FULL, SLIDING, YARN, draft, publish, same_tensors, tens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import torch_dflash as td
-from torch_dflash.checkpoints import check_pair
+from torch_dflash.proposers.choose import check_pair
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks/configs"
 TARGETS = ["qwen3-4b", "qwen3-8b", "llama-3.1-8b", "qwen3-coder-30b-a3b", "gpt-oss-20b"]

@@ -24,7 +24,7 @@ from jax_bridge.reference.config import LayerMask
 from jax_bridge.reference.target import empty_cache, forward_target
 from jax_bridge.reference.target_config import read_target_config
 from torch_dflash.cache.dense import StaticLayer
-from torch_dflash.proposers.dflash import DFlashState
+from torch_dflash.proposers.dflash.proposer import DFlashState
 from torch_dflash.state import DecodeState, Sampling
 
 EXACT = 1e-5

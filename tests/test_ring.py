@@ -16,7 +16,7 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.lower import tracing
 from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.cache.ring import RingLayer, allocate_ring
-from torch_dflash.proposers import dflash as proposer
+from torch_dflash.proposers.dflash import proposer
 
 WINDOW, ROWS, BATCH = 5, 4, 3
 

@@ -13,7 +13,7 @@ import torch
 
 import torch_dflash.cli.selftest as command
 import torch_dflash.decode
-import torch_dflash.proposers.dflash as dflash
+import torch_dflash.proposers.dflash.proposer as dflash
 from jax_bridge.runtime import XlaRuntime
 from jax_bridge.selftest import reference_hidden
 from torch_dflash.cli import main

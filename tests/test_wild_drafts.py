@@ -10,7 +10,7 @@ from models import VOCAB, make_target
 from scripted import Scripted, own_text, run
 
 import torch_dflash as td
-from torch_dflash.drafts import known_chain
+from torch_dflash.accept import known_chain
 from torch_dflash.state import Draft
 
 PROMPT, NEW, WIDTH = [11, 23, 5, 80, 41], 12, 4

@@ -14,10 +14,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_dflash.accept import accept_chain, trim_at_stop
+from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
 from torch_dflash.cache.dense import check_specs
 from torch_dflash.checks import check_dtype
-from torch_dflash.drafts import known_chain
 from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.sampling import pick_tokens

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_dflash.demo_model import load_demo_target
-from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ import weakref
 from collections import OrderedDict
 from typing import Any
 
-from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import check_target
 from torch_dflash.engine import Engine
+from torch_dflash.proposers.choose import check_drafter
 from torch_dflash.target.tested import code_of
 from torch_dflash.target.unmodified import settings
 from torch_dflash.target.weights import model_of

@@ -11,7 +11,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from torch_dflash.arguments import COMPILED
 from torch_dflash.calls import read_request
 from torch_dflash.capacity import round_up
-from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import (
     check_blocks,
     check_cache,
@@ -25,6 +24,7 @@ from torch_dflash.engine_cache import cached_engine
 from torch_dflash.options import UNSET, room_below
 from torch_dflash.outputs import GenerateOutput
 from torch_dflash.prepared import read_criteria, read_processors
+from torch_dflash.proposers.choose import check_drafter
 from torch_dflash.refusals import refuse_unsupported
 from torch_dflash.seeds import drawn_seed
 from torch_dflash.special_ids import stop_ids

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import DRAFTERS, existing, reading
-from torch_dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.config import DFlashConfig
 
 WITHOUT_WEIGHTS = ("none", "ngram")
 

@@ -16,7 +16,7 @@ from torch_dflash.cli.options import add_options, read_options
 from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import provenance
 from torch_dflash.cli.recipe import target_name
-from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.train.card import acceptance_table, add_figures
 from torch_dflash.train.data import Prompt, read_prompts
 from torch_dflash.train.evaluate import EvaluateOptions, evaluate

@@ -15,8 +15,8 @@ from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.demo_model import DemoModelError, load_demo_target
 from torch_dflash.demo_pair import load_demo_drafter
-from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.proposers import NGramProposer
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 # What a missing, damaged or foreign checkpoint makes transformers and safetensors raise.

@@ -22,7 +22,7 @@ from torch_dflash.cli.loading import load_pair, place_of
 from torch_dflash.cli.options import add_options, read_options
 from torch_dflash.cli.outputs import check_folder
 from torch_dflash.cli.recipe import MAX_LENGTH, fit_command, target_name
-from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.train.architecture import DrafterShape, new_drafter
 from torch_dflash.train.data import Answer, read_answers, read_prompts
 from torch_dflash.train.export import export_drafter

@@ -16,8 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from torch_dflash.config import DFlashConfig
-from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 VOCAB = 97
 MASK = 96

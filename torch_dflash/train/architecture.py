@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from torch_dflash.checks import check_counts
-from torch_dflash.config import DFlashConfig, default_target_layer_ids
-from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers.dflash.config import DFlashConfig, default_target_layer_ids
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.train.features import Layers, check_layers
 
 # Of the target's own shape, so that the drafter's cost per layer is the target's.

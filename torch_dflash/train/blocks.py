@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.ops.attention import KeyValue, attend_to, visible
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.state import register_state
 
 

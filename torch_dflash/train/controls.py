@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torch_dflash.drafter import DFlashDraftModel
-from torch_dflash.proposers.dflash import DFlashProposer, DFlashState
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.dflash.proposer import DFlashProposer, DFlashState
 
 
 class ShuffledFeatures(DFlashProposer):

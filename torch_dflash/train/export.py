@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.train.card import CARD, acceptance_section, model_card
 from torch_dflash.train.files import naming_a_full_disk
 from torch_dflash.train.mixture import TEMPLATE

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_dflash.checkpoints import check_pair
-from torch_dflash.drafter import DFlashDraftModel
+from torch_dflash.proposers.choose import check_pair
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.train.blocks import Batch, block_targets, draft_blocks, gather_rows
 from torch_dflash.train.marks import TargetMark, weights_mark
 from torch_dflash.train.objective import Losses, Objective, Vocabulary, block_losses

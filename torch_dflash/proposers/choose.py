@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torch_dflash.checks import check_counts
-from torch_dflash.drafter import DFlashDraftModel
 from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 
 def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:

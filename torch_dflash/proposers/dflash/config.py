@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from torch_dflash.checks import check_counts, check_static_rope, is_count
-from torch_dflash.drafter_fields import check_fields, check_layout, check_rope, check_window
+from torch_dflash.proposers.dflash.fields import check_fields, check_layout, check_rope, check_window
 
 NESTED_FIELDS = (
     "block_size",

@@ -21,9 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from torch_dflash.config import DFlashConfig
-from torch_dflash.drafter_files import check_files
 from torch_dflash.ops.attention import Attend, KeyValue, attend_to, finite_values, visible
+from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.files import check_files
 
 
 class DFlashAttention(nn.Module):
