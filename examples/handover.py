@@ -4,7 +4,7 @@ import torch
 
 import jax_bridge as jb
 import torch_dflash as td
-from torch_dflash.demo_model import load_demo_target
+from torch_dflash.demo.target import load_demo_target
 
 target, tokenizer = load_demo_target(progress=False)
 ids = tokenizer("Once upon a time there was a", return_tensors="pt")["input_ids"]

@@ -1,7 +1,7 @@
 """One engine for a batch of prompts of different lengths, each row with its own options."""
 
 import torch_dflash as td
-from torch_dflash.demo_model import load_demo_target
+from torch_dflash.demo.target import load_demo_target
 
 target, tokenizer = load_demo_target(progress=False)
 tokenizer.padding_side = "left"

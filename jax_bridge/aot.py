@@ -33,7 +33,7 @@ from jax_bridge.runtime import idle_chunk, idle_rows
 from jax_bridge.state import register_states
 from jax_bridge.traffic import hbm_traffic
 from torch_dflash.decode import Pair
-from torch_dflash.prompts import bucket
+from torch_dflash.engine.prompts import bucket
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from jax_bridge.stacked import Stacked, find_experts
 from torch_dflash.checks import names_a_folder
-from torch_dflash.weight_files import CONVERTED, Stored
+from torch_dflash.storage.weight_files import CONVERTED, Stored
 
 # Once buffers of old checkpoints, now made from the config.
 _COMPUTED = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from torch_dflash.demo_model import cache_root
+from torch_dflash.storage.folders import cache_root
 
 FOLDER = "xla"
 

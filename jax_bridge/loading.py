@@ -21,7 +21,7 @@ from jax_bridge.placement import check_mesh, sharding
 from jax_bridge.stacked import Stacked
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.config_fields import check_sizes, check_types
-from torch_dflash.weight_files import Stored, find_files, read_headers
+from torch_dflash.storage.weight_files import Stored, find_files, read_headers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What classes raise over fields that make no sense to them.

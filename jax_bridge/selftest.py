@@ -19,7 +19,7 @@ from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.lower import lower, tracing
 from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
-from torch_dflash.engine import Engine
+from torch_dflash.engine.engine import Engine
 from torch_dflash.selftest.side import Reads, best_speed
 
 

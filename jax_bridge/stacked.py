@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torch_dflash.weight_files import Stored
+from torch_dflash.storage.weight_files import Stored
 
 # A stacked weight's name -> what each expert stores of it, in the order of its rows.
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

@@ -12,8 +12,8 @@ from models import MASK, make_pair, randomise
 from scripted import pad
 
 import torch_dflash as td
-from torch_dflash.calls import row_requests
-from torch_dflash.prompts import prompt_chunks
+from torch_dflash.engine.calls import row_requests
+from torch_dflash.engine.prompts import prompt_chunks
 
 NEW = 26
 CHUNK = 16

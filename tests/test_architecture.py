@@ -15,7 +15,7 @@ MODULES = {
     for package in ("torch_dflash", "jax_bridge")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-ONE_DOOR = "torch_dflash.engine"
+ONE_DOOR = "torch_dflash.engine.engine"
 
 # What each module of torch_dflash may import of torch_dflash, by the order of the design:
 # config <- drafter, target, cache <- accept, sampling <- decode <- generation <- cli.
@@ -234,7 +234,7 @@ def test_no_remote_code_and_no_environment_options():
                 assert "trust_remote_code" not in keywords, f"{name}:{node.lineno}"
             if isinstance(node, ast.Attribute) and name.startswith("torch_dflash"):
                 read = node.attr in ("environ", "getenv")
-                assert not read or name == "torch_dflash.demo_model", (
+                assert not read or name == "torch_dflash.demo.target", (
                     f"{name}:{node.lineno} reads {node.attr}"
                 )
 

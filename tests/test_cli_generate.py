@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from torch_dflash.cli import main
 from torch_dflash.cli.text import Incremental, StdoutStreamer
-from torch_dflash.engine import Engine
+from torch_dflash.engine.engine import Engine
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

@@ -17,10 +17,10 @@ from trained import CONTEXT, World
 import torch_dflash as td
 from torch_dflash.cli import main, main_parser
 from torch_dflash.cli.recipe import fit_command, target_name
+from torch_dflash.storage.files import StageError
 from torch_dflash.train.data import Prompt, encode_conversation, read_answers
 from torch_dflash.train.evaluate import EvaluateOptions, evaluate
 from torch_dflash.train.export import export_drafter, trained_template
-from torch_dflash.train.files import StageError
 from torch_dflash.train.log import draw_log
 from torch_dflash.train.regenerate import RegenerateOptions, regenerate
 

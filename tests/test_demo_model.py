@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from torch_dflash import demo_model
-from torch_dflash.demo_model import DemoModelError, load_demo_target
+from torch_dflash.demo import target as demo_model
+from torch_dflash.demo.target import DemoModelError, load_demo_target
 
 GGUF = b"not a real GGUF"
 

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import torch_dflash as td
-from torch_dflash import engine_cache, generation
-from torch_dflash.capacity import round_up
+from torch_dflash import generation
+from torch_dflash.engine import registry as engine_cache
+from torch_dflash.engine.capacity import round_up
 
 NEW = 6
 PROMPT = [3, 1, 4, 1, 5, 9, 2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torch_dflash.files import write_whole
+from torch_dflash.storage.files import write_whole
 
 
 def in_threads(*jobs):

@@ -12,7 +12,7 @@ from transformers import AutoModel, DynamicCache, GenerationConfig, StoppingCrit
 from transformers.generation import GenerationMixin, LogitsProcessorList
 
 import torch_dflash as td
-from torch_dflash.refusals import HARMLESS, HONOURED, NEUTRAL, config_fields
+from torch_dflash.engine.refusals import HARMLESS, HONOURED, NEUTRAL, config_fields
 
 RAN = pytest.fail.Exception
 
@@ -38,7 +38,7 @@ def test_a_field_of_a_newer_transformers_is_refused(pair, monkeypatch):
             self.twist = options.pop("twist", None)
             super().__init__(**options)
 
-    monkeypatch.setattr("torch_dflash.refusals.GenerationConfig", Newer)
+    monkeypatch.setattr("torch_dflash.engine.refusals.GenerationConfig", Newer)
     for asked in ({"twist": 0.5}, {"generation_config": Newer(twist=0.5)}):
         with refuses(ValueError, "twist=0.5 is not supported", "leave twist unset"):
             generate(*pair, **asked)

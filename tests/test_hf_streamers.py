@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import torch_dflash as td
-from torch_dflash.streaming import streamer_of_caller
+from torch_dflash.integrations.streaming import streamer_of_caller
 
 NEW = 14
 PATIENCE = 20.0  # seconds

@@ -12,8 +12,8 @@ from scripted import Scripted
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import torch_dflash as td
-from torch_dflash.calls import read_request
-from torch_dflash.seeds import seed_key
+from torch_dflash.engine.calls import read_request
+from torch_dflash.engine.seeds import seed_key
 
 RUNTIMES = ["eager", "xla"]
 IDS = torch.tensor([[5, 9, 13, 17, 21, 25, 29]])

@@ -14,7 +14,7 @@ from models import MASK, make_pair, ragged_prompts
 from scripted import own_text, pad, run
 
 import torch_dflash as td
-from torch_dflash import engine_cache
+from torch_dflash.engine import registry as engine_cache
 
 NEW = 16
 FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16}

@@ -20,7 +20,8 @@ from transformers.utils import logging
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.layout import Turned, upright
-from torch_dflash import engine_cache, weight_files
+from torch_dflash.engine import registry as engine_cache
+from torch_dflash.storage import weight_files
 
 FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16}
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}

@@ -12,7 +12,7 @@ from guards import refuses
 
 import jax_bridge as jb
 from jax_bridge import loading
-from torch_dflash import weight_files
+from torch_dflash.storage import weight_files
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from test_families import MORE
 from torch.utils._pytree import tree_leaves
 
 import torch_dflash as td
-from torch_dflash import pages as pages_module
-from torch_dflash.pages import PageBook
+from torch_dflash.engine import page_allocator as pages_module
+from torch_dflash.engine.page_allocator import PageBook
 from torch_dflash.state import DecodePlan
 
 ROWS, CAPACITY = 4, 128

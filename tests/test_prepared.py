@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.logits_process import LogitNormalization
 
 import torch_dflash as td
-from torch_dflash.prepared import read_processors
+from torch_dflash.integrations.prepared import read_processors
 
 NEW = 12
 WIDTH = 7

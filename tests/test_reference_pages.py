@@ -13,8 +13,8 @@ from test_reference_loop import EXACT, PROMPTS, Pair
 
 import torch_dflash as td
 from jax_bridge.reference import empty_pages, loop
-from torch_dflash.calls import row_requests
-from torch_dflash.prompts import prompt_chunks
+from torch_dflash.engine.calls import row_requests
+from torch_dflash.engine.prompts import prompt_chunks
 
 ROWS, PAGE, CHUNK = len(PROMPTS), 16, 16
 

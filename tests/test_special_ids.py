@@ -10,8 +10,8 @@ import torch
 from guards import refuses
 
 import torch_dflash as td
-from torch_dflash.calls import read_request
 from torch_dflash.checks import INT32_MAX, positions_of
+from torch_dflash.engine.calls import read_request
 
 NEW = 12
 

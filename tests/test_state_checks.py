@@ -14,7 +14,7 @@ from scripted import own_text, run
 from test_files import in_threads
 
 import torch_dflash as td
-from torch_dflash import state_io
+from torch_dflash.engine import state_file as state_io
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 96], "do_sample": False}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

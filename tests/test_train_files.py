@@ -17,10 +17,10 @@ from guards import refuses
 from safetensors import SafetensorError
 from test_train_stages import CACHED, SAID, checksums
 
+from torch_dflash.storage.files import StageError, write_atomically
 from torch_dflash.train import data, files, tensorfiles
 from torch_dflash.train.data import Answer, Prompt, read_answers, read_prompts
 from torch_dflash.train.features import cache_features
-from torch_dflash.train.files import StageError, write_atomically
 from torch_dflash.train.log import TrainLog
 from torch_dflash.train.regenerate import regenerate
 from torch_dflash.train.stages import open_stage
@@ -38,7 +38,7 @@ def test_a_failure_in_mid_write_leaves_nothing(world, tmp_path, monkeypatch):
 
 KILLED = """
 import sys, time, pathlib
-from torch_dflash.train.files import write_atomically
+from torch_dflash.storage.files import write_atomically
 def slow(part):
     with part.open("wb") as file:
         file.write(b"half"); file.flush(); print("writing", flush=True); time.sleep(60)

@@ -20,11 +20,11 @@ from scripted import own_text, pad
 from trained import NEW, WIDTH, options, shape, student
 
 import torch_dflash as td
+from torch_dflash.storage.files import StageError
 from torch_dflash.train import loop
 from torch_dflash.train.architecture import new_drafter
 from torch_dflash.train.checkpoint import load_latest
 from torch_dflash.train.features import Layers
-from torch_dflash.train.files import StageError
 from torch_dflash.train.fit import TorchTrainer, fit
 from torch_dflash.train.log import TrainLog, read_log
 from torch_dflash.train.loop import Loop

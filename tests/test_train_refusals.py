@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from test_train_stages import CACHED, SAID, cached
 from trained import CONTEXT, MASK, TAPS, VOCAB, options, student
 
+from torch_dflash.storage.files import StageError, write_atomically
 from torch_dflash.train import loop
 from torch_dflash.train.checkpoint import load_latest
 from torch_dflash.train.data import read_answers, read_prompts, write_answers
 from torch_dflash.train.features import FeatureExtractor, Layers, Sequence, cache_features
-from torch_dflash.train.files import StageError, write_atomically
 from torch_dflash.train.fit import fit
 from torch_dflash.train.marks import TargetMark
 from torch_dflash.train.regenerate import regenerate

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from trained import CONTEXT, NEW, TAPS, TEXTS, options, shape
 
 import torch_dflash as td
+from torch_dflash.storage.files import StageError
 from torch_dflash.train.architecture import DrafterShape, new_drafter
 from torch_dflash.train.data import Answer, Prompt, encode_conversation, read_answers
 from torch_dflash.train.features import (
@@ -23,7 +24,6 @@ from torch_dflash.train.features import (
     cache_features,
     encode_answers,
 )
-from torch_dflash.train.files import StageError
 from torch_dflash.train.regenerate import RegenerateOptions, regenerate
 from torch_dflash.train.schedule import Schedule
 from torch_dflash.train.sequences import CachedSequences, OnlineSequences

@@ -23,8 +23,8 @@ from jax_bridge.ops import chunked_jax
 from jax_bridge.train import XlaTrainer, check_mesh, data_mesh, fit_xla
 from jax_bridge.train_step import optimizer
 from torch_dflash.ops.control_flow import chunked
+from torch_dflash.storage.files import StageError
 from torch_dflash.train.features import Sequence
-from torch_dflash.train.files import StageError
 from torch_dflash.train.fit import TorchTrainer, fit
 from torch_dflash.train.log import read_log
 from torch_dflash.train.loop import measures, plan_fit

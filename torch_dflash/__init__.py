@@ -7,20 +7,20 @@ V vocabulary, P pages, n tapped layers, C prompt-chunk width, R rows of any othe
 This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
 """
 
-from torch_dflash.demo_pair import load_demo_pair as load_demo_pair
-from torch_dflash.engine import Engine as Engine
+from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
+from torch_dflash.engine.engine import Engine as Engine
+from torch_dflash.engine.outputs import GenerateOutput as GenerateOutput
+from torch_dflash.engine.state_file import load_state as load_state
+from torch_dflash.engine.state_file import save_state as save_state
+from torch_dflash.engine.stats import DecodeStats as DecodeStats
 from torch_dflash.generation import compile as compile
-from torch_dflash.generation import dflash as dflash
 from torch_dflash.generation import generate as generate
-from torch_dflash.outputs import GenerateOutput as GenerateOutput
+from torch_dflash.integrations.transformers import dflash as dflash
 from torch_dflash.proposers import NGramProposer as NGramProposer
 from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
 from torch_dflash.state import DecodePlan as DecodePlan
 from torch_dflash.state import DecodeState as DecodeState
-from torch_dflash.state_io import load_state as load_state
-from torch_dflash.state_io import save_state as save_state
-from torch_dflash.stats import DecodeStats as DecodeStats
 from torch_dflash.verification.agreement import Agreement as Agreement
 from torch_dflash.verification.agreement import check as check
 

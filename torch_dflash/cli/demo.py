@@ -17,8 +17,8 @@ from torch_dflash.cli.live import draw_timeline, stream_answer
 from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.cli.text import encode
-from torch_dflash.demo_model import DemoModelError
-from torch_dflash.demo_pair import load_demo_pair
+from torch_dflash.demo.pair import load_demo_pair
+from torch_dflash.demo.target import DemoModelError
 
 QUESTION = (
     "A baker bakes 36 rolls in the morning and half as many in the afternoon. She sells each roll for 2 "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.calls import read_request
 from torch_dflash.checks import CACHES
 from torch_dflash.cli.asked import (
     call_options,
@@ -27,10 +26,11 @@ from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.lines import read_items, run_lines
 from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded, load_pair
 from torch_dflash.cli.text import StdoutStreamer, encode
-from torch_dflash.engine import LARGEST_CHUNK
-from torch_dflash.outputs import GenerateOutput
-from torch_dflash.prompts import bucket
-from torch_dflash.stats import DecodeStats
+from torch_dflash.engine.calls import read_request
+from torch_dflash.engine.engine import LARGEST_CHUNK
+from torch_dflash.engine.outputs import GenerateOutput
+from torch_dflash.engine.prompts import bucket
+from torch_dflash.engine.stats import DecodeStats
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
 DEFAULT_BATCH = 8

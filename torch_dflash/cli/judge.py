@@ -8,7 +8,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.checksums import checksum_of
 from torch_dflash.cli.asked import check_device, tell_penalty, template_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import Loaded, load_pair
@@ -17,11 +16,12 @@ from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import provenance
 from torch_dflash.cli.recipe import target_name
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.storage.checksums import checksum_of
+from torch_dflash.storage.files import write_json
 from torch_dflash.train.card import acceptance_table, add_figures
 from torch_dflash.train.data import Prompt, read_prompts
 from torch_dflash.train.evaluate import EvaluateOptions, evaluate
 from torch_dflash.train.export import trained_template
-from torch_dflash.train.files import write_json
 from torch_dflash.train.mixture import TEMPLATE, agree
 
 

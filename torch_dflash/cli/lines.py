@@ -11,9 +11,9 @@ from typing import Any
 
 from torch_dflash.cli.asked import check_room
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.engine import Engine
-from torch_dflash.outputs import GenerateOutput
-from torch_dflash.prompts import pad_rows
+from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.outputs import GenerateOutput
+from torch_dflash.engine.prompts import pad_rows
 
 FIELDS = ("prompt", "turns", "messages")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.cli.text import Incremental
-from torch_dflash.engine import Engine
-from torch_dflash.train.files import write_atomically
+from torch_dflash.engine.engine import Engine
+from torch_dflash.storage.files import write_atomically
 
 GREEN, RESET = "\033[32m", "\033[0m"
 

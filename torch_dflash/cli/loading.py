@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.demo_model import DemoModelError, load_demo_target
-from torch_dflash.demo_pair import load_demo_drafter
+from torch_dflash.demo.pair import load_demo_drafter
+from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 

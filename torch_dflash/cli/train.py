@@ -23,6 +23,7 @@ from torch_dflash.cli.options import add_options, read_options
 from torch_dflash.cli.outputs import check_folder
 from torch_dflash.cli.recipe import MAX_LENGTH, fit_command, target_name
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.architecture import DrafterShape, new_drafter
 from torch_dflash.train.data import Answer, read_answers, read_prompts
 from torch_dflash.train.export import export_drafter
@@ -32,7 +33,6 @@ from torch_dflash.train.features import (
     cache_features,
     encode_answers,
 )
-from torch_dflash.train.files import StageError, Stopped
 from torch_dflash.train.fit import fit
 from torch_dflash.train.mixture import TEMPLATE, agree, describe, read_data, with_template, write_data
 from torch_dflash.train.objective import Objective

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_dflash.outputs import GenerateOutput
-from torch_dflash.prompts import pad_rows
+from torch_dflash.engine.outputs import GenerateOutput
+from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.selftest.checks import NOT_APPLICABLE, Check, judged
 from torch_dflash.selftest.side import CHUNK, Side, Subject, prompts
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_dflash.engine import Engine
+from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.selftest.pairs import make_drafter, make_pair

@@ -17,7 +17,7 @@ from torch import nn
 
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.decode import Pair, Params, decode_round
-from torch_dflash.engine import Engine
+from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.selftest.pairs import make_drafter, make_target

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import MANIFEST, write_atomically
+from torch_dflash.storage.files import write_atomically
+from torch_dflash.train.files import MANIFEST
 from torch_dflash.train.log import read_log
 from torch_dflash.train.mixture import data_section
 

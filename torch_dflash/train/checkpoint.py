@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_dflash.train.files import StageError
+from torch_dflash.storage.files import StageError
 from torch_dflash.train.tensorfiles import reading_tensors, write_tensors
 
 KEPT = 2

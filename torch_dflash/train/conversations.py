@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dflash.storage.files import StageError
 from torch_dflash.train.data import Messages, Prompt, encode_conversation
-from torch_dflash.train.files import StageError
 
 
 @dataclass(frozen=True)

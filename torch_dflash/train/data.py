@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import StageError, check_shards, write_atomically
+from torch_dflash.storage.files import StageError, write_atomically
+from torch_dflash.train.files import check_shards
 
 Messages = list[dict[str, str]]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, context_of
-from torch_dflash.engine import Engine
-from torch_dflash.prompts import bucket, pad_rows
+from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.state import DecodePlan
 from torch_dflash.train.controls import ShuffledFeatures

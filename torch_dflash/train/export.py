@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.storage.files import naming_a_full_disk
 from torch_dflash.train.card import CARD, acceptance_section, model_card
-from torch_dflash.train.files import naming_a_full_disk
 from torch_dflash.train.mixture import TEMPLATE
 
 WEIGHTS = "model.safetensors"

@@ -18,16 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, check_target, context_of
-from torch_dflash.engine import Engine
+from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.ops.windows import write_rows
-from torch_dflash.prompts import bucket, pad_rows
 from torch_dflash.proposers import PlainProposer
 from torch_dflash.state import DecodePlan, register_state
+from torch_dflash.storage.files import StageError
 from torch_dflash.target.adapter import tapped
 from torch_dflash.target.skeleton import build_skeleton
 from torch_dflash.target.weights import collect_tensors
 from torch_dflash.train.data import Answer, encode_conversation
-from torch_dflash.train.files import StageError
 from torch_dflash.train.marks import TargetMark
 from torch_dflash.train.stages import open_stage
 from torch_dflash.train.tensorfiles import write_tensors

@@ -2,72 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import glob
-import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
-
-from torch_dflash.files import write_whole
+from torch_dflash.storage.files import StageError
 
 MANIFEST = "stage.json"
-
-
-class StageError(RuntimeError):
-    """A stage cannot go on; the message says what was kept and what to do."""
-
-
-class Stopped(StageError):
-    """A stage was asked to stop, and left everything needed to go on."""
-
-
-@contextmanager
-def naming_a_full_disk(path: Path) -> Iterator[None]:
-    """Turn what a write under this raises when there is no room for ``path`` into a `StageError`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors writes in Rust: the number is only in its message.
-        found = re.search(r"os error (\d+)", str(error))
-        number = getattr(error, "errno", None) or (int(found[1]) if found else None)
-        if number == errno.EFBIG:
-            raise StageError(
-                f"{path} would be larger than a file may be here; nothing written before is lost. Raise the "
-                "limit (ulimit -f) or choose another disk, and run the same command again: it goes on from "
-                "here."
-            ) from error
-        if number not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(path.parent).free // 10**6
-        raise StageError(
-            f"the disk of {path.parent} is full ({free} MB free) while writing {path.name}; nothing written "
-            "before is lost. Free some space and run the same command again: it goes on from here."
-        ) from error
-
-
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """`torch_dflash.files.write_whole`, cleaning up after processes that were killed in it.
-
-    Raises:
-        StageError: the disk is full; what was there before is untouched.
-    """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        if not _runs(left.name.split(".")[-2]):  # it was killed while it wrote this file
-            left.unlink(missing_ok=True)
-    with naming_a_full_disk(path):
-        write_whole(path, write)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` as JSON, whole or not at all."""
-    write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
 
 
 def check_shards(directory: Path, files: list[Path], remedy: str) -> None:
@@ -80,14 +20,3 @@ def check_shards(directory: Path, files: list[Path], remedy: str) -> None:
         )
     if counts and len(counts) < counts[0]:
         raise StageError(f"{directory} holds {len(counts)} of {counts[0]} shards; {remedy}")
-
-
-def _runs(number: str) -> bool:
-    """Whether a process of this number is alive."""
-    try:
-        os.kill(int(number), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, ValueError, OverflowError):  # another user's; or no number: not ours to judge
-        return True
-    return True

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import MANIFEST, naming_a_full_disk, write_atomically
+from torch_dflash.storage.files import naming_a_full_disk, write_atomically
+from torch_dflash.train.files import MANIFEST
 
 
 class TrainLog:

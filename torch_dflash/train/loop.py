@@ -17,10 +17,10 @@ import torch
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
+from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.blocks import Batch
 from torch_dflash.train.checkpoint import Checkpoint, load_latest, save_checkpoint
 from torch_dflash.train.features import data_checksum
-from torch_dflash.train.files import StageError, Stopped
 from torch_dflash.train.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.objective import Losses
 from torch_dflash.train.options import FitOptions

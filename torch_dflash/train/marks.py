@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_dflash.checksums import bytes_of
+from torch_dflash.storage.checksums import bytes_of
 
 SAMPLE = 64  # values of each parameter; a fine-tune changes nearly all
 

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch_dflash.storage.files import StageError, write_json
 from torch_dflash.train.data import Answer
-from torch_dflash.train.files import MANIFEST, StageError, write_json
+from torch_dflash.train.files import MANIFEST
 
 DATA = "data.json"
 TEMPLATE = "chat_template_kwargs"

@@ -16,8 +16,9 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, context_of
+from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
-from torch_dflash.prompts import pad_rows
+from torch_dflash.storage.files import write_json
 from torch_dflash.train.conversations import (
     check_some_fit,
     check_turns,
@@ -26,7 +27,6 @@ from torch_dflash.train.conversations import (
     stop_ids,
 )
 from torch_dflash.train.data import Answer, Prompt, count_answers, write_answers
-from torch_dflash.train.files import write_json
 from torch_dflash.train.marks import TargetMark
 from torch_dflash.train.stages import open_stage
 

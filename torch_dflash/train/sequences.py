@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from torch_dflash.storage.files import StageError
 from torch_dflash.train.blocks import Batch, draw_anchors
 from torch_dflash.train.features import FeatureExtractor, Sequence, check_any
-from torch_dflash.train.files import StageError, check_shards
+from torch_dflash.train.files import check_shards
 from torch_dflash.train.marks import TargetMark
 from torch_dflash.train.tensorfiles import reading_tensors
 

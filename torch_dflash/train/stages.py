@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.train.files import MANIFEST, StageError, naming_a_full_disk, write_json
+from torch_dflash.storage.files import StageError, naming_a_full_disk, write_json
+from torch_dflash.train.files import MANIFEST
 
 LOCK = ".lock"
 

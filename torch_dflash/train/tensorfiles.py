@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torch_dflash.checksums import bytes_of
-from torch_dflash.train.files import StageError, write_atomically
+from torch_dflash.storage.checksums import bytes_of
+from torch_dflash.storage.files import StageError, write_atomically
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from torch_dflash.checks import is_count
-from torch_dflash.weight_files import Stored
+from torch_dflash.storage.weight_files import Stored
 
 _LAYERS = ("num_hidden_layers", "decoder_layers")  # each stores at least one tensor
 _ROWS = ("hidden_size", "vocab_size")  # lengths that some tensor has

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.config_fields import check_sizes, check_types
-from torch_dflash.weight_files import Stored, find_files, read_headers
+from torch_dflash.storage.weight_files import Stored, find_files, read_headers
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # Weights from elsewhere than the plain files.

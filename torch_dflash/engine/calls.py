@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_dflash.arguments import take_arguments
 from torch_dflash.checks import check_target
 from torch_dflash.decode import RowRequests
-from torch_dflash.options import Request, defaults_of, resolve
-from torch_dflash.prompts import check_ids, split_rows
-from torch_dflash.seeds import seed_key
+from torch_dflash.engine.arguments import take_arguments
+from torch_dflash.engine.prompts import check_ids, split_rows
+from torch_dflash.engine.request import Request, defaults_of, resolve
+from torch_dflash.engine.seeds import seed_key
 from torch_dflash.state import DecodePlan, Sampling
 from torch_dflash.target.weights import model_of
 

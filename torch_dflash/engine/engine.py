@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torch_dflash.admission import READ, Admission, Turn
-from torch_dflash.calls import read_request, row_requests
 from torch_dflash.checks import (
     check_context,
     check_counts,
@@ -23,9 +21,11 @@ from torch_dflash.checks import (
     check_target,
 )
 from torch_dflash.decode import Pair
-from torch_dflash.options import Request
-from torch_dflash.outputs import GenerateOutput, collect
-from torch_dflash.prompts import bucket, prompt_chunks
+from torch_dflash.engine.calls import read_request, row_requests
+from torch_dflash.engine.outputs import GenerateOutput, collect
+from torch_dflash.engine.prompts import bucket, prompt_chunks
+from torch_dflash.engine.request import Request
+from torch_dflash.engine.scheduler import READ, Admission, Turn
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime

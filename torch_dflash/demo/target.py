@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
+from torch_dflash.storage.folders import cache_root
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -75,19 +77,6 @@ def load_demo_target(
             directory, dtype=dtype, use_safetensors=True, local_files_only=True
         )
     return target, tokenizer
-
-
-def cache_root() -> Path:
-    """Return the folder for our caches, by the convention of the platform."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not base.is_absolute():  # the XDG specification says to ignore relative paths
-            base = Path.home() / ".cache"
-    return base / "torch-dflash"
 
 
 def _is_complete(directory: Path) -> bool:

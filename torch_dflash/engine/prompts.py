@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from torch_dflash.checks import row_list
-from torch_dflash.runtime import Progress
 from torch_dflash.state import MIN_BUCKET, PromptChunk
 
 
@@ -167,13 +166,3 @@ def prompt_chunks(rows: list[np.ndarray], batch_size: int, largest: int, slots: 
                 following[row] = int(prompt[start + width])
         yield PromptChunk(ids, count, following)
         start += width
-
-
-def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, pad_token_id: int) -> Tensor:
-    """Back to Hugging Face layout: the prompt as given, then each row's new tokens, then padding."""
-    ends = [int(progress.length[row]) + 1 for row in range(len(prompt_lengths))]
-    width = max(end - start for start, end in zip(prompt_lengths, ends, strict=True))
-    fresh = torch.full((len(prompt_lengths), width), pad_token_id, dtype=torch.long, device="cpu")
-    for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
-        fresh[row, : end - start] = torch.from_numpy(progress.tokens[row, start:end].astype(np.int64))
-    return torch.cat([input_ids.long(), fresh.to(input_ids.device)], dim=1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+import torch
 from torch import LongTensor, Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from torch_dflash.prompts import join_rows
+from torch_dflash.engine.stats import DecodeStats, acceptance_lengths
 from torch_dflash.runtime import Progress
-from torch_dflash.stats import DecodeStats, acceptance_lengths
 
 
 @dataclass
@@ -58,3 +59,13 @@ def collect(
     )
     sequences = join_rows(input_ids, prompt_lengths, progress, pad_token_id)
     return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats)
+
+
+def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, pad_token_id: int) -> Tensor:
+    """Back to Hugging Face layout: the prompt as given, then each row's new tokens, then padding."""
+    ends = [int(progress.length[row]) + 1 for row in range(len(prompt_lengths))]
+    width = max(end - start for start, end in zip(prompt_lengths, ends, strict=True))
+    fresh = torch.full((len(prompt_lengths), width), pad_token_id, dtype=torch.long, device="cpu")
+    for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):
+        fresh[row, : end - start] = torch.from_numpy(progress.tokens[row, start:end].astype(np.int64))
+    return torch.cat([input_ids.long(), fresh.to(input_ids.device)], dim=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_dflash.pages import check_table
+from torch_dflash.engine.page_allocator import check_table
 from torch_dflash.state import DecodePlan, DecodeState
 
 # How often the host reads is the engine's own business; all else decides shapes, or what tokens come.

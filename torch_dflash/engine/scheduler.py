@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torch_dflash.pages import PageBook
+from torch_dflash.engine.page_allocator import PageBook
 from torch_dflash.state import DecodePlan
 
 READ = ("length", "limit", "pages", "done", "tokens", "stop_ids")

@@ -12,9 +12,9 @@ import torch
 from transformers import GenerationConfig
 
 from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
-from torch_dflash.refusals import refuse_unsupported
-from torch_dflash.seeds import row_seeds
-from torch_dflash.special_ids import check_pad, stop_ids
+from torch_dflash.engine.refusals import refuse_unsupported
+from torch_dflash.engine.seeds import row_seeds
+from torch_dflash.engine.special_ids import check_pad, stop_ids
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 FLOAT32_MAX = torch.finfo(torch.float32).max

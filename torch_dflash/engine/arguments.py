@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.generation import GenerationMixin
 
-from torch_dflash.refusals import config_fields
+from torch_dflash.engine.refusals import config_fields
 
 # Fixed when an engine is built, so no option of a call.
 COMPILED = frozenset(

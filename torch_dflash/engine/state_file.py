@@ -15,12 +15,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
-from torch_dflash.checksums import checksum_of
 from torch_dflash.decode import RowRequests, begin
-from torch_dflash.engine import Engine
-from torch_dflash.files import write_whole
+from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.state_checks import (
+    check_committed,
+    check_leaves,
+    check_pages,
+    check_plan,
+    check_values,
+)
 from torch_dflash.state import DecodeState, Sampling
-from torch_dflash.state_checks import check_committed, check_leaves, check_pages, check_plan, check_values
+from torch_dflash.storage.checksums import checksum_of
+from torch_dflash.storage.files import write_whole
 
 FORMAT = "torch_dflash.DecodeState"
 VERSION = 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_dflash.demo_model import load_demo_target
+from torch_dflash.demo.target import load_demo_target
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 if TYPE_CHECKING:

@@ -1,0 +1,120 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from torch_dflash.checks import (
+    check_blocks,
+    check_cache,
+    check_counts,
+    check_runtime,
+)
+from torch_dflash.engine.outputs import GenerateOutput
+from torch_dflash.engine.refusals import refuse_unsupported
+from torch_dflash.engine.request import room_below
+from torch_dflash.engine.special_ids import stop_ids
+from torch_dflash.integrations.prepared import read_criteria, read_processors
+from torch_dflash.integrations.streaming import streamer_of_caller
+from torch_dflash.proposers.choose import check_drafter
+
+
+class dflash:  # noqa: N801 - reads as the keyword it is passed for
+    """Block decoding for ``target.generate(..., custom_generate=dflash(drafter))``.
+
+    A ``streamer`` may be given to ``target.generate``, to a pipeline's call, or bound here. A ``tokenizer``
+    is dropped by transformers on its way to a custom generate.
+
+    ``MaxLengthCriteria``, ``EosTokenCriteria`` and the warpers of temperature, top-k, top-p and min-p are
+    honoured as transformers lists them; other processors and criteria are refused by name.
+
+    Args:
+        drafter: as in `generate`. **bound: ``runtime``, ``block_size``, ``verify_width``,
+            ``rounds_per_chunk``, ``cache``, ``verify``, ``seed``, ``streamer``; a call's own seed or streamer
+            goes first.
+
+    Raises:
+        TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
+            a bound value that no call could honour.
+    """
+
+    def __init__(self, drafter, *called: Any, **bound: Any):
+        if called:  # as transformers calls what it is given
+            raise TypeError("custom_generate=dflash: pass what it makes, dflash(drafter).")
+        unknown = [name for name in bound if name not in _BOUND]
+        if unknown:
+            raise TypeError(
+                f"dflash() takes {', '.join(_BOUND)}, not {unknown[0]!r}; pass it to target.generate."
+            )
+        check_drafter(drafter)
+        block_size, verify_width = bound.get("block_size"), bound.get("verify_width")
+        check_runtime(bound.get("runtime", "xla"))
+        check_cache(bound.get("cache", "static"))
+        check_counts(
+            block_size=block_size, verify_width=verify_width, rounds_per_chunk=bound.get("rounds_per_chunk")
+        )
+        check_blocks(drafter, block_size=block_size, verify_width=verify_width)
+        self.drafter = drafter
+        self.bound = bound
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor=None,
+        stopping_criteria=None,
+        generation_config: GenerationConfig | None = None,
+        seed: int | list[int] | None = None,
+        **model_kwargs: Any,
+    ) -> torch.LongTensor | GenerateOutput:
+        """transformers' contract: prepared ids and a resolved ``generation_config``.
+
+        ``seed`` may be given to ``target.generate`` itself; the mask comes in ``model_kwargs``.
+        """
+        config, width = generation_config or model.generation_config, input_ids.shape[1]
+        # transformers has repeated the rows already, and makes such a min_length of min_new_tokens=0.
+        done = ("num_return_sequences", *(["min_length"] if (config.min_length or 0) <= width else []))
+        refuse_unsupported(config, already_done=done)
+        if model_kwargs.get("attention_mask") is None:
+            model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
+        call = {"seed": seed, "streamer": streamer_of_caller()}
+        bound = self.bound | {name: value for name, value in call.items() if value is not None}
+        return generate(
+            model,
+            self.drafter,
+            input_ids,
+            return_dict_in_generate=bool(config.return_dict_in_generate),
+            generation_config=config,  # else the model's own would fill in what the user has overridden
+            num_return_sequences=1,
+            min_length=0,
+            **_asked(config, logits_processor, stopping_criteria, input_ids),
+            **(model_kwargs | bound),
+        )
+
+
+_BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "cache", "verify", "seed", "streamer")
+
+
+def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor) -> dict[str, Any]:
+    """The options that transformers' prepared lists stand for; without lists, the config's own."""
+    rows, width = input_ids.shape
+    names = ("temperature", "top_k", "top_p", "min_p")
+    if processors is None:
+        sampling = {name: getattr(config, name) for name in names}
+    else:
+        sampling = read_processors(processors, width)
+    lengths, stops = read_criteria(criteria or ())
+    pad = config.pad_token_id
+    if pad is None and config.eos_token_id is not None:  # as transformers, whatever a criterion adds
+        pad = next((int(ids[0]) for ids in stop_ids(config.eos_token_id, rows) if ids), None)
+    return {
+        "max_new_tokens": min(room_below(length, width) for length in lengths or [config.max_length]),
+        "eos_token_id": config.eos_token_id if stops is None else stops,
+        "pad_token_id": pad,
+        # To transformers an unset do_sample is greedy by now, whatever the sampling options say.
+        "do_sample": config.do_sample or False,
+    } | (sampling if config.do_sample else {})

@@ -1,0 +1,105 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from torch_dflash.storage.files import write_whole
+
+
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.
+
+    Raises:
+        OSError: the disk is full, say. Whatever ``write`` does; what stood at ``path`` is then untouched.
+    """
+    # A name of its own, not to be guessed, and made here: no other thread writes it, and no link leads away.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.{os.getpid()}.part")
+    part.touch(exist_ok=False)
+    try:
+        mode = part.stat().st_mode
+        write(part)
+        part.chmod(mode)  # as any other file's: safetensors writes for the owner alone
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except SafetensorError as error:  # it writes in Rust: the number is only in the message
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class StageError(RuntimeError):
+    """A stage cannot go on; the message says what was kept and what to do."""
+
+
+class Stopped(StageError):
+    """A stage was asked to stop, and left everything needed to go on."""
+
+
+@contextmanager
+def naming_a_full_disk(path: Path) -> Iterator[None]:
+    """Turn what a write under this raises when there is no room for ``path`` into a `StageError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors writes in Rust: the number is only in its message.
+        found = re.search(r"os error (\d+)", str(error))
+        number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+        if number == errno.EFBIG:
+            raise StageError(
+                f"{path} would be larger than a file may be here; nothing written before is lost. Raise the "
+                "limit (ulimit -f) or choose another disk, and run the same command again: it goes on from "
+                "here."
+            ) from error
+        if number not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free // 10**6
+        raise StageError(
+            f"the disk of {path.parent} is full ({free} MB free) while writing {path.name}; nothing written "
+            "before is lost. Free some space and run the same command again: it goes on from here."
+        ) from error
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """`torch_dflash.storage.files.write_whole`, cleaning up after processes that were killed in it.
+
+    Raises:
+        StageError: the disk is full; what was there before is untouched.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        if not _runs(left.name.split(".")[-2]):  # it was killed while it wrote this file
+            left.unlink(missing_ok=True)
+    with naming_a_full_disk(path):
+        write_whole(path, write)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON, whole or not at all."""
+    write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def _runs(number: str) -> bool:
+    """Whether a process of this number is alive."""
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):  # another user's; or no number: not ours to judge
+        return True
+    return True
