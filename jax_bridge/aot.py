@@ -34,10 +34,11 @@ from jax_bridge.state import register_states
 from jax_bridge.traffic import hbm_traffic
 from torch_dflash.decode import Pair
 from torch_dflash.engine.prompts import bucket
+from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState, PromptChunk
+from torch_dflash.state import DecodeState, PromptChunk
 from torch_dflash.target.adapter import Target
 
 

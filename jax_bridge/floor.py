@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from torch_dflash.decode import Pair
-from torch_dflash.state import DecodePlan
+from torch_dflash.plan import DecodePlan
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 

@@ -17,9 +17,10 @@ from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill,
 from jax_bridge.state import check_alive, register_states, state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
+from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar, quiet
 from torch_dflash.runtime import Progress
-from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling
+from torch_dflash.state import DecodeState, PromptChunk, Sampling
 
 Arrays = dict[str, Weight]
 

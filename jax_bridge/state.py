@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jax_bridge.arrays import to_jax, to_torch
-from torch_dflash.state import PYTREES, DecodeState
+from torch_dflash.pytrees import PYTREES
+from torch_dflash.state import DecodeState
 
 _registered: set[type] = set()
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import torch_dflash as td
 from torch_dflash.engine import page_allocator as pages_module
 from torch_dflash.engine.page_allocator import PageBook
-from torch_dflash.state import DecodePlan
+from torch_dflash.plan import DecodePlan
 
 ROWS, CAPACITY = 4, 128
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}

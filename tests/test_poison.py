@@ -26,9 +26,9 @@ from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import KeyValue, Rows, finite_values, grouped_attention
 from torch_dflash.ops.block_attention import block_attention
+from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
-from torch_dflash.state import DecodePlan
 from torch_dflash.target.experts import static_experts
 
 BAD, FINE = [torch.nan, torch.inf, -torch.inf], [0.5]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import torch_dflash as td
 from torch_dflash.engine import state_file as state_io
-from torch_dflash.state import register_state
+from torch_dflash.pytrees import register_state
 from torch_dflash.storage import files
 
 ROOT = Path(__file__).parent.parent

@@ -16,10 +16,10 @@ from torch_dflash.engine.stats import DecodeStats as DecodeStats
 from torch_dflash.generation import compile as compile
 from torch_dflash.generation import generate as generate
 from torch_dflash.integrations.transformers import dflash as dflash
+from torch_dflash.plan import DecodePlan as DecodePlan
 from torch_dflash.proposers import NGramProposer as NGramProposer
 from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
-from torch_dflash.state import DecodePlan as DecodePlan
 from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.verification.agreement import Agreement as Agreement
 from torch_dflash.verification.agreement import check as check

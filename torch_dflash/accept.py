@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from torch_dflash.state import Commit, DecodePlan, Draft
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import Commit, Draft
 
 
 def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Commit:

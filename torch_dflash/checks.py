@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_dflash.checks import check_counts, is_count
-
 RUNTIMES = ("xla", "eager")
 CACHES = ("static", "paged")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")

@@ -18,9 +18,11 @@ from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
 from torch_dflash.cache.dense import check_specs
 from torch_dflash.checks import check_dtype
 from torch_dflash.ops.windows import read_rows, write_rows
+from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Proposer
+from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import pick_tokens
-from torch_dflash.state import DecodePlan, DecodeState, PromptChunk, Sampling, register_state
+from torch_dflash.state import DecodeState, PromptChunk, Sampling
 from torch_dflash.target.adapter import Target
 
 Params = dict[str, Tensor]

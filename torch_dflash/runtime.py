@@ -10,7 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Pair, Params, RowRequests, begin, decode_round, prefill
-from torch_dflash.state import DecodePlan, DecodeState, PromptChunk
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import DecodeState, PromptChunk
 
 
 @dataclass(frozen=True)

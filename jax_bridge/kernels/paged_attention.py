@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from torch_dflash.state import TILE
+from torch_dflash.plan import TILE
 
 BLOCK_KEYS = 512
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_bridge.kernels.online_softmax import Running
-from torch_dflash.state import TILE
+from torch_dflash.plan import TILE
 
 # Of integers that are not negative. `//` and `%` also serve those, and ask for it which chip they run on.
 div, rem = jax.lax.div, jax.lax.rem

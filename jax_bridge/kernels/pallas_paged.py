@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jax_bridge.kernels.online_softmax import LOWEST, VMEM
 from jax_bridge.kernels.pallas_body import Kind, attend_to_pages
 from torch_dflash.ops.paged_attention import LANES
-from torch_dflash.state import TILE
+from torch_dflash.plan import TILE
 
 
 def pallas_paged_attention(

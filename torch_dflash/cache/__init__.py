@@ -1,0 +1,1 @@
+"""What a layer of the target keeps between passes: dense buffers, pages or rings."""

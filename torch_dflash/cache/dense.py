@@ -1,4 +1,4 @@
-"""The target's cache: what each layer keeps, and the face Hugging Face models see."""
+"""Dense buffers: a whole row's keys and values side by side, one array for each layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import KeyValue, Rows, grouped_attention
 from torch_dflash.ops.windows import write_rows
-from torch_dflash.state import DecodePlan, register_state
+from torch_dflash.plan import DecodePlan
+from torch_dflash.pytrees import register_state
 
 
 @register_state

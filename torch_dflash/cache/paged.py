@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torch_dflash.ops.attention import Rows
 from torch_dflash.ops.paged_attention import paged_attention, pool_width
-from torch_dflash.state import DecodePlan, register_state
+from torch_dflash.plan import DecodePlan
+from torch_dflash.pytrees import register_state
 
 
 @register_state

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_dflash.ops.windows import write_rows
-from torch_dflash.state import register_state, whole_tiles
+from torch_dflash.plan import whole_tiles
+from torch_dflash.pytrees import register_state
 
 
 @register_state

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What a layer of the target needs from its cache."""
 
 from __future__ import annotations
 

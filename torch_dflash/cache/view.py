@@ -1,4 +1,4 @@
-"""TODO."""
+"""The cache as Hugging Face models see it in one forward."""
 
 from __future__ import annotations
 

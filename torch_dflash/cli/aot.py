@@ -14,7 +14,7 @@ from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.options import add_options
 from torch_dflash.cli.outputs import check_outputs, make_folder
 from torch_dflash.cli.provenance import provenance, write_json
-from torch_dflash.state import DecodePlan
+from torch_dflash.plan import DecodePlan
 
 PASSES = ("verify", "draft", "round")
 # Fields of the plan that have an option of their own here, or change nothing in one round.

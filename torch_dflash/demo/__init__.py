@@ -1,0 +1,1 @@
+"""The pair that every installation can try: a small target and the drafter trained for it."""

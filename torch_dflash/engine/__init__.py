@@ -1,0 +1,1 @@
+"""Who serves requests: everything on the host's side of a round."""

@@ -14,7 +14,8 @@ from torch_dflash.engine.arguments import take_arguments
 from torch_dflash.engine.prompts import check_ids, split_rows
 from torch_dflash.engine.request import Request, defaults_of, resolve
 from torch_dflash.engine.seeds import seed_key
-from torch_dflash.state import DecodePlan, Sampling
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import Sampling
 from torch_dflash.target.weights import model_of
 
 

@@ -26,10 +26,11 @@ from torch_dflash.engine.outputs import GenerateOutput, collect
 from torch_dflash.engine.prompts import bucket, prompt_chunks
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.scheduler import READ, Admission, Turn
+from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
-from torch_dflash.state import MIN_BUCKET, DecodePlan, DecodeState
+from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.weights import LoadedTarget, collect_tensors, model_of, named_arrays
 from torch_dflash.verification.agreement import verify_class

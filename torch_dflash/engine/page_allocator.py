@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torch_dflash.state import DecodePlan
+from torch_dflash.plan import DecodePlan
 
 
 class PageBook:

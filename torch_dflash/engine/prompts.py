@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_dflash.checks import row_list
-from torch_dflash.state import MIN_BUCKET, PromptChunk
+from torch_dflash.plan import MIN_BUCKET
+from torch_dflash.state import PromptChunk
 
 
 def check_ids(input_ids: Any) -> None:

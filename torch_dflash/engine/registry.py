@@ -14,7 +14,7 @@ from torch_dflash.target.tested import code_of
 from torch_dflash.target.unmodified import settings
 from torch_dflash.target.weights import model_of
 
-# As many as a chat of 32,768 positions comes to need (`torch_dflash.engine.capacity`), and some for other options.
+# As many as a chat of 32,768 positions comes to need (`capacity.py`), and some for other options.
 # Engines share the weights: one more is its programs and a model without tensors.
 ENGINES_PER_PAIR = 24
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_dflash.engine.page_allocator import PageBook
-from torch_dflash.state import DecodePlan
+from torch_dflash.plan import DecodePlan
 
 READ = ("length", "limit", "pages", "done", "tokens", "stop_ids")
 """Of a `DecodeState`, what `Admission.of` needs on the host: kilobytes, and no cache."""

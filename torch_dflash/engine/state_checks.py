@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_dflash.engine.page_allocator import check_table
-from torch_dflash.state import DecodePlan, DecodeState
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import DecodeState
 
 # How often the host reads is the engine's own business; all else decides shapes, or what tokens come.
 FREE = {"rounds_per_chunk"}

@@ -1,4 +1,4 @@
-"""TODO."""
+"""`dflash`, for the ``custom_generate`` of transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.refusals import refuse_unsupported
 from torch_dflash.engine.request import room_below
 from torch_dflash.engine.special_ids import stop_ids
+from torch_dflash.generation import generate
 from torch_dflash.integrations.prepared import read_criteria, read_processors
 from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.proposers.choose import check_drafter

@@ -6,7 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from torch_dflash.state import DecodePlan, Draft
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import Draft
 
 
 @runtime_checkable

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from torch_dflash.checks import is_count
 from torch_dflash.ops.windows import read_rows, write_rows
-from torch_dflash.state import DecodePlan, Draft, register_state
+from torch_dflash.plan import DecodePlan
+from torch_dflash.pytrees import register_state
+from torch_dflash.state import Draft
 
 MOST = 255
 

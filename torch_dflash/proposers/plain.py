@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from torch_dflash.state import DecodePlan, Draft
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import Draft
 
 
 class PlainProposer(nn.Module):

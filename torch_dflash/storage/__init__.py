@@ -1,0 +1,1 @@
+"""Files and folders: written whole, checked when read."""

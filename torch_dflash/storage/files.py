@@ -16,8 +16,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from torch_dflash.storage.files import write_whole
-
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Where this library keeps what it can make again."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch_dflash.cache.dense import allocate
 from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_static_rope, check_target, is_count
 from torch_dflash.ops.windows import take_row
-from torch_dflash.state import DecodePlan
+from torch_dflash.plan import DecodePlan
 from torch_dflash.target.skeleton import build_skeleton, remembered_in
 from torch_dflash.target.tested import check_attention
 from torch_dflash.target.trace import trace_layers

@@ -33,8 +33,8 @@ def remembered_in(cache: Any) -> Iterator[None]:
 def _attention(module, query, key, value, attention_mask=None, scaling=None, **more):
     """transformers' attention interface: [B, Q, M, D] -> [B, M, Q, Dv].
 
-    The mask is read while a target is traced (`torch_dflash.target.trace`); after that the cache knows what it
-    said. Windows too are taken from there: some models put theirs into the mask alone.
+    The mask is read while a target is traced (`torch_dflash.target.trace`); after that the cache knows
+    what it said. Windows too are taken from there: some models put theirs into the mask alone.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = Rows(query, key, value, scale, sinks=more.get("s_aux"), softcap=more.get("softcap"))

@@ -1,4 +1,4 @@
-"""A target whose weights are on the device already, so that no torch tensor holds them."""
+"""The weights of a target by the skeleton's names: live torch tensors, or arrays on the device."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_dflash.ops.attention import KeyValue, attend_to, visible
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.state import register_state
+from torch_dflash.pytrees import register_state
 
 
 @register_state

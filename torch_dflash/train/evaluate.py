@@ -13,8 +13,8 @@ from tqdm import tqdm
 from torch_dflash.checks import check_counts, check_runtime, context_of
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.prompts import bucket, pad_rows
+from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import NGramProposer
-from torch_dflash.state import DecodePlan
 from torch_dflash.train.controls import ShuffledFeatures
 from torch_dflash.train.conversations import check_some_fit, check_turns, converse, stop_ids
 from torch_dflash.train.data import Prompt

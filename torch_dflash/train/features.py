@@ -21,8 +21,9 @@ from torch_dflash.checks import check_counts, check_runtime, check_target, conte
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.ops.windows import write_rows
+from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import PlainProposer
-from torch_dflash.state import DecodePlan, register_state
+from torch_dflash.pytrees import register_state
 from torch_dflash.storage.files import StageError
 from torch_dflash.target.adapter import tapped
 from torch_dflash.target.skeleton import build_skeleton

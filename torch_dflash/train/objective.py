@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_dflash.checks import check_counts
 from torch_dflash.ops.control_flow import chunked
-from torch_dflash.state import register_state
+from torch_dflash.pytrees import register_state
 
 # Published decay constants by block width; other widths are interpolated.
 DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}

@@ -15,8 +15,8 @@ from transformers import TopPLogitsWarper as TopP
 
 from torch_dflash.checks import check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
+from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
-from torch_dflash.state import DecodePlan, whole_tiles
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.tested import code_of, is_tested
 from torch_dflash.target.trace import trace_layers

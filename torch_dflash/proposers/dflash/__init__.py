@@ -1,0 +1,1 @@
+"""DFlash v1: its configuration, its network and how it proposes."""

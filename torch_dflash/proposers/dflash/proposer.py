@@ -14,8 +14,10 @@ from torch_dflash.cache.ring import allocate_ring
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import check_dtype
 from torch_dflash.ops.block_attention import block_attention
+from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.state import DecodePlan, Draft, register_state
+from torch_dflash.pytrees import register_state
+from torch_dflash.state import Draft
 from torch_dflash.target.skeleton import build_skeleton
 
 

@@ -1,0 +1,106 @@
+"""What a compiled round depends on: shapes and kinds, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_dflash.checks import INT32_MAX, check_cache, check_precision
+
+TILE = 16
+"""Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
+MIN_BUCKET = TILE
+
+
+def whole_tiles(rows: int) -> int:
+    """The multiple of `TILE` that holds ``rows``."""
+    return -(-rows // TILE) * TILE
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Shapes and kinds: everything a compiled round depends on. Frozen and hashable.
+
+    Args:
+        batch_size: rows B.
+        capacity: positions a row may fill (prompt and new tokens), before slack.
+        block_size: rows W of the draft pass, the anchor included; 1 decodes without drafting.
+        verify_width: rows M of the verify pass, the anchor included; at most ``block_size``.
+        stop_slots: stop ids E a row may carry.
+        rounds_per_chunk: rounds between two host reads.
+        filters: whether top-k, top-p and min-p are compiled in (they sort the vocabulary).
+        matmul_precision: XLA matmul precision; "highest" for fp32 exactness off the CPU.
+        cache: kind of the target's cache: "static" (dense, a whole row's positions each) or "paged".
+        page_size: positions in a page.
+        pool_pages: pages that all rows share; unset: as many as a dense cache would take.
+    """
+
+    batch_size: int
+    capacity: int
+    block_size: int
+    verify_width: int
+    stop_slots: int = 8
+    rounds_per_chunk: int = 16
+    filters: bool = False
+    matmul_precision: str = "highest"
+    cache: str = "static"
+    page_size: int = 64
+    pool_pages: int | None = None
+
+    def __post_init__(self):
+        for name in ("batch_size", "capacity", "block_size", "verify_width", "rounds_per_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
+        if self.verify_width > self.block_size:
+            raise ValueError(
+                f"verify_width={self.verify_width} is wider than block_size={self.block_size}; "
+                "at most the whole block can be verified."
+            )
+        if self.block_size > 255:
+            raise ValueError(f"block_size={self.block_size}: acceptance is counted in 8 bits; use <= 255.")
+        check_precision(self.matmul_precision)
+        check_cache(self.cache)
+        if self.cache == "static" and self.pool_pages is not None:
+            raise ValueError(f"pool_pages={self.pool_pages}: only cache='paged' has pages; leave it out.")
+        if self.page_size < MIN_BUCKET or self.page_size % MIN_BUCKET:
+            raise ValueError(f"page_size={self.page_size}: must be a multiple of {MIN_BUCKET}.")
+        positions = self.batch_size * self.slots
+        if positions > INT32_MAX or self.stop_slots * self.batch_size > INT32_MAX:
+            raise ValueError(
+                f"batch_size={self.batch_size}, max_length={self.capacity}, stop_slots={self.stop_slots}: a "
+                "buffer's entries are counted in int32; lower them."
+            )
+        if self.pages * self.page_size > INT32_MAX:
+            raise ValueError(
+                f"pool_pages={self.pool_pages}, page_size={self.page_size}: positions are counted in int32; "
+                "lower them."
+            )
+        if self.pool_pages is not None and self.pool_pages < self.row_pages:
+            raise ValueError(
+                f"pool_pages={self.pool_pages}: one row of capacity {self.capacity} alone may need "
+                f"{self.row_pages} pages of {self.page_size}; give at least so many, or lower the capacity."
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Drafted tokens N per round."""
+        return self.block_size - 1
+
+    @property
+    def slack(self) -> int:
+        """Slots past ``capacity`` that a clamped window may spill into; every buffer ends in them."""
+        return max(MIN_BUCKET, self.block_size, self.verify_width, self.nodes)
+
+    @property
+    def slots(self) -> int:
+        """Positions S of every per-position buffer."""
+        return whole_tiles(self.capacity + self.slack)
+
+    @property
+    def row_pages(self) -> int:
+        """Most pages T a row may have: the width of its page table."""
+        return -(-self.slots // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages P of a paged cache's pools, the write-off page 0 included."""
+        return 1 + (self.pool_pages or self.batch_size * self.row_pages)

@@ -1,0 +1,20 @@
+"""Dataclasses that stand in a state, as pytree nodes of torch and of JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from torch.utils import _pytree as pytree
+
+Registered = TypeVar("Registered", bound=type)
+PYTREES: list[tuple[type, list[str]]] = []
+"""Every dataclass that may stand in a state, with its fields; `jax_bridge` registers them with JAX."""
+
+
+def register_state(cls: Registered) -> Registered:
+    """Make a frozen dataclass a pytree node (class decorator for proposer and cache states)."""
+    fields = [field.name for field in dataclasses.fields(cls)]
+    pytree.register_dataclass(cls)
+    PYTREES.append((cls, fields))
+    return cls
