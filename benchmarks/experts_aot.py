@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from unittest import mock
 
-from jax_bridge.offline import compile_only
+from jax_bridge.aot.offline import compile_only
 
 compile_only()
 
@@ -22,7 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from jax_bridge import aot  # noqa: E402
-from jax_bridge.floor import floor_of  # noqa: E402
+from jax_bridge.aot.floor import floor_of  # noqa: E402
 from torch_dflash import skeleton  # noqa: E402
 from torch_dflash.cli.configs import load_configs  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jax_bridge.offline import compile_only
+from jax_bridge.aot.offline import compile_only
 
 compile_only()
 
 from transformers import AutoConfig  # noqa: E402
 
 from jax_bridge import aot  # noqa: E402
-from jax_bridge.floor import chip_of, prefill_floor  # noqa: E402
+from jax_bridge.aot.floor import chip_of, prefill_floor  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402
 from torch_dflash.proposers.dflash.config import DFlashConfig  # noqa: E402
 

@@ -23,9 +23,9 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.sharding import Mesh
 from transformers import AutoConfig
 
-from jax_bridge import aot
 from jax_bridge._torchax import call_jax, environment
-from jax_bridge.floor import floor_of
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot.floor import floor_of
 from jax_bridge.ops import _paged_attention
 from torch_dflash.cache import dense as cache
 from torch_dflash.cache.paged import PagedLayer

@@ -12,7 +12,7 @@ import argparse
 import time
 from functools import partial
 
-from jax_bridge.offline import compile_only
+from jax_bridge.aot.offline import compile_only
 
 compile_only()
 
@@ -30,9 +30,9 @@ from scan_layers import (  # noqa: E402
     unrolled,
 )
 
-from jax_bridge.aot import find_topology  # noqa: E402
-from jax_bridge.hlo import Program  # noqa: E402
-from jax_bridge.traffic import hbm_traffic  # noqa: E402
+from jax_bridge.aot.compile import find_topology  # noqa: E402
+from jax_bridge.aot.hlo import Program  # noqa: E402
+from jax_bridge.aot.traffic import hbm_traffic  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402
 
 FORMS = (unrolled, scanned, carried, paged_unrolled, paged_sliced, paged_flat)

@@ -8,8 +8,8 @@ from importlib import import_module
 from jax_bridge import _torchax as _torchax  # first: says which versions work together
 from jax_bridge.arrays import to_jax as to_jax
 from jax_bridge.arrays import to_torch as to_torch
-from jax_bridge.loading import DeviceModel as DeviceModel
-from jax_bridge.loading import load as load
+from jax_bridge.checkpoints.load import DeviceModel as DeviceModel
+from jax_bridge.checkpoints.load import load as load
 from jax_bridge.state import state_to_jax as state_to_jax
 from jax_bridge.state import state_to_torch as state_to_torch
 
@@ -17,5 +17,5 @@ from jax_bridge.state import state_to_torch as state_to_torch
 def __getattr__(name: str):
     """``aot`` comes when it is asked for: it imports the lowerings, which start JAX's platform."""
     if name == "aot":
-        return import_module("jax_bridge.aot")
+        return import_module("jax_bridge.aot.compile")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

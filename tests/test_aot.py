@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import Qwen3Config
 
 import torch_dflash as td
-from jax_bridge import aot, passes
-from jax_bridge.floor import floor_of
-from jax_bridge.hlo import Program, forbidden
-from jax_bridge.passes import feature_shape
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot import passes
+from jax_bridge.aot.floor import floor_of
+from jax_bridge.aot.hlo import Program, forbidden
+from jax_bridge.aot.passes import feature_shape
 from jax_bridge.runtime import idle_rows
 from jax_bridge.state import register_states
 from torch_dflash.decode import decode_round

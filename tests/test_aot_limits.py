@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 import torch_dflash as td
-from jax_bridge import aot
-from jax_bridge.floor import floor_of
-from jax_bridge.hlo import forbidden
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot.floor import floor_of
+from jax_bridge.aot.hlo import forbidden
 from torch_dflash.cli.configs import load_configs
 
 CONFIGS = Path(__file__).parent.parent / "benchmarks/configs"

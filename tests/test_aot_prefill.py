@@ -8,9 +8,9 @@ import jax
 import pytest
 from test_aot import qwen3_4b_width
 
-from jax_bridge import aot
-from jax_bridge.floor import prefill_floor
-from jax_bridge.hlo import Instruction, Program, array_bytes, forbidden
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot.floor import prefill_floor
+from jax_bridge.aot.hlo import Instruction, Program, array_bytes, forbidden
 
 CONTEXT, ROWS = 4096, 512
 SCORES = 2 * 32 * ROWS * CONTEXT

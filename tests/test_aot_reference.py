@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 from test_aot import qwen3_4b_width
 
-from jax_bridge import aot, ops
-from jax_bridge.hlo import Program
+from jax_bridge import ops
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot.hlo import Program
 from jax_bridge.reference import loop
 from jax_bridge.reference.checkpoint import expected_shapes, target_shapes
 from jax_bridge.reference.config import read_config

@@ -142,11 +142,11 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
         if module in MODULES and module.split(".")[0] == "jax_bridge"
     }
     assert doors == {
-        ("torch_dflash.cli.aot", "jax_bridge.aot", True),
-        ("torch_dflash.cli.aot", "jax_bridge.aot_report", True),
-        ("torch_dflash.cli.aot", "jax_bridge.offline", True),
+        ("torch_dflash.cli.aot", "jax_bridge.aot.compile", True),
+        ("torch_dflash.cli.aot", "jax_bridge.aot.report", True),
+        ("torch_dflash.cli.aot", "jax_bridge.aot.offline", True),
         ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),
-        ("torch_dflash.cli.train", "jax_bridge.train", True),
+        ("torch_dflash.cli.train", "jax_bridge.train.trainer", True),
     }
 
 

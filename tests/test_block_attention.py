@@ -12,8 +12,8 @@ import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_bridge import aot
 from jax_bridge._torchax import call_torch
+from jax_bridge.aot import compile as aot
 from jax_bridge.kernels import block_attention as kernel
 from jax_bridge.kernels import online_softmax
 from torch_dflash.ops.block_attention import block_attention

@@ -11,8 +11,9 @@ from models import BASE, FAMILIES, MASK
 from transformers import AutoConfig
 
 import torch_dflash as td
-from jax_bridge import aot, aot_report
-from jax_bridge.floor import chip_of, floor_of, prefill_floor
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot import report as aot_report
+from jax_bridge.aot.floor import chip_of, floor_of, prefill_floor
 from torch_dflash.cli import main
 from torch_dflash.cli.configs import load_configs
 from torch_dflash.cli.errors import UserError

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers.integrations.moe import _default_apply_gate, batched_mm_experts_forward
 
-from jax_bridge import aot
-from jax_bridge.floor import floor_of
-from jax_bridge.hlo import Program
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot.floor import floor_of
+from jax_bridge.aot.hlo import Program
 from torch_dflash.cli.configs import load_configs
 from torch_dflash.target.experts import ONE_BY_ONE, static_experts
 

@@ -15,7 +15,8 @@ from torch import nn
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import layout, loading, lower, weights
+from jax_bridge import layout, lower, weights
+from jax_bridge.checkpoints import load as loading
 from jax_bridge.layout import Turned, by_rows, linear_weights, pays, upright
 from jax_bridge.runtime import idle_rows
 

@@ -11,7 +11,7 @@ import torch
 from guards import refuses
 
 import jax_bridge as jb
-from jax_bridge import loading
+from jax_bridge.checkpoints import load as loading
 from torch_dflash.storage import weight_files
 
 

@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_bridge import aot
+from jax_bridge.aot import compile as aot
 from jax_bridge.kernels import online_softmax, pallas_body
 from jax_bridge.kernels.paged_attention import jnp_paged_attention, paged_attention_jax
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention

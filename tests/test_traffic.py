@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jax_bridge.hlo import Program, all_bytes, forbidden, hbm_bytes, read_aliases
-from jax_bridge.traffic import hbm_traffic
+from jax_bridge.aot.hlo import Program, all_bytes, forbidden, hbm_bytes, read_aliases
+from jax_bridge.aot.traffic import hbm_traffic
 
 PROGRAM = """\
 HloModule jit_step, input_output_alias={ {0}: (2, {}, may-alias), {1}: (0, {}, may-alias) }

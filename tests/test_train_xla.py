@@ -20,8 +20,8 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.lower import compilations, tracing
 from jax_bridge.ops import chunked_jax
-from jax_bridge.train import XlaTrainer, check_mesh, data_mesh, fit_xla
-from jax_bridge.train_step import optimizer
+from jax_bridge.train.step import optimizer
+from jax_bridge.train.trainer import XlaTrainer, check_mesh, data_mesh, fit_xla
 from torch_dflash.ops.control_flow import chunked
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.features import Sequence
@@ -228,7 +228,7 @@ def test_weights_are_arguments_and_donated_ones_are_reused():
 
 TWO_DEVICES = """
 import dataclasses, jax, torch, test_train_xla as tests
-from jax_bridge.train import XlaTrainer, data_mesh
+from jax_bridge.train.trainer import XlaTrainer, data_mesh
 options = dataclasses.replace(tests.OPTIONS, batch_size=4, sampled_vocabulary=9)
 found, made = [], []
 for devices in (1, 2):

@@ -94,11 +94,11 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
     target, drafter = load_configs(arguments.target, arguments.drafter, arguments.block, arguments.layers)
     _check_context(arguments.context, target)
     try:
-        from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
+        from jax_bridge.aot.offline import compile_only  # only when asked for: it loads JAX
 
         compile_only()
-        from jax_bridge.aot import abstract_pair
-        from jax_bridge.aot_report import CompileError, check_topology, report
+        from jax_bridge.aot.compile import abstract_pair
+        from jax_bridge.aot.report import CompileError, check_topology, report
     except ImportError as error:
         raise UserError(one_line(error)) from None
     plan = {

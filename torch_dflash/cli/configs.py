@@ -24,7 +24,7 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
         layers: keep this many of the target's layers, and map the drafter's taps onto them.
 
     Returns:
-        The target's config, and what `jax_bridge.aot.abstract_pair` takes as a drafter.
+        The target's config, and what `jax_bridge.aot.compile.abstract_pair` takes as a drafter.
 
     Raises:
         UserError: something does not exist, cannot be read, or is not what it should be.

@@ -221,7 +221,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
         sequences = OnlineSequences(encoded, FeatureExtractor(loaded.target, wanted, dtype, "eager"))
     if arguments.runtime == "xla":
-        from jax_bridge.train import fit_xla  # only when asked for: it loads JAX
+        from jax_bridge.train.trainer import fit_xla  # only when asked for: it loads JAX
 
         fit_xla(student, sequences, arguments.out, options)
     else:

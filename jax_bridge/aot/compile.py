@@ -3,7 +3,7 @@
 `abstract_pair` builds a target and a drafter from their configs alone. `export_round` lowers their
 decoding round for TPU on plain CPU jax; `compile_round` runs the real TPU compiler on it, out of the
 libtpu wheel (the ``tpu`` extra), and returns what that compiler decided; `compile_step` does so for a pass
-of a round and for a prompt chunk. `jax_bridge.aot_report` holds the bytes of all three against their floors.
+of a round and for a prompt chunk. `jax_bridge.aot.report` holds the bytes of all three against their floors.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from jax_bridge.floor import Shapes
-from jax_bridge.hlo import Program, read_aliases
+from jax_bridge.aot.floor import Shapes
+from jax_bridge.aot.hlo import Program, read_aliases
+from jax_bridge.aot.passes import STEPS, feature_shape
+from jax_bridge.aot.traffic import hbm_traffic
 from jax_bridge.layout import rows_format
 from jax_bridge.lower import lower_begin, tracing
-from jax_bridge.passes import STEPS, feature_shape
 from jax_bridge.runtime import idle_chunk, idle_rows
 from jax_bridge.state import register_states
-from jax_bridge.traffic import hbm_traffic
 from torch_dflash.decode import Pair
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
@@ -58,7 +58,7 @@ class CompiledStep:
     Sizes are bytes of HBM on one chip. ``alias_bytes`` counts outputs that live in a donated input's
     buffer; ``aliases`` maps the path of each such output in the state, ``.cache[0].key`` for one, to the
     path of that input in ``(params, state)``: ``[1].cache[0].key``. ``unaliased`` holds the state's other
-    paths. ``traffic_bytes`` is what one run reads and writes (`jax_bridge.traffic`). ``cost`` is XLA's own
+    paths. ``traffic_bytes`` is what one run reads and writes (`jax_bridge.aot.traffic`). ``cost`` is XLA's own
     ``cost_analysis``; its ``"bytes accessed"`` counts on-chip VMEM traffic too, so a prefetched weight
     counts about three times.
     """
@@ -150,7 +150,7 @@ def compile_step(
 
     Args:
         model: from `abstract_pair`.
-        step: a key of `jax_bridge.passes.STEPS`.
+        step: a key of `jax_bridge.aot.passes.STEPS`.
         topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x2", "v6e:2x2".
         chips: chips the program runs on; this version compiles for 1.
         prompt_rows: of "prefill" alone, the rows R of the prompt chunk [B, R].

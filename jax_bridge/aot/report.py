@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from jax_bridge.aot import AbstractPair, CompiledStep, compile_step, find_topology
-from jax_bridge.floor import Chip, chip_of, floor_of
-from jax_bridge.hlo import Program, forbidden
+from jax_bridge.aot.compile import AbstractPair, CompiledStep, compile_step, find_topology
+from jax_bridge.aot.floor import Chip, chip_of, floor_of
+from jax_bridge.aot.hlo import Program, forbidden
 
 PASSES = ("verify", "draft", "round")
 
@@ -43,9 +43,9 @@ def report(
     """Compile ``passes`` for one chip of ``topology`` and say what each moves, beside the least it could.
 
     Args:
-        model: from `jax_bridge.aot.abstract_pair`, of a capacity of ``context`` for figures of a full cache.
+        model: from `jax_bridge.aot.compile.abstract_pair`, of a capacity of ``context`` for figures of a full cache.
         context: committed tokens per row that the floor counts.
-        topology: see `jax_bridge.aot.compile_step`.
+        topology: see `jax_bridge.aot.compile.compile_step`.
         passes: some of `PASSES`; the figures of the others are None.
         dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each. One that cannot be written is
             said and left out; the figures go on.
@@ -57,7 +57,7 @@ def report(
         "memory" or "compute". Kernels that report no FLOPs are taken to be the attention.
 
     Raises:
-        ModuleNotFoundError, ValueError: as `jax_bridge.aot.compile_step`. CompileError: what it says.
+        ModuleNotFoundError, ValueError: as `jax_bridge.aot.compile.compile_step`. CompileError: what it says.
     """
     chip, floor = chip_of(topology), floor_of(model.pair, model.params, context)
     steps: dict[str, CompiledStep] = {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 
-from jax_bridge.hlo import Instruction, Program, all_bytes, array_bytes, hbm_bytes
+from jax_bridge.aot.hlo import Instruction, Program, all_bytes, array_bytes, hbm_bytes
 
 _FREE = {
     "add-dependency",

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from jax_bridge.stacked import Stacked, find_experts
+from jax_bridge.checkpoints.experts import Stacked, find_experts
 from torch_dflash.checks import names_a_folder
 from torch_dflash.storage.weight_files import CONVERTED, Stored
 

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.checkpoint import find_source, match
+from jax_bridge.checkpoints.experts import Stacked
+from jax_bridge.checkpoints.files import find_source, match
 from jax_bridge.layout import Turned, Weight, by_rows, linear_weights, pays
-from jax_bridge.placement import check_mesh, sharding
-from jax_bridge.stacked import Stacked
+from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.config_fields import check_sizes, check_types
 from torch_dflash.storage.weight_files import Stored, find_files, read_headers
@@ -89,7 +89,7 @@ def load(
 
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
-        mesh: spread the weights over its axis "model" (`jax_bridge.placement`), replicated over all others;
+        mesh: spread the weights over its axis "model" (`jax_bridge.mesh`), replicated over all others;
             unset: JAX's default device. Decoding over several devices is not built: such a model is refused
             by `torch_dflash.compile`.
         dtype: of the weights: float32, bfloat16 or float16; unset: the one config.json names, else as stored.

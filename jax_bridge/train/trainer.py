@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.lower import Programs
 from jax_bridge.state import register_states
-from jax_bridge.train_step import AXIS, Arrays, lower_step, lower_validation, optimizer
+from jax_bridge.train.step import AXIS, Arrays, lower_step, lower_validation, optimizer
 from torch_dflash.train.blocks import Batch
 from torch_dflash.train.checkpoint import Checkpoint
 from torch_dflash.train.loop import Loop, open_fit, plan_fit
