@@ -15,7 +15,7 @@ from contenders import Contender, Setting, autocast, product, stack_flops
 from torch import nn
 from transformers import Qwen3Config
 
-from torch_dflash.train.objective import default_gamma
+from torch_dflash.train.fit.objective import default_gamma
 
 CHUNK_BLOCKS = 128  # SpecForge's default: blocks whose logits exist at a time
 AGREE = 1e-4

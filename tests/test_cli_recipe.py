@@ -18,11 +18,11 @@ import torch_dflash as td
 from torch_dflash.cli import main, main_parser
 from torch_dflash.cli.recipe import fit_command, target_name
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.data import Prompt, encode_conversation, read_answers
-from torch_dflash.train.evaluate import EvaluateOptions, evaluate
-from torch_dflash.train.export import export_drafter, trained_template
-from torch_dflash.train.log import draw_log
-from torch_dflash.train.regenerate import RegenerateOptions, regenerate
+from torch_dflash.train.answers.data import Prompt, encode_conversation, read_answers
+from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate
+from torch_dflash.train.evaluate.decode import EvaluateOptions, evaluate
+from torch_dflash.train.export.drafter import export_drafter, trained_template
+from torch_dflash.train.fit.log import draw_log
 
 TERSE = {"terse": True}
 TAPPED = ("--taps", "0,2", "--runtime", "eager")

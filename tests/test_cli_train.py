@@ -16,8 +16,8 @@ from trained import CONTEXT, MASK, World
 
 import torch_dflash as td
 from torch_dflash.cli import main
-from torch_dflash.train.fit import TorchTrainer
-from torch_dflash.train.log import read_log
+from torch_dflash.train.fit.log import read_log
+from torch_dflash.train.fit.torch_trainer import TorchTrainer
 
 STAGES = ("regenerate", "features", "fit", "evaluate", "all")
 SHAPE = ("--mask-token-id", str(MASK), "--layers", "1", "--block-size", "4")
@@ -110,7 +110,7 @@ def test_ctrl_c_is_no_traceback(world, tmp_path, capsys, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_dflash.train.regenerate.generate", interrupted)
+    monkeypatch.setattr("torch_dflash.train.answers.regenerate.generate", interrupted)
     prompts = world.write_prompts(tmp_path / "math.jsonl")
     assert train(world, "regenerate", "--prompts", prompts, "--out", tmp_path / "out", *EAGER) == 130
     assert "train regenerate: interrupted; run the same command again" in capsys.readouterr().err

@@ -19,11 +19,11 @@ from torch_dflash.cli import demo, main, main_parser
 from torch_dflash.cli.judge import prompts_checksum, read_figures
 from torch_dflash.demo.pair import load_demo_drafter
 from torch_dflash.storage.checksums import checksum_of
-from torch_dflash.train.architecture import DrafterShape, new_drafter
-from torch_dflash.train.card import acceptance_table
-from torch_dflash.train.data import read_answers, read_prompts
-from torch_dflash.train.log import read_log
-from torch_dflash.train.mixture import data_section, describe
+from torch_dflash.train.answers.data import read_answers, read_prompts
+from torch_dflash.train.answers.provenance import data_section, describe
+from torch_dflash.train.export.card import acceptance_table
+from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.log import read_log
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

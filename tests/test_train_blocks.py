@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import MASK, VOCAB, make_pair
 
-from torch_dflash.train.blocks import (
+from torch_dflash.train.fit.blocks import (
     Batch,
     block_targets,
     context_mask,

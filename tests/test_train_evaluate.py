@@ -12,9 +12,9 @@ from trained import CONTEXT, NEW, WIDTH
 
 import torch_dflash as td
 from torch_dflash.proposers import NGramProposer
-from torch_dflash.train.card import acceptance_table
-from torch_dflash.train.data import Prompt, encode_conversation
-from torch_dflash.train.evaluate import Acceptance, EvaluateOptions, evaluate, replay_ngram
+from torch_dflash.train.answers.data import Prompt, encode_conversation
+from torch_dflash.train.evaluate.decode import Acceptance, EvaluateOptions, evaluate, replay_ngram
+from torch_dflash.train.export.card import acceptance_table
 
 EAGER = EvaluateOptions(max_new_tokens=NEW, runtime="eager")
 

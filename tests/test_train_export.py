@@ -11,8 +11,8 @@ from safetensors import safe_open
 from trained import MASK, NEW, VOCAB, WIDTH
 
 import torch_dflash as td
-from torch_dflash.train.card import add_figures
-from torch_dflash.train.export import export_drafter
+from torch_dflash.train.export.card import add_figures
+from torch_dflash.train.export.drafter import export_drafter
 
 PER_LAYER = (
     "input_layernorm",

@@ -18,11 +18,13 @@ from safetensors import SafetensorError
 from test_train_stages import CACHED, SAID, checksums
 
 from torch_dflash.storage.files import StageError, write_atomically
-from torch_dflash.train import data, files, tensorfiles
-from torch_dflash.train.data import Answer, Prompt, read_answers, read_prompts
-from torch_dflash.train.features import cache_features
-from torch_dflash.train.log import TrainLog
-from torch_dflash.train.regenerate import regenerate
+from torch_dflash.train import files
+from torch_dflash.train.answers import data
+from torch_dflash.train.answers.data import Answer, Prompt, read_answers, read_prompts
+from torch_dflash.train.answers.regenerate import regenerate
+from torch_dflash.train.features import tensorfiles
+from torch_dflash.train.features.extract import cache_features
+from torch_dflash.train.fit.log import TrainLog
 from torch_dflash.train.stages import open_stage
 
 

@@ -21,17 +21,17 @@ from trained import NEW, WIDTH, options, shape, student
 
 import torch_dflash as td
 from torch_dflash.storage.files import StageError
-from torch_dflash.train import loop
-from torch_dflash.train.architecture import new_drafter
-from torch_dflash.train.checkpoint import load_latest
-from torch_dflash.train.features import Layers
-from torch_dflash.train.fit import TorchTrainer, fit
-from torch_dflash.train.log import TrainLog, read_log
-from torch_dflash.train.loop import Loop
-from torch_dflash.train.objective import Objective
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.schedule import Schedule
-from torch_dflash.train.student import Student
+from torch_dflash.train.features.extract import Layers
+from torch_dflash.train.fit import loop
+from torch_dflash.train.fit.architecture import new_drafter
+from torch_dflash.train.fit.checkpoint import load_latest
+from torch_dflash.train.fit.log import TrainLog, read_log
+from torch_dflash.train.fit.loop import Loop
+from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.schedule import Schedule
+from torch_dflash.train.fit.student import Student
+from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
 
 # Everything that could depend on where a fit was stopped: D-PACE, sampled ids, two batches an epoch.
 RESUMED = options(epochs=4, batch_size=4, sampled_vocabulary=16, evaluate_minutes=0.0)
@@ -159,8 +159,8 @@ import os, pathlib, signal, sys
 import torch
 torch.set_num_threads(1)
 from torch_dflash.cli import main
-from torch_dflash.train.fit import TorchTrainer
-from torch_dflash.train.loop import Loop
+from torch_dflash.train.fit.torch_trainer import TorchTrainer
+from torch_dflash.train.fit.loop import Loop
 save, step = Loop._save, TorchTrainer.step
 Loop._save = lambda self: save(self) if self.done == 2 else None
 def stepped(self, at, rate, batches):

@@ -12,15 +12,15 @@ from guards import refuses
 from models import make_pair, make_target
 from test_train_blocks import make_batch
 
-from torch_dflash.train.loop import measures
-from torch_dflash.train.objective import (
+from torch_dflash.train.fit.loop import measures
+from torch_dflash.train.fit.objective import (
     Objective,
     Vocabulary,
     block_losses,
     default_gamma,
     sample_vocabulary,
 )
-from torch_dflash.train.student import Student
+from torch_dflash.train.fit.student import Student
 
 BLOCKS, ROWS, HIDDEN, VOCAB = (2, 3), 5, 8, 37
 

@@ -19,16 +19,16 @@ from test_train_stages import CACHED, SAID, cached
 from trained import CONTEXT, MASK, TAPS, VOCAB, options, student
 
 from torch_dflash.storage.files import StageError, write_atomically
-from torch_dflash.train import loop
-from torch_dflash.train.checkpoint import load_latest
-from torch_dflash.train.data import read_answers, read_prompts, write_answers
-from torch_dflash.train.features import FeatureExtractor, Layers, Sequence, cache_features
-from torch_dflash.train.fit import fit
-from torch_dflash.train.marks import TargetMark
-from torch_dflash.train.regenerate import regenerate
-from torch_dflash.train.sequences import RARE, CachedSequences, OnlineSequences, check_mask
+from torch_dflash.train.answers.data import read_answers, read_prompts, write_answers
+from torch_dflash.train.answers.regenerate import regenerate
+from torch_dflash.train.features.extract import FeatureExtractor, Layers, Sequence, cache_features
+from torch_dflash.train.features.fingerprint import TargetMark
+from torch_dflash.train.features.sequences import RARE, CachedSequences, OnlineSequences, check_mask
+from torch_dflash.train.features.tensorfiles import write_tensors
+from torch_dflash.train.fit import loop
+from torch_dflash.train.fit.checkpoint import load_latest
+from torch_dflash.train.fit.torch_trainer import fit
 from torch_dflash.train.stages import open_stage
-from torch_dflash.train.tensorfiles import write_tensors
 
 SHORT = options(epochs=1)
 

@@ -14,9 +14,9 @@ from trained import CONTEXT, NEW, TAPS, TEXTS, options, shape
 
 import torch_dflash as td
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.architecture import DrafterShape, new_drafter
-from torch_dflash.train.data import Answer, Prompt, encode_conversation, read_answers
-from torch_dflash.train.features import (
+from torch_dflash.train.answers.data import Answer, Prompt, encode_conversation, read_answers
+from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate
+from torch_dflash.train.features.extract import (
     FeatureExtractor,
     FeatureOptions,
     Layers,
@@ -24,9 +24,9 @@ from torch_dflash.train.features import (
     cache_features,
     encode_answers,
 )
-from torch_dflash.train.regenerate import RegenerateOptions, regenerate
-from torch_dflash.train.schedule import Schedule
-from torch_dflash.train.sequences import CachedSequences, OnlineSequences
+from torch_dflash.train.features.sequences import CachedSequences, OnlineSequences
+from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.schedule import Schedule
 
 SAID = RegenerateOptions(max_new_tokens=NEW, batch_size=4, shard_size=4, runtime="eager")
 CACHED = FeatureOptions(taps=Layers(TAPS), dtype="float32", shard_size=4, runtime="eager")
@@ -85,7 +85,7 @@ def test_only_what_is_missing_is_made_again(world, tmp_path, monkeypatch):
     before = shards(tmp_path, "answers")
     (tmp_path / "answers-00001-of-00003.jsonl.gz").unlink()
     assert go() == 4 and shards(tmp_path, "answers") == before
-    monkeypatch.setattr("torch_dflash.train.regenerate.generate", None)  # nothing is decoded any more
+    monkeypatch.setattr("torch_dflash.train.answers.regenerate.generate", None)  # nothing is decoded any more
     assert go() == 0
 
 

@@ -24,13 +24,13 @@ from jax_bridge.train.step import optimizer
 from jax_bridge.train.trainer import XlaTrainer, check_mesh, data_mesh, fit_xla
 from torch_dflash.ops.control_flow import chunked
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.features import Sequence
-from torch_dflash.train.fit import TorchTrainer, fit
-from torch_dflash.train.log import read_log
-from torch_dflash.train.loop import measures, plan_fit
-from torch_dflash.train.objective import Objective
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.student import Student
+from torch_dflash.train.features.extract import Sequence
+from torch_dflash.train.fit.log import read_log
+from torch_dflash.train.fit.loop import measures, plan_fit
+from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.student import Student
+from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
 
 # AdamW divides a gradient by its own size, so where rounding is all there is, the step's direction is
 # rounding too. This clip brings such gradients below its eps.
@@ -277,11 +277,11 @@ class Stopping(TorchTrainer):
 def test_a_fit_goes_on_with_the_other_runtime(tmp_path, monkeypatch):
     sequences = RandomSequences()
     options = dataclasses.replace(OPTIONS, sampled_vocabulary=9, checkpoint_minutes=0.0)
-    monkeypatch.setattr("torch_dflash.train.loop.draw_log", lambda directory: None)  # at every step
+    monkeypatch.setattr("torch_dflash.train.fit.loop.draw_log", lambda directory: None)  # at every step
     whole, parts, back = make_student(), make_student(), make_student()
     fit(whole, sequences, tmp_path / "whole", options)
     with monkeypatch.context() as patch:
-        patch.setattr("torch_dflash.train.fit.TorchTrainer", Stopping)
+        patch.setattr("torch_dflash.train.fit.torch_trainer.TorchTrainer", Stopping)
         with pytest.raises(StageError, match="stopped after step 3 of 10"):
             fit(make_student(), sequences, tmp_path / "parts", options)
     fit_xla(parts, sequences, tmp_path / "parts", options, data_mesh(jax.devices()[:1]))

@@ -16,17 +16,23 @@ import torch
 from models import make_target
 from test_cli_generate import TEMPLATE, byte_tokenizer
 
-from torch_dflash.train.architecture import DrafterShape, new_drafter
-from torch_dflash.train.data import Answer, Prompt, read_answers
-from torch_dflash.train.export import export_drafter
-from torch_dflash.train.features import FeatureOptions, Layers, Sequence, cache_features, encode_answers
-from torch_dflash.train.fit import fit
-from torch_dflash.train.log import read_log
-from torch_dflash.train.objective import Objective
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.regenerate import RegenerateOptions, regenerate
-from torch_dflash.train.sequences import CachedSequences, split
-from torch_dflash.train.student import Student
+from torch_dflash.train.answers.data import Answer, Prompt, read_answers
+from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate
+from torch_dflash.train.export.drafter import export_drafter
+from torch_dflash.train.features.extract import (
+    FeatureOptions,
+    Layers,
+    Sequence,
+    cache_features,
+    encode_answers,
+)
+from torch_dflash.train.features.sequences import CachedSequences, split
+from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.log import read_log
+from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.student import Student
+from torch_dflash.train.fit.torch_trainer import fit
 
 VOCAB = 260  # 257 ids of the tokenizer, and some more
 MASK = 257  # of these, one that the target never says

@@ -19,10 +19,10 @@ from torch import nn
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
 from jax_bridge.train.autocast import Bfloat16Products
-from torch_dflash.train.blocks import Batch
-from torch_dflash.train.objective import Losses, Vocabulary
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.student import Student
+from torch_dflash.train.fit.blocks import Batch
+from torch_dflash.train.fit.objective import Losses, Vocabulary
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.student import Student
 
 Arrays = dict[str, jax.Array]
 AXIS = "data"

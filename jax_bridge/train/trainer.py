@@ -16,20 +16,20 @@ from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.lower import Programs
 from jax_bridge.state import register_states
 from jax_bridge.train.step import AXIS, Arrays, lower_step, lower_validation, optimizer
-from torch_dflash.train.blocks import Batch
-from torch_dflash.train.checkpoint import Checkpoint
-from torch_dflash.train.loop import Loop, open_fit, plan_fit
-from torch_dflash.train.objective import Losses, Vocabulary
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.schedule import Schedule
-from torch_dflash.train.sequences import Sequences
-from torch_dflash.train.student import Student
+from torch_dflash.train.features.sequences import Sequences
+from torch_dflash.train.fit.blocks import Batch
+from torch_dflash.train.fit.checkpoint import Checkpoint
+from torch_dflash.train.fit.loop import Loop, open_fit, plan_fit
+from torch_dflash.train.fit.objective import Losses, Vocabulary
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.schedule import Schedule
+from torch_dflash.train.fit.student import Student
 
 
 def fit_xla(
     student: Student, sequences: Sequences, directory: Path, options: FitOptions, mesh: Mesh | None = None
 ) -> None:
-    """`torch_dflash.train.fit.fit` with XLA: same files, so that either goes on where the other stopped.
+    """`torch_dflash.train.fit.torch_trainer.fit` with XLA: same files, so that either goes on where the other stopped.
 
     The trained weights are in ``student.drafter`` when it returns; when it is stopped, in the checkpoint.
 
@@ -68,7 +68,7 @@ def check_mesh(mesh: Mesh, batch_size: int) -> None:
 
 
 class XlaTrainer:
-    """Steps as XLA programs over a mesh, one per batch shape (`torch_dflash.train.loop.Trainer`).
+    """Steps as XLA programs over a mesh, one per batch shape (`torch_dflash.train.fit.loop.Trainer`).
 
     Weights and moments are donated from step to step; embedding and head are arguments too.
     """

@@ -18,11 +18,11 @@ from torch_dflash.cli.recipe import target_name
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.checksums import checksum_of
 from torch_dflash.storage.files import write_json
-from torch_dflash.train.card import acceptance_table, add_figures
-from torch_dflash.train.data import Prompt, read_prompts
-from torch_dflash.train.evaluate import EvaluateOptions, evaluate
-from torch_dflash.train.export import trained_template
-from torch_dflash.train.mixture import TEMPLATE, agree
+from torch_dflash.train.answers.data import Prompt, read_prompts
+from torch_dflash.train.answers.provenance import TEMPLATE, agree
+from torch_dflash.train.evaluate.decode import EvaluateOptions, evaluate
+from torch_dflash.train.export.card import acceptance_table, add_figures
+from torch_dflash.train.export.drafter import trained_template
 
 
 def add_arguments(stage: argparse.ArgumentParser) -> None:

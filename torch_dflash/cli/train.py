@@ -24,22 +24,29 @@ from torch_dflash.cli.outputs import check_folder
 from torch_dflash.cli.recipe import MAX_LENGTH, fit_command, target_name
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import StageError, Stopped
-from torch_dflash.train.architecture import DrafterShape, new_drafter
-from torch_dflash.train.data import Answer, read_answers, read_prompts
-from torch_dflash.train.export import export_drafter
-from torch_dflash.train.features import (
+from torch_dflash.train.answers.data import Answer, read_answers, read_prompts
+from torch_dflash.train.answers.provenance import (
+    TEMPLATE,
+    agree,
+    describe,
+    read_data,
+    with_template,
+    write_data,
+)
+from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate
+from torch_dflash.train.export.drafter import export_drafter
+from torch_dflash.train.features.extract import (
     FeatureExtractor,
     FeatureOptions,
     cache_features,
     encode_answers,
 )
-from torch_dflash.train.fit import fit
-from torch_dflash.train.mixture import TEMPLATE, agree, describe, read_data, with_template, write_data
-from torch_dflash.train.objective import Objective
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.regenerate import RegenerateOptions, regenerate
-from torch_dflash.train.sequences import CachedSequences, OnlineSequences
-from torch_dflash.train.student import Student
+from torch_dflash.train.features.sequences import CachedSequences, OnlineSequences
+from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.student import Student
+from torch_dflash.train.fit.torch_trainer import fit
 
 INTERRUPTED = 130  # the exit status of Ctrl-C
 

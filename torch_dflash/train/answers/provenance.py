@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.storage.files import StageError, write_json
-from torch_dflash.train.data import Answer
+from torch_dflash.train.answers.data import Answer
 from torch_dflash.train.files import MANIFEST
 
 DATA = "data.json"

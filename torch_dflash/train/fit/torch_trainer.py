@@ -12,14 +12,14 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
 from torch.utils import _pytree as pytree
 
-from torch_dflash.train.blocks import Batch
-from torch_dflash.train.checkpoint import Checkpoint
-from torch_dflash.train.loop import Loop, add, open_fit, plan_fit
-from torch_dflash.train.objective import Losses, Vocabulary
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.schedule import Schedule
-from torch_dflash.train.sequences import Sequences
-from torch_dflash.train.student import Student
+from torch_dflash.train.features.sequences import Sequences
+from torch_dflash.train.fit.blocks import Batch
+from torch_dflash.train.fit.checkpoint import Checkpoint
+from torch_dflash.train.fit.loop import Loop, add, open_fit, plan_fit
+from torch_dflash.train.fit.objective import Losses, Vocabulary
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.schedule import Schedule
+from torch_dflash.train.fit.student import Student
 
 
 def fit(student: Student, sequences: Sequences, directory: Path, options: FitOptions) -> None:
@@ -43,7 +43,7 @@ def fit(student: Student, sequences: Sequences, directory: Path, options: FitOpt
 
 
 class TorchTrainer:
-    """Steps on torch devices, one or several processes (`torch_dflash.train.loop.Trainer`)."""
+    """Steps on torch devices, one or several processes (`torch_dflash.train.fit.loop.Trainer`)."""
 
     def __init__(self, student: Student, schedule: Schedule, accelerator: Accelerator):
         self.options, self.schedule = schedule.options, schedule

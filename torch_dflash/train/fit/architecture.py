@@ -10,7 +10,7 @@ import torch
 from torch_dflash.checks import check_counts
 from torch_dflash.proposers.dflash.config import DFlashConfig, default_target_layer_ids
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.train.features import Layers, check_layers
+from torch_dflash.train.features.extract import Layers, check_layers
 
 # Of the target's own shape, so that the drafter's cost per layer is the target's.
 COPIED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")

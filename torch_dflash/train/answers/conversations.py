@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.data import Messages, Prompt, encode_conversation
+from torch_dflash.train.answers.data import Messages, Prompt, encode_conversation
 
 
 @dataclass(frozen=True)

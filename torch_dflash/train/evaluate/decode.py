@@ -15,9 +15,9 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import NGramProposer
-from torch_dflash.train.controls import ShuffledFeatures
-from torch_dflash.train.conversations import check_some_fit, check_turns, converse, stop_ids
-from torch_dflash.train.data import Prompt
+from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse, stop_ids
+from torch_dflash.train.answers.data import Prompt
+from torch_dflash.train.evaluate.shuffled import ShuffledFeatures
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from torch_dflash.train.blocks import Batch
-from torch_dflash.train.objective import Vocabulary, sample_vocabulary
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.sequences import Sequences, epoch_batches, make_batch, seed_of, split
+from torch_dflash.train.features.sequences import Sequences, epoch_batches, make_batch, seed_of, split
+from torch_dflash.train.fit.blocks import Batch
+from torch_dflash.train.fit.objective import Vocabulary, sample_vocabulary
+from torch_dflash.train.fit.options import FitOptions
 
 
 @dataclass(frozen=True)

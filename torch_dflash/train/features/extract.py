@@ -28,10 +28,10 @@ from torch_dflash.storage.files import StageError
 from torch_dflash.target.adapter import tapped
 from torch_dflash.target.skeleton import build_skeleton
 from torch_dflash.target.weights import collect_tensors
-from torch_dflash.train.data import Answer, encode_conversation
-from torch_dflash.train.marks import TargetMark
+from torch_dflash.train.answers.data import Answer, encode_conversation
+from torch_dflash.train.features.fingerprint import TargetMark
+from torch_dflash.train.features.tensorfiles import write_tensors
 from torch_dflash.train.stages import open_stage
-from torch_dflash.train.tensorfiles import write_tensors
 
 
 class Layers(tuple):

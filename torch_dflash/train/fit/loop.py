@@ -18,23 +18,23 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from torch_dflash.storage.files import StageError, Stopped
-from torch_dflash.train.blocks import Batch
-from torch_dflash.train.checkpoint import Checkpoint, load_latest, save_checkpoint
-from torch_dflash.train.features import data_checksum
-from torch_dflash.train.log import TrainLog, check_drawing, draw_log
-from torch_dflash.train.objective import Losses
-from torch_dflash.train.options import FitOptions
-from torch_dflash.train.schedule import Schedule
-from torch_dflash.train.sequences import Sequences, check_mask, check_source, check_taps
+from torch_dflash.train.features.extract import data_checksum
+from torch_dflash.train.features.sequences import Sequences, check_mask, check_source, check_taps
+from torch_dflash.train.fit.blocks import Batch
+from torch_dflash.train.fit.checkpoint import Checkpoint, load_latest, save_checkpoint
+from torch_dflash.train.fit.log import TrainLog, check_drawing, draw_log
+from torch_dflash.train.fit.objective import Losses
+from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.schedule import Schedule
+from torch_dflash.train.fit.student import Student
 from torch_dflash.train.stages import open_stage
-from torch_dflash.train.student import Student
 
 # What else of a drafter's config makes its weights other weights.
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "mask_token_id", "sliding_window")
 
 
 class Trainer(Protocol):
-    """What takes the steps: torch devices (`torch_dflash.train.fit`) or XLA (`jax_bridge.train.trainer`).
+    """What takes the steps: torch devices (`torch_dflash.train.fit.torch_trainer`) or XLA (`jax_bridge.train.trainer`).
 
     Attributes:
         process: number of this process among those that share a step. main: whether it writes the files.

@@ -10,9 +10,9 @@ from torch import nn
 
 from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.train.blocks import Batch, block_targets, draft_blocks, gather_rows
-from torch_dflash.train.marks import TargetMark, weights_mark
-from torch_dflash.train.objective import Losses, Objective, Vocabulary, block_losses
+from torch_dflash.train.features.fingerprint import TargetMark, weights_mark
+from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows
+from torch_dflash.train.fit.objective import Losses, Objective, Vocabulary, block_losses
 
 
 class Student(nn.Module):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import naming_a_full_disk
-from torch_dflash.train.card import CARD, acceptance_section, model_card
-from torch_dflash.train.mixture import TEMPLATE
+from torch_dflash.train.answers.provenance import TEMPLATE
+from torch_dflash.train.export.card import CARD, acceptance_section, model_card
 
 WEIGHTS = "model.safetensors"
 
@@ -32,11 +32,11 @@ def export_drafter(
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` (in ``dtype``) and ``README.md`` to ``directory``.
 
-    Figures that `torch_dflash.train.card.add_figures` put into the card stay while the weights are the same.
+    Figures that `torch_dflash.train.export.card.add_figures` put into the card stay while the weights are the same.
 
     Args:
         fitted: the fit's directory, whose settings and log go into the card.
-        data: what `torch_dflash.train.mixture.describe` says; None: the card says that it is not recorded.
+        data: what `torch_dflash.train.answers.provenance.describe` says; None: the card says that it is not recorded.
         name: the target's, for the card; unset: that of its directory.
         command: what repeats the fit.
     """

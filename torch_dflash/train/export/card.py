@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.storage.files import write_atomically
+from torch_dflash.train.answers.provenance import data_section
 from torch_dflash.train.files import MANIFEST
-from torch_dflash.train.log import read_log
-from torch_dflash.train.mixture import data_section
+from torch_dflash.train.fit.log import read_log
 
 CARD = "README.md"
 HEADING = "## Acceptance\n"
@@ -22,7 +22,7 @@ def model_card(
 
     Args:
         config: the drafter's. weights: how many it has. fitted: the fit's directory. name: the target's.
-        data: what `torch_dflash.train.mixture.describe` says of the answers. command: what repeats the fit.
+        data: what `torch_dflash.train.answers.provenance.describe` says of the answers. command: what repeats the fit.
     """
     settings = json.loads((fitted / MANIFEST).read_text())
     lines = read_log(fitted / "log.jsonl")

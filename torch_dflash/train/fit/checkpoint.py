@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.tensorfiles import reading_tensors, write_tensors
+from torch_dflash.train.features.tensorfiles import reading_tensors, write_tensors
 
 KEPT = 2
 
