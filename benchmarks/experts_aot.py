@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from unittest import mock
 
-from jax_bridge.aot.offline import compile_only
+from jax_bridge.offline import compile_only
 
 compile_only()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jax_bridge.aot.offline import compile_only
+from jax_bridge.offline import compile_only
 
 compile_only()
 

@@ -12,7 +12,7 @@ import argparse
 import time
 from functools import partial
 
-from jax_bridge.aot.offline import compile_only
+from jax_bridge.offline import compile_only
 
 compile_only()
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import SIZES, Contender, Setting, Size, make_setting, ours, product
-from peers import agreement, find_peers, specforge, speculators
+from train_step_ours import SIZES, Contender, Setting, Size, make_setting, ours, product
+from train_step_peers import agreement, find_peers, specforge, speculators
 
 from torch_dflash.cli.provenance import write_json
 

@@ -17,5 +17,5 @@ from jax_bridge.state import state_to_torch as state_to_torch
 def __getattr__(name: str):
     """``aot`` comes when it is asked for: it imports the lowerings, which start JAX's platform."""
     if name == "aot":
-        return import_module("jax_bridge.aot.compile")
+        return import_module("jax_bridge.aot")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

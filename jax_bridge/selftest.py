@@ -20,11 +20,11 @@ from jax_bridge.lower import lower, tracing
 from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine.engine import Engine
-from torch_dflash.selftest.side import Reads, best_speed
+from torch_dflash.selftest.backend import Reads, best_speed
 
 
 class XlaSide:
-    """JAX's default device (`torch_dflash.selftest.side.Side`)."""
+    """JAX's default device (`torch_dflash.selftest.backend.Side`)."""
 
     runtime = "xla"
 

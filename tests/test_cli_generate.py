@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torch_dflash.cli import main
-from torch_dflash.cli.text import Incremental, StdoutStreamer
+from torch_dflash.cli.encode import StdoutStreamer
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.text import Incremental
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

@@ -16,7 +16,7 @@ from trained import CONTEXT, World
 
 import torch_dflash as td
 from torch_dflash.cli import main, main_parser
-from torch_dflash.cli.recipe import fit_command, target_name
+from torch_dflash.cli.fit_command import fit_command, target_name
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import Prompt, encode_conversation, read_answers
 from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate

@@ -16,7 +16,7 @@ from models import VOCAB, make_pair
 import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.cli import demo, main, main_parser
-from torch_dflash.cli.judge import prompts_checksum, read_figures
+from torch_dflash.cli.train_evaluate import prompts_checksum, read_figures
 from torch_dflash.demo.pair import load_demo_drafter
 from torch_dflash.storage.checksums import checksum_of
 from torch_dflash.train.answers.data import read_answers, read_prompts

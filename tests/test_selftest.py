@@ -19,11 +19,12 @@ from jax_bridge.selftest import reference_hidden
 from torch_dflash.cli import main
 from torch_dflash.ops import block_attention
 from torch_dflash.runtime import EagerRuntime
-from torch_dflash.selftest import texts, timing
-from torch_dflash.selftest.checks import FAIL, NOT_APPLICABLE, NOT_RUN, PASS, Report, within
+from torch_dflash.selftest import losslessness as texts
+from torch_dflash.selftest import timing
+from torch_dflash.selftest.backend import EagerSide, Subject
 from torch_dflash.selftest.costs import hidden_costs
 from torch_dflash.selftest.parity import parity
-from torch_dflash.selftest.side import EagerSide, Subject
+from torch_dflash.selftest.report import FAIL, NOT_APPLICABLE, NOT_RUN, PASS, Report, within
 
 
 def statuses(checks):

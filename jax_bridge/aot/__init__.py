@@ -1,0 +1,10 @@
+"""Programs compiled for chips that are not here: what they move, and the least they could."""
+
+from jax_bridge.aot.compile import AbstractPair as AbstractPair
+from jax_bridge.aot.compile import CompiledStep as CompiledStep
+from jax_bridge.aot.compile import abstract_pair as abstract_pair
+from jax_bridge.aot.compile import compile_function as compile_function
+from jax_bridge.aot.compile import compile_round as compile_round
+from jax_bridge.aot.compile import compile_step as compile_step
+from jax_bridge.aot.compile import export_round as export_round
+from jax_bridge.aot.compile import find_topology as find_topology

@@ -58,7 +58,7 @@ class CompiledStep:
     Sizes are bytes of HBM on one chip. ``alias_bytes`` counts outputs that live in a donated input's
     buffer; ``aliases`` maps the path of each such output in the state, ``.cache[0].key`` for one, to the
     path of that input in ``(params, state)``: ``[1].cache[0].key``. ``unaliased`` holds the state's other
-    paths. ``traffic_bytes`` is what one run reads and writes (`jax_bridge.aot.traffic`). ``cost`` is XLA's own
+    paths. ``traffic_bytes`` is what one run reads and writes (`traffic.py`). ``cost`` is XLA's own
     ``cost_analysis``; its ``"bytes accessed"`` counts on-chip VMEM traffic too, so a prefetched weight
     counts about three times.
     """

@@ -43,7 +43,7 @@ def report(
     """Compile ``passes`` for one chip of ``topology`` and say what each moves, beside the least it could.
 
     Args:
-        model: from `jax_bridge.aot.compile.abstract_pair`, of a capacity of ``context`` for figures of a full cache.
+        model: from `abstract_pair`, of a capacity of ``context`` for figures of a full cache.
         context: committed tokens per row that the floor counts.
         topology: see `jax_bridge.aot.compile.compile_step`.
         passes: some of `PASSES`; the figures of the others are None.

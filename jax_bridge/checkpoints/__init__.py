@@ -1,0 +1,1 @@
+"""Checkpoints read straight to the device, tensor by tensor."""

@@ -29,7 +29,7 @@ from torch_dflash.train.fit.student import Student
 def fit_xla(
     student: Student, sequences: Sequences, directory: Path, options: FitOptions, mesh: Mesh | None = None
 ) -> None:
-    """`torch_dflash.train.fit.torch_trainer.fit` with XLA: same files, so that either goes on where the other stopped.
+    """The fit of `torch_dflash.train.fit` with XLA: same files, so either goes on where the other stopped.
 
     The trained weights are in ``student.drafter`` when it returns; when it is stopped, in the checkpoint.
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch_dflash.checks import check_counts, check_precision, positions_of
 from torch_dflash.cli.configs import WITHOUT_WEIGHTS, load_configs
+from torch_dflash.cli.dataclass_options import add_options
 from torch_dflash.cli.errors import UserError, fail, one_line
-from torch_dflash.cli.options import add_options
-from torch_dflash.cli.outputs import check_outputs, make_folder
 from torch_dflash.cli.provenance import provenance, write_json
+from torch_dflash.cli.writable import check_outputs, make_folder
 from torch_dflash.plan import DecodePlan
 
 PASSES = ("verify", "draft", "round")
@@ -94,7 +94,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
     target, drafter = load_configs(arguments.target, arguments.drafter, arguments.block, arguments.layers)
     _check_context(arguments.context, target)
     try:
-        from jax_bridge.aot.offline import compile_only  # only when asked for: it loads JAX
+        from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
 
         compile_only()
         from jax_bridge.aot.compile import abstract_pair

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.asked import check_room, prompt_room
+from torch_dflash.cli.arguments import check_room, prompt_room
+from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, fail
-from torch_dflash.cli.live import draw_timeline, stream_answer
-from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import write_json
-from torch_dflash.cli.text import encode
+from torch_dflash.cli.timeline import draw_timeline, stream_answer
+from torch_dflash.cli.writable import check_outputs
 from torch_dflash.demo.pair import load_demo_pair
 from torch_dflash.demo.target import DemoModelError
 

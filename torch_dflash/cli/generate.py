@@ -14,7 +14,7 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.checks import CACHES
-from torch_dflash.cli.asked import (
+from torch_dflash.cli.arguments import (
     call_options,
     check_options,
     check_room,
@@ -22,10 +22,10 @@ from torch_dflash.cli.asked import (
     read_input,
     template_options,
 )
+from torch_dflash.cli.encode import StdoutStreamer, encode
 from torch_dflash.cli.errors import UserError, fail, one_line
-from torch_dflash.cli.lines import read_items, run_lines
+from torch_dflash.cli.jsonl import read_items, run_lines
 from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded, load_pair
-from torch_dflash.cli.text import StdoutStreamer, encode
 from torch_dflash.engine.calls import read_request
 from torch_dflash.engine.engine import LARGEST_CHUNK
 from torch_dflash.engine.outputs import GenerateOutput

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from torch_dflash.cli.asked import check_device
+from torch_dflash.cli.arguments import check_device
 from torch_dflash.cli.errors import UserError, fail, one_line
-from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import provenance, write_json
-from torch_dflash.selftest.checks import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
+from torch_dflash.cli.writable import check_outputs
+from torch_dflash.selftest.backend import EagerSide, Side, Subject
 from torch_dflash.selftest.costs import hidden_costs
 from torch_dflash.selftest.kernels import block_forms, paged_forms
+from torch_dflash.selftest.losslessness import lossless
 from torch_dflash.selftest.parity import parity
-from torch_dflash.selftest.side import EagerSide, Side, Subject
-from torch_dflash.selftest.texts import lossless
+from torch_dflash.selftest.report import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
 from torch_dflash.selftest.timing import SIZES, measure
 
 # Full attention with tied heads; then windows, sinks, biases and experts.

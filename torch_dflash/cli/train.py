@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from torch_dflash.checks import check_counts, context_of
-from torch_dflash.cli import judge
-from torch_dflash.cli.asked import check_device, tell_penalty, template_options
+from torch_dflash.cli import train_evaluate as judge
+from torch_dflash.cli.arguments import check_device, tell_penalty, template_options
+from torch_dflash.cli.dataclass_options import add_options, read_options
 from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.fit_command import MAX_LENGTH, fit_command, target_name
 from torch_dflash.cli.loading import load_pair, place_of
-from torch_dflash.cli.options import add_options, read_options
-from torch_dflash.cli.outputs import check_folder
-from torch_dflash.cli.recipe import MAX_LENGTH, fit_command, target_name
+from torch_dflash.cli.writable import check_folder
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.answers.data import Answer, read_answers, read_prompts

@@ -9,8 +9,8 @@ import torch
 
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import pad_rows
-from torch_dflash.selftest.checks import NOT_APPLICABLE, Check, judged
-from torch_dflash.selftest.side import CHUNK, Side, Subject, prompts
+from torch_dflash.selftest.backend import CHUNK, Side, Subject, prompts
+from torch_dflash.selftest.report import NOT_APPLICABLE, Check, judged
 
 # Everything a request may change without a new program.
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [

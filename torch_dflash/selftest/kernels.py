@@ -11,8 +11,8 @@ import torch
 
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.paged_attention import paged_attention, pool_width
-from torch_dflash.selftest.checks import Check, within
-from torch_dflash.selftest.side import Side
+from torch_dflash.selftest.backend import Side
+from torch_dflash.selftest.report import Check, within
 
 BATCH, PAGE, COLUMNS = 2, 16, 12
 SLOTS = 1040  # of a drafter's context: two blocks of the kernel and a piece

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch_dflash.decode import Pair, Params
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.ops.windows import read_rows
-from torch_dflash.selftest.checks import Check, within
-from torch_dflash.selftest.side import Side, Subject, prompts
+from torch_dflash.selftest.backend import Side, Subject, prompts
+from torch_dflash.selftest.report import Check, within
 from torch_dflash.state import DecodeState
 
 # Of the largest value compared. Both sides compute the features of all rounds themselves, so rounding grows;

@@ -20,8 +20,8 @@ from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.ops.windows import read_rows, write_rows
+from torch_dflash.selftest.backend import Side
 from torch_dflash.selftest.pairs import make_drafter, make_target
-from torch_dflash.selftest.side import Side
 from torch_dflash.state import DecodeState, Draft
 
 ROUNDS = 8

@@ -1,0 +1,1 @@
+"""Stage one: the target's own answers to prompts."""

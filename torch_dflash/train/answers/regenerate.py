@@ -16,16 +16,11 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, context_of
+from torch_dflash.engine.defaults import penalty_of, stop_ids
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.storage.files import write_json
-from torch_dflash.train.answers.conversations import (
-    check_some_fit,
-    check_turns,
-    converse,
-    penalty_of,
-    stop_ids,
-)
+from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Answer, Prompt, count_answers, write_answers
 from torch_dflash.train.features.fingerprint import TargetMark
 from torch_dflash.train.stages import open_stage

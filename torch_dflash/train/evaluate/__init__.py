@@ -1,0 +1,1 @@
+"""Stage four: how many drafts of a fitted drafter the target accepts."""

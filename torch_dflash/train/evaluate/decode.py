@@ -11,11 +11,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, context_of
+from torch_dflash.engine.defaults import stop_ids
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import NGramProposer
-from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse, stop_ids
+from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Prompt
 from torch_dflash.train.evaluate.shuffled import ShuffledFeatures
 

@@ -1,0 +1,1 @@
+"""A fitted drafter as a directory that others can load."""

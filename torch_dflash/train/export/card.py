@@ -22,7 +22,7 @@ def model_card(
 
     Args:
         config: the drafter's. weights: how many it has. fitted: the fit's directory. name: the target's.
-        data: what `torch_dflash.train.answers.provenance.describe` says of the answers. command: what repeats the fit.
+        data: what `train.answers.provenance` says of the answers. command: what repeats the fit.
     """
     settings = json.loads((fitted / MANIFEST).read_text())
     lines = read_log(fitted / "log.jsonl")

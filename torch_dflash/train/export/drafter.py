@@ -32,11 +32,11 @@ def export_drafter(
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` (in ``dtype``) and ``README.md`` to ``directory``.
 
-    Figures that `torch_dflash.train.export.card.add_figures` put into the card stay while the weights are the same.
+    Figures that `card.add_figures` put into the card stay while the weights are the same.
 
     Args:
         fitted: the fit's directory, whose settings and log go into the card.
-        data: what `torch_dflash.train.answers.provenance.describe` says; None: the card says that it is not recorded.
+        data: what `train.answers.provenance` says; None: the card says that it is not recorded.
         name: the target's, for the card; unset: that of its directory.
         command: what repeats the fit.
     """

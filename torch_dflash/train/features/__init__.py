@@ -1,0 +1,1 @@
+"""Stage two: the target's hidden states on those answers, on disk."""

@@ -1,0 +1,1 @@
+"""Stage three: a drafter fitted to the features."""

@@ -34,7 +34,7 @@ SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "mask_token_id
 
 
 class Trainer(Protocol):
-    """What takes the steps: torch devices (`torch_dflash.train.fit.torch_trainer`) or XLA (`jax_bridge.train.trainer`).
+    """What takes the steps: torch devices (`torch_trainer.py`) or XLA (`jax_bridge.train`).
 
     Attributes:
         process: number of this process among those that share a step. main: whether it writes the files.

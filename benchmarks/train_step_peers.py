@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from contenders import Contender, Setting, autocast, product, stack_flops
 from torch import nn
+from train_step_ours import Contender, Setting, autocast, product, stack_flops
 from transformers import Qwen3Config
 
 from torch_dflash.train.fit.objective import default_gamma

@@ -11,7 +11,7 @@ from typing import Any
 from torch_dflash.checks import context_of
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import Loaded
-from torch_dflash.train.answers.conversations import penalty_of, stop_ids
+from torch_dflash.engine.defaults import penalty_of, stop_ids
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

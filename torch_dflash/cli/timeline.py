@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.cli.text import Incremental
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.text import Incremental
 from torch_dflash.storage.files import write_atomically
 
 GREEN, RESET = "\033[32m", "\033[0m"

@@ -8,13 +8,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.cli.asked import check_device, tell_penalty, template_options
+from torch_dflash.cli.arguments import check_device, tell_penalty, template_options
+from torch_dflash.cli.dataclass_options import add_options, read_options
 from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.fit_command import target_name
 from torch_dflash.cli.loading import Loaded, load_pair
-from torch_dflash.cli.options import add_options, read_options
-from torch_dflash.cli.outputs import check_outputs
 from torch_dflash.cli.provenance import provenance
-from torch_dflash.cli.recipe import target_name
+from torch_dflash.cli.writable import check_outputs
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.checksums import checksum_of
 from torch_dflash.storage.files import write_json

@@ -10,9 +10,9 @@ import torch
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.sampling import gumbel
-from torch_dflash.selftest.checks import Check, judged
+from torch_dflash.selftest.backend import Subject, prompts
 from torch_dflash.selftest.parity import TOLERANCE
-from torch_dflash.selftest.side import Subject, prompts
+from torch_dflash.selftest.report import Check, judged
 
 NEW = 24
 TEMPERATURE = 8.0  # the two best logits of an agreeing pair stand tens above the rest: see `correlate`

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dflash.cli.asked import check_room
+from torch_dflash.cli.arguments import check_room
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
