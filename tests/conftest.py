@@ -2,7 +2,7 @@ import os
 import tempfile
 
 import torch
-from trained import overfit, world
+from support.trained import overfit, world
 
 __all__ = ["overfit", "world"]  # fixtures of the session
 

@@ -24,15 +24,8 @@ from torch_dflash.cli.loading import load_pair, place_of
 from torch_dflash.cli.writable import check_folder
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import StageError, Stopped
+from torch_dflash.train.answers import provenance
 from torch_dflash.train.answers.data import Answer, read_answers, read_prompts
-from torch_dflash.train.answers.provenance import (
-    TEMPLATE,
-    agree,
-    describe,
-    read_data,
-    with_template,
-    write_data,
-)
 from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate
 from torch_dflash.train.export.drafter import export_drafter
 from torch_dflash.train.features.extract import (
@@ -63,7 +56,7 @@ def add_parser(commands) -> None:
     stage = _stage(stages, "regenerate", "the target answers prompts", _regenerate, template=True)
     stage.add_argument("--prompts", nargs="+", required=True, type=Path, metavar="FILE")
     stage.add_argument("--limit", type=int, metavar="N", help="only N prompts, a fair sample")
-    add_options(stage, RegenerateOptions, without=(TEMPLATE,))
+    add_options(stage, RegenerateOptions, without=(provenance.TEMPLATE,))
 
     stage = _stage(stages, "features", "cache the target's tapped states", _features, template=True)
     stage.add_argument("--answers", nargs="+", required=True, type=Path, metavar="PATH")
@@ -179,7 +172,7 @@ def _load(arguments: argparse.Namespace, drafter: str = "none", device: str | No
 
 
 def _regenerate(arguments: argparse.Namespace) -> int:
-    options = read_options(RegenerateOptions, arguments, **{TEMPLATE: template_options(arguments)})
+    options = read_options(RegenerateOptions, arguments, **{provenance.TEMPLATE: template_options(arguments)})
     check_device(arguments)
     check_counts(limit=arguments.limit)
     prompts = read_prompts(arguments.prompts)
@@ -195,11 +188,11 @@ def _regenerate(arguments: argparse.Namespace) -> int:
 def _features(arguments: argparse.Namespace) -> int:
     options = read_options(FeatureOptions, arguments)
     check_device(arguments)
-    answers = with_template(read_answers(arguments.answers), template_options(arguments))
+    answers = provenance.with_template(read_answers(arguments.answers), template_options(arguments))
     loaded = _load(arguments)
     sequences = encode_answers(loaded.tokenizer, answers, _room(loaded.target, options.max_length))
     cache_features(loaded.target, sequences, arguments.out, options)
-    write_data(arguments.out, describe(answers, arguments.answers))
+    provenance.write_data(arguments.out, provenance.describe(answers, arguments.answers))
     return 0
 
 
@@ -251,16 +244,16 @@ def _data(arguments: argparse.Namespace) -> tuple[list[Answer], dict[str, Any] |
     """The answers of --answers, and what is known of those that the features were made of."""
     given = template_options(arguments)
     if arguments.features:
-        data = read_data(arguments.features)
-        agree(given, data[TEMPLATE] if data else [], "the features are of answers made")
-        if given is not None and not (data and data[TEMPLATE]):
+        data = provenance.read_data(arguments.features)
+        provenance.agree(given, data[provenance.TEMPLATE] if data else [], "the features are of answers made")
+        if given is not None and not (data and data[provenance.TEMPLATE]):
             raise UserError(
                 "--chat-template-kwargs: cached features are of texts that are encoded already; pass it to "
                 "the features stage."
             )
         return [], data
-    answers = with_template(read_answers(arguments.answers), given)
-    return answers, describe(answers, arguments.answers)
+    answers = provenance.with_template(read_answers(arguments.answers), given)
+    return answers, provenance.describe(answers, arguments.answers)
 
 
 def _process(device: str | None) -> AcceleratorState:

@@ -1,0 +1,49 @@
+"""A step that every layer takes is traced once a program, and again in the next."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from support.tiny import make_target
+
+import torch_dflash as td
+from jax_bridge import lower
+from jax_bridge.runtime import idle_rows
+from jax_bridge.shared import once, sharing
+
+traced = []
+
+
+def step(x, y, *, factor):
+    traced.append((x.shape, factor))
+    return x * factor if y is None else x * factor + y
+
+
+def test_calls_that_are_alike_share_a_trace():
+    row, square = jnp.ones(3), jnp.ones((2, 2))
+
+    def whole(row, square):
+        rows = (
+            once(step, row, None, factor=2) + once(step, row, None, factor=2) + once(step, row, row, factor=2)
+        )
+        return rows, once(step, square, None, factor=2), once(step, row, None, factor=3)
+
+    plain = whole(row, square)
+    traced.clear()
+    for _ in range(2):  # as another program, or after a change of the code, which must be seen
+        with sharing():
+            out = jax.jit(lambda *args: whole(*args))(row, square)
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, plain, out))
+    assert traced == 2 * [((3,), 2), ((3,), 2), ((2, 2), 2), ((3,), 3)]
+
+
+def test_more_layers_are_no_more_writes_to_trace():
+    writes = []
+    for layers in (2, 4):
+        engine = td.compile(make_target("llama", num_hidden_layers=layers), None, max_length=48)
+        params = engine.runtime.refresh(engine.tensors())
+        state = engine.runtime.begin(params, idle_rows(engine.plan))
+        with lower.tracing("highest"):
+            text = jax.jit(engine.runtime._rounds).lower(params, state).as_text()
+        writes.append(text.count("stablehlo.dynamic_update_slice"))
+    assert writes[0] == writes[1] > 0

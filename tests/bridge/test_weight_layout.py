@@ -1,0 +1,146 @@
+"""Weights turned for the CPU, laid by rows on TPUs: the model's values, followed, copied by no program."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+import torch
+from jax.experimental.layout import Format, Layout
+from support.scripted import own_text, run
+from support.tiny import make_pair
+from torch import nn
+
+import jax_bridge as jb
+import torch_dflash as td
+from jax_bridge import layout, lower, weights
+from jax_bridge.checkpoints import load as loading
+from jax_bridge.layout import Turned, by_rows, linear_weights, pays, upright
+from jax_bridge.runtime import idle_rows
+
+FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
+PROMPT = [5, 17, 80, 33, 2, 9, 41]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return make_pair("llama", agree=6.0)
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    engine = td.compile(*pair, **FIXED)
+    assert run(engine, [PROMPT], max_new_tokens=12)[0] == [own_text(pair[0], PROMPT, 12)]
+    return engine
+
+
+def test_linear_weights_are_turned_and_the_head_is_not(engine, pair):
+    params = engine.runtime.refresh(engine.tensors())
+    turned = {name for name, leaf in params.items() if isinstance(leaf, Turned)}
+    linear = [
+        f"{prefix}.{name}.weight"
+        for prefix, model in (("target.model", pair[0]), ("proposer.drafter", pair[1]))
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear)
+    ]
+    assert turned == set(linear) - {"target.model.lm_head.weight"} and len(turned) > 30
+    for name, tensor in engine.tensors().items():
+        assert tuple(params[name].shape) == tuple(tensor.shape)
+        assert torch.equal(jb.to_torch(upright(params)[name]), tensor), name
+
+
+def test_a_turned_weight_follows_its_tensor(engine, pair):
+    name, weight = (
+        "target.model.model.layers.0.mlp.up_proj.weight",
+        pair[0].model.layers[0].mlp.up_proj.weight,
+    )
+    before = engine.runtime.refresh(engine.tensors())
+    with torch.no_grad():
+        weight.mul_(2)
+    after = engine.runtime.refresh(engine.tensors())
+    with torch.no_grad():
+        weight.div_(2)
+    assert torch.equal(jb.to_torch(upright(after)[name]), weight * 2)
+    same = [key for key in before if key != name and not isinstance(before[key], Turned)]
+    assert all(before[key] is after[key] for key in same)
+    shared = [key for key in before if key != name and isinstance(before[key], Turned)]
+    assert all(before[key].array is after[key].array for key in shared)
+
+
+def copies(program):
+    """Transposes and copies, in a compiled program, of something shaped like an MLP's weight."""
+    return re.findall(r"= f32\[(?:32,48|48,32)\]\S* (?:copy|transpose)\(", program.as_text())
+
+
+def test_no_program_copies_a_turned_weight(engine, pair, monkeypatch):
+    made = engine.runtime._programs._compiled
+    steps = {key[0]: program for key, program in made.items() if key[0] in ("prefill", "rounds")}
+    assert len(steps) == 2
+    assert {name: copies(program) for name, program in steps.items()} == {"prefill": [], "rounds": []}
+    # Turned back outside of the loop, each weight is copied on every call: the search sees that.
+    runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
+    state = runtime.begin(params, idle_rows(engine.plan))
+    monkeypatch.setattr(lower, "upright", lambda params: params)
+    outside = jax.jit(lambda params, state: runtime._rounds(upright(params), state))
+    with lower.tracing("highest"):
+        assert copies(outside.lower(params, state).compile())
+
+
+def test_what_is_turned_depends_on_type_and_device():
+    class Device:
+        platform = "tpu"
+
+    cpu = jax.devices("cpu")[0]
+    assert pays(torch.float32, cpu)
+    assert not pays(torch.bfloat16, cpu) and not pays(torch.float16, cpu)
+    assert not pays(torch.float32, Device())
+
+
+def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):
+    layer = nn.Linear(4, 6, bias=False)
+    names = linear_weights(nn.ModuleDict({"a": layer}), None)
+    assert names == {"a.weight"}
+    first, second = weights.Weights(names), weights.Weights(frozenset())
+    turned, plain = (one.refresh({"a.weight": layer.weight})["a.weight"] for one in (first, second))
+    assert isinstance(turned, Turned) and turned.array.shape == (4, 6) and turned.shape == (6, 4)
+    assert not isinstance(plain, Turned) and plain.shape == (6, 4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's embedding is its head
+@pytest.mark.parametrize("source", ["live", "loaded"])
+def test_programs_take_matrices_as_they_lie(family, source, tmp_path, monkeypatch):
+    def by_columns(array):  # what no CPU would choose, as by rows is on some TPUs
+        place = Format(Layout(major_to_minor=(1, 0)), array.sharding)
+        return jax.device_put(array, place) if array.ndim == 2 else array
+
+    for module in (weights, loading):
+        monkeypatch.setattr(module, "by_rows", by_columns)
+    target, drafter = make_pair(family, agree=6.0)
+    given = target
+    if source == "loaded":
+        target.save_pretrained(tmp_path)
+        given = jb.load(tmp_path)
+    engine = td.compile(given, drafter, **FIXED)
+    assert run(engine, [PROMPT], max_new_tokens=12)[0] == [own_text(target, PROMPT, 12)]
+    params = engine.runtime.refresh(engine.tensors())
+    embedding = params["target.model.model.embed_tokens.weight"]
+    assert embedding.format.layout.major_to_minor == (1, 0)
+    programs = {key[0]: program for key, program in engine.runtime._programs._compiled.items()}
+    for step in ("prefill", "rounds"):
+        taken = programs[step].input_formats[0][0]["target.model.model.embed_tokens.weight"]
+        assert taken.layout == embedding.format.layout
+
+
+def test_only_a_tpus_matrices_are_laid_by_rows(monkeypatch):
+    def on_tpu(*order):
+        lies = SimpleNamespace(layout=SimpleNamespace(major_to_minor=order))
+        place = SimpleNamespace(device_set=[SimpleNamespace(platform="tpu")])
+        return SimpleNamespace(ndim=len(order), format=lies, sharding=place)
+
+    monkeypatch.setattr(layout, "rows_format", lambda place: place)
+    monkeypatch.setattr(jax, "device_put", lambda array, place: "by rows")
+    assert by_rows(on_tpu(1, 0)) == "by rows"
+    for array in (on_tpu(0, 1), on_tpu(0), on_tpu(2, 1, 0), jax.numpy.zeros((2, 3))):
+        assert by_rows(array) is array

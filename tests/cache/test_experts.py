@@ -1,0 +1,68 @@
+"""Experts without a copy of their weights equal transformers' own, for every kind of experts module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import ROOT
+from support.experts import CHOSEN, COUNT, FLAGS, Experts, routed
+from transformers.integrations.moe import batched_mm_experts_forward
+
+from jax_bridge.aot import compile as aot
+from jax_bridge.aot.floor import floor_of
+from jax_bridge.aot.hlo import Program
+from torch_dflash.cli.configs import load_configs
+from torch_dflash.target.experts import ONE_BY_ONE, static_experts
+
+CONFIGS = ROOT / "benchmarks/configs/qwen3-coder-30b-a3b"
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("rows", [1, ONE_BY_ONE // CHOSEN, ONE_BY_ONE // CHOSEN + 1, 33])
+def test_equal_to_transformers(flags, rows):
+    torch.manual_seed(1)
+    experts, given = Experts(*flags), routed(rows)
+    with torch.no_grad():
+        wanted, got = batched_mm_experts_forward(experts, *given), static_experts(experts, *given)
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_an_expert_that_overflows_on_another_s_row_changes_nothing():
+    torch.manual_seed(1)
+    experts, (rows, index, weights) = Experts(*FLAGS[0]), routed(33)
+    index = torch.where(index == 7, (index + 1) % COUNT, index)
+    with torch.no_grad():
+        wanted = static_experts(experts, rows, index, weights)
+        experts.gate_up_proj[7] = torch.inf
+        assert torch.equal(static_experts(experts, rows, index, weights), wanted)
+
+
+def test_gradients_flow_as_in_transformers():
+    torch.manual_seed(1)
+    experts, (rows, index, weights) = Experts(*FLAGS[1]), routed(33)
+    found = []
+    for forward in (static_experts, batched_mm_experts_forward):
+        leaf = rows.clone().requires_grad_()
+        forward(experts, leaf, index, weights).square().sum().backward()
+        found.append((leaf.grad, experts.down_proj.grad))
+        experts.zero_grad()
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.aot
+def test_no_expert_is_copied_on_a_tpu():
+    """One layer of Qwen3-Coder-30B-A3B, 10 rows: 80 pairs on 128 experts."""
+    target, drafter = load_configs(str(CONFIGS), str(CONFIGS) + "-dflash", None, layers=1)
+    model = aot.abstract_pair(target, drafter, capacity=512, verify_width=10)
+    step, floor = aot.compile_step(model, "verify"), floor_of(model.pair, model.params, 512)
+    experts = sum(
+        shape.size * shape.dtype.itemsize for name, shape in model.params.items() if ".experts." in name
+    )
+    unused = experts * (1 - 80 / 128)  # all are read, for that is cheaper than finding out which
+    assert floor.verify < step.traffic_bytes < 1.05 * (floor.verify + unused)
+    assert step.temp_bytes < 0.02 * experts
+    inside = [one.type for one in Program(step.hlo).instructions() if one.op != "parameter"]
+    assert not [
+        kind for kind in inside if kind.startswith(("bf16[80,1536,", "bf16[80,2048,768", "(bf16[80,1536,"))
+    ]

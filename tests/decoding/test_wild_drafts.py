@@ -1,0 +1,132 @@
+"""Drafts that are no tokens, and drafts that are no chain, from proposers of the user's own."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from support.scripted import Scripted, own_text, run
+from support.tiny import VOCAB, make_target
+
+import torch_dflash as td
+from torch_dflash.accept import known_chain
+from torch_dflash.state import Draft
+
+PROMPT, NEW, WIDTH = [11, 23, 5, 80, 41], 12, 4
+SIZES = {"max_length": 48, "prefill_chunk_size": 16}
+
+
+@cache
+def target():
+    model = make_target()
+    return model, own_text(model, PROMPT, NEW)
+
+
+@pytest.fixture(scope="module", params=["eager", "xla"])
+def scripted(request):
+    drafter = Scripted(1, 80, WIDTH)
+    return td.compile(target()[0], drafter, runtime=request.param, **SIZES), drafter
+
+
+@pytest.mark.parametrize("token", [VOCAB, 10**6, -1, -(10**6)])
+def test_an_id_outside_the_vocabulary_is_a_rejected_draft(scripted, token):
+    engine, drafter = scripted
+    text = target()[1]
+    drafter.say([PROMPT + [token if at % 4 == 3 else right for at, right in enumerate(text)]])
+    got, stats = run(engine, [PROMPT], max_new_tokens=NEW)
+    assert got == [text]
+    assert stats.acceptance_lengths == [[3, 4, 4]]
+
+
+def test_what_stands_for_an_id_outside_is_never_accepted():
+    tokens = torch.tensor([[4, VOCAB, 5], [-1, 2, 3], [1, 2, 3]], dtype=torch.int32)
+    plan = td.DecodePlan(batch_size=3, capacity=16, block_size=4, verify_width=4)
+    draft = known_chain(Draft(tokens, torch.tensor([3, 3, 2], dtype=torch.int32)), plan, VOCAB)
+    assert draft.valid.tolist() == [1, 0, 2]
+    assert draft.tokens.tolist() == [[4, VOCAB - 1, 5], [0, 2, 3], [1, 2, 3]]
+
+
+class Tree(Scripted):
+    def propose(self, *args):
+        draft, state = super().propose(*args)
+        return Draft(draft.tokens, draft.valid, torch.zeros_like(draft.tokens)), state
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_tree_is_refused(runtime):
+    drafter = Tree(1, 80, WIDTH)
+    engine = td.compile(target()[0], drafter, runtime=runtime, **SIZES)
+    with pytest.raises(ValueError, match=r"Draft\.parent is set: a tree .* leave parent None"):
+        run(engine, [PROMPT], max_new_tokens=NEW)
+
+
+def test_a_proposer_without_a_name_is_refused():
+    drafter = Scripted(1, 80, WIDTH)
+    drafter.name = None
+    with pytest.raises(TypeError, match="drafter=Scripted: it has no name; .*name = 'mine'"):
+        td.compile(target()[0], drafter, runtime="eager", **SIZES)
+
+
+class Meddler(Scripted):
+    """Writes into all that it is handed."""
+
+    def propose(self, pstate, anchor, length, embed, head):
+        draft, state = super().propose(pstate, anchor, length, embed, head)
+        anchor.fill_(5)
+        length.add_(1)
+        return draft, state
+
+    def observe(self, pstate, features, ids, next_ids, count):
+        for given in (ids, next_ids, count):
+            given.fill_(3)
+        return pstate
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_proposer_that_writes_into_what_it_is_handed_changes_no_text(runtime):
+    model, text = target()
+    drafter = Meddler(1, 80, WIDTH)
+    engine = td.compile(model, drafter, runtime=runtime, **SIZES)
+    drafter.say([PROMPT + text])
+    got, _ = run(engine, [PROMPT], max_new_tokens=NEW)
+    assert got == [text]
+
+
+JUNK = {
+    "floats": (lambda d: (Draft(d.tokens.float(), d.valid), ()), r"Draft\.tokens is torch\.float32 \[1, 3\]"),
+    "short": (
+        lambda d: (Draft(d.tokens[:, :1], d.valid), ()),
+        r"Draft\.tokens is torch\.int32 \[1, 1\].*\[1, 3\]",
+    ),
+    "numpy": (lambda d: (Draft(d.tokens.numpy(), d.valid), ()), r"Draft\.tokens is int32 \[1, 3\]"),
+    "valid": (lambda d: (Draft(d.tokens, None), ()), r"Draft\.valid is NoneType"),
+    "tokens alone": (lambda d: (d.tokens, ()), "propose.. drafted Tensor: return a Draft"),
+}
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_what_is_no_draft_is_named(junk):
+    make, words = JUNK[junk]
+    drafter = Scripted(1, 80, WIDTH)
+    whole = drafter.propose
+    engine = td.compile(target()[0], drafter, runtime="eager", **SIZES)
+    engine.pair.proposer.propose = lambda *given: make(whole(*given)[0])
+    with pytest.raises((TypeError, ValueError), match=words):
+        run(engine, [PROMPT], max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("taps", [(7,), (-1,), ("a",), (1.5,)])
+def test_taps_that_are_no_layers_are_named(taps):
+    drafter = Scripted(1, 80, WIDTH)
+    drafter.taps = taps
+    with pytest.raises(ValueError, match=r"taps=\(.*no layers of the target, which has 0 to 3"):
+        td.compile(target()[0], drafter, runtime="eager", **SIZES)
+
+
+@pytest.mark.parametrize("width", [2.5, "4", 0, True])
+def test_a_width_that_is_none_is_named(width):
+    drafter = Scripted(1, 80, WIDTH)
+    drafter.width = width
+    with pytest.raises(ValueError, match="width="):
+        td.compile(target()[0], drafter, runtime="eager", **SIZES)

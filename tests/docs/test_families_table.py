@@ -1,0 +1,72 @@
+"""docs/families.md says what docs/results/families.json says, and no text in it is another's."""
+
+from __future__ import annotations
+
+import json
+import runpy
+
+import pytest
+import torch
+from support import ROOT
+
+from torch_dflash.target import tested
+
+TABLES = runpy.run_path(str(ROOT / "benchmarks/family_tables.py"))
+PAGE = (ROOT / "docs/families.md").read_text()
+RESULTS = json.loads((ROOT / "docs/results/families.json").read_text())
+FAMILIES = RESULTS["families"]
+VERDICTS = {name: TABLES["verdict"](one) for name, one in FAMILIES.items()}
+
+
+def test_the_page_holds_the_tables():
+    assert PAGE.endswith("\n\n" + TABLES["tables"](FAMILIES) + "\n")
+
+
+def test_no_text_is_another_models():
+    runs = [(name, run["outcome"]) for name, one in FAMILIES.items() for run in one["runs"].values()]
+    assert not [(name, outcome) for name, outcome in runs if outcome in ("differs", "crash")]
+    assert sum(verdict == "equal" for verdict in VERDICTS.values()) > 90
+
+
+def test_the_tested_classes_are_those_of_equal_text():
+    shown = {
+        one["model"]
+        for name, one in FAMILIES.items()
+        if VERDICTS[name] == "equal" and one["distinct"] >= TABLES["WEAK"]
+    }
+    assert tested.TESTED == shown
+    assert RESULTS["provenance"]["packages"]["transformers"].startswith(tested.WITH + ".")
+
+
+def test_every_tested_class_is_known_as_such():
+    """None is taken for patched: all that its files hold is transformers' own."""
+    configs = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
+    for name, one in FAMILIES.items():
+        if VERDICTS[name] == "equal" and one["model"] in tested.TESTED:
+            with torch.device("meta"):
+                assert tested.is_tested(configs["build"](name)), name
+
+
+def test_texts_vary():
+    weak = [name for name, one in FAMILIES.items() if VERDICTS[name] == "equal" and one["distinct"] < 3]
+    assert len(weak) <= 3, weak
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_the_four_families_of_the_readme_run_everywhere(runtime):
+    for name in ("llama", "qwen2", "qwen3", "gpt_oss"):
+        for cache in ("static", "paged"):
+            assert FAMILIES[name]["runs"][f"{runtime} {cache}"]["outcome"] == "equal", (name, cache)
+
+
+def test_a_worse_outcome_is_the_verdict():
+    run = {"outcome": "equal", "proposers": ["plain"]}
+    family = {
+        "model": "A",
+        "distinct": 9,
+        "runs": {"eager static": run, "eager paged": run | {"outcome": "crash"}},
+    }
+    assert TABLES["verdict"](family) == "crash"
+    family["runs"]["eager paged"] = run | {"outcome": "refused"}
+    assert TABLES["verdict"](family) == "equal"
+    assert "| a | A | equal | refused | - | - | lookup |" in TABLES["tables"]({"a": family})

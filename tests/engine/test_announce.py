@@ -1,0 +1,113 @@
+"""A compilation that lasts is said, once and in one line; a bar, or a quick one, takes its place."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from support.shell import python
+from support.tiny import make_pair
+
+import torch_dflash as td
+from jax_bridge.lower import Programs
+from torch_dflash import progress
+
+ROOM = 64
+heard: list[str] = []  # what any thread compiles
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: heard.append(event) if "backend_compile" in event else None
+)
+
+
+@pytest.fixture
+def lines(monkeypatch, caplog):
+    """What is announced, without waiting for a second."""
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    return caplog
+
+
+def messages(lines):
+    return [record.getMessage() for record in lines.records if record.name == "torch_dflash"]
+
+
+def test_a_slow_compilation_is_one_line(lines):
+    engine = td.compile(*make_pair("llama"), max_length=ROOM)
+    ask = {"max_new_tokens": 4, "do_sample": False}
+    engine.generate(torch.tensor([[5, 6, 7]]), **ask)
+    said = messages(lines)
+    for step in ("begin", "prefill", "rounds"):
+        assert said.count(f"torch-dflash: compiling {step} for {ROOM} positions, batch 1 ...") == 1, said
+    lines.clear()
+    engine.generate(torch.tensor([[5, 6, 7, 8]]), **ask)
+    assert not messages(lines)
+
+
+def test_warmup_has_its_bar_instead(lines):
+    td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup(progress=False)
+    assert not messages(lines)
+
+
+def test_a_quick_compilation_is_not_said(caplog):
+    programs = Programs("highest", "8 positions")
+    assert programs.get("step", lambda x: x + 1, (jnp.zeros(3),))(jnp.zeros(3)).tolist() == [1, 1, 1]
+    assert not messages(caplog)
+
+
+def test_it_stands_on_stderr_and_can_be_silenced():
+    code = """
+import logging, time
+from torch_dflash import progress
+progress.PATIENCE = 0.0
+SILENCE
+progress.announce("compiling rounds").join(20)
+"""
+    said = python(code.replace("SILENCE", ""))
+    assert (said.stdout, said.stderr) == ("", "torch-dflash: compiling rounds ...\n")
+    silenced = python(code.replace("SILENCE", "logging.getLogger('torch_dflash').setLevel('ERROR')"))
+    assert (silenced.stdout, silenced.stderr) == ("", "")
+
+
+def test_a_failure_leaves_nothing_behind(lines, monkeypatch):
+    """Neither of tracing nor of compiling: the next call starts anew."""
+    programs, fail = Programs("highest", "8 positions"), [True]
+
+    def step(x):
+        if fail.pop():
+            raise FloatingPointError("traced")
+        return x * 2
+
+    with pytest.raises(FloatingPointError, match="traced"):
+        programs.get("step", step, (jnp.ones(2),))
+    whole = jax.stages.Lowered.compile
+
+    def short_of_memory(self, *args, **kwargs):
+        monkeypatch.setattr(jax.stages.Lowered, "compile", whole)
+        raise MemoryError("compiled")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", short_of_memory)
+    fail[:] = [False]
+    with pytest.raises(MemoryError, match="compiled"):
+        programs.get("step", step, (jnp.ones(2),))
+    fail[:] = [False]
+    assert programs.get("step", step, (jnp.ones(2),))(jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_rounds_are_compiled_beside_the_prompt(monkeypatch):
+    """Both are on their way before either is waited for; each is counted where it is asked for."""
+    order, whole = [], Programs.get
+
+    def get(self, name, *args, **kwargs):
+        order.append((name, sorted(key[0] for key in self._started)))
+        return whole(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(Programs, "get", get)
+    heard.clear()
+    engine = td.compile(*make_pair("llama"), max_length=ROOM)
+    before = engine.runtime.compilations
+    engine.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    assert ("prefill", ["begin", "prefill", "rounds"]) in order
+    assert engine.runtime.compilations - before == len(heard) >= 3
+    assert logging.getLogger("torch_dflash").handlers == []  # whose handlers there are is the user's affair

@@ -1,0 +1,279 @@
+"""Bad input: the error's type, and a message with field, value and fix, before any forward has run."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny
+from support.refusals import IDS, no_step_runs, refuses  # noqa: F401 - an autouse fixture
+from torch import nn
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import torch_dflash as td
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny.make_pair()
+
+
+def test_the_guard_itself_fails_a_good_call(pair):
+    with pytest.raises(pytest.fail.Exception, match="a step ran"):
+        td.generate(*pair, IDS, max_new_tokens=2, runtime="eager")
+
+
+class Streamer:
+    def put(self, value=None):
+        raise AssertionError("the streamer was used")
+
+    end = put
+
+
+MASK = torch.ones(1, 4)
+PROMPTS = [
+    (None, None, TypeError, ["input_ids=NoneType", "LongTensor"]),
+    ([[3, 4]], None, TypeError, ["input_ids=list", "LongTensor"]),
+    (IDS[0], None, ValueError, ["input_ids has shape (4,)", "[B, T]"]),
+    (IDS[:0], None, ValueError, ["input_ids has shape (0, 4)", "at least one row"]),
+    (IDS[:, :0], None, ValueError, ["row 0", "empty prompt", "at least one token"]),
+    (IDS.float(), None, TypeError, ["input_ids", "torch.float32", "integers"]),
+    (IDS.bool(), None, TypeError, ["input_ids", "torch.bool", "integers"]),
+    (IDS + 92, None, ValueError, ["input_ids of row 0 holds 97", "[0, 97)", "tokenizer"]),
+    (IDS - 4, None, ValueError, ["input_ids of row 0 holds -1", "[0, 97)", "tokenizer"]),
+    (IDS, [[1, 1, 1, 1]], TypeError, ["attention_mask=list", "tensor"]),
+    (IDS, torch.ones(1, 5), ValueError, ["attention_mask has shape (1, 5)", "(1, 4)", "same shape"]),
+    (IDS, torch.ones(1, 1, 4, 4), ValueError, ["attention_mask has shape (1, 1, 4, 4)", "2-D"]),
+    (IDS, MASK * 0, ValueError, ["row 0", "empty prompt"]),
+    (IDS, MASK * torch.tensor([1, 0, 1, 1]), ValueError, ["attention_mask of row 0 has a gap", "one end"]),
+    (IDS, MASK * -torch.inf, ValueError, ["attention_mask", "0 and 1", "real tokens"]),
+]
+
+
+@pytest.mark.parametrize(("ids", "mask", "error", "words"), PROMPTS, ids=lambda value: None)
+@pytest.mark.parametrize("streamer", [None, Streamer()], ids=["", "streamed"])
+def test_prompts(pair, ids, mask, error, words, streamer):
+    with refuses(error, *words):
+        td.generate(*pair, ids, mask, max_new_tokens=2, runtime="eager", streamer=streamer)
+
+
+OPTIONS = [
+    ({"runtime": "tpu"}, ValueError, ["runtime='tpu'", "'xla', 'eager'"]),
+    *[
+        ({"max_new_tokens": value}, ValueError, [f"max_new_tokens={value!r}", "integer of at least 1"])
+        for value in (0, -1, True, 1.5, "3")
+    ],
+    ({"max_new_tokens": [1, 2]}, ValueError, ["max_new_tokens has 2 entries", "one per row"]),
+    ({"max_new_tokens": 509}, ValueError, ["4 tokens", "max_new_tokens=509", "=512", "shorten"]),
+    ({"temperature": 0.5}, ValueError, ["temperature=[0.5]", "do_sample", "do_sample=True"]),
+    ({"do_sample": "yes"}, ValueError, ["do_sample='yes'", "True, False"]),
+    ({"seed": 1.5}, ValueError, ["seed=1.5", "integer"]),
+    ({"seed": [1, 2]}, ValueError, ["seed has 2 entries", "one per row"]),
+    ({"eos_token_id": "</s>"}, ValueError, ["eos_token_id holds '</s>'", "None or []"]),
+    ({"eos_token_id": [3, 1.5]}, ValueError, ["eos_token_id holds 1.5", "None or []"]),
+    ({"eos_token_id": -1}, ValueError, ["eos_token_id holds -1", "None or []"]),
+    ({"eos_token_id": [[1], [2]]}, ValueError, ["eos_token_id has 2 entries", "one per row"]),
+    ({"pad_token_id": "<pad>"}, ValueError, ["pad_token_id='<pad>'", "integer"]),
+    ({"block_size": 1}, ValueError, ["block_size=1", "drafter=None"]),
+    ({"block_size": 2.5}, ValueError, ["block_size=2.5", "integer"]),
+    ({"block_size": 300}, ValueError, ["block_size=300", "<= 255"]),
+    ({"verify_width": 7}, ValueError, ["verify_width=7", "block_size=6", "at most"]),
+    ({"verify_width": 0}, ValueError, ["verify_width=0", "at least 1"]),
+    ({"rounds_per_chunk": 0}, ValueError, ["rounds_per_chunk=0", "at least 1"]),
+    ({"streamer": object()}, TypeError, ["streamer=object", "put"]),
+    ({"colour": "red"}, TypeError, ["unknown option 'colour'", "GenerationConfig"]),
+    ({"to_dict": 1}, TypeError, ["unknown option 'to_dict'", "GenerationConfig"]),
+    ({"num_beams": 2}, ValueError, ["num_beams=2", "pass num_beams=1"]),
+    ({"num_return_sequences": 2}, ValueError, ["num_return_sequences=2", "pass num_return_sequences=1"]),
+    ({"repetition_penalty": 1.1}, ValueError, ["repetition_penalty=1.1", "pass repetition_penalty=1.0"]),
+    ({"stop_strings": ["a"]}, ValueError, ["stop_strings=['a']", "leave stop_strings unset"]),
+    ({"bad_words_ids": [[1]]}, ValueError, ["bad_words_ids=[[1]]", "leave bad_words_ids unset"]),
+    ({"min_new_tokens": 2}, ValueError, ["min_new_tokens=2", "pass min_new_tokens=0"]),
+    ({"output_scores": True}, ValueError, ["output_scores=True", "pass output_scores=False"]),
+    ({"prompt_lookup_num_tokens": 3}, ValueError, ["prompt_lookup_num_tokens=3", "unset"]),
+]
+SAMPLING = [
+    ({"temperature": -1.0}, "temperature=-1.0: must be a number, 0 (greedy) or more"),
+    ({"temperature": float("nan")}, "temperature=nan: must be a number"),
+    ({"temperature": [1.0, 2.0]}, "temperature has 2 entries for a batch of 1"),
+    ({"top_p": 0.0}, "top_p=0.0: must be a number in (0, 1]"),
+    ({"top_p": "a"}, "top_p='a': must be a number in (0, 1]"),
+    ({"top_k": -1}, "top_k=-1: must be an integer, 0 (off) or more"),
+    ({"min_p": 2.0}, "min_p=2.0: must be a number in [0, 1]"),
+]
+OPTIONS += [({"do_sample": True} | given, ValueError, [message]) for given, message in SAMPLING]
+
+
+@pytest.mark.parametrize(("given", "error", "words"), OPTIONS, ids=lambda value: None)
+def test_options(pair, given, error, words):
+    with refuses(error, *words):
+        td.generate(*pair, IDS, **({"max_new_tokens": 2, "runtime": "eager"} | given))
+
+
+def with_three_taps(target):
+    drafter = tiny.make_drafter(target)
+    drafter.config.target_layer_ids = [0, 1, 2]
+    return drafter
+
+
+PAIRS = [
+    (with_three_taps, ["target_layer_ids names 3 taps, but fc takes 2", "different drafters"]),
+    ({"hidden_size": 24}, ["hidden_size=24", "is 32", "trained for this target"]),
+    ({"vocab_size": 90}, ["vocab_size=90", "is 97", "share the vocabulary"]),
+    ({"mask_token_id": None}, ["mask_token_id is missing", "config.mask_token_id ="]),
+    ({"mask_token_id": 97}, ["mask_token_id=97", "97 rows", "trained with"]),
+    ({"target_layer_ids": [0, 4]}, ["target_layer_ids=[0, 4]", "[4]", "4 layers", "0-based"]),
+    ({"num_target_layers": 5}, ["num_target_layers=5", "has 4", "trained for this target"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), PAIRS, ids=lambda value: None)
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_drafters_that_do_not_fit(pair, change, words, runtime):
+    make = change if callable(change) else lambda target: tiny.make_drafter(target, **change)
+    with refuses(ValueError, *words):
+        td.compile(pair[0], make(pair[0]), runtime=runtime, max_length=64)
+
+
+CONFIGS = [
+    ({"target_layer_ids": [], "num_target_layers": None}, ["target_layer_ids=[]", "num_target_layers"]),
+    ({"target_layer_ids": [-1, 2]}, ["target_layer_ids=-1", "at least 0"]),
+    ({"mask_token_id": 1.5}, ["mask_token_id=1.5", "integer"]),
+    ({"block_size": 1}, ["block_size=1", "set >= 2"]),
+    ({"block_size": None}, ["block_size=None", "set >= 2"]),
+    ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+    ({"layer_types": ["full_attention"]}, ["layer_types has 1 entries", "one per layer"]),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, ["layer_types", "chunked_attention", "full"]),
+    (
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
+        ["sliding_window=None", "set the window"],
+    ),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type='dynamic'", "static type"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CONFIGS, ids=lambda value: None)
+def test_drafter_configs(pair, change, words):
+    with refuses(ValueError, *words):
+        tiny.make_drafter(pair[0], **change)
+
+
+def call(target, drafter):
+    return td.generate(target, drafter, IDS, max_new_tokens=2, runtime="eager")
+
+
+def test_what_is_no_target(pair):
+    target, drafter = pair
+    t5 = T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with refuses(TypeError, "target=DFlashDraftModel", "target model first"):
+        call(drafter, target)
+    for other in ("some/model", nn.Linear(2, 2), target.model):
+        with refuses(TypeError, f"target={type(other).__name__}", "AutoModelForCausalLM"):
+            call(other, drafter)
+    with refuses(TypeError, "target=T5ForConditionalGeneration", "encoder-decoder", "causal LM"):
+        call(T5ForConditionalGeneration(t5), None)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with refuses(ValueError, "rope_type='dynamic'", "static type"):
+        call(tiny.make_target("llama", rope_parameters=rope), None)
+
+
+def test_what_is_no_drafter(pair):
+    for other in ("some/drafter", nn.Linear(2, 2), pair[0], td.NGramProposer, td.DFlashDraftModel):
+        with refuses(TypeError, f"drafter={type(other).__name__}", "DFlashDraftModel", "None"):
+            call(pair[0], other)
+    with refuses(ValueError, "width=1", "from 2"):
+        td.NGramProposer(width=1)
+    with refuses(ValueError, "block_size=6", "NGramProposer drafts 4"):
+        td.compile(pair[0], td.NGramProposer(4), block_size=6, runtime="eager", max_length=64)
+
+
+def test_weights_that_are_not_the_models_own(pair):
+    target, drafter = pair
+    adapted, adapted_drafter = copy.deepcopy(pair)
+    for module in (adapted.model, adapted_drafter):
+        module.layers[0].mlp.up_proj.lora_A = nn.Linear(32, 2)
+    for arguments in ((adapted, drafter), (target, adapted_drafter)):
+        with refuses(ValueError, "unknown parameters", "lora_A", "merge_and_unload"):
+            call(*arguments)
+    with torch.device("meta"):
+        hollow, hollow_drafter = Qwen3ForCausalLM(target.config), td.DFlashDraftModel(drafter.config)
+    for arguments in ((hollow, None), (hollow, hollow_drafter)):
+        with refuses(ValueError, "model.embed_tokens.weight is on the meta device", "load the weights"):
+            call(*arguments)
+    with refuses(ValueError, "the drafter is on meta, the target on cpu", "move them together"):
+        call(target, hollow_drafter)
+    untied = copy.deepcopy(target)
+    untied.lm_head = nn.Linear(32, 97, bias=False)
+    with refuses(ValueError, "lm_head.weight is tied", "tie_word_embeddings=False"):
+        call(untied, None)
+
+
+def test_engines(pair):
+    def build(**options):
+        return td.compile(*pair, **({"runtime": "eager", "max_length": 64} | options))
+
+    for name, value in {
+        "max_length": 0,
+        "batch_size": 1.5,
+        "stop_slots": -1,
+        "prefill_chunk_size": 0,
+    }.items():
+        with refuses(ValueError, f"{name}={value}", "integer of at least"):
+            build(**{name: value})
+    with refuses(ValueError, "prefill_chunk_size=17", "power of two"):
+        build(prefill_chunk_size=17)
+    with refuses(ValueError, "max_length=513", "max_position_embeddings=512", "lower"):
+        build(max_length=513)
+    with refuses(TypeError, "colour"):
+        build(colour="red")
+
+    engine, two = build(stop_slots=1, filters=False), IDS.repeat(2, 1)
+    calls = [
+        (
+            IDS,
+            {"max_new_tokens": 61},
+            ValueError,
+            ["4 tokens", "max_new_tokens=61", "max_length=64", "larger"],
+        ),
+        (two, {}, ValueError, ["input_ids has 2 rows", "batch_size=1", "larger"]),
+        (IDS, {"eos_token_id": [1, 2]}, ValueError, ["eos_token_id has 2 ids", "stop_slots=1", "more"]),
+        (IDS, {"do_sample": True, "top_k": 3}, ValueError, ["top_k", "filters=False", "filters=True"]),
+        (IDS, {"block_size": 4}, TypeError, ["block_size is fixed", "torch_dflash.compile"]),
+    ]
+    for ids, options, error, words in calls:
+        for entry in (engine.generate, engine.stream):  # a stream refuses at the call, not at `next`
+            with refuses(error, *words):
+                entry(ids, **({"max_new_tokens": 2} | options))
+    with refuses(ValueError, "streamer with 2 rows", "one row"):
+        build(batch_size=2).generate(two, max_new_tokens=2, streamer=Streamer())
+    with refuses(ValueError, "streamer with 2 rows", "one row"):
+        td.generate(*pair, two, max_new_tokens=2, streamer=Streamer(), runtime="eager")
+
+
+def test_custom_generate(pair):
+    target, drafter = pair
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(IDS[:, :2], past_key_values=cache)
+    processors = LogitsProcessorList([lambda ids, scores: scores])
+    calls = [
+        ({"num_beams": 2}, ["num_beams=2", "pass num_beams=1"]),
+        ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "=1.0"]),
+        ({"max_time": 9.0}, ["max_time=9.0", "unset"]),
+        ({"past_key_values": cache}, ["past_key_values holds 2 tokens", "without it"]),
+        ({"logits_processor": processors}, ["logits_processor holds function", "remove it"]),
+        ({"stopping_criteria": [lambda ids, scores: None]}, ["stopping_criteria holds function", "remove"]),
+    ]
+    block = td.dflash(drafter, runtime="eager")
+    for options, words in calls:
+        with refuses(ValueError, *words):
+            target.generate(IDS, max_new_tokens=3, custom_generate=block, **options)
+    with refuses(ValueError, "inputs_embeds", "input_ids"):
+        target.generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=3, custom_generate=block)
+    with refuses(TypeError, "dflash() takes runtime", "'max_new_tokens'", "target.generate"):
+        td.dflash(drafter, max_new_tokens=3)

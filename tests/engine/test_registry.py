@@ -1,0 +1,245 @@
+"""What `generate` keeps between calls: which calls share an engine, how many are kept, what is refused."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.scripted import own_text, pad
+from support.tiny import VOCAB, make_pair, make_target
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import torch_dflash as td
+from torch_dflash import generation
+from torch_dflash.engine import registry as engine_cache
+from torch_dflash.engine.capacity import round_up
+
+NEW = 6
+PROMPT = [3, 1, 4, 1, 5, 9, 2]
+DRAFTERS = ("dflash", "ngram", "plain")
+
+
+@pytest.fixture(scope="module", params=["eager", "xla"])
+def runtime(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return make_pair("llama", agree=6.0)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """The engine of each call of `generate`, in order."""
+    engines, whole = [], generation.cached_engine
+    monkeypatch.setattr(
+        generation, "cached_engine", lambda *a, **k: engines.append(whole(*a, **k)) or engines[-1]
+    )
+    return engines
+
+
+def proposer(kind, drafter):
+    return {"dflash": drafter, "ngram": td.NGramProposer(6), "plain": None}[kind]
+
+
+def say(target, drafter, prompts=(PROMPT,), new=NEW, **options):
+    """The new tokens of each row."""
+    ids, mask = pad([list(prompt) for prompt in prompts])
+    options = {"eos_token_id": None, "do_sample": False} | options
+    return td.generate(target, drafter, ids, mask, max_new_tokens=new, **options)[:, ids.shape[1] :].tolist()
+
+
+def test_batch_sizes_share_an_engine_on_xla_alone(pair, used, runtime):
+    rows = [PROMPT[:n] for n in (7, 3, 5, 6)]
+    own = [own_text(pair[0], row, NEW) for row in rows]
+    compiled = []
+    for count in (3, 4):
+        ids, mask = pad(rows[:count])
+        options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+        out = td.generate(*pair, ids, mask, runtime=runtime, eos_token_id=None, **options)
+        assert out.sequences[:, ids.shape[1] :].tolist() == own[:count]
+        compiled.append(out.stats.compilations)
+    assert [engine.plan.batch_size for engine in used] == ([4, 4] if runtime == "xla" else [3, 4])
+    assert (used[0] is used[1]) == (runtime == "xla")
+    assert (compiled[0] > 0) == (runtime == "xla") and compiled[1] == 0
+
+
+def test_near_lengths_share_an_engine(pair, used):
+    target = pair[0]
+    for length, new in ((1, 2), (40, 24), (100, 29), (200, 56), (201, 56)):
+        prompt = [(7 * i + length) % VOCAB for i in range(length)]
+        assert say(*pair, [prompt], new, runtime="eager") == [own_text(target, prompt, new)]
+    assert [engine.plan.capacity for engine in used] == [256, 256, 256, 256, 512]
+    assert len(set(map(id, used))) == 2
+
+
+def test_a_growing_chat_doubles_its_engine():
+    """Doubling to 2,048 positions, then four sizes an octave, never past the model's context."""
+    ends = range(1, 32769)
+    rooms = [round_up(end, 32768) for end in ends]
+    assert all(room >= end for end, room in zip(ends, rooms, strict=True))
+    sizes = sorted(set(rooms))
+    assert sizes[:8] == [256, 512, 1024, 2048, 2560, 3072, 3584, 4096] and sizes[-1] == 32768
+    assert len(sizes) == 20 <= engine_cache.ENGINES_PER_PAIR  # a long chat drops none of its engines
+    assert all(room <= end + end // 4 for end, room in zip(ends[2048:], rooms[2048:], strict=True))
+    assert [round_up(end, 300) for end in (5, 257, 300)] == [256, 300, 300]
+    assert [round_up(end, 3000) for end in (2049, 2561, 3000)] == [2560, 3000, 3000]
+
+
+def test_the_third_turn_of_a_chat_compiles_nothing(pair):
+    """37, 90 and 138 positions were three engines; only a longer prompt's bucket is new."""
+    compiled = []
+    for length in (37, 60, 90):
+        ids = torch.arange(length)[None] % VOCAB
+        options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+        compiled.append(td.generate(*pair, ids, eos_token_id=None, **options).stats.compilations)
+    assert compiled[0] > 0 and compiled[1] == 0 and compiled[2] <= 1
+
+
+def test_the_engine_used_longest_ago_goes(pair, used, monkeypatch):
+    monkeypatch.setattr(engine_cache, "ENGINES_PER_PAIR", 2)
+    calls = [(5, 1), (5, 2), (5, 1), (5, 3), (5, 1), (5, 2)]  # 3 rows take the place of 2, not of 1
+    own = own_text(pair[0], PROMPT[:5], 3)
+    for length, rows in calls:
+        assert say(*pair, [PROMPT[:length]] * rows, 3, runtime="eager", block_size=4) == [own] * rows
+    one, two, again, _, once_more, new_two = used
+    assert one is again is once_more
+    assert new_two is not two and new_two.plan == two.plan
+    say(pair[0], td.NGramProposer(5), runtime="eager")  # another pair has its own
+    say(*pair, [PROMPT[:5]], 3, runtime="eager", block_size=4)
+    assert used[-1] is one
+
+
+def test_proposers_without_weights_are_known_by_value(pair, used):
+    target = pair[0]
+    own = [own_text(target, PROMPT, NEW)]
+    make = td.NGramProposer
+    for drafter in (make(6), make(6), make(7), make(6, 2), None, make(6)):
+        assert say(target, drafter, runtime="eager") == own
+    assert used[0] is used[1] is used[5]
+    assert len(set(map(id, used))) == 4
+    assert [engine.plan.block_size for engine in used] == [6, 6, 7, 6, 1, 6]
+
+
+def test_a_row_that_ends_early_is_padded(pair):
+    target = pair[0]
+    rows = [PROMPT, PROMPT[:4]]
+    budgets = {"new": [2, NEW], "runtime": "eager"}
+    own = [own_text(target, rows[0], 2), own_text(target, rows[1], NEW)]
+    unused = next(i for i in range(1, VOCAB) if i not in own[0] + own[1])
+    for pad_id, options in (
+        (0, {}),
+        (unused, {"eos_token_id": [unused, unused + 1]}),
+        (unused, {"eos_token_id": unused}),
+        (5, {"eos_token_id": unused, "pad_token_id": 5}),
+        (0, {"eos_token_id": unused, "pad_token_id": 0}),
+    ):
+        first, second = say(target, None, rows, **(budgets | options))
+        assert first == own[0] + [pad_id] * (NEW - 2) and second == own[1]
+    target.generation_config.pad_token_id = 8
+    try:
+        first, _ = say(target, None, rows, **budgets)
+        assert first[2:] == [8] * (NEW - 2)
+    finally:
+        target.generation_config.pad_token_id = None
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_no_grad_and_inference_mode_change_nothing(runtime, kind):
+    """The engine is first built and compiled in inference mode, then used outside of it, and back."""
+    target, drafter = make_pair("llama", agree=6.0)
+    drafter = proposer(kind, drafter)
+    own = own_text(target, PROMPT, NEW)
+    for context in (torch.inference_mode, nullcontext, torch.no_grad, torch.inference_mode):
+        with context():
+            assert say(target, drafter, runtime=runtime) == [own]
+    with torch.inference_mode():  # and what is compiled late: another prompt bucket
+        longer = [i % VOCAB for i in range(20)]
+        assert say(target, drafter, [longer], runtime=runtime) == [own_text(target, longer, NEW)]
+
+
+@pytest.mark.parametrize("kind", ["ngram", "plain"])
+def test_a_resized_vocabulary_is_followed(runtime, kind):
+    target = make_target("llama")
+    drafter = proposer(kind, None)
+    for size in (VOCAB, VOCAB + 6):
+        target.resize_token_embeddings(size, mean_resizing=False)
+        if size > VOCAB:
+            with torch.no_grad():  # a new id is what the target now says
+                target.get_output_embeddings().weight[VOCAB:] *= 40
+        prompt = [size - 1, 1, 4, 2]
+        own = own_text(target, prompt, NEW)
+        assert say(target, drafter, [prompt], runtime=runtime) == [own]
+        assert size <= VOCAB or max(own) >= VOCAB
+
+
+def hook(target):
+    return target.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2).remove
+
+
+def pre_hook(target):
+    return target.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2,)).remove
+
+
+def activation(target):
+    mlp = target.model.layers[1].mlp
+    old, mlp.act_fn = mlp.act_fn, nn.ReLU()
+    return lambda: setattr(mlp, "act_fn", old)
+
+
+def epsilon(target):
+    norm = target.model.layers[1].input_layernorm
+    old, norm.variance_epsilon = norm.variance_epsilon, 0.25
+    return lambda: setattr(norm, "variance_epsilon", old)
+
+
+@pytest.mark.parametrize("change", [hook, pre_hook, activation, epsilon])
+@pytest.mark.parametrize("built", [False, True])
+def test_a_target_that_is_not_what_its_config_says_is_refused(change, built):
+    """It would say something else than the skeleton: whether changed before an engine is built or after."""
+    target = make_target("llama", seed=3)
+    own = [own_text(target, PROMPT, NEW)]
+    if built:
+        assert say(target, None, runtime="eager") == own
+    undo = change(target)
+    with pytest.raises(ValueError, match=r"layers\.1\.(mlp|input_layernorm)"):
+        say(target, None, runtime="eager")
+    undo()
+    assert say(target, None, runtime="eager") == own
+
+
+def test_a_config_changed_after_loading_is_not_believed():
+    """The modules keep the value they were made with, and it is they who speak: the two must agree."""
+    target = make_target("llama", seed=3)
+    own = [own_text(target, PROMPT, NEW)]
+    assert say(target, None, runtime="eager") == own
+    target.config.rms_norm_eps = 0.25
+    for act in (
+        lambda: say(target, None, runtime="eager"),
+        lambda: td.compile(target, None, runtime="eager", max_length=64),
+    ):
+        with pytest.raises(ValueError, match="norm.variance_epsilon is 1e-06, by the .* should be 0.25"):
+            act()
+    target.config.rms_norm_eps = 1e-6
+    assert say(target, None, runtime="eager") == own
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_a_dropped_target_leaves_nothing(tried):
+    """Neither its engine, nor what is remembered of its class or its skeleton, keeps a model alive."""
+    kind = type("Subclass", (LlamaForCausalLM,), {}) if tried else LlamaForCausalLM
+
+    def models():
+        gc.collect()
+        return sum(issubclass(type(one), LlamaForCausalLM) for one in gc.get_objects())
+
+    before = models()
+    for _ in range(2):
+        target = kind(make_target("llama").config).eval()
+        say(target, None, runtime="eager")
+        del target
+    assert models() == before

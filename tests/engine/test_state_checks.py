@@ -1,0 +1,208 @@
+"""State files that no engine wrote, threads that load while others decode, models cast in mid-generation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from support.refusals import refuses as refuses
+from support.scripted import own_text, run
+from support.threads import in_threads
+from support.tiny import make_pair, ragged_prompts
+
+import torch_dflash as td
+from torch_dflash.engine import state_file as state_io
+
+OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 96], "do_sample": False}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return make_pair("llama", agree=8.0)
+
+
+def make_engine(pair, runtime="eager"):
+    return td.compile(*pair, runtime=runtime, max_length=48, batch_size=3, rounds_per_chunk=1)
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    return make_engine(pair)
+
+
+@pytest.fixture(scope="module")
+def saved(engine, tmp_path_factory):
+    """A state's file: its path, tensors and metadata."""
+    path = tmp_path_factory.mktemp("saved") / "state"
+    td.save_state(engine.advance(engine.start(*ragged_prompts(2), **OPTIONS)), path, engine)
+    with safe_open(path, framework="pt") as content:
+        return path, load_file(path), content.metadata()
+
+
+def craft(path, tensors, metadata):
+    """A file with a checksum that fits."""
+    sealed = metadata | {"checksum": state_io._checksum(tensors, metadata)}
+    save_file(tensors, path, sealed)
+    return path
+
+
+ODD_PLANS = ["", "{", "[]", "7", "null", '"x"', "[" * 100_000]
+
+
+@pytest.mark.parametrize("plan", [None, *ODD_PLANS], ids=range(len(ODD_PLANS) + 1))
+def test_a_file_without_a_plan_is_refused(engine, saved, tmp_path, plan):
+    _, tensors, metadata = saved
+    metadata = {name: value for name, value in metadata.items() if name != "plan"}
+    metadata |= {} if plan is None else {"plan": plan}
+    with refuses(ValueError, "plan is ", "not a plan as JSON"):
+        td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
+
+
+@pytest.mark.parametrize(
+    "change", [{"capacity": "48"}, {"capacity": [48]}, {"batch_size": None}, {"odd": {}}]
+)
+def test_odd_fields_of_a_plan_are_named(engine, saved, tmp_path, change):
+    _, tensors, metadata = saved
+    metadata = metadata | {"plan": json.dumps(json.loads(metadata["plan"]) | change)}
+    (field, value), *_ = change.items()
+    with refuses(ValueError, f"the state has {field}={value!r}"):
+        td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
+
+
+@pytest.mark.parametrize("proposer", [None, "", "x"])
+def test_a_file_without_its_proposer_is_refused(engine, saved, tmp_path, proposer):
+    _, tensors, metadata = saved
+    metadata = {name: value for name, value in metadata.items() if name != "proposer"}
+    metadata |= {} if proposer is None else {"proposer": proposer}
+    with refuses(ValueError, f"proposer is {proposer}, this engine's is"):
+        td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value", "said"),
+    [
+        ("limit", (0,), 10**6, "limit[0] is 1000000, it may be 0 to 48"),
+        ("limit", (1,), -1, "limit[1] is -1"),
+        ("length", (0,), 10**6, "length[0] is 1000000, it may be 0 to 34"),
+        ("length", (1,), -2, "length[1] is -2"),
+        ("prompt_length", (0,), 40, "prompt_length[0] is 40, it may be 0 to 35"),
+        ("rounds", (0,), 49, "rounds[0] is 49, it may be 0 to 48"),
+        ("rounds", (0,), -1, "rounds[0] is -1"),
+        ("tokens", (0, 2), 97, "tokens[0, 2] is 97, it may be 0 to 96"),
+        ("tokens", (1, 0), -1, "tokens[1, 0] is -1"),
+        ("stop_ids", (1, 1), -2, "stop_ids[1, 1] is -2"),
+        ("done", (2,), False, "done[2] is False, but length is 0 and limit 0"),
+        ("length", (0,), 3, "proposer has taken in ["),
+    ],
+)
+def test_counts_and_tokens_out_of_range_are_named(engine, saved, tmp_path, name, at, value, said):
+    _, tensors, metadata = saved
+    changed = tensors["." + name].clone()
+    changed[at] = value
+    path = craft(tmp_path / "bad", tensors | {"." + name: changed}, metadata)
+    with refuses(ValueError, f"{path}: ", said, "decode from the prompt again"):
+        td.load_state(path, engine)
+
+
+@pytest.mark.parametrize("cache", ["static", "paged"])
+@pytest.mark.parametrize("drafter", [None, td.NGramProposer(4), "dflash"])
+def test_whatever_an_engine_writes_it_loads(pair, tmp_path, drafter, cache):
+    drafter = pair[1] if drafter == "dflash" else drafter
+    engine = td.compile(pair[0], drafter, runtime="eager", max_length=40, batch_size=3, cache=cache)
+    for options in (
+        {"max_new_tokens": [1, 9]},
+        {"max_new_tokens": 17},
+        {"eos_token_id": list(range(60))[::9]},
+    ):
+        state = engine.start(*ragged_prompts(2), **({"max_new_tokens": 17, "eos_token_id": None} | options))
+        for _ in range(20):
+            td.save_state(state, tmp_path / "state", engine)
+            state = engine.advance(td.load_state(tmp_path / "state", engine))
+        assert engine.runtime.read(state).done.all()
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(engine, saved, tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    path.write_bytes(saved[0].read_bytes())
+
+    def full(*args):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(state_io, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device: .*state"):
+        td.save_state(td.load_state(path, engine), path, engine)
+    assert path.read_bytes() == saved[0].read_bytes() and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_states_are_saved_and_loaded_while_others_decode(pair, saved, tmp_path, runtime):
+    """The first calls of XLA trace the same modules that a state's shapes are computed with."""
+    engine = make_engine(pair, runtime)
+    text, said = own_text(pair[0], PROMPT, 12), []
+
+    def decode():
+        said.extend(run(engine, [PROMPT], max_new_tokens=12)[0][0] for _ in range(8))
+
+    def io():
+        for _ in range(12):
+            td.save_state(td.load_state(saved[0], engine), tmp_path / "state", engine)
+
+    assert not (errors := in_threads(decode, io, decode)), errors
+    assert said == [text] * 16
+    assert all(tensor.is_meta for tensor in engine.pair.parameters())
+
+
+@pytest.mark.parametrize(
+    ("runtime", "cast"), [("eager", "target"), ("eager", "drafter"), ("xla", "target"), ("xla", "drafter")]
+)
+def test_a_model_cast_in_mid_generation_is_refused_by_name(runtime, cast):
+    pair = dict(zip(("target", "drafter"), make_pair("llama"), strict=True))
+    engine = make_engine(pair.values(), runtime)
+    state = engine.start(*ragged_prompts(2), **OPTIONS)
+    pair[cast].to(torch.bfloat16)
+    with refuses(
+        ValueError, f"made with a {cast} in torch.float32, which is in torch.bfloat16 now", "cast it"
+    ):
+        engine.advance(state)
+    if runtime == "eager" and cast == "target":
+        text = own_text(pair["target"], PROMPT, 12)
+        assert run(engine, [PROMPT], max_new_tokens=12)[0] == [text]  # a new generation is of the new dtype
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_default_device_of_the_callers_changes_nothing(pair, runtime, tmp_path):
+    text = own_text(pair[0], PROMPT, 12)
+    engine = make_engine(pair, runtime)
+    ids, mask = torch.tensor([PROMPT]), torch.ones(1, len(PROMPT), dtype=torch.long)
+    with torch.device("meta"):
+        out = engine.generate(ids, mask, max_new_tokens=12, eos_token_id=None)
+        state = engine.advance(engine.start(ids, mask, max_new_tokens=12, eos_token_id=None))
+        td.save_state(state, tmp_path / "state", engine)
+        engine.advance(td.load_state(tmp_path / "state", engine))
+        if runtime == "xla":
+            engine.warmup()
+        made = make_engine(pair).generate(ids, mask, max_new_tokens=12, eos_token_id=None)
+        pieces = [*engine.stream(ids, mask, max_new_tokens=12, do_sample=True, top_k=0, seed=3)]
+    assert out[0, 8:].tolist() == made[0, 8:].tolist() == text and len(sum((p[0] for p in pieces), [])) == 12
+    assert not out.is_meta
+
+
+def test_tied_weights_that_were_copied_say_how_to_tie_them():
+    target, _ = make_pair("qwen3")
+    assert target.config.tie_word_embeddings
+    ids = torch.tensor([PROMPT])
+    state = {name: value.clone() for name, value in target.state_dict().items()}
+    target.load_state_dict(state, assign=True)
+    with refuses(
+        ValueError, "lm_head.weight is tied by the config", "copy of the same values", "tie_weights()"
+    ):
+        td.generate(target, None, ids, max_new_tokens=3, runtime="eager")
+    target.tie_weights()
+    assert td.generate(target, None, ids, max_new_tokens=3, runtime="eager").shape == (1, 11)
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight * 2)
+    with refuses(ValueError, "lm_head.weight is tied by the config", "holds its own weight"):
+        td.generate(target, None, ids, max_new_tokens=3, runtime="eager")

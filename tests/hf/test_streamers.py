@@ -1,0 +1,159 @@
+"""Every streamer of transformers', by each way that it can be given; none may leave its reader waiting."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+from support import tiny
+from support.refusals import refuses
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AsyncTextIteratorStreamer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+
+import torch_dflash as td
+from torch_dflash.integrations.streaming import streamer_of_caller
+
+NEW = 14
+PATIENCE = 20.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return tiny.make_pair(agree=2.5)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return tiny.ragged_prompts(2)[0][:1]
+
+
+class Letters:
+    """Enough of a tokenizer for transformers' text streamers."""
+
+    def decode(self, ids, **options):
+        return "".join(chr(33 + int(token) % 94) for token in ids)
+
+
+def calls(target, drafter, ids):
+    """The ways to give a streamer, by name: each a function of the streamer."""
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    block = td.dflash(drafter, runtime="eager")
+
+    def wrapper(model, *args, **kwargs):
+        return block(model, *args, **kwargs)
+
+    return {
+        "generate": lambda s: td.generate(target, drafter, ids, **options, runtime="eager", streamer=s),
+        "bound": lambda s: target.generate(
+            ids, **options, custom_generate=td.dflash(drafter, runtime="eager", streamer=s)
+        ),
+        "passed": lambda s: target.generate(ids, **options, custom_generate=block, streamer=s),
+        "wrapped": lambda s: target.generate(ids, **options, custom_generate=wrapper, streamer=s),
+    }
+
+
+WAYS = ("generate", "bound", "passed", "wrapped")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("skip_prompt", [True, False])
+def test_a_thread_that_reads_text(pair, ids, way, skip_prompt):
+    streamer, out = TextIteratorStreamer(Letters(), skip_prompt=skip_prompt, timeout=PATIENCE), []
+    thread = threading.Thread(target=lambda: out.append(calls(*pair, ids)[way](streamer)), daemon=True)
+    thread.start()
+    text = "".join(streamer)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert text == Letters().decode(out[0][0, ids.shape[1] if skip_prompt else 0 :])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_printing_streamer(pair, ids, way, capsys):
+    out = calls(*pair, ids)[way](TextStreamer(Letters(), skip_prompt=True))
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_asynchronous_reader(pair, ids, way):
+    async def read():
+        streamer = AsyncTextIteratorStreamer(Letters(), skip_prompt=True, timeout=PATIENCE)
+        running = asyncio.get_running_loop().run_in_executor(None, calls(*pair, ids)[way], streamer)
+        pieces = [piece async for piece in streamer]
+        return "".join(pieces), await running
+
+    text, out = asyncio.run(asyncio.wait_for(read(), PATIENCE))
+    assert text == Letters().decode(out[0, ids.shape[1] :])
+
+
+def test_a_streamer_through_a_pipeline(pair, capsys):
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(tiny.VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", unk_token="w0")
+    pipe = pipeline("text-generation", model=pair[0], tokenizer=tokenizer, device="cpu")
+    (out,) = pipe(
+        "w5 w6 w7", max_new_tokens=4, do_sample=False, custom_generate=td.dflash(pair[1], runtime="eager"),
+        streamer=TextStreamer(tokenizer, skip_prompt=True),
+    )  # fmt: skip
+    shown = capsys.readouterr().out.split()
+    assert len(shown) == 4 and out["generated_text"] == "w5 w6 w7" + " ".join(shown)
+
+
+def test_a_calls_own_streamer_goes_before_the_bound_one(pair, ids, capsys):
+    class Unused:
+        def put(self, value=None):
+            raise AssertionError("the bound streamer was used")
+
+        end = put
+
+    block = td.dflash(pair[1], runtime="eager", streamer=Unused())
+    options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": block}
+    pair[0].generate(ids, **options, streamer=TextStreamer(Letters(), skip_prompt=True))
+    assert len(capsys.readouterr().out) == 4
+
+
+def test_what_is_no_streamer_for_this_call(pair, ids):
+    for streamer, error, words in (
+        (object(), TypeError, ["streamer=object", "put"]),
+        (TextStreamer(Letters()), ValueError, ["streamer with 2 rows", "one row"]),
+    ):
+        rows = ids.repeat(2, 1) if error is ValueError else ids
+        block = td.dflash(pair[1], runtime="eager", streamer=streamer)
+        options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 3, "custom_generate": block}
+        with refuses(error, *words):
+            pair[0].generate(rows, **options)
+    with refuses(ValueError, "streamer=TextStreamer", "generate takes a streamer"):
+        td.compile(*pair, runtime="eager", max_length=64).stream(ids, streamer=TextStreamer(Letters()))
+
+
+def test_the_prompt_is_put_once(pair, ids):
+    class Seen:
+        def __init__(self):
+            self.puts, self.ended = [], 0
+
+        def put(self, value):
+            self.puts.append(value.flatten().tolist())
+
+        def end(self):
+            self.ended += 1
+
+    streamer, block = Seen(), td.dflash(pair[1], runtime="eager")
+    options = {"max_new_tokens": 9, "do_sample": False, "custom_generate": block}
+    out = pair[0].generate(ids, **options, streamer=streamer)
+    assert streamer.puts[0] == ids[0].tolist() and streamer.ended == 1
+    assert sum(streamer.puts, []) == out[0].tolist()
+    assert streamer_of_caller() is None
+
+
+def test_a_callers_variable_of_that_name_is_not_taken(pair, ids):
+    streamer = object()  # an ordinary function's local: only transformers' own call counts
+    out = td.dflash(pair[1], runtime="eager")(pair[0], ids, generation_config=GenerationConfig(max_length=30))
+    assert streamer and out.shape[1] > ids.shape[1]

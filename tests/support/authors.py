@@ -1,0 +1,310 @@
+"""What the authors' loop, transformers' own loop and ours draft in each round, recorded to be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import dflash.model as authors
+import torch
+
+import torch_dflash as td
+from support.scripted import pad
+from support.tiny import MASK, make_pair, randomise
+from torch_dflash.engine.calls import row_requests
+from torch_dflash.engine.prompts import prompt_chunks
+
+NEW = 26
+CHUNK = 16
+EXACT = 1e-5  # the same computation on the same inputs
+# Over a whole run each side computes the target's features itself, and random weights that let the choice of
+# a token hang on the whole context also let rounding grow. A broken convention is off by more than 1e-3.
+LOOP = 1e-4
+PROMPTS = (37, 9, 21)  # three chunks, one, two; each with padding on the right
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+CASES = {
+    "full, tied head": ("qwen3", {}),
+    "full, head of its own": ("llama", {}),
+    "one tap, one layer": ("qwen3", {"target_layer_ids": [1], "num_hidden_layers": 1}),
+    "causal in every layer": ("llama", {"is_causal": True}),
+    "sliding": ("llama", SLIDING),
+    "sliding, symmetric": ("qwen3", SLIDING | {"is_causal": False}),
+    "mixed": ("qwen3", MIXED),
+    "mixed, symmetric, yarn": ("qwen2", MIXED | YARN | {"is_causal": False}),
+    "embedding scale": ("qwen2", {"input_embedding_scale": 1.7}),
+    "attention bias": ("gpt_oss", {"attention_bias": True}),
+    "yarn": ("gpt_oss", YARN),
+    "everything": (
+        "llama",
+        MIXED | YARN | {"attention_bias": True, "input_embedding_scale": 1.7, "num_key_value_heads": 1},
+    ),
+}
+
+
+class Pass(NamedTuple):
+    """One draft pass of one row as its network saw it, batch dimension kept."""
+
+    noise: torch.Tensor
+    context: torch.Tensor
+    position: torch.Tensor
+
+
+@dataclass
+class Run:
+    """One row's generation: tokens after the prompt, acceptance lengths, and by each round's first position
+    the hidden states that drafted [W-1, H] and the drafts [W-1]. ``passes``: see `Pass`."""
+
+    text: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+
+
+def prompts() -> list[list[int]]:
+    # A seed with which the two best logits lie far apart in all cases, so that no other rounding flips a
+    # choice: 0.03 in the targets; in the drafts 50 times the difference between the loops.
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in PROMPTS]
+
+
+class Case:
+    """A pair, the authors' drafter read from what ours saved, and the authors' runs on every prompt."""
+
+    def __init__(self, folder, family: str, overrides: dict):
+        self.target, self.drafter = make_pair(family, agree=8.0, **overrides)
+        randomise(self.drafter, seed=1, gain=1.2)  # so that its own rounding does not grow beyond EXACT
+        self.drafter.save_pretrained(folder)
+        self.folder = folder
+        self.theirs = authors.DFlashDraftModel.from_pretrained(folder).eval()
+        self.runs = [authors_run(self, prompt, NEW) for prompt in prompts()]
+
+
+def authors_run(case: Case, prompt: list[int], new: int) -> Run:
+    """``dflash_generate`` on one prompt. Where the cap narrows its block, the pass is not recorded."""
+    run, model, width = Run(), case.theirs, case.drafter.config.block_size
+
+    def record(module, args, kwargs, hidden):
+        position = kwargs["position_ids"]
+        if kwargs["noise_embedding"].shape[1] == width:
+            run.hidden[int(position[0, -width])] = hidden[0, 1:].clone()
+            run.passes.append(Pass(kwargs["noise_embedding"], kwargs["target_hidden"], position))
+
+    def compute_logits(hidden, head):
+        logits = type(model).compute_logits(model, hidden, head)
+        if hidden.shape[1] == width - 1:
+            run.drafts[max(run.hidden)] = logits[0].argmax(dim=-1).tolist()
+        return logits
+
+    hook = model.register_forward_hook(record, with_kwargs=True)
+    model.compute_logits = compute_logits
+    timer, authors._cuda_time = authors._cuda_time, lambda: 0.0
+    try:
+        ids = torch.tensor([prompt])
+        out = authors.dflash_generate(model, case.target, ids, new, stop_token_ids=None, return_stats=True)
+    finally:
+        authors._cuda_time = timer
+        del model.compute_logits
+        hook.remove()
+    run.text = out.output_ids[0, len(prompt) :].tolist()
+    run.accepted = out.acceptance_lengths
+    return run
+
+
+def native_run(case: Case, prompt: list[int], new: int) -> Run:
+    """transformers' own DFlash loop, with our drafter as its assistant."""
+    run, width = Run(), case.drafter.config.block_size
+
+    def record(module, args, kwargs, output):
+        start = int(kwargs["position_ids"][0, -width])
+        run.hidden[start] = output.last_hidden_state[0, 1:].clone()
+
+    hook = case.drafter.register_forward_hook(record, with_kwargs=True)
+    try:
+        ids = torch.tensor([prompt])
+        out = case.target.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            assistant_model=case.drafter,
+            speculation_type="dflash",
+            pad_token_id=0,
+        )
+    finally:
+        hook.remove()
+    run.text = out[0, len(prompt) :].tolist()
+    return run
+
+
+@torch.no_grad()
+def replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
+    """Our drafter's ``forward`` on a run's passes, on a growing cache cropped as the authors crop theirs."""
+    cache, found = authors._make_cache(case.drafter.config), {}
+    for noise, context, position in run.passes:
+        start = int(position[0, -noise.shape[1]])
+        out = case.drafter(
+            noise_embeds=noise,
+            context_hidden_states=context,
+            position_ids=position,
+            past_key_values=cache,
+        )
+        authors._crop_to(cache, start)
+        found[start] = out.last_hidden_state[0, 1:]
+    return found
+
+
+@torch.no_grad()
+def authors_replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
+    """The authors' network on the same passes."""
+    cache, found = authors._make_cache(case.theirs.config), {}
+    for noise, context, position in run.passes:
+        start = int(position[0, -noise.shape[1]])
+        given = {"noise_embedding": noise, "target_hidden": context, "position_ids": position}
+        hidden = case.theirs(**given, past_key_values=cache, use_cache=True)
+        authors._crop_to(cache, start)
+        found[start] = hidden[0, 1:]
+    return found
+
+
+def _drafting(pair, state):
+    """Hidden states given to the head [B, W-1, H] and drafts [B, W-1] of the round to come."""
+    seen = []
+
+    def head(hidden):
+        seen.append(hidden)
+        return pair.target.head(hidden)
+
+    anchor = state.tokens.gather(1, state.length[:, None].long())[:, 0]
+    draft, _ = pair.proposer.propose(state.proposer, anchor, state.length, pair.target.embed, head)
+    return seen[0], draft.tokens
+
+
+def _lowered(engine):
+    """`_drafting` as one XLA program: ``(params, state) -> (hidden, drafts)``."""
+    import jax
+
+    import jax_bridge as jb
+    from jax_bridge.lower import lower, tracing
+
+    step = jax.jit(lower(partial(engine.pair.run, _drafting)))
+
+    def look(params, state):
+        with tracing(engine.plan.matmul_precision):
+            return jb.to_torch(step(params, state))
+
+    return look
+
+
+def make_engine(case: Case, runtime: str):
+    """An engine for all prompts as one ragged batch, that reads after every round."""
+    return td.compile(
+        case.target,
+        case.drafter,
+        runtime=runtime,
+        batch_size=len(PROMPTS),
+        max_length=96,
+        rounds_per_chunk=1,
+        prefill_chunk_size=CHUNK,
+        filters=False,
+    )
+
+
+class Features:
+    """Per row, the target features the proposer was given since they were last taken."""
+
+    def __init__(self, proposer, rows: int):
+        self.rows = [[] for _ in range(rows)]
+        self._observe = proposer.observe
+        proposer.observe = self
+
+    def __call__(self, pstate, features, ids, next_ids, count):
+        for row, kept in enumerate(self.rows):
+            kept.append(features[row, : int(count[row])].clone())
+        return self._observe(pstate, features, ids, next_ids, count)
+
+    def take(self, row: int) -> torch.Tensor:
+        kept, self.rows[row] = self.rows[row], []
+        return torch.cat(kept)[None]
+
+
+def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]:
+    """Our loop, looked at before each round. Eager runs have ``passes``: what a network that computed the
+    target's features as ours did would be given. Of XLA's, ``passes`` stay empty, but before each round the
+    state is brought to torch, where the same drafts must come of it."""
+    engine = make_engine(case, runtime)
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
+    rows, request = engine._prepare(*pad(prompts()), options)
+    tensors, steps = engine.tensors(), engine.runtime
+    lowered = _lowered(engine) if runtime == "xla" else None
+    features = None if lowered else Features(engine.pair.proposer, len(rows))
+    params = steps.refresh(tensors)
+    state = steps.begin(params, row_requests(rows, request, engine.plan))
+    for chunk in prompt_chunks(rows, len(rows), CHUNK, engine.plan.slots):
+        state = steps.prefill(params, state, chunk)
+    runs = [Run() for _ in rows]
+    while not (before := steps.read(state)).done.all():
+        hidden, drafts = engine.pair.run(_drafting, tensors, _in_torch(state))
+        if lowered:
+            found, same = lowered(params, state)
+            assert (found - hidden).abs().max() < EXACT and torch.equal(same, drafts)
+            hidden = found
+        for row, run in enumerate(runs):
+            if not before.done[row]:
+                start = int(before.length[row])
+                run.hidden[start], run.drafts[start] = hidden[row].clone(), drafts[row].tolist()
+                if features:
+                    anchor = int(before.tokens[row, start])
+                    run.passes.append(_pass(case, features.take(row), anchor, start))
+        state = steps.advance(params, state)
+        after = steps.read(state)
+        for row, run in enumerate(runs):
+            if not before.done[row]:
+                run.accepted.append(int(after.length[row] - before.length[row]))
+    for row, run in enumerate(runs):
+        run.text = after.tokens[row, len(rows[row]) : after.length[row] + 1].tolist()
+    return runs
+
+
+def _in_torch(state):
+    if isinstance(state.length, torch.Tensor):
+        return state
+    import jax_bridge as jb
+
+    return jb.state_to_torch(state)
+
+
+def _pass(case: Case, context: torch.Tensor, anchor: int, start: int) -> Pass:
+    config = case.drafter.config
+    ids = torch.tensor([[anchor, *[config.mask_token_id] * (config.block_size - 1)]])
+    noise = authors._raw_input_embeddings(case.target, ids, config.input_embedding_scale)
+    position = torch.arange(start - context.shape[1], start + config.block_size)[None]
+    return Pass(noise.detach(), context, position)
+
+
+def gap(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> float:
+    """Largest difference between hidden states of rounds that begin at the same position."""
+    common = found.keys() & expected.keys()
+    assert common, "no round begins where one of the other run does"
+    return max(float((found[start] - expected[start]).abs().max()) for start in common)
+
+
+def whole(run: Run, first: int, new: int, width: int) -> list[int]:
+    """The acceptance lengths of rounds that could not meet the cap."""
+    kept, start = [], first
+    for length in run.accepted:
+        if start + width <= first + new:
+            kept.append(length)
+        start += length
+    return kept

@@ -1,0 +1,47 @@
+"""Mixtures of experts as transformers' decorator makes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.integrations.moe import _default_apply_gate
+
+COUNT = 20
+HIDDEN = 12
+INNER = 10
+CHOSEN = 4
+
+
+class Experts(nn.Module):
+    """What transformers' decorator makes of an experts class; the flags as its arguments."""
+
+    _is_expert_parallel = False
+    _apply_gate = _default_apply_gate
+
+    def __init__(self, has_gate, has_bias, is_transposed, has_post_expert_norm):
+        super().__init__()
+        self.has_gate, self.has_bias, self.is_transposed = has_gate, has_bias, is_transposed
+        self.has_post_expert_norm, self.num_experts = has_post_expert_norm, COUNT
+        self.act_fn, self.post_expert_norm = nn.SiLU(), nn.RMSNorm(HIDDEN)
+        first, width = ("gate_up_proj", 2 * INNER) if has_gate else ("up_proj", INNER)
+        for name, (into, out) in {first: (HIDDEN, width), "down_proj": (INNER, HIDDEN)}.items():
+            shape = (into, out) if is_transposed else (out, into)
+            setattr(self, name, nn.Parameter(torch.randn(COUNT, *shape)))
+            setattr(self, f"{name}_bias", nn.Parameter(torch.randn(COUNT, out)))
+
+
+def routed(rows, seed=0):
+    """Rows, their experts and weights as a router gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(rows, COUNT, generator=generator)
+    weights, index = scores.softmax(dim=-1).topk(CHOSEN, dim=-1)
+    return torch.randn(rows, HIDDEN, generator=generator), index, weights
+
+
+FLAGS = [
+    (True, False, False, False),  # Qwen3, DeepSeek
+    (True, True, True, False),  # gpt-oss
+    (True, False, True, False),
+    (False, False, False, False),
+    (True, False, False, True),
+]

@@ -1,0 +1,21 @@
+"""Code run in a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from support import ROOT
+
+
+def python(code, **environment):
+    """Run ``code`` in a fresh interpreter; warnings are errors there too."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")} | environment,
+        timeout=120,
+    )

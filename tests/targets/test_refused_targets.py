@@ -1,0 +1,198 @@
+"""Targets that are not understood are refused by name; windows that live in a mask are read."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+import transformers as hf
+from support.tiny import BASE, make_drafter, randomise
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import torch_dflash as td
+from torch_dflash.target.masks import read_window
+
+SMALL = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+IN_THE_MASK = {
+    "phimoe": (hf.PhimoeForCausalLM, hf.PhimoeConfig, {"sliding_window": 6, "num_local_experts": 4}),
+    "qwen2_moe": (
+        hf.Qwen2MoeForCausalLM,
+        hf.Qwen2MoeConfig,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "num_experts": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+}
+WRONG = {
+    "doge": (hf.DogeForCausalLM, hf.DogeConfig, {}, "mask"),
+    "diffllama": (hf.DiffLlamaForCausalLM, hf.DiffLlamaConfig, {}, "attends more than once"),
+    "gemma3": (
+        hf.Gemma3ForCausalLM,
+        hf.Gemma3TextConfig,
+        {"sliding_window": 6, "use_bidirectional_attention": True},
+        "position 0 sees position 1",
+    ),
+    "llama4": (
+        hf.Llama4ForCausalLM,
+        hf.Llama4TextConfig,
+        {"attention_chunk_size": 6, "num_local_experts": 2, "head_dim": 8},
+        "mask of layer 0",
+    ),
+    "bert": (hf.BertLMHeadModel, hf.BertConfig, {"is_decoder": False}, "position 0 sees"),
+    "moshi": (
+        hf.MoshiForCausalLM,
+        hf.MoshiConfig,
+        {"sliding_window": 6, "ffn_dim": 48},
+        "sliding_window=6|hands no mask",
+    ),
+    "bart": (hf.BartForCausalLM, hf.BartConfig, SMALL, "position_ids"),
+    "mbart": (hf.MBartForCausalLM, hf.MBartConfig, SMALL, "position_ids"),
+    "pegasus": (hf.PegasusForCausalLM, hf.PegasusConfig, SMALL, "position_ids"),
+    "marian": (hf.MarianForCausalLM, hf.MarianConfig, SMALL, "position_ids"),
+    "blenderbot": (hf.BlenderbotSmallForCausalLM, hf.BlenderbotSmallConfig, SMALL, "position_ids"),
+    "falcon": (hf.FalconForCausalLM, hf.FalconConfig, {}, "cannot be swapped"),
+    "gpt_neox_japanese": (hf.GPTNeoXJapaneseForCausalLM, hf.GPTNeoXJapaneseConfig, {}, "other means"),
+}
+WITHOUT_TAPS = {
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, {}),
+    "gpt_bigcode": (hf.GPTBigCodeForCausalLM, hf.GPTBigCodeConfig, {}),
+    "bert": (hf.BertLMHeadModel, hf.BertConfig, {"is_decoder": True}),
+}
+
+
+def build(cls, config, extra):
+    torch.manual_seed(0)
+    return randomise(cls(config(**(BASE | extra))), 0)
+
+
+def prompt(length=11):
+    return torch.randint(0, 96, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", IN_THE_MASK)
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_windows_that_live_in_the_mask_are_honoured(family, cache):
+    target, ids = build(*IN_THE_MASK[family]), prompt()
+    wanted = target.generate(ids, max_new_tokens=24, do_sample=False)
+    for drafter in (make_drafter(target), td.NGramProposer(5), None):
+        options = {"max_new_tokens": 24, "do_sample": False, "runtime": "eager", "cache": cache}
+        assert torch.equal(td.generate(target, drafter, ids, **options), wanted)
+
+
+@pytest.mark.parametrize("family", WRONG)
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_targets_that_are_not_understood_are_refused_by_name(family, runtime):
+    cls, config, extra, word = WRONG[family]
+    target = build(cls, config, extra)
+    with pytest.raises(ValueError, match=f"target={cls.__name__}") as refusal:
+        td.compile(target, None, runtime=runtime, max_length=64)
+    assert re.search(word, str(refusal.value))
+
+
+@pytest.mark.parametrize("family", WITHOUT_TAPS)
+def test_a_proposer_without_taps_serves_decoders_of_other_layouts(family):
+    target, ids = build(*WITHOUT_TAPS[family]), prompt()
+    wanted = target.generate(ids, max_new_tokens=24, do_sample=False)
+    for drafter in (td.NGramProposer(5), None):
+        got = td.generate(target, drafter, ids, max_new_tokens=24, do_sample=False, runtime="eager")
+        assert torch.equal(got, wanted)
+
+
+def test_a_drafter_with_taps_needs_layers_to_tap():
+    target = build(*WITHOUT_TAPS["gpt2"])
+    with pytest.raises(ValueError, match="no `layers` to tap.*NGramProposer"):
+        td.compile(target, make_drafter(target), runtime="eager", max_length=64)
+
+
+def test_a_soft_cap_that_the_targets_own_attention_drops_is_refused():
+    extra = {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8}
+    target = build(hf.Gemma2ForCausalLM, hf.Gemma2Config, extra)
+    target.config._attn_implementation = "sdpa"  # the default, and in silence, in older releases
+    with pytest.raises(ValueError, match="softcap.*attn_implementation='eager'"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def sharper(module, query, key, value, mask, scaling=None, **more):
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling * 3, **more)
+
+
+class Sharper:
+    __call__ = staticmethod(sharper)
+
+
+def windowed(*args, mask_function, **more):
+    near = and_masks(mask_function, lambda batch, head, query, key: key > query - 4)
+    return sdpa_mask(*args, mask_function=near, **more)
+
+
+@pytest.mark.parametrize("name", ["mine", "sdpa"])
+@pytest.mark.parametrize(
+    ("registry", "function"),
+    [
+        (ALL_ATTENTION_FUNCTIONS, sharper),
+        (ALL_ATTENTION_FUNCTIONS, partial(sharper, dropout=0.0)),
+        (ALL_ATTENTION_FUNCTIONS, Sharper()),
+        (ALL_MASK_ATTENTION_FUNCTIONS, windowed),
+    ],
+)
+def test_the_users_own_attention_is_refused(monkeypatch, name, registry, function):
+    target = build(hf.LlamaForCausalLM, hf.LlamaConfig, {})
+    td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setitem(registry._global_mapping, name, function)
+    target.config._attn_implementation = name
+    with pytest.raises(ValueError, match=f"attn_implementation='{name}'.*not transformers' own"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def test_a_window_of_one_is_refused():
+    target = build(hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 1})
+    with pytest.raises(ValueError, match="sliding_window=1"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def rule(visible):
+    return lambda batch, head, query, key: visible(query, key)
+
+
+@pytest.mark.parametrize(
+    ("visible", "window"),
+    [
+        (lambda q, k: k <= q, None),
+        (lambda q, k: (k <= q) & (k > q - 1), 1),
+        (lambda q, k: (k <= q) & (k > q - 6), 6),
+        (lambda q, k: (k <= q) & (k > q - 4096), 4096),
+        (lambda q, k: (k <= q) & (k > q - 1_000_000), None),  # as wide as the context
+    ],
+)
+def test_windows_are_read_from_masks(visible, window):
+    assert read_window(rule(visible), 100_000) == window
+
+
+def test_a_context_without_end_is_no_window():
+    assert read_window(rule(lambda q, k: k <= q), 2**31 - 1) is None
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        lambda q, k: k >= 0,  # bidirectional
+        lambda q, k: k < q,  # blind to itself
+        lambda q, k: k <= q + 1,
+        lambda q, k: (k <= q) & (k // 64 == q // 64),  # chunks
+        lambda q, k: (k <= q) & ((k > q - 6) | (k < 4)),  # sinks that are tokens
+        lambda q, k: (k <= q) & (k % 2 == q % 2),
+        lambda q, k: (k <= q) & (k > q - 6 - q // 1000),  # a window that grows
+        lambda q, k: (k < q - 6) | (k == q),
+        lambda q, k: k > q,
+    ],
+)
+def test_other_masks_are_refused(visible):
+    with pytest.raises(ValueError, match="position"):
+        read_window(rule(visible), 100_000)

@@ -1,0 +1,306 @@
+"""A target changed after loading is refused by name, or followed; what changes no text is let be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support.refusals import refuses as refuses
+from support.scripted import own_text, run
+from support.tiny import BASE, FAMILIES, make_drafter, make_pair, make_target, randomise
+
+import torch_dflash as td
+from torch_dflash.target.skeleton import build_skeleton
+from torch_dflash.target.unmodified import check_unmodified
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+OTHERS = {
+    "Mistral": {"sliding_window": 6},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": 6},
+    "Gemma3Text": {"head_dim": 8, "sliding_window": 6},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Granite": {},
+    "Phi3": {},
+    "Olmo2": {},
+    "Cohere": {},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.1},
+    "StableLm": {},
+    "Starcoder2": {},
+    "SmolLM3": {"no_rope_layers": [1, 1, 1, 0]},
+}
+
+
+def build(name):
+    if name in FAMILIES:
+        return make_target(name)
+    config = getattr(transformers, f"{name}Config")(**(BASE | OTHERS[name]))
+    kind = name.removesuffix("Text") + "ForCausalLM"
+    return randomise(getattr(transformers, kind)(config), 0)
+
+
+def use(model):
+    """What a model goes through that keeps the text as it was."""
+    ids = torch.tensor([PROMPT])
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.eval()
+    model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0)
+    model(input_ids=ids, output_hidden_states=True, output_attentions=False)
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # the older name
+    getattr(model, f"{kind}_checkpointing_enable")()
+    model.tie_weights()
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    model.config.pad_token_id = model.generation_config.pad_token_id = 0
+    model.config.output_hidden_states = True
+    model.set_attn_implementation("eager")
+    model.custom_note, model.name_or_path = "mine", "elsewhere"
+    model.half().float()
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_what_a_model_goes_through_is_not_refused(name, tmp_path):
+    model = build(name)
+    skeleton = build_skeleton(model)
+    check_unmodified(skeleton, model)
+    use(model)
+    check_unmodified(skeleton, model)
+    model.save_pretrained(tmp_path)
+    check_unmodified(skeleton, model)
+    check_unmodified(build_skeleton(model), model)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    check_unmodified(build_skeleton(again), again)
+    check_unmodified(build_skeleton(copy.deepcopy(again)), again)
+    again.resize_token_embeddings(104)
+    check_unmodified(build_skeleton(again), again)
+
+
+def scaling(target):
+    target.model.layers[2].self_attn.scaling *= 3
+
+
+CHANGES = {
+    "scaling": (scaling, "qwen3", ".model.layers.2.self_attn.scaling is 0.75", "should be 0.25"),
+    "rope": (
+        lambda target: setattr(target.model.rotary_emb, "attention_scaling", 1.5),
+        "llama",
+        ".model.rotary_emb.attention_scaling is 1.5",
+        "should be 1.0",
+    ),
+    "softcap": (
+        lambda target: setattr(target.model.layers[0].self_attn, "attn_logit_softcapping", None),
+        "Gemma2",
+        ".model.layers.0.self_attn.attn_logit_softcapping is None",
+        "should be 50.0",
+    ),
+    "window": (
+        lambda target: setattr(target.model.layers[3].self_attn, "sliding_window", None),
+        "qwen2",
+        ".self_attn.sliding_window is None",
+        "should be 7",
+    ),
+    "eps": (
+        lambda target: setattr(target.model.norm, "variance_epsilon", 0.1),
+        "llama",
+        ".model.norm.variance_epsilon is 0.1",
+        "should be 1e-06",
+    ),
+    "a tensor": (
+        lambda target: setattr(target.model.layers[1].self_attn, "scaling", torch.ones(3)),
+        "llama",
+        ".scaling is tensor",
+        "should be",
+    ),
+    "removed": (
+        lambda target: delattr(target.model.layers[1].self_attn, "scaling"),
+        "llama",
+        ".model.layers.1.self_attn.scaling is absent",
+        "should be",
+    ),
+    "a module removed": (
+        lambda target: delattr(target.model.layers[1].mlp, "act_fn"),
+        "llama",
+        ".model.layers.1.mlp.act_fn is absent",
+        "should be SiLU",
+    ),
+    "experts": (
+        lambda target: setattr(target.model.layers[1].mlp.router, "top_k", 3),
+        "gpt_oss",
+        ".mlp.router.top_k is 3",
+        "should be 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_attributes_are_refused_by_name(name, late):
+    change, family, *words = CHANGES[name]
+    target = build(family)
+    skeleton = build_skeleton(target)
+    if late:  # after a first call
+        check_unmodified(skeleton, target)
+    change(target)
+    with refuses(ValueError, type(target).__name__, words[0], words[1], "Undo the change"):
+        check_unmodified(skeleton, target)
+
+
+FIELDS = {
+    "final_logit_softcapping": ("Gemma2", 3.0),
+    "rms_norm_eps": ("llama", 0.5),
+    "rope_parameters": ("gpt_oss", {"rope_type": "default", "rope_theta": 5.0}),
+    "logits_scaling": ("Granite", 4.0),
+    "layer_types": ("qwen2", ["full_attention"] * 4),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_changed_config_fields_are_refused_by_name(field):
+    family, value = FIELDS[field]
+    target = build(family)
+    engine = td.compile(target, None, runtime="eager", max_length=32)
+    setattr(target.config, field, value)
+    with refuses(ValueError, f"config.{field} is ", "it was ", "build another engine"):
+        run(engine, [PROMPT], max_new_tokens=3)
+
+
+def test_a_dict_of_the_config_changed_in_place_is_seen():
+    target = build("gpt_oss")
+    engine = td.compile(target, None, runtime="eager", max_length=32)
+    target.config.rope_parameters["factor"] = 8.0
+    with refuses(ValueError, "config.rope_parameters is ", "it was "):
+        run(engine, [PROMPT], max_new_tokens=3)
+
+
+def test_generate_follows_a_config_that_the_target_reads_as_it_runs():
+    """Where no engine is held, there is another one for the changed config; it says what the target says."""
+    target = build("Gemma2")
+    ids = torch.tensor([PROMPT])
+    texts = []
+    for cap in (30.0, 0.001, None, 30.0):
+        target.config.final_logit_softcapping = cap
+        options = {"max_new_tokens": 12, "do_sample": False}
+        text = td.generate(target, None, ids, runtime="eager", **options)[0, len(PROMPT) :].tolist()
+        assert text == own_text(target, PROMPT, 12)
+        texts.append(text)
+    assert texts[0] == texts[3]
+    target.config.attn_logit_softcapping = None  # which its layers read when they were made
+    with refuses(ValueError, "self_attn.attn_logit_softcapping is 50.0", "should be None"):
+        td.generate(target, None, ids, max_new_tokens=3, runtime="eager")
+
+
+def test_a_drafter_is_held_to_the_same():
+    target, drafter = make_pair("llama")
+    engine = td.compile(target, drafter, runtime="eager", max_length=32)
+    drafter.layers[0].self_attn.scale *= 2
+    with refuses(ValueError, "DFlashDraftModel.layers.0.self_attn.scale is ", "should be"):
+        run(engine, [PROMPT], max_new_tokens=3)
+    other = make_drafter(target)
+    td.generate(target, other, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+    engine = td.compile(target, other, runtime="eager", max_length=32)
+    other.config.mask_token_id = 7
+    with refuses(ValueError, "DFlashDraftModel.config.mask_token_id is 7, it was 96"):
+        run(engine, [PROMPT], max_new_tokens=3)
+    td.generate(target, other, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+def test_numbers_that_are_none_are_not_compared():
+    target = build("llama")
+    skeleton = build_skeleton(target)
+    for model in (target, skeleton):
+        model.model.norm.odd = float("nan")
+    check_unmodified(skeleton, target)
+
+
+def inner_config(model):
+    model.model.config = copy.deepcopy(model.config)
+    model.model.config.sliding_window = 3
+
+
+def inner_function(model):
+    model.model.layers[1].mlp.act_fn = transformers.activations.ACT2FN["gelu"]
+
+
+def inner_method(model):
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
+
+
+def shared_dict(model):
+    model.model.options["shift"] = 3
+
+
+class WithOptions(transformers.LlamaForCausalLM):
+    slope = 1.0
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.options = {"shift": 0}
+
+
+def class_value(model):
+    model.slope = 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (inner_config, "sliding_window is 3"),
+        (inner_function, "act_fn is "),
+        (inner_method, "a replaced prepare_inputs_for_generation"),
+        (shared_dict, "options is {'shift': 3}"),
+        (class_value, r"slope is 2\.0"),
+    ],
+)
+def test_changes_out_of_sight_are_refused(change, words):
+    if change is inner_config:
+        model = make_target("qwen2")
+    else:
+        torch.manual_seed(0)
+        model = WithOptions(transformers.LlamaConfig(**(BASE | {"hidden_act": "silu"})))
+    ids = torch.tensor([PROMPT])
+    td.generate(model, None, ids, max_new_tokens=3, runtime="eager", do_sample=False)
+    change(model)
+    with pytest.raises(ValueError, match=words):
+        td.generate(model, None, ids, max_new_tokens=3, runtime="eager", do_sample=False)
+
+
+def test_a_replaced_function_is_refused():
+    class Acting(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[0].gain = torch.tanh
+
+    model = Acting(transformers.LlamaConfig(**BASE))
+    td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager", verify=False)
+    model.model.layers[0].gain = torch.sigmoid
+    with pytest.raises(ValueError, match="gain is .*sigmoid.*tanh"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager", verify=False)
+
+
+def test_accelerates_hook_is_named():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    model = make_target("llama")
+    add_hook_to_module(model.model.layers[0], AlignDevicesHook())
+    with pytest.raises(ValueError, match=r"accelerate's AlignDevicesHook.*remove_hook_from_module"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+    remove_hook_from_module(model, recurse=True)  # as the message says
+    td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_a_tensor_where_there_should_be_none_is_refused(buffer):
+    model = make_target("llama")
+    bias = torch.randn(model.lm_head.out_features)
+    del model.lm_head._parameters["bias"]
+    if buffer:
+        model.lm_head.register_buffer("bias", bias)
+    else:
+        model.lm_head.bias = bias
+    with pytest.raises(ValueError, match="lm_head.bias"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")

@@ -1,0 +1,517 @@
+"""A class that nobody has tested is tried on a tiny random twin, and refused where the two part."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+import torch
+import transformers as hf
+from support.tiny import BASE, make_pair, make_target
+from transformers.generation import GenerationMixin
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
+
+import torch_dflash as td
+from torch_dflash.target.tested import is_tested
+from torch_dflash.verification import agreement as verify
+from torch_dflash.verification import twin
+
+
+class Shifted(hf.LlamaForCausalLM):
+    """Mixes each token's embedding with the one before it: nothing that a layer hands over shows it."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        before = torch.cat([torch.zeros_like(embeds[:, :1]), embeds[:, :-1]], dim=1)
+        return super().forward(inputs_embeds=embeds + 0.5 * before, position_ids=position_ids, **kwargs)
+
+
+class OnlyLate(hf.LlamaForCausalLM):
+    """As `Shifted`, but the token counts that lies beyond the edge of a window."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        before = torch.roll(embeds, 7, dims=1)
+        before[:, :7] = 0
+        return super().forward(inputs_embeds=embeds + 0.5 * before, position_ids=position_ids, **kwargs)
+
+
+class Steep(LlamaAttention):
+    """Sharpens its attention with the length of what it is given."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states * (1 + 0.1 * hidden_states.shape[1]), *args, **kwargs)
+
+
+class Prepared(hf.LlamaForCausalLM):
+    """Its forward is Llama's; its generate moves the positions."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        prepared = super().prepare_inputs_for_generation(*args, **kwargs)
+        prepared["position_ids"] = prepared["position_ids"] * 3 + 5
+        return prepared
+
+
+class Processed(hf.LlamaForCausalLM):
+    """Its generate never says an even token."""
+
+    def _get_logits_processor(self, *args, **kwargs):
+        even = torch.arange(0, self.config.vocab_size, 2).tolist()
+        return hf.LogitsProcessorList([hf.SuppressTokensLogitsProcessor(even, device="cpu")])
+
+
+class Warped(hf.LlamaForCausalLM):
+    """Halves the temperature that it is given."""
+
+    def _get_logits_processor(self, generation_config, *args, **kwargs):
+        found = super()._get_logits_processor(generation_config, *args, **kwargs)
+        sampled = generation_config.do_sample
+        return hf.LogitsProcessorList([*found, *([hf.TemperatureLogitsWarper(0.5)] if sampled else [])])
+
+
+class OwnConfig(hf.PretrainedConfig):
+    """A config as remote code brings it: its fields are its author's alone."""
+
+    model_type = "own"
+
+    def __init__(self, reach=6, **fields):
+        super().__init__(**(vars(hf.LlamaConfig(**BASE)) | fields))
+        self.reach = reach
+
+
+class OwnModel(hf.LlamaForCausalLM):
+    config_class = OwnConfig
+
+
+class Called:
+    """Stands for a function, as decorators of libraries do."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, instance, owner=None):
+        return functools.partial(self, instance)
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+class Padded(hf.LlamaForCausalLM):
+    """Built with a padding id, whose embedding torch fills in place while it builds."""
+
+
+class Filled(hf.LlamaForCausalLM):
+    """Mixes tokens by a buffer that a fresh model has as zeros."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("mix", torch.zeros(config.hidden_size))
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        before = torch.cat([torch.zeros_like(embeds[:, :1]), embeds[:, :-1]], dim=1)
+        return super().forward(inputs_embeds=embeds + self.mix * before, position_ids=position_ids, **kwargs)
+
+
+class CountsZeros(hf.LlamaForCausalLM):
+    """Reads something into the number of tokens 0, and into none other."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        zeros = (input_ids == 0).sum(dim=1)[:, None, None]
+        return super().forward(inputs_embeds=embeds * (1 + zeros), position_ids=position_ids, **kwargs)
+
+
+class CountsCached(hf.LlamaForCausalLM):
+    """Scales late tokens; counts them in the cache."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        late = seen + torch.arange(input_ids.shape[1], device=input_ids.device) > self.config.train_length
+        embeds = self.get_input_embeddings()(input_ids) * (1 + late)[:, None]
+        return super().forward(
+            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **kwargs
+        )
+
+
+class LateKeys(LlamaAttention):
+    """Scales its scores by the length of its keys, once that is long."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        long = hidden_states.shape[1] > self.config.train_length
+        return super().forward(hidden_states * (2 if long else 1), *args, **kwargs)
+
+
+class Late(hf.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = LateKeys(config, index)
+
+
+class Lengthy(hf.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = Steep(config, index)
+
+
+class Harmless(hf.LlamaForCausalLM):
+    """Another class, the same computation."""
+
+
+class Unbuildable(hf.LlamaForCausalLM):
+    """Wants the very width of the target it was written for."""
+
+    def __init__(self, config):
+        assert config.hidden_size == 4000, "only 4000 will do"
+        super().__init__(config)
+
+
+class Stepwise(hf.LlamaForCausalLM):
+    """Computes one token at a time in another way than many."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+        given = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": past_key_values}
+        out = super().forward(**given, **kwargs)
+        if past_key_values is not None and input_ids.shape[1] == 1:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+
+class LastAlone(hf.LlamaForCausalLM):
+    """Says something else where the last logits alone are asked for."""
+
+    def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
+        given = {"input_ids": input_ids, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        out = super().forward(**given, **kwargs)
+        if logits_to_keep == 1:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+
+class SomeWidths(hf.LlamaForCausalLM):
+    """Computes blocks of 5 to 12 rows in another way."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        out = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if 5 <= input_ids.shape[1] <= 12:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+
+class OverTheBatch(hf.LlamaForCausalLM):
+    """Normalises over the rows of a batch of more than two."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = embeds - embeds.mean(dim=0) if len(embeds) > 2 else embeds
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+
+OTHERS = [Shifted, OnlyLate, Lengthy, Filled, CountsZeros, CountsCached, Late]
+
+
+PLAN = td.DecodePlan(batch_size=1, capacity=64, block_size=4, verify_width=4)
+
+
+def build(cls, **overrides):
+    torch.manual_seed(0)
+    return cls(hf.LlamaConfig(**(BASE | overrides))).eval()
+
+
+@pytest.mark.parametrize("cls", OTHERS)
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_a_class_that_computes_something_else_is_refused_with_the_place(cls, cache):
+    with pytest.raises(ValueError, match=rf"{cls.__name__}.*logits differ by .* at position \d+"):
+        td.compile(build(cls, train_length=2048), None, runtime="eager", max_length=64, cache=cache)
+
+
+@pytest.mark.parametrize("cls", [Prepared, Processed, Warped, Stepwise, LastAlone])
+def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
+    with pytest.raises(
+        ValueError, match=rf"{cls.__name__}.*(says another token|logits differ by .*) at position \d+"
+    ):
+        td.compile(build(cls), None, runtime="eager", max_length=64)
+
+
+def test_the_widths_and_rows_of_the_plan_are_tried():
+    ngram = td.NGramProposer(6)
+    with pytest.raises(ValueError, match="SomeWidths.*logits differ"):
+        td.compile(build(SomeWidths), ngram, runtime="eager", max_length=64)
+    td.compile(build(OverTheBatch), ngram, runtime="eager", max_length=64, batch_size=2)
+    with pytest.raises(ValueError, match="OverTheBatch.*logits differ"):
+        td.compile(build(OverTheBatch), ngram, runtime="eager", max_length=64, batch_size=3)
+
+
+def test_a_config_may_hold_anything():
+    kind = type("Free", (hf.LlamaForCausalLM,), {})
+    td.compile(build(kind, kinds={3, 4}, act=torch.tanh), None, runtime="eager", max_length=64)
+
+
+def chunk(h):
+    first, second = h.chunk(2, -1)
+    first.mul_(2)
+    second.add_(1)
+
+
+def entry(h):
+    h.view(*h.shape[:2], 4, -1)[:, :, 1] = 0.5
+
+
+def turned(h):
+    h.transpose(1, 2)[:, 3].fill_(1.0)
+
+
+def every(h):
+    torch._foreach_mul_(list(h.unbind(1)), 2.0)
+
+
+@pytest.mark.parametrize("write", [chunk, entry, turned, every])
+def test_writes_through_views_which_a_lowered_program_loses_are_refused_there(write):
+    class Writes(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            embeds = self.get_input_embeddings()(input_ids).clone()
+            write(embeds)
+            return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+    target, ids = build(Writes), torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="Writes.*through views.*runtime='eager'"):
+        td.compile(target, None, runtime="xla", max_length=64)
+    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+
+
+def test_an_operation_that_cannot_be_lowered_is_a_refusal():
+    class Summed(hf.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            embeds = self.get_input_embeddings()(input_ids)
+            sums = torch.logcumsumexp(embeds, dim=-1)
+            return super().forward(inputs_embeds=embeds + sums, position_ids=position_ids, **kwargs)
+
+    target, ids = build(Summed), torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="runtime='xla': prefill cannot be lowered .*runtime='eager'"):
+        td.generate(target, None, ids, max_new_tokens=4, runtime="xla")
+
+
+def test_options_that_are_collections_are_named():
+    with pytest.raises(ValueError, match=r"cache=\['static'\]"):
+        td.generate(make_target(), None, torch.tensor([[3]]), max_new_tokens=4, cache=["static"])
+    with pytest.raises(ValueError, match="verify='x'"):
+        td.compile(make_target(), None, runtime="eager", verify="x")
+
+
+def test_it_is_refused_through_every_door():
+    target, ids = build(Shifted), torch.tensor([[3, 4, 5]])
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.generate(target, None, ids, max_new_tokens=4, runtime="eager")
+    with pytest.raises(ValueError, match="tiny random twin"):
+        target.generate(ids, custom_generate=td.dflash(None, runtime="eager"), max_new_tokens=4)
+    with pytest.raises(ValueError, match="block decoding is not what it computes"):
+        td.check(target)
+
+
+def test_verify_false_takes_the_user_at_their_word():
+    target, ids = build(Shifted), torch.tensor([[3, 4, 5]])
+    td.compile(target, None, runtime="eager", max_length=64, verify=False)
+    td.generate(target, None, ids, max_new_tokens=4, runtime="eager", verify=False)
+    block = td.dflash(None, runtime="eager", verify=False)
+    target.generate(ids, custom_generate=block, max_new_tokens=4)
+
+
+def own_model():
+    torch.manual_seed(0)
+    return OwnModel(OwnConfig()).eval()
+
+
+@pytest.mark.parametrize("make", [lambda: build(Harmless), own_model])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_another_class_of_the_same_computation_decodes(make, mode):
+    target, ids = make(), torch.tensor([[3, 4, 5]])
+    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    verify._known.clear()
+    with mode():
+        assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+
+
+def test_a_padding_id_is_no_write_of_the_forward():
+    target, ids = build(Padded, pad_token_id=0), torch.tensor([[3, 4, 5]])
+    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="xla"), wanted)
+
+
+def test_a_class_without_a_twin_is_refused_unless_told_otherwise():
+    with torch.device("meta"):
+        target = Unbuildable(hf.LlamaConfig(**(BASE | {"hidden_size": 4000})))
+    with pytest.raises(ValueError, match="no tiny twin.*only 4000 will do.*verify=False"):
+        verify.verify_class(target, PLAN, "eager")
+
+
+def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeypatch):
+    def tried(*args):
+        raise AssertionError("a twin was built")
+
+    monkeypatch.setattr(verify, "build_twin", tried)
+    td.compile(make_target("llama"), None, runtime="eager", max_length=64)
+    same_name = type("LlamaForCausalLM", (hf.LlamaForCausalLM,), {})
+    with pytest.raises(ValueError, match="a twin was built"):
+        td.compile(build(same_name), None, runtime="eager", max_length=64)
+
+
+def test_a_later_transformers_is_not_trusted(monkeypatch):
+    target = make_target("llama")
+    assert is_tested(target)
+    monkeypatch.setattr(hf, "__version__", "5.24.0")
+    assert not is_tested(target)
+
+
+@pytest.mark.parametrize(
+    "dressed",
+    [
+        functools.wraps(LlamaAttention.forward),
+        torch.no_grad(),
+        functools.partialmethod,
+        lambda patch: Called(patch),
+    ],
+)
+def test_patched_code_of_a_tested_class_is_tried(monkeypatch, dressed):
+    target, whole = make_target("llama"), LlamaAttention.forward
+
+    def steep(self, hidden_states, *args, **kwargs):
+        return whole(self, hidden_states * hidden_states.shape[1], *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", dressed(steep))
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setattr(LlamaAttention, "forward", whole)
+    td.compile(target, None, runtime="eager", max_length=64)
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, *a: rotate(q * q.shape[2], *a))
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def test_a_patch_of_generate_itself_is_tried(monkeypatch):
+    target, whole = make_target("llama"), GenerationMixin._get_logits_processor
+
+    def odd(self, *args, **kwargs):
+        even = torch.arange(0, self.config.vocab_size, 2).tolist()
+        found = whole(self, *args, **kwargs)
+        return hf.LogitsProcessorList([*found, hf.SuppressTokensLogitsProcessor(even, device="cpu")])
+
+    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", odd)
+    with pytest.raises(ValueError, match="says another token"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
+    target, whole = make_target("llama"), LlamaAttention.forward
+
+    def by(power):
+        def patched(self, hidden_states, *args, **kwargs):
+            return whole(self, hidden_states * hidden_states.shape[1] ** power, *args, **kwargs)
+
+        return patched
+
+    monkeypatch.setattr(LlamaAttention, "forward", by(0))
+    td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setattr(LlamaAttention, "forward", by(1))
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda mask: mask.logical_and_(torch.zeros_like(mask)),
+        lambda mask: mask.masked_fill_(mask, False),
+        lambda mask: mask.transpose(2, 3),
+        lambda mask: mask[..., :1],
+        lambda mask: mask & mask,
+    ],
+)
+def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
+    make = modeling_llama.create_causal_mask
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: edit(make(**given)))
+    with pytest.raises(ValueError, match="hands a mask of its own"):
+        td.compile(make_target("llama"), None, runtime="eager", max_length=64)
+
+
+def test_a_verdict_is_of_the_code_it_was_about(monkeypatch):
+    kind = type("Changing", (hf.LlamaForCausalLM,), {})
+    td.compile(build(kind), None, runtime="eager", max_length=64)
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids) * input_ids.shape[1]
+        return super(kind, self).forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward, raising=False)
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(build(kind), None, runtime="eager", max_length=64)
+
+
+def test_an_answer_is_remembered(monkeypatch):
+    target = build(type("Once", (hf.LlamaForCausalLM,), {}))
+    td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setattr(verify, "build_twin", lambda model: pytest.fail("built twice"))
+    td.compile(target, None, runtime="eager", max_length=32)
+
+
+def test_a_full_size_target_takes_a_second_at_most():
+    config = hf.Qwen3MoeConfig(
+        vocab_size=151_936, num_experts=128, use_sliding_window=True, sliding_window=4096
+    )
+    with torch.device("meta"):
+        target = hf.Qwen3MoeForCausalLM(config)
+    before, started = torch.get_rng_state(), time.process_time()
+    verify.verify_class(target, PLAN, "eager")
+    assert time.process_time() - started < 1.5
+    assert torch.equal(torch.get_rng_state(), before)
+    assert target.config.hidden_size == config.hidden_size
+
+
+def test_a_twin_has_every_kind_of_layer_and_short_windows():
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 20
+    config = hf.Gemma3TextConfig(layer_types=kinds, num_hidden_layers=26)
+    small = twin.shrink(config)
+    assert small.layer_types == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert small.num_hidden_layers == 3 and small.sliding_window == twin.WINDOW
+    assert config.num_hidden_layers == 26 and config.layer_types == kinds
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_check_holds_the_real_weights(family, cache):
+    agreement = td.check(make_target(family), cache=cache)
+    assert agreement.holds and agreement.difference < 1e-4 and agreement.compared == 34
+
+
+def test_check_sees_a_window_that_is_off_by_one(monkeypatch):
+    target = make_target("gpt_oss")
+    td.check(target)
+    init = verify.Target.__init__
+
+    def wider(self, model):
+        init(self, model)
+        self._windows = tuple(window and window + 1 for window in self._windows)
+
+    monkeypatch.setattr(verify.Target, "__init__", wider)
+    with pytest.raises(ValueError, match="logits differ"):
+        td.check(target)
+
+
+def test_check_reads_long_prompts_in_chunks_and_says_what_it_cannot():
+    target = make_target("llama", max_position_embeddings=2048)
+    assert td.check(target, length=1200).holds
+    assert td.check(build(hf.LlamaForCausalLM).to(torch.bfloat16)).holds
+    with pytest.raises(ValueError, match="length=3"):
+        td.check(target, length=3)
+    with pytest.raises(ValueError, match="max_length=3000 is beyond"):
+        td.check(target, length=3000)
+    with pytest.raises(ValueError, match=r"call target.eval\(\)"):
+        td.check(build(hf.LlamaForCausalLM).train())
+    with pytest.raises(TypeError, match="pass the target model first"):
+        td.check(make_pair()[1])
+    assert isinstance(target.model, LlamaModel)
