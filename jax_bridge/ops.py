@@ -1,4 +1,4 @@
-"""How torch_dflash's few special operations lower: cache writes, attention, a branch, a loop."""
+"""The second implementation of every operation in `torch_dflash.ops`: how it lowers to JAX."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.kernels.block_attention import block_attention_jax
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.shared import once
-from torch_dflash.ops.attention import KeyValue, grouped_attention, plain_grouped_attention
-from torch_dflash.ops.block_attention import block_attention, plain_block_attention
+from torch_dflash.ops.attention import KeyValue, grouped_attention
+from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
-from torch_dflash.ops.paged_attention import paged_attention, side_by_side
+from torch_dflash.ops.paged_attention import paged_attention
 from torch_dflash.ops.windows import write_rows
 
 UNROLLED_ROWS = 8
@@ -52,7 +52,7 @@ def _write_rows(buffer, rows, start, dim, count=None):
 def grouped_attention_jax(query, parts, sinks, *, blocks, scale, softcap):
     """`torch_dflash.ops.attention.grouped_attention`; ``parts`` as (key, value, mask), with ``blocks``."""
     parts = [KeyValue(*part, blocks=count) for part, count in zip(parts, blocks, strict=True)]
-    return call_torch(plain_grouped_attention, query, parts, scale, sinks, softcap)
+    return call_torch(grouped_attention.plain, query, parts, scale, sinks, softcap)
 
 
 def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
@@ -61,16 +61,13 @@ def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
     return call_jax(attend, query, [tuple(part[:3]) for part in parts], sinks)
 
 
-def _paged_attention(query, key, value, pool, table, start, scale, window=None, sinks=None, softcap=None):
-    fresh = side_by_side(key, value, pool.shape[3])
-    dims = key.shape[3], value.shape[3]
-    return call_jax(
-        paged_attention_jax, query, fresh, pool, table, start, scale, *dims, window, sinks, softcap
-    )
+def _paged_attention(inputs, pages):
+    return call_jax(paged_attention_jax, inputs, pages)
 
 
-def _block_attention(*args):
-    return call_jax(partial(block_attention_jax, partial(call_torch, plain_block_attention)), *args)
+def _block_attention(inputs, past, causal):
+    plain = partial(call_torch, block_attention.plain)
+    return call_jax(partial(block_attention_jax, plain, causal=causal), inputs, past)
 
 
 def _branch(condition, then, otherwise, *operands):
@@ -102,14 +99,15 @@ def _chunked(step, size, *rows):
     return call_jax(chunked_jax, step, size, *rows)
 
 
-def register() -> None:
-    """Teach torchax's environment the lowerings."""
-    environment().override_op_definition(write_rows, _write_rows)
-    environment().override_op_definition(grouped_attention, _grouped_attention)
-    environment().override_op_definition(paged_attention, _paged_attention)
-    environment().override_op_definition(block_attention, _block_attention)
-    environment().override_op_definition(branch, _branch)
-    environment().override_op_definition(chunked, _chunked)
+LOWERED = {
+    write_rows: _write_rows,
+    grouped_attention: _grouped_attention,
+    paged_attention: _paged_attention,
+    block_attention: _block_attention,
+    branch: _branch,
+    chunked: _chunked,
+}
+"""Each of `torch_dflash.ops.lowerable.OPERATIONS` with what runs in its place."""
 
-
-register()
+for _operation, _lowering in LOWERED.items():
+    environment().override_op_definition(_operation, _lowering)

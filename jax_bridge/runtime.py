@@ -20,7 +20,7 @@ from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar, quiet
 from torch_dflash.runtime import Progress
-from torch_dflash.state import DecodeState, PromptChunk, Sampling
+from torch_dflash.state import DecodeState, PromptChunk
 
 Arrays = dict[str, Weight]
 
@@ -70,7 +70,8 @@ class XlaRuntime:
     def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set which rows rest and the page tables: two small transfers."""
         put = lambda values: to_jax(torch.tensor(values, device="cpu"))  # noqa: E731 - JAX's own memory: states are donated
-        return replace(state, pages=state.pages if pages is None else put(pages), done=put(done))
+        table = state.page_table if pages is None else put(pages)
+        return replace(state, page_table=table, done=put(done))
 
     def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""
@@ -97,8 +98,8 @@ class XlaRuntime:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         count = len(buckets) + 3
         with quiet(), progress_bar(progress, total=count, unit="program", desc="begin") as bar:
-            state = self.begin(params, idle_rows(self.plan))
-            pages = None if state.pages is None else np.zeros(state.pages.shape, np.int32)
+            state = self.begin(params, RowRequests.idle(self.plan))
+            pages = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, pages, np.ones(self.plan.batch_size, bool))
             chunks = [to_jax(idle_chunk(self.plan, width)) for width in buckets]
             for width, chunk, coming in zip(buckets, chunks, [*chunks[1:], None], strict=True):
@@ -125,24 +126,6 @@ def _next(bar: Any, name: str) -> None:
 
 def _copy(fields: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(field) for field in fields]
-
-
-def idle_rows(plan: DecodePlan) -> RowRequests:
-    """A request in which no row is used."""
-    with torch.device("cpu"):
-        return _idle_rows(plan)
-
-
-def _idle_rows(plan: DecodePlan) -> RowRequests:
-    zeros = torch.zeros(plan.batch_size, dtype=torch.int32)
-    floats = torch.zeros(plan.batch_size)
-    return RowRequests(
-        prompt_length=zeros,
-        limit=zeros,
-        stop_ids=torch.full((plan.batch_size, plan.stop_slots), -1, dtype=torch.int32),
-        done=torch.ones(plan.batch_size, dtype=torch.bool),
-        sampling=Sampling(temperature=floats, top_k=zeros, top_p=floats + 1, min_p=floats, seed=zeros),
-    )
 
 
 def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:

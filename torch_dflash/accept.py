@@ -7,14 +7,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from torch_dflash.plan import DecodePlan
-from torch_dflash.state import Commit, Draft
+from torch_dflash.state import Draft
 
 
-def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Commit:
-    """Longest prefix of a chain that equals the target's own choices, then the bonus token.
+def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Int[Tensor, " B"]:
+    """How many tokens a round commits: the longest prefix of a chain that the target picks, and the bonus.
 
     ``target[b, i]`` is the token the target picks (argmax, or its sample) after verify row i. A draft is
-    kept while it equals that pick, and the first pick that differs is the bonus, so every committed
+    kept while it equals that pick, and the first pick that differs is the bonus token, so every committed
     token is the target's own: lossless for any proposal (arXiv 2602.06036 section 3; at temperature > 0
     this is exact rejection sampling of a point-mass proposal).
     """
@@ -22,10 +22,7 @@ def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Commit:
     match = (draft.tokens[:, : rows - 1] == target[:, :-1]).to(torch.int32)
     step = torch.arange(rows - 1, device=target.device, dtype=torch.int32)
     match = match * (step < draft.valid[:, None]).to(torch.int32)
-    kept = torch.cumprod(match, dim=1).sum(dim=1, dtype=torch.int32)
-    bonus = target.gather(1, kept.long()[:, None])[:, 0]
-    path = torch.arange(rows, device=target.device, dtype=torch.int32).expand(target.shape)
-    return Commit(path=path, count=kept + 1, bonus=bonus)
+    return torch.cumprod(match, dim=1).sum(dim=1, dtype=torch.int32) + 1
 
 
 def trim_at_stop(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
 from torch_dflash.cache.dense import check_specs
 from torch_dflash.checks import check_dtype
-from torch_dflash.ops.windows import read_rows, write_rows
+from torch_dflash.ops.windows import clear_rows, positions, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import pick_tokens
-from torch_dflash.state import DecodeState, PromptChunk, Sampling
+from torch_dflash.state import DecodeState, Draft, PromptChunk, Sampling
 from torch_dflash.target.adapter import Target
 
 Params = dict[str, Tensor]
@@ -57,11 +57,24 @@ class Pair(nn.Module):
 class RowRequests:
     """What each row of a new batch asks for (fields as in `DecodeState`). ``done`` marks unused rows."""
 
-    prompt_length: Int[Tensor, " B"]
     limit: Int[Tensor, " B"]
     stop_ids: Int[Tensor, "B E"]
     done: Bool[Tensor, " B"]
     sampling: Sampling
+
+    @classmethod
+    def idle(cls, plan: DecodePlan, device: Any = "cpu") -> RowRequests:
+        """A request in which no row is used."""
+        with torch.device(device):
+            zeros, floats = torch.zeros(plan.batch_size, dtype=torch.int32), torch.zeros(plan.batch_size)
+            return cls(
+                limit=zeros,
+                stop_ids=torch.full((plan.batch_size, plan.stop_slots), -1, dtype=torch.int32),
+                done=torch.ones(plan.batch_size, dtype=torch.bool),
+                sampling=Sampling(
+                    temperature=floats, top_k=zeros, top_p=floats + 1, min_p=floats, seed=zeros
+                ),
+            )
 
 
 def begin(pair: Pair, params: Params, rows: RowRequests) -> DecodeState:
@@ -79,38 +92,60 @@ def decode_round(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
     return pair.run(_decode_round, params, state)
 
 
-def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
-    target, proposer, plan = pair.target, pair.proposer, pair.plan
-    width = plan.verify_width
-    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
+class Verified(NamedTuple):
+    """The target on M rows: ``ids`` [B, M], ``logits`` [B, M, V], its ``picks`` [B, M] after each row.
 
-    anchor = read_rows(state.tokens, state.length, 1)
-    own = anchor[:, 0].clone(), state.length.clone()  # the proposer's: it may write into them
-    draft, pstate = proposer.propose(state.proposer, *own, target.embed, target.head)
-    draft = known_chain(draft, plan, target.vocab_size)
+    ``features`` [B, M, n*H] are the tapped layers' outputs, None without taps; ``cache`` the layers after it.
+    """
 
-    ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
-    out = target(ids, state.length, state.cache, proposer.taps, state.pages)
-    following = state.length[:, None] + 1 + torch.arange(width, device=ids.device, dtype=ids.dtype)
+    ids: Int[Tensor, "B M"]
+    logits: Tensor
+    picks: Int[Tensor, "B M"]
+    features: Tensor | None
+    cache: tuple
+
+
+def draft(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
+    """The proposer's pass: (a draft after each row's anchor, the proposer's state)."""
+    target, proposer = pair.target, pair.proposer
+    own = state.anchor.clone(), state.length.clone()  # the proposer's: it may write into them
+    drafted, pstate = proposer.propose(state.proposer, *own, target.embed, target.head)
+    return known_chain(drafted, pair.plan, target.vocab_size), pstate
+
+
+def verify(pair: Pair, state: DecodeState, drafted: Draft) -> Verified:
+    """The target's pass over the anchor and the first M - 1 drafted tokens, and what it picks after each."""
+    plan = pair.plan
+    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, pair.target.dtype)
+    ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : plan.verify_width - 1]], dim=1)
+    out = pair.target(ids, state.length, state.cache, pair.proposer.taps, state.page_table)
+    following = positions(state.committed, plan.verify_width)
     picks = pick_tokens(out.logits, following, state.sampling, plan.filters)
+    return Verified(ids, out.logits, picks, out.features, out.cache)
 
-    commit = accept_chain(draft, picks)
-    kept, stopped = trim_at_stop(picks, commit.count, state.stop_ids)
-    room = state.limit - (state.length + 1)
+
+def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Verified) -> DecodeState:
+    """Keep the drafts that equal the target's picks and the pick after them, up to a stop id or the limit."""
+    accepted = accept_chain(drafted, seen.picks)
+    kept, stopped = trim_at_stop(seen.picks, accepted, state.stop_ids)
+    room = state.limit - state.committed
     count = torch.where(state.done, 0, torch.minimum(kept, room))
-    commit = replace(commit, count=count)
-    live = (~state.done).to(torch.int32)
-
     return replace(
         state,
-        tokens=write_rows(state.tokens, picks, state.length + 1, dim=1),
+        tokens=write_rows(state.tokens, seen.picks, state.committed, dim=1),
         length=state.length + count,
         done=state.done | (stopped & (kept <= room)) | (kept >= room),
-        cache=tuple(layer.commit(commit) for layer in out.cache),
-        proposer=proposer.observe(pstate, out.features, ids, picks, count),
+        cache=tuple(layer.commit(count) for layer in seen.cache),
+        proposer=pair.proposer.observe(pstate, seen.features, seen.ids, seen.picks, count),
         accepted=write_rows(state.accepted, kept[:, None].to(torch.uint8), state.rounds, dim=1),
-        rounds=state.rounds + live,
+        rounds=state.rounds + (~state.done).to(torch.int32),
     )
+
+
+def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
+    drafted, pstate = draft(pair, state)
+    seen = verify(pair, state, drafted)
+    return commit(pair, state, drafted, pstate, seen)
 
 
 def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
@@ -120,7 +155,8 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
 
     # A row without a piece may stand anywhere: it writes to the write-off page.
-    pages = None if state.pages is None else torch.where(fed[:, None], state.pages, 0)
+    table = state.page_table
+    pages = None if table is None else torch.where(fed[:, None], table, 0)
     out = target(ids, state.length, state.cache, proposer.taps, pages, count)
     length = state.length + count
     pick = pick_tokens(out.logits, length[:, None], state.sampling, pair.plan.filters)[:, 0]
@@ -140,7 +176,35 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         length=length,
         done=torch.where(ended, hit_stop | (length + 1 >= state.limit), state.done),
         cache=out.cache,
-        proposer=proposer.observe(state.proposer, out.features, ids, next_ids, count),
+        proposer=proposer.ingest(state.proposer, out.features, ids, next_ids, count),
+    )
+
+
+def reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests) -> DecodeState:
+    """Give the rows marked in ``rows`` to other requests, as `begin` would; the others go on untouched.
+
+    Nothing of the old occupants is left: tokens, caches and the proposer's state of these rows are cleared.
+    A row of a paged cache loses its pages, which are the host's to give again.
+    """
+
+    def chosen(fresh: Tensor, old: Tensor) -> Tensor:
+        return torch.where(rows.view(-1, *[1] * (old.ndim - 1)), fresh, old)
+
+    def cleared(old: Tensor | None) -> Any:
+        return None if old is None else clear_rows(old, rows)
+
+    return DecodeState(
+        tokens=cleared(state.tokens),
+        length=cleared(state.length),
+        limit=chosen(requests.limit, state.limit),
+        stop_ids=chosen(requests.stop_ids, state.stop_ids),
+        done=chosen(requests.done, state.done),
+        sampling=pytree.tree_map(chosen, requests.sampling, state.sampling),
+        cache=tuple(layer.reset(rows) for layer in state.cache),
+        page_table=cleared(state.page_table),
+        proposer=pair.proposer.reset(state.proposer, rows),
+        accepted=cleared(state.accepted),
+        rounds=cleared(state.rounds),
     )
 
 
@@ -151,13 +215,12 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
     return DecodeState(
         tokens=torch.zeros(shape, dtype=torch.int32, device=device),
         length=zeros,
-        prompt_length=rows.prompt_length,
         limit=rows.limit,
         stop_ids=rows.stop_ids,
         done=rows.done,
         sampling=rows.sampling,
         cache=pair.target.start(plan),
-        pages=_no_pages(plan, device),
+        page_table=_no_pages(plan, device),
         proposer=pair.proposer.start(plan, device),
         accepted=torch.zeros(shape, dtype=torch.uint8, device=device),
         rounds=zeros.clone(),

@@ -102,7 +102,8 @@ class EagerRuntime:
         def tensor(values: np.ndarray) -> torch.Tensor:
             return torch.tensor(values, device=state.done.device)
 
-        return replace(state, pages=state.pages if pages is None else tensor(pages), done=tensor(done))
+        table = state.page_table if pages is None else tensor(pages)
+        return replace(state, page_table=table, done=tensor(done))
 
     def advance(self, params: Params, state: DecodeState) -> DecodeState:
         for _ in range(self.plan.rounds_per_chunk):

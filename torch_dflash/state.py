@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from torch_dflash.ops.windows import read_rows
 from torch_dflash.pytrees import register_state
 
 
@@ -40,16 +41,25 @@ class DecodeState:
 
     tokens: Int[Tensor, "B S"]  # left-aligned: column = absolute position
     length: Int[Tensor, " B"]  # tokens whose target K/V are committed; positions derive from it
-    prompt_length: Int[Tensor, " B"]
     limit: Int[Tensor, " B"]  # most tokens the row may hold, prompt included
     stop_ids: Int[Tensor, "B E"]  # padded with -1, which no token equals
     done: Bool[Tensor, " B"]
     sampling: Sampling
     cache: tuple  # one state per target layer
-    pages: Int[Tensor, "B T"] | None  # paged caches: page numbers, 0 where a row has no page
+    page_table: Int[Tensor, "B columns"] | None  # paged caches: page numbers, 0 where a row has no page
     proposer: Any  # whatever the proposer keeps
     accepted: UInt8[Tensor, "B S"]  # tokens committed in each round, trimmed at stop ids, not at limit
     rounds: Int[Tensor, " B"]
+
+    @property
+    def committed(self) -> Int[Tensor, " B"]:
+        """Tokens that each row holds, the anchor included."""
+        return self.length + 1
+
+    @property
+    def anchor(self) -> Int[Tensor, " B"]:
+        """Each row's newest committed token."""
+        return read_rows(self.tokens, self.length, 1)[:, 0]
 
 
 @register_state
@@ -78,16 +88,3 @@ class Draft:
     tokens: Int[Tensor, "B N"]
     valid: Int[Tensor, " B"]
     parent: Int[Tensor, "B N"] | None = None
-
-
-@register_state
-@dataclass(frozen=True)
-class Commit:
-    """What a round keeps: ``path`` [B, M] verify rows in order, ``count`` [B] of them, then ``bonus`` [B].
-
-    ``count`` includes the anchor's row, so it is also the number of new tokens (accepted drafts + bonus).
-    """
-
-    path: Int[Tensor, "B M"]
-    count: Int[Tensor, " B"]
-    bonus: Int[Tensor, " B"]

@@ -30,9 +30,9 @@ from jax_bridge.aot.passes import STEPS, feature_shape
 from jax_bridge.aot.traffic import hbm_traffic
 from jax_bridge.layout import rows_format
 from jax_bridge.lower import lower_begin, tracing
-from jax_bridge.runtime import idle_chunk, idle_rows
+from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
-from torch_dflash.decode import Pair
+from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.choose import make_proposer
@@ -116,7 +116,7 @@ def abstract_pair(
     pair = Pair(Target(model), proposer, fixed)
     params = _abstract_params(pair, dtype)
     register_states()
-    rows = jax.tree.map(_shape, idle_rows(fixed))
+    rows = jax.tree.map(_shape, RowRequests.idle(fixed))
     return AbstractPair(pair, params, jax.eval_shape(lower_begin(pair), params, rows))
 
 

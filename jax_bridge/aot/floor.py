@@ -73,14 +73,14 @@ def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
     drafter = [size for name, size in weights.items() if name.startswith("proposer.")]
-    draft_cached, draft_flops = _draft_attention(pair, context)
+    cost = pair.proposer.cost(plan, context)
     return Floor(
         verify=_target_bytes(pair, params, context, plan.verify_width),
         draft=sum(drafter)
         + weights[head] * bool(drafter)
-        + plan.batch_size * params[head].dtype.itemsize * draft_cached,
+        + plan.batch_size * params[head].dtype.itemsize * cost.cached,
         verify_attention_flops=_attention_flops(plan, pair.target, context),
-        draft_attention_flops=draft_flops,
+        draft_attention_flops=cost.flops,
     )
 
 
@@ -90,10 +90,7 @@ def prefill_floor(pair: Pair, params: Shapes, context: int, rows: int) -> int:
     The target as in `floor_of`, and of a drafter what turns features into K and V.
     """
     weights, names = _sizes(params), _names(pair)
-    drafter: Any = getattr(pair.proposer, "drafter", None)
-    parts = [] if drafter is None else [drafter.fc, drafter.hidden_norm]
-    for layer in () if drafter is None else drafter.layers:
-        parts += [layer.self_attn.k_proj, layer.self_attn.k_norm, layer.self_attn.v_proj]
+    parts = pair.proposer.cost(pair.plan, context).prompt
     used = (weights[names[id(weight)]] for part in parts for weight in part.parameters())
     return _target_bytes(pair, params, context, rows) + sum(used)
 
@@ -148,17 +145,3 @@ def _attention_flops(plan: DecodePlan, target: Any, context: int) -> int:
         (spec.k_dim + spec.v_dim) * _seen(context, spec.window, plan.verify_width) for spec in target.specs
     )
     return 2 * plan.batch_size * plan.verify_width * heads * widths
-
-
-def _draft_attention(pair: Pair, context: int) -> tuple[int, int]:
-    """Cached elements of one row and FLOPs of all, over a drafter's layers; nothing for other proposers."""
-    drafter: Any = getattr(pair.proposer, "drafter", None)
-    if drafter is None:
-        return 0, 0
-    cached = flops = 0
-    for layer in drafter.layers:
-        attention, config = layer.self_attn, drafter.config
-        seen = _seen(context, attention.window, pair.proposer.width)
-        cached += 2 * config.num_key_value_heads * config.head_dim * seen
-        flops += 4 * config.num_attention_heads * config.head_dim * seen
-    return cached, flops * pair.plan.batch_size * pair.proposer.width

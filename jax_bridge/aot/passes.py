@@ -11,15 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from jax_bridge._torchax import call_torch
 from jax_bridge.lower import lower_prefill, lower_rounds
+from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.ops.windows import read_rows, write_rows
-from torch_dflash.sampling import pick_tokens
-from torch_dflash.state import DecodeState
+from torch_dflash.state import DecodeState, Draft
 
 
 def verify(pair: Pair, params: Params, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
@@ -33,22 +32,17 @@ def draft(pair: Pair, params: Params, state: DecodeState, features: Tensor | Non
 
 
 def _verify(pair: Pair, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
-    width = pair.plan.verify_width
-    ids = read_rows(state.tokens, state.length, width)
-    out = pair.target(ids, state.length, state.cache, pair.proposer.taps, state.pages)
-    following = state.length[:, None] + 1 + torch.arange(width, device=ids.device, dtype=ids.dtype)
-    picks = pick_tokens(out.logits, following, state.sampling, pair.plan.filters)
-    tokens = write_rows(state.tokens, picks, state.length + 1, dim=1)
-    return replace(state, cache=out.cache, tokens=tokens), out.features
+    drafts = read_rows(state.tokens, state.committed, pair.plan.verify_width - 1)
+    seen = steps.verify(pair, state, Draft(drafts, state.length * 0))
+    tokens = write_rows(state.tokens, seen.picks, state.committed, dim=1)
+    return replace(state, cache=seen.cache, tokens=tokens), seen.features
 
 
 def _draft(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeState:
-    target, proposer = pair.target, pair.proposer
-    anchor = read_rows(state.tokens, state.length, 1)
-    drafted, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
-    tokens = write_rows(state.tokens, drafted.tokens, state.length + 1, dim=1)
+    drafted, pstate = steps.draft(pair, state)
+    tokens = write_rows(state.tokens, drafted.tokens, state.committed, dim=1)
     ids = read_rows(tokens, state.length, pair.plan.verify_width + 1)
-    pstate = proposer.observe(pstate, features, ids[:, :-1], ids[:, 1:], drafted.valid)
+    pstate = pair.proposer.observe(pstate, features, ids[:, :-1], ids[:, 1:], drafted.valid)
     return replace(state, tokens=tokens, proposer=pstate)
 
 

@@ -13,28 +13,31 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running
+from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.paged_attention import LANES
 
 BLOCK_KEYS = 512
 
 
-def block_attention_jax(plain: Callable, *args: Any) -> Float[Array, "B W Q D"]:
-    """`torch_dflash.ops.block_attention.block_attention`; ``plain`` is what platforms other than TPU run."""
-    *arrays, scale, window, causal = args
-    rule = {"scale": scale, "window": window, "causal": causal}
-    return jax.lax.platform_dependent(
-        *arrays, tpu=partial(pallas_block_attention, **rule), default=partial(plain, **rule)
-    )
+def block_attention_jax(
+    plain: Callable, inputs: AttentionInputs, past: Any, causal: bool
+) -> Float[Array, "B W Q D"]:
+    """`torch_dflash.ops.block_attention`; ``plain`` is what platforms other than TPU run."""
+    arrays, rule = inputs[:4], {"scale": inputs.scale, "window": inputs.window}
+    kernel = partial(pallas_block_attention, **rule, causal=causal)
+
+    def other(*arrays: Any) -> Any:
+        return plain(AttentionInputs(*arrays[:-1], **rule), arrays[-1], causal)
+
+    return jax.lax.platform_dependent(*arrays, past, tpu=kernel, default=other)
 
 
 def pallas_block_attention(
     query: Float[Array, "B Q W D"],
     key: Float[Array, "B G W D"],
     value: Float[Array, "B G W D"],
-    past_key: Float[Array, "B G S D"],
-    past_value: Float[Array, "B G S D"],
-    position: Int[Array, "B S"],
     start: Int[Array, " B"],
+    past: Any,
     *,
     scale: float,
     window: int | None,
@@ -42,18 +45,21 @@ def pallas_block_attention(
     block_keys: int = BLOCK_KEYS,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B W Q D"]:
-    """The kernel's call. ``block_keys``: slots read at once; ``interpret``: on the CPU, slowly, for tests."""
+    """The kernel's call: ``past`` is a `torch_dflash.ops.block_attention.Past` of arrays.
+
+    ``block_keys``: slots read at once; ``interpret``: on the CPU, slowly, for tests.
+    """
     batch, heads, width, dim = query.shape
-    groups, slots = past_key.shape[1:3]
+    groups, slots = past.key.shape[1:3]
     height, keys = heads // groups * width, min(slots, block_keys)
     halves = 2 if groups % 2 == 0 else 1
     own = groups // halves
     # Heads narrower than a register: XLA keeps such arrays with their slots in the lanes. This is no copy.
     turned = dim % LANES != 0
-    past = [rows.swapaxes(2, 3) if turned else rows for rows in (past_key, past_value)]
+    context = [rows.swapaxes(2, 3) if turned else rows for rows in (past.key, past.value)]
     # Slots behind the last one in use are not read.
     slot = jnp.arange(1, slots + 1, dtype=jnp.int32)
-    used = jnp.max(jnp.where(position >= 0, slot, 0), axis=1)
+    used = jnp.max(jnp.where(past.position >= 0, slot, 0), axis=1)
 
     def of_block(rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, own, rows, dim), lambda half, b, block, *_: (b, half, 0, 0))
@@ -92,13 +98,13 @@ def pallas_block_attention(
         cost_estimate=pl.CostEstimate(
             flops=4 * query.size * slots,
             transcendentals=query.size // dim * slots,
-            bytes_accessed=(past_key.size + past_value.size) * past_key.dtype.itemsize,
+            bytes_accessed=2 * past.key.size * past.key.dtype.itemsize,
         ),
         interpret=interpret,
         name="block_attention",
     )
     shared = query.reshape(batch, groups, height, dim)
-    out = call(start, used, shared, key, value, *past, position[:, None])
+    out = call(start, used, shared, key, value, *context, past.position[:, None])
     return out.reshape(batch, heads, width, dim).transpose(0, 2, 1, 3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +17,23 @@ BLOCK_KEYS = 512
 
 
 def paged_attention_jax(
-    query: Float[Array, "B Q M D"],
-    fresh: Float[Array, "B G M KV"],
-    pool: Float[Array, "P G page KV"],
-    table: Int[Array, "B T"],
-    start: Int[Array, " B"],
-    scale: float,
-    k_dim: int,
-    v_dim: int,
-    window: int | None = None,
-    sinks: Float[Array, " Q"] | None = None,
-    softcap: float | None = None,
+    inputs: Any, pages: Any
 ) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page KV"]]:
-    """`torch_dflash.ops.paged_attention` from K and V side by side; the pool is to be donated."""
-    batch, heads, rows, _ = query.shape
-    groups = fresh.shape[1]
+    """`torch_dflash.ops.paged_attention`, its trees of arrays; the pool is to be donated."""
+    (pool, table), (query, key, value, start), sinks = pages, inputs[:4], inputs.sinks
+    batch, heads, rows, k_dim = query.shape
+    groups, v_dim = value.shape[1], value.shape[3]
+    fresh = jnp.concatenate([key, value], axis=-1).astype(pool.dtype)
+    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - k_dim - v_dim)))
     grouped = query.reshape(batch, groups, heads // groups, rows, k_dim)
     sinks = None if sinks is None else sinks.reshape(groups, -1)
     # Columns of page 0 past the last: a bucket of padded rows may reach beyond what a row may hold.
     table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
-    static = {"k_dim": k_dim, "scale": scale, "window": window, "softcap": softcap, "block_keys": BLOCK_KEYS}
+    static = {"k_dim": k_dim, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
+    static |= {"block_keys": BLOCK_KEYS}
     out, pool = jax.lax.platform_dependent(
         grouped,
-        fresh.astype(pool.dtype),
+        fresh,
         pool,
         table,
         start,

@@ -19,9 +19,8 @@ from jax_bridge.aot import passes
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program, forbidden
 from jax_bridge.aot.passes import feature_shape
-from jax_bridge.runtime import idle_rows
 from jax_bridge.state import register_states
-from torch_dflash.decode import decode_round
+from torch_dflash.decode import RowRequests, decode_round
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.state import PromptChunk
 
@@ -90,7 +89,7 @@ def test_the_two_passes_of_a_round_are_the_round():
     target, drafter = make_pair("qwen3")
     engine = td.compile(target, drafter, runtime="eager", max_length=64)
     params, pair = engine.runtime.refresh(engine.tensors()), engine.pair
-    state = engine.runtime.begin(params, idle_rows(engine.plan))
+    state = engine.runtime.begin(params, RowRequests.idle(engine.plan))
     ids = torch.arange(1, 10, dtype=torch.int32)[None]
     chunk = PromptChunk(ids, torch.tensor([9], dtype=torch.int32), torch.tensor([-1], dtype=torch.int32))
     state = engine.runtime.prefill(params, state, chunk)
@@ -176,7 +175,7 @@ def test_the_abstract_state_is_the_real_one():
     drafter = td.DFlashDraftModel(model.pair.proposer.drafter.config)
     engine = td.compile(target, drafter, max_length=64, batch_size=3)
     register_states()
-    rows = aot.idle_rows(engine.plan)
+    rows = RowRequests.idle(engine.plan)
     real = engine.runtime.begin(engine.runtime.refresh(engine.tensors()), rows)
     shapes = jax.tree.map(lambda leaf: leaf.shape, real)
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, model.state)

@@ -8,8 +8,8 @@ from support.tiny import make_target
 
 import torch_dflash as td
 from jax_bridge import lower
-from jax_bridge.runtime import idle_rows
 from jax_bridge.shared import once, sharing
+from torch_dflash.decode import RowRequests
 
 traced = []
 
@@ -42,7 +42,7 @@ def test_more_layers_are_no_more_writes_to_trace():
     for layers in (2, 4):
         engine = td.compile(make_target("llama", num_hidden_layers=layers), None, max_length=48)
         params = engine.runtime.refresh(engine.tensors())
-        state = engine.runtime.begin(params, idle_rows(engine.plan))
+        state = engine.runtime.begin(params, RowRequests.idle(engine.plan))
         with lower.tracing("highest"):
             text = jax.jit(engine.runtime._rounds).lower(params, state).as_text()
         writes.append(text.count("stablehlo.dynamic_update_slice"))

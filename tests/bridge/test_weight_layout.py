@@ -18,7 +18,7 @@ import torch_dflash as td
 from jax_bridge import layout, lower, weights
 from jax_bridge.checkpoints import load as loading
 from jax_bridge.layout import Turned, by_rows, linear_weights, pays, upright
-from jax_bridge.runtime import idle_rows
+from torch_dflash.decode import RowRequests
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
 PROMPT = [5, 17, 80, 33, 2, 9, 41]
@@ -81,7 +81,7 @@ def test_no_program_copies_a_turned_weight(engine, pair, monkeypatch):
     assert {name: copies(program) for name, program in steps.items()} == {"prefill": [], "rounds": []}
     # Turned back outside of the loop, each weight is copied on every call: the search sees that.
     runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
-    state = runtime.begin(params, idle_rows(engine.plan))
+    state = runtime.begin(params, RowRequests.idle(engine.plan))
     monkeypatch.setattr(lower, "upright", lambda params: params)
     outside = jax.jit(lambda params, state: runtime._rounds(upright(params), state))
     with lower.tracing("highest"):

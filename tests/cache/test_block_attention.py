@@ -16,7 +16,8 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.aot import compile as aot
 from jax_bridge.kernels import block_attention as kernel
 from jax_bridge.kernels import online_softmax
-from torch_dflash.ops.block_attention import block_attention
+from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.block_attention import Past, block_attention
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,15 @@ class Call:
     def rule(self):
         return {"scale": self.scale, "window": self.shape.window, "causal": self.shape.causal}
 
+    def attend(self, query, key, value, past_key, past_value, position, start):
+        """The operation on these arguments, whatever they are."""
+        inputs = AttentionInputs(query, key, value, start, self.scale, self.shape.window)
+        return block_attention(inputs, Past(past_key, past_value, position), self.shape.causal)
+
     def torch(self) -> np.ndarray:
         kind = getattr(torch, self.shape.dtype)
         tensors = [torch.tensor(array).to(kind) for array in self.floats]
-        out = block_attention(*tensors, torch.tensor(self.position), torch.tensor(self.start), **self.rule)
+        out = self.attend(*tensors, torch.tensor(self.position), torch.tensor(self.start))
         return out.float().numpy()
 
     def jax(self, form) -> np.ndarray:
@@ -123,14 +129,17 @@ class Call:
 
 def pallas(call: Call) -> np.ndarray:
     options = {"block_keys": 32, "interpret": pltpu.InterpretParams(uninitialized_memory="nan")}
-    return call.jax(partial(kernel.pallas_block_attention, **options, **call.rule))
+
+    def form(query, key, value, past_key, past_value, position, start):
+        past = Past(past_key, past_value, position)
+        return kernel.pallas_block_attention(query, key, value, start, past, **options, **call.rule)
+
+    return call.jax(form)
 
 
 FORMS = {
     "torch": Call.torch,
-    "lowered": lambda call: call.jax(
-        lambda *args: call_torch(lambda *tensors: block_attention(*tensors, *call.rule.values()), *args)
-    ),
+    "lowered": lambda call: call.jax(partial(call_torch, call.attend)),
     "pallas": pallas,
 }
 
@@ -168,8 +177,7 @@ def step_of(shape: Shape):
     call = Call(shape)
     args = [jax.ShapeDtypeStruct(array.shape, jnp.dtype(shape.dtype)) for array in call.floats]
     args += [jax.ShapeDtypeStruct(array.shape, jnp.int32) for array in (call.position, call.start)]
-    step = lambda *tensors: block_attention(*tensors, *call.rule.values())  # noqa: E731
-    return jax.jit(lambda *args: call_torch(step, *args)), args
+    return jax.jit(partial(call_torch, call.attend)), args
 
 
 def test_on_tpu_it_is_one_kernel_and_elsewhere_none():

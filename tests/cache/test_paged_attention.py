@@ -129,9 +129,10 @@ class Call:
         arrays = (self.query, self.key, self.value, self.pool)
         tensors = [torch.tensor(array).to(kind) for array in arrays]
         sinks = None if self.sinks is None else torch.tensor(self.sinks)
-        options = {"window": self.shape.window, "softcap": self.shape.softcap, "sinks": sinks}
-        table, start = torch.tensor(self.table), torch.tensor(self.start)
-        out, pool = paged_attention(*tensors, table, start, self.scale, **options)
+        query, key, value, pool = tensors
+        rule = self.scale, self.shape.window, sinks, self.shape.softcap
+        inputs = AttentionInputs(query, key, value, torch.tensor(self.start), *rule)
+        out, pool = paged_attention(inputs, Pages(pool, torch.tensor(self.table)))
         return out.float().numpy(), pool.float().numpy()
 
 
@@ -223,19 +224,16 @@ def test_a_broken_kernel_is_seen(name, monkeypatch):
 def step_of(shape: Shape):
     """The call as it stands in a round, and the shapes of its arguments; the pool is donated."""
     call, dtype = Call(shape), jnp.dtype(shape.dtype)
-    fresh = (*call.key.shape[:3], call.pool.shape[3])
-    sizes = (call.query.shape, fresh, call.pool.shape)
+    sizes = (call.query.shape, call.key.shape, call.value.shape, call.pool.shape)
     args = [jax.ShapeDtypeStruct(size, dtype) for size in sizes]
     args += [jax.ShapeDtypeStruct(array.shape, jnp.int32) for array in (call.table, call.start)]
     args += [jax.ShapeDtypeStruct(call.sinks.shape, jnp.float32)] if shape.sinks else []
 
-    def run(query, fresh, pool, table, start, sinks=None):
-        options = {"window": shape.window, "sinks": sinks, "softcap": shape.softcap}
-        return paged_attention_jax(
-            query, fresh, pool, table, start, call.scale, shape.dim, shape.dim, **options
-        )
+    def run(query, key, value, pool, table, start, sinks=None):
+        rule = call.scale, shape.window, sinks, shape.softcap
+        return paged_attention_jax(AttentionInputs(query, key, value, start, *rule), Pages(pool, table))
 
-    return jax.jit(run, donate_argnums=2), args
+    return jax.jit(run, donate_argnums=3), args
 
 
 def test_on_tpu_it_is_one_kernel_and_elsewhere_none():

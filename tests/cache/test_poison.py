@@ -24,8 +24,8 @@ from torch_dflash.cache.dense import LatentLayer, allocate
 from torch_dflash.cache.ring import allocate_ring
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.cache.view import CacheView
-from torch_dflash.ops.attention import KeyValue, Rows, finite_values, grouped_attention
-from torch_dflash.ops.block_attention import block_attention
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, finite_values, grouped_attention
+from torch_dflash.ops.block_attention import Past, block_attention
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
@@ -69,8 +69,8 @@ def attend(kind: str, layer, start, table, query, key, value, sinks):
         key, value = view.update(key, value, 0)
     window, softcap = options.get("window"), options.get("softcap")
     sinks = sinks if "sinks" in options else None
-    rows = Rows(query, key, value, query.shape[3] ** -0.5, window, sinks, softcap)
-    return view.attend(0, rows), view.states[0]
+    inputs = AttentionInputs(query, key, value, start, query.shape[3] ** -0.5, window, sinks, softcap)
+    return view.attend(0, inputs), view.states[0]
 
 
 @cache
@@ -182,13 +182,15 @@ def test_finite_values_are_given_back_as_they_are():
 # --- a drafter's block and its context ---------------------------------------------------------------------
 
 
-def torch_block(*args, **rule):
-    return block_attention(*args, **rule).numpy()
+def torch_block(query, key, value, start, past, scale, window, causal):
+    inputs = AttentionInputs(query, key, value, start, scale, window)
+    return block_attention(inputs, past, causal).numpy()
 
 
-def pallas_block(*args, **rule):
-    args = [jnp.asarray(tensor.numpy()) for tensor in args]
-    return np.asarray(pallas_block_attention(*args, **rule, block_keys=16, interpret=True))
+def pallas_block(query, key, value, start, past, **rule):
+    query, key, value, start, *past = (jnp.asarray(one.numpy()) for one in (query, key, value, start, *past))
+    out = pallas_block_attention(query, key, value, start, Past(*past), **rule, block_keys=16, interpret=True)
+    return np.asarray(out)
 
 
 @pytest.mark.parametrize("form", [torch_block, pallas_block])
@@ -200,16 +202,16 @@ def test_a_drafters_context_forgets_rejected_rows(form, ring):
         if ring:
             layer = allocate_ring(GROUPS, 16, BATCH, 9, WIDTH, torch.float32, "cpu")
         else:
-            layer = allocate(LayerSpec("draft", GROUPS, 16, 16, None), PLAN, torch.float32, "cpu")
+            layer = allocate(LayerSpec("attention", GROUPS, 16, 16, None), PLAN, torch.float32, "cpu")
         for start, count in ((0, 6), (6, 6), (12, 2), (14, 1)):
             _, *rows = rows_of(WIDTH, start, 16, range(count, WIDTH), poisons)
             layer = layer.write(*finite_values(*rows), at(start), at(count))
         assert all(torch.isfinite(part).all() for part in (layer.key, layer.value))
         length = at(15)
         query, *own = rows_of(WIDTH, 40, 16, range(3, WIDTH), poisons)
-        past = layer.key, layer.value, layer.positions(length)
+        past = Past(layer.key, layer.value, layer.positions(length))
         rule = {"scale": 0.25, "window": 9, "causal": True}
-        return form(query, *finite_values(*own), *past, length, **rule)
+        return form(query, *finite_values(*own), length, past, **rule)
 
     wanted, got = block(FINE), block(BAD)
     assert np.array_equal(got[:, :3], wanted[:, :3]) and not np.isfinite(got[1, 3:]).any()

@@ -15,7 +15,7 @@ from support.tiny import MASK, make_pair
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_dflash as td
-from jax_bridge.runtime import idle_rows
+from torch_dflash.decode import RowRequests
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
 
 ROWS, CAPACITY, CHUNK = 3, 160, 3
@@ -148,7 +148,7 @@ def program(engine, name):
 
 def test_every_donated_buffer_is_reused(engine):
     params = engine.runtime.refresh(engine.tensors())
-    state = engine.runtime.begin(params, idle_rows(engine.plan))
+    state = engine.runtime.begin(params, RowRequests.idle(engine.plan))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     for name in ("rounds", "prefill"):
         memory = program(engine, name).memory_analysis()

@@ -148,7 +148,7 @@ def test_layers_are_told_what_a_round_really_keeps(pair, monkeypatch):
     told, commit = [], StaticLayer.commit
 
     def recorded(self, kept):
-        told.append(kept.count.tolist())
+        told.append(kept.tolist())
         return commit(self, kept)
 
     monkeypatch.setattr(StaticLayer, "commit", recorded)

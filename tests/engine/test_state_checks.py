@@ -89,7 +89,6 @@ def test_a_file_without_its_proposer_is_refused(engine, saved, tmp_path, propose
         ("limit", (1,), -1, "limit[1] is -1"),
         ("length", (0,), 10**6, "length[0] is 1000000, it may be 0 to 34"),
         ("length", (1,), -2, "length[1] is -2"),
-        ("prompt_length", (0,), 40, "prompt_length[0] is 40, it may be 0 to 35"),
         ("rounds", (0,), 49, "rounds[0] is 49, it may be 0 to 48"),
         ("rounds", (0,), -1, "rounds[0] is -1"),
         ("tokens", (0, 2), 97, "tokens[0, 2] is 97, it may be 0 to 96"),

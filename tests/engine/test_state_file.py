@@ -197,26 +197,26 @@ def test_a_directory_is_refused(eager, saved, tmp_path):
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ({(0, 1): 999}, r"pages\[0, 1\] is 999, the pool has pages 0 to 20; .*go back"),
-        ({(1, 0): -1}, r"pages\[1, 0\] is -1, the pool"),
-        ({(1, 0): 7, (2, 0): 7}, r"pages\[2, 0\] is 7, and so is pages\[1, 0\]"),
-        ({(2, 1): 9, (2, 2): 9}, r"pages\[2, 2\] is 9, and so is pages\[2, 1\]"),
-        ({(0, 4): 20}, r"pages\[0, 4\] is 20 after a column without a page"),
+        ({(0, 1): 999}, r"page_table\[0, 1\] is 999, the pool has pages 0 to 20; .*go back"),
+        ({(1, 0): -1}, r"page_table\[1, 0\] is -1, the pool"),
+        ({(1, 0): 7, (2, 0): 7}, r"page_table\[2, 0\] is 7, and so is page_table\[1, 0\]"),
+        ({(2, 1): 9, (2, 2): 9}, r"page_table\[2, 2\] is 9, and so is page_table\[2, 1\]"),
+        ({(0, 4): 20}, r"page_table\[0, 4\] is 20 after a column without a page"),
     ],
 )
 def test_impossible_page_tables_are_refused(cells, message, tmp_path, monkeypatch):
     engine = make_engine("eager", cache="paged", page_size=16)
     assert engine.plan.pages == 21
     state = engine.start(*ragged_prompts(ROWS), **MIXED)
-    pages = state.pages.clone()
+    pages = state.page_table.clone()
     for cell, page in cells.items():
         pages[cell] = page
     path = tmp_path / "state"
     with pytest.raises(ValueError, match=f"the state: {message}"):
-        td.save_state(replace(state, pages=pages), path, engine)
+        td.save_state(replace(state, page_table=pages), path, engine)
     with monkeypatch.context() as unchecked:
         unchecked.setattr(state_io, "check_pages", lambda *_: None)
-        td.save_state(replace(state, pages=pages), path, engine)
+        td.save_state(replace(state, page_table=pages), path, engine)
     with pytest.raises(ValueError, match=f"{path}: {message}"):
         td.load_state(path, engine)
 

@@ -119,7 +119,6 @@ def decode_state(state: loop.State, slots: int) -> DecodeState:
     return DecodeState(
         tokens=more(state.tokens, 1),
         length=state.length,
-        prompt_length=zeros,  # read by no step
         limit=state.limit,
         stop_ids=jnp.full((len(PROMPTS), 8), -1),
         done=state.done,

@@ -61,7 +61,7 @@ def ours(engine, table: np.ndarray) -> Run:
         state = steps.prefill(params, state, chunk)
     while not steps.read(state).done.all():
         state = steps.advance(params, state)
-    assert np.array_equal(state.pages, table)
+    assert np.array_equal(state.page_table, table)
     return seen(state, [layer.pool for layer in state.cache])
 
 

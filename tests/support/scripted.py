@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from torch_dflash.decode import Pair
 from torch_dflash.ops.windows import read_rows
+from torch_dflash.proposers.base import Proposer
 from torch_dflash.state import Draft, PromptChunk
 
 
-class Scripted(nn.Module):
+class Scripted(Proposer):
     """Drafts row b's tokens from ``script[b]``, indexed by absolute position.
 
     The script is a buffer, so that rewriting it in place changes the drafts without compiling anything.
     """
 
     name = "scripted"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, batch_size: int, slots: int, width: int):
         super().__init__()
         self.width = width
         self.register_buffer("script", torch.zeros(batch_size, slots, dtype=torch.int32))
-
-    def start(self, plan, device):
-        return ()
-
-    def observe(self, pstate, features, ids, next_ids, count):
-        return pstate
 
     def propose(self, pstate, anchor, length, embed, head):
         tokens = read_rows(self.script, length + 1, self.width - 1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torch_dflash.cache.paged import PagedLayer, allocate_pool
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.cache.view import CacheView
-from torch_dflash.ops.attention import KeyValue, Rows, grouped_attention
-from torch_dflash.ops.windows import write_rows
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
+from torch_dflash.ops.windows import clear_rows, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
 
@@ -28,8 +28,6 @@ class StaticLayer:
     key: Float[Tensor, "B G S D"]
     value: Float[Tensor, "B G S Dv"]
 
-    axes = ("B", "G", "S", "D")
-
     def write(
         self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], count: Int[Tensor, " B"] | None = None
     ) -> StaticLayer:
@@ -43,19 +41,23 @@ class StaticLayer:
         """What the attention module goes on with: its own rows, for ``attend`` does the rest."""
         return key, value, self
 
-    def attend(self, rows: Rows, view: CacheView) -> tuple[Tensor, StaticLayer]:
+    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, StaticLayer]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self."""
-        layer = self.write(rows.key, rows.value, view.start, view.count)
-        return attend_densely(rows, layer.key, layer.value, view.mask(rows, layer.key.shape[2])), layer
+        layer = self.write(inputs.key, inputs.value, inputs.start, view.count)
+        return attend_densely(inputs, layer.key, layer.value, view.mask(inputs, layer.key.shape[2])), layer
 
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
         """The position each slot holds when ``length`` [B] are committed, -1 for none."""
         slots = torch.arange(self.key.shape[2], device=length.device, dtype=length.dtype)
         return torch.where(slots < length[:, None], slots, -1)
 
-    def commit(self, commit) -> StaticLayer:
+    def commit(self, count: Int[Tensor, " B"]) -> StaticLayer:
         """A chain's accepted rows already stand where they belong."""
         return self
+
+    def reset(self, rows: Bool[Tensor, " B"]) -> StaticLayer:
+        """Zeros in the rows marked: what an old occupant left may not be finite."""
+        return type(self)(clear_rows(self.key, rows), clear_rows(self.value, rows))
 
 
 @register_state
@@ -68,15 +70,18 @@ class LatentLayer(StaticLayer):
         layer = self.write(key, value, view.start, view.count)
         return layer.key, layer.value, LatentLayer(layer.key, layer.value)
 
-    def attend(self, rows: Rows, view: CacheView) -> tuple[Tensor, LatentLayer]:
+    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, LatentLayer]:
         """Attend causally to the rows, which are of all positions."""
-        return attend_densely(rows, rows.key, rows.value, view.mask(rows, rows.key.shape[2])), self
+        mask = view.mask(inputs, inputs.key.shape[2])
+        return attend_densely(inputs, inputs.key, inputs.value, mask), self
 
 
-def attend_densely(rows: Rows, key: Tensor, value: Tensor, mask: Tensor | None) -> Float[Tensor, "B M Q Dv"]:
+def attend_densely(
+    inputs: AttentionInputs, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Float[Tensor, "B M Q Dv"]:
     """Attention of the rows to dense keys and values, with the rows' own scale, sinks and soft cap."""
     part = KeyValue(key, value, mask)
-    return grouped_attention(rows.query, [part], rows.scale, sinks=rows.sinks, softcap=rows.softcap)
+    return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap)
 
 
 def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> StaticLayer | PagedLayer:
@@ -84,7 +89,7 @@ def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> S
     if plan.cache == "paged":
         return allocate_pool(spec, plan, dtype, device)
     kind = LatentLayer if spec.kind == "latent" else StaticLayer
-    return allocate_static(spec, plan, dtype, device, kind)
+    return allocate_dense(plan, spec.heads, spec.k_dim, spec.v_dim, dtype, device, kind)
 
 
 def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
@@ -95,13 +100,19 @@ def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
         )
 
 
-def allocate_static(
-    spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device, kind: type[StaticLayer] = StaticLayer
+def allocate_dense(
+    plan: DecodePlan,
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    device,
+    kind: type[StaticLayer] = StaticLayer,
 ) -> StaticLayer:
     """Zeroed buffers of one layer: [B, G, S, D] keys and [B, G, S, Dv] values."""
-    shape = (plan.batch_size, spec.heads, plan.slots)
+    shape = (plan.batch_size, heads, plan.slots)
     # Zeros, not empty: a masked slot still meets a zero weight, and 0 * NaN would be NaN.
     return kind(
-        torch.zeros(*shape, spec.k_dim, dtype=dtype, device=device),
-        torch.zeros(*shape, spec.v_dim, dtype=dtype, device=device),
+        torch.zeros(*shape, k_dim, dtype=dtype, device=device),
+        torch.zeros(*shape, v_dim, dtype=dtype, device=device),
     )

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.ops.attention import Rows
-from torch_dflash.ops.paged_attention import paged_attention, pool_width
+from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.paged_attention import Pages, paged_attention, pool_width
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
 
@@ -20,36 +20,27 @@ from torch_dflash.pytrees import register_state
 class PagedLayer:
     """One layer's pool: position p of row b is ``pool[table[b, p // page], :, p % page]``: K, V, zeros.
 
-    The table is the same for all layers and belongs to the state (`DecodeState.pages`). Page 0 belongs to
-    nobody: rows that are not in use, and positions without a page, write there.
+    The table is the same for all layers and belongs to the state (`DecodeState.page_table`). Page 0 belongs
+    to nobody: rows that are not in use, and positions without a page, write there.
     """
 
     pool: Float[Tensor, "P G page KV"]
-
-    axes = ("P", "G", "S", "D")
 
     def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, PagedLayer]:
         """What the attention module goes on with: its own rows, for ``attend`` does the rest."""
         return key, value, self
 
-    def attend(self, rows: Rows, view: Any) -> tuple[Tensor, PagedLayer]:
+    def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Tensor, PagedLayer]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self."""
-        out, pool = paged_attention(
-            rows.query,
-            rows.key,
-            rows.value,
-            self.pool,
-            view.table,
-            view.start,
-            rows.scale,
-            window=rows.window,
-            sinks=rows.sinks,
-            softcap=rows.softcap,
-        )
+        out, pool = paged_attention(inputs, Pages(self.pool, view.table))
         return out, PagedLayer(pool)
 
-    def commit(self, commit) -> PagedLayer:
+    def commit(self, count: Int[Tensor, " B"]) -> PagedLayer:
         """A chain's accepted rows already stand where they belong."""
+        return self
+
+    def reset(self, rows: Bool[Tensor, " B"]) -> PagedLayer:
+        """Nothing to forget: the pages that the host gives again are written before they are read."""
         return self
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.ops.windows import write_rows
+from torch_dflash.ops.windows import clear_rows, write_rows
 from torch_dflash.plan import whole_tiles
 from torch_dflash.pytrees import register_state
 
@@ -45,6 +45,11 @@ class RingLayer:
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
         """The position each slot holds, -1 for none."""
         return F.pad(self.position, (0, self.key.shape[2] - self.position.shape[1]), value=-1)
+
+    def reset(self, rows: Bool[Tensor, " B"]) -> RingLayer:
+        """Empty in the rows marked."""
+        position = torch.where(rows[:, None], -1, self.position)
+        return RingLayer(clear_rows(self.key, rows), clear_rows(self.value, rows), position)
 
     def _put(self, buffer: Tensor, rows: Tensor, start: Tensor, count: Tensor, position: Tensor) -> Tensor:
         size = self.position.shape[1]

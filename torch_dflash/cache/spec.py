@@ -1,13 +1,21 @@
-"""What a layer of the target needs from its cache."""
+"""What a layer of the target needs from its cache, and what every kind of cache answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from torch_dflash.ops.attention import AttentionInputs
+
+Layer = TypeVar("Layer", bound="CacheLayer")
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One target layer's cache needs, as seen in a traced forward (`torch_dflash.target.trace.trace_layers`).
+    """One target layer's cache needs, as seen in a traced forward (`torch_dflash.target.trace`).
 
     ``kind``: "attention" where the cached rows are what is attended to, "latent" where the model expands
     what it has cached (multi-head latent attention).
@@ -18,3 +26,28 @@ class LayerSpec:
     k_dim: int
     v_dim: int
     window: int | None
+
+
+class CacheLayer(Protocol):
+    """What one layer keeps between passes: a frozen dataclass of tensors, made a pytree by `register_state`.
+
+    Hugging Face attention modules call ``update`` with new rows; our attention function, which they call
+    next, calls ``attend``. Both consume the layer and give the next one. ``view`` is the pass they belong to
+    (`torch_dflash.cache.view.CacheView`): the page table, and how many rows of a prompt chunk are real.
+    """
+
+    def update(self: Layer, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, Layer]:
+        """Keys and values that the attention module goes on with."""
+        ...
+
+    def attend(self: Layer, inputs: AttentionInputs, view: Any) -> tuple[Float[Tensor, "B M Q Dv"], Layer]:
+        """Causal attention of the rows to all positions so far, their own included."""
+        ...
+
+    def commit(self: Layer, count: Int[Tensor, " B"]) -> Layer:
+        """Keep the first ``count`` [B] rows of the pass, drop the rest: a round has rejected them."""
+        ...
+
+    def reset(self: Layer, rows: Tensor) -> Layer:
+        """Forget the rows of the batch marked in ``rows`` [B]: other requests take them."""
+        ...

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from torch_dflash.ops.attention import Rows, finite_values, visible
+from torch_dflash.ops.attention import AttentionInputs, finite_values, visible
+from torch_dflash.ops.windows import positions
 
 
 class CacheView(Cache):
@@ -44,20 +45,20 @@ class CacheView(Cache):
         key, value, self.states[layer_idx] = self.states[layer_idx].update(key_states, value_states, self)
         return key, value
 
-    def attend(self, layer_idx: int, rows: Rows, *_: Any) -> Float[Tensor, "B M Q Dv"]:
+    def attend(self, layer_idx: int, inputs: AttentionInputs, *_: Any) -> Float[Tensor, "B M Q Dv"]:
         """The layer's attention of these rows; their K and V are kept, as `finite_values` has them."""
-        key, value = finite_values(rows.key, rows.value)
-        rows = rows._replace(key=key, value=value, window=self.windows[layer_idx])
-        out, self.states[layer_idx] = self.states[layer_idx].attend(rows, self)
+        key, value = finite_values(inputs.key, inputs.value)
+        inputs = inputs._replace(key=key, value=value, window=self.windows[layer_idx])
+        out, self.states[layer_idx] = self.states[layer_idx].attend(inputs, self)
         return out
 
-    def mask(self, rows: Rows, slots: int) -> Tensor:
+    def mask(self, inputs: AttentionInputs, slots: int) -> Bool[Tensor, "B one M S"]:
         """Which of ``slots`` dense positions each row sees, made once for all layers of a window."""
-        if rows.window not in self._masks:
-            at = torch.arange(rows.query.shape[2], device=self.start.device, dtype=self.start.dtype)
-            slot = torch.arange(slots, device=self.start.device, dtype=self.start.dtype)[None]
-            self._masks[rows.window] = visible(self.start[:, None] + at, slot, rows.window, causal=True)
-        return self._masks[rows.window]
+        if inputs.window not in self._masks:
+            at = positions(self.start, inputs.query.shape[2])
+            slot = torch.arange(slots, device=at.device, dtype=at.dtype)[None]
+            self._masks[inputs.window] = visible(at, slot, inputs.window, causal=True)
+        return self._masks[inputs.window]
 
     def get_seq_length(self, layer_idx=0):
         return self.said  # positions and masks are always given, so no model may derive them from here

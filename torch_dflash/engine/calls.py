@@ -56,7 +56,6 @@ def row_requests(rows: list[np.ndarray], request: Request, plan: DecodePlan) -> 
     stops = [[*ids, *[-1] * (plan.stop_slots - len(ids))] for ids in request.stop_ids]
     keys = [seed_key(seed) for seed in request.seed]  # here, where Python's integers do not overflow
     return RowRequests(
-        prompt_length=column(lengths, torch.int32),
         limit=column(limits, torch.int32),
         stop_ids=column(stops, torch.int32, fill=[-1] * plan.stop_slots),
         done=column([False] * len(rows), torch.bool, fill=True),

@@ -74,12 +74,12 @@ def check_table(table: np.ndarray, pages: int, what: str) -> None:
     fix = "the table was changed; go back to the state as engine.start or engine.advance returned it."
     owner: dict[int, tuple[int, int]] = {}
     for (row, column), number in np.ndenumerate(table):
-        page, where = int(number), f"pages[{row}, {column}]"
+        page, where = int(number), f"page_table[{row}, {column}]"
         if not 0 <= page < pages:
             raise ValueError(f"{what}: {where} is {page}, the pool has pages 0 to {pages - 1}; {fix}")
         if page and column and not table[row, column - 1]:
             raise ValueError(f"{what}: {where} is {page} after a column without a page; {fix}")
         if page and page in owner:
-            first = "pages[{}, {}]".format(*owner[page])
+            first = "page_table[{}, {}]".format(*owner[page])
             raise ValueError(f"{what}: {where} is {page}, and so is {first}; {fix}")
         owner[page] = (row, column)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_dflash.engine.page_allocator import PageBook
 from torch_dflash.plan import DecodePlan
 
-READ = ("length", "limit", "pages", "done", "tokens", "stop_ids")
+READ = ("length", "limit", "page_table", "done", "tokens", "stop_ids")
 """Of a `DecodeState`, what `Admission.of` needs on the host: kilobytes, and no cache."""
 
 
@@ -50,7 +50,7 @@ class Admission:
     @classmethod
     def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Admission:
         """What a state of a paged cache is in the middle of, by its fields `READ`; its prompts are read."""
-        length, limit, pages, done = (read[name].numpy() for name in ("length", "limit", "pages", "done"))
+        length, limit, pages, done = (read[name].numpy() for name in READ[:4])
         anchor = read["tokens"].gather(1, read["length"][:, None].long())
         stopped = (anchor == read["stop_ids"]).any(dim=1).numpy()
         admission = cls(plan, length.tolist(), limit.tolist(), pages)

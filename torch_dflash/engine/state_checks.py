@@ -57,8 +57,8 @@ def check_leaves(tensors: dict[str, Tensor], expected: dict[str, Tensor], what: 
 
 def check_pages(tensors: dict[str, Tensor], plan: DecodePlan, what: str) -> None:
     """Raise ``ValueError`` for a page table that no engine of ``plan`` makes."""
-    if ".pages" in tensors:
-        check_table(tensors[".pages"].numpy(force=True), plan.pages, what)
+    if ".page_table" in tensors:
+        check_table(tensors[".page_table"].numpy(force=True), plan.pages, what)
 
 
 def check_values(tensors: dict[str, Tensor], plan: DecodePlan, vocab: int, what: str) -> None:
@@ -69,7 +69,6 @@ def check_values(tensors: dict[str, Tensor], plan: DecodePlan, vocab: int, what:
     ranges = {
         ".limit": (0, plan.capacity),
         ".length": (0, most),
-        ".prompt_length": (0, limit),
         ".rounds": (0, plan.capacity),
         ".tokens": (0, vocab - 1),
         ".stop_ids": (-1, torch.iinfo(torch.int32).max),

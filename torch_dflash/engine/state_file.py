@@ -8,7 +8,6 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +23,7 @@ from torch_dflash.engine.state_checks import (
     check_plan,
     check_values,
 )
-from torch_dflash.state import DecodeState, Sampling
+from torch_dflash.state import DecodeState
 from torch_dflash.storage.checksums import checksum_of
 from torch_dflash.storage.files import write_whole
 
@@ -110,21 +109,9 @@ def describe_proposer(engine: Engine) -> str:
 
 def abstract_state(engine: Engine) -> DecodeState:
     """The engine's empty state on the meta device: its structure, shapes and dtypes, without memory."""
-    plan = engine.plan
     params = {name: torch.empty_like(tensor, device="meta") for name, tensor in engine.tensors().items()}
 
-    def column(dtype: torch.dtype, *shape: int) -> Any:
-        return torch.empty(plan.batch_size, *shape, dtype=dtype, device="meta")
-
-    integers, floats = column(torch.int32), column(torch.float32)
-    rows = RowRequests(
-        prompt_length=integers,
-        limit=integers,
-        stop_ids=column(torch.int32, plan.stop_slots),
-        done=column(torch.bool),
-        sampling=Sampling(floats, integers, floats, floats, integers),
-    )
-    return begin(engine.pair, params, rows)
+    return begin(engine.pair, params, RowRequests.idle(engine.plan, "meta"))
 
 
 def expected_leaves(engine: Engine) -> dict[str, torch.Tensor]:

@@ -7,9 +7,10 @@ from functools import reduce
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+
+from torch_dflash.ops.lowerable import lowerable
 
 
 class KeyValue(NamedTuple):
@@ -27,22 +28,29 @@ class KeyValue(NamedTuple):
     blocks: int = 1
 
 
-class Rows(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What a layer asks of its cache: attention of M new rows per sequence, whose K and V are to be kept.
 
-    Shapes: ``query`` [B, Q, M, D], ``key`` [B, G, M, D], ``value`` [B, G, M, Dv]; ``scale``, ``sinks`` and
-    ``softcap`` as in `grouped_attention`; ``window``: how many positions a row sees, None for all.
+    Attributes:
+        query, key, value: the rows' own, rotated.
+        start: the position of each sequence's first row; the others follow.
+        scale: factor on the scores.
+        window: how many positions a row sees, itself included; None for all.
+        sinks: one learned logit per query head that takes part in the softmax and carries no value.
+        softcap: ``c`` in ``c * tanh(score / c)``.
     """
 
     query: Float[Tensor, "B Q M D"]
     key: Float[Tensor, "B G M D"]
     value: Float[Tensor, "B G M Dv"]
+    start: Int[Tensor, " B"]
     scale: float
     window: int | None = None
     sinks: Float[Tensor, " Q"] | None = None
     softcap: float | None = None
 
 
+@lowerable
 def grouped_attention(
     query: Float[Tensor, "B Q M D"],
     parts: list[KeyValue],
@@ -58,18 +66,8 @@ def grouped_attention(
     Args:
         query: query rows; ``Q`` is a multiple of the K/V heads ``G``.
         scale: factor on the scores.
-        sinks: one learned logit per query head that takes part in the softmax and carries no value.
-        softcap: ``c`` in ``c * tanh(score / c)``.
+        sinks, softcap: as in `AttentionInputs`.
     """
-    if has_torch_function((query,)):
-        return handle_torch_function(grouped_attention, (query,), query, parts, scale, sinks, softcap)
-    return plain_grouped_attention(query, parts, scale, sinks, softcap)
-
-
-def plain_grouped_attention(
-    query: Tensor, parts: list[KeyValue], scale: float, sinks: Tensor | None, softcap: float | None
-) -> Float[Tensor, "B M Q Dv"]:
-    """`grouped_attention` in torch's operations, whatever the tensors are."""
     batch, heads, rows, dim = query.shape
     groups = parts[0].key.shape[1]
     shared = query.view(batch, groups, heads // groups, rows, dim)

@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+
+from torch_dflash.ops.lowerable import lowerable
 
 
+@lowerable
 def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: Tensor) -> Any:
     """``then(*operands)`` if the scalar ``condition`` holds, else ``otherwise(*operands)``.
 
     Eagerly this reads one scalar. Under XLA `jax_bridge.ops` makes it a device-side conditional, of
     which only the chosen side runs; both sides must return tensors of the same shapes and dtypes.
     """
-    if has_torch_function((condition, *operands)):
-        return handle_torch_function(branch, (condition, *operands), condition, then, otherwise, *operands)
     return then(*operands) if bool(condition) else otherwise(*operands)
 
 
+@lowerable
 def chunked(step: Callable, size: int, *rows: Tensor) -> tuple[Tensor, ...]:
     """``step`` over ``rows`` [R, ...] in chunks of ``size``, whose inner values exist one chunk at a time.
 
@@ -28,8 +29,6 @@ def chunked(step: Callable, size: int, *rows: Tensor) -> tuple[Tensor, ...]:
     ``step`` returns a tuple of tensors [r], one number a row; so does this, joined along the rows. Gradients
     flow to ``rows`` alone, not to what ``step`` closes over.
     """
-    if has_torch_function(rows):
-        return handle_torch_function(chunked, rows, step, size, *rows)
     outputs = [
         _Chunk.apply(step, *piece) for piece in zip(*(tensor.split(size) for tensor in rows), strict=True)
     ]

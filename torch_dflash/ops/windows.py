@@ -1,18 +1,19 @@
 """Per-row windows of a buffer: the only way the library writes to a cache.
 
 Each batch row has its own offset. On XLA a write is one ``dynamic_update_slice`` per row (an
-element-wise scatter is two orders of magnitude slower on TPU), so ``write_rows`` can be overridden
-through torch's function protocol; `jax_bridge.ops` does.
+element-wise scatter is two orders of magnitude slower on TPU), so `write_rows` is `lowerable`.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+
+from torch_dflash.ops.lowerable import lowerable
 
 
+@lowerable
 def write_rows(
     buffer: Tensor,
     rows: Tensor,
@@ -30,8 +31,6 @@ def write_rows(
 
     Shapes: ``buffer`` [B, ..., S, ...], ``rows`` [B, ..., R, ...] with S and R at ``dim``.
     """
-    if has_torch_function((buffer, rows, start)):
-        return handle_torch_function(write_rows, (buffer, rows, start), buffer, rows, start, dim, count)
     step = torch.arange(rows.shape[dim], device=rows.device)
     at = start[:, None] + step
     shape = [1] * buffer.ndim
@@ -46,8 +45,18 @@ def write_rows(
 
 def read_rows(buffer: Tensor, start: Int[Tensor, " B"], width: int) -> Tensor:
     """Read ``width`` entries of each row of ``buffer`` [B, S] from ``start[b]``, clamped at the end."""
-    at = start[:, None] + torch.arange(width, device=buffer.device)
+    at = positions(start, width)
     return buffer.gather(1, at.clamp(max=buffer.shape[1] - 1).long())
+
+
+def positions(start: Int[Tensor, " B"], width: int) -> Int[Tensor, "B width"]:
+    """``start[b] .. start[b] + width - 1`` of each row."""
+    return start[:, None] + torch.arange(width, device=start.device, dtype=start.dtype)
+
+
+def clear_rows(buffer: Tensor, rows: Bool[Tensor, " B"]) -> Tensor:
+    """``buffer`` [B, ...] with zeros in the batch rows marked in ``rows``."""
+    return torch.where(rows.view(-1, *[1] * (buffer.ndim - 1)), torch.zeros_like(buffer), buffer)
 
 
 def take_row(rows: Tensor, index: Int[Tensor, " B"]) -> Tensor:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from jaxtyping import Bool
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from torch_dflash.ops.windows import clear_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.state import Draft
 
 
-@runtime_checkable
-class Proposer(Protocol):
+class Cost(NamedTuple):
+    """What a proposer reads and computes for a draft, its weights and the head apart.
+
+    Attributes:
+        cached: elements of one row's cache that a draft pass reads.
+        flops: of attention over the context, all rows together.
+        prompt: the modules whose weights turn a prompt's features into what is cached.
+    """
+
+    cached: int = 0
+    flops: int = 0
+    prompt: tuple[nn.Module, ...] = ()
+
+
+class Proposer(nn.Module):
     """Drafts N tokens a round. Pure: all it keeps is in ``pstate``, which the loop carries and never reads.
 
-    Implementations are ``nn.Module`` so that their weights are bound with the target's in one call.
+    To write one, give it a ``name`` and a ``width`` and implement `propose`; the rest has defaults for a
+    proposer that keeps nothing. Its weights are bound with the target's in one call. Every leaf of ``pstate``
+    is a tensor whose first axis is the batch.
 
     A state that counts what it has taken in shows it as ``committed`` [B]; eager rounds assert that it
-    equals the target's committed length.
-
-    One that keeps no weights may have a hashable ``key``: objects of equal keys then share engines.
+    equals the target's committed length. A proposer that keeps no weights may have a hashable ``key``:
+    objects of equal keys then share engines.
 
     Attributes:
         name: of the method; saved states carry it, so it must not change.
@@ -28,26 +46,41 @@ class Proposer(Protocol):
     """
 
     name: str
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()
     width: int
 
     def start(self, plan: DecodePlan, device) -> Any:
         """Empty state for ``plan``."""
-        ...
+        return ()
+
+    def reset(self, pstate: Any, rows: Bool[Tensor, " B"]) -> Any:
+        """``pstate`` with the rows marked in ``rows`` as `start` made them: other requests take them."""
+        return pytree.tree_map_only(Tensor, lambda leaf: clear_rows(leaf, rows), pstate)
+
+    def ingest(
+        self, pstate: Any, features: Tensor | None, ids: Tensor, next_ids: Tensor, count: Tensor
+    ) -> Any:
+        """Take in the first ``count`` [B] of C rows of a prompt; arguments as in `observe`."""
+        return self.observe(pstate, features, ids, next_ids, count)
 
     def observe(
         self, pstate: Any, features: Tensor | None, ids: Tensor, next_ids: Tensor, count: Tensor
     ) -> Any:
-        """Take in the first ``count`` [B] of R newly committed rows.
+        """Take in the first ``count`` [B] of the M rows of a round that `propose` has begun.
 
-        ``ids`` [B, R] are the tokens the features [B, R, n*H] belong to (the anchor and what was accepted),
-        ``next_ids`` [B, R] the tokens after them (accepted and bonus; the bonus has no feature yet).
+        ``ids`` [B, M] are the tokens the features [B, M, n*H] belong to (the anchor and what was accepted),
+        ``next_ids`` [B, M] the tokens after them (accepted and bonus; the bonus has no feature yet).
         """
-        ...
+        return pstate
 
+    @abstractmethod
     def propose(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> tuple[Draft, Any]:
         """Draft after ``anchor`` [B], which stands at position ``length`` [B].
 
         ``embed(ids)`` gives raw target embeddings, ``head(hidden)`` target logits.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__}: write propose.")
+
+    def cost(self, plan: DecodePlan, context: int) -> Cost:
+        """What a draft costs with ``context`` committed tokens in every row."""
+        return Cost()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import cast
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from torch_dflash.checks import check_counts
@@ -70,17 +70,16 @@ def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
 
 def check_drafter(drafter) -> None:
     """Raise ``TypeError`` unless ``drafter`` is a drafter model, a proposer, or None."""
-    drafts = isinstance(drafter, nn.Module) and hasattr(drafter, "propose")
     if isinstance(drafter, PreTrainedModel) and not isinstance(drafter, DFlashDraftModel):
         if hasattr(drafter.config, "dflash_config"):
             raise TypeError(
                 f"drafter={type(drafter).__name__}: a drafter's files read as another model, with weights "
                 "missing; load them with torch_dflash.DFlashDraftModel.from_pretrained."
             )
-    if not (drafter is None or drafts or isinstance(drafter, DFlashDraftModel)):
+    if not (drafter is None or isinstance(drafter, Proposer | DFlashDraftModel)):
         raise TypeError(
             f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (see its from_pretrained), a "
-            "proposer such as NGramProposer(), or None for plain decoding."
+            "Proposer such as NGramProposer(), or None for plain decoding."
         )
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_dflash.checks import is_count
 from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.plan import DecodePlan
+from torch_dflash.proposers.base import Proposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.state import Draft
 
@@ -31,7 +32,7 @@ class NGramState:
         return self.length
 
 
-class NGramProposer(nn.Module):
+class NGramProposer(Proposer):
     """Prompt-lookup decoding (A. Saxena, 2023): longest match up to ``max_ngram``, the latest among equals.
 
     Args:
@@ -43,7 +44,6 @@ class NGramProposer(nn.Module):
     """
 
     name = "ngram"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, width: int = 16, max_ngram: int = 3):
         super().__init__()

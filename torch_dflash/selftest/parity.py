@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, Params
 from torch_dflash.engine.prompts import pad_rows
-from torch_dflash.ops.windows import read_rows
 from torch_dflash.selftest.backend import Side, Subject, prompts
 from torch_dflash.selftest.report import Check, within
 from torch_dflash.state import DecodeState
@@ -52,18 +52,14 @@ def _probe(pair: Pair, state: DecodeState) -> tuple[Tensor, ...]:
         seen.append(hidden)
         return plain(hidden, head)
 
-    anchor = read_rows(state.tokens, state.length, 1)
     # The states are no output of a proposer, so the step that turns them into drafts is watched.
     drafter.logits = watched
     try:
-        draft, _ = pair.proposer.propose(
-            state.proposer, anchor[:, 0], state.length, pair.target.embed, pair.target.head
-        )
+        drafted, _ = steps.draft(pair, state)
     finally:
         del drafter.logits
-    ids = torch.cat([anchor, draft.tokens[:, : pair.plan.verify_width - 1]], dim=1)
-    out = pair.target(ids, state.length, state.cache, pair.proposer.taps)
-    return state.tokens, state.length, draft.tokens, seen[0], out.logits
+    logits = steps.verify(pair, state, drafted).logits
+    return state.tokens, state.length, drafted.tokens, seen[0], logits
 
 
 def passes(subject: Subject, side: Side, depth: int) -> list[Pass]:

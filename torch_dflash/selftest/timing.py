@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from torch_dflash.cache.spec import LayerSpec
+from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
-from torch_dflash.ops.windows import read_rows, write_rows
+from torch_dflash.ops.windows import write_rows
+from torch_dflash.proposers.base import Proposer
 from torch_dflash.selftest.backend import Side
 from torch_dflash.selftest.pairs import make_drafter, make_target
 from torch_dflash.state import DecodeState, Draft
@@ -89,21 +89,14 @@ class Timing:
         }
 
 
-class Unaccepted(nn.Module):
+class Unaccepted(Proposer):
     """Drafts at no cost, and nothing of it counts: its round is the verify pass of ``width`` rows alone."""
 
     name = "unaccepted"
-    taps: tuple[int, ...] = ()
 
     def __init__(self, width: int):
         super().__init__()
         self.width = width
-
-    def start(self, plan, device) -> tuple:
-        return ()
-
-    def observe(self, pstate, features, ids, next_ids, count) -> tuple:
-        return pstate
 
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, tuple]:
         return Draft(anchor[:, None].expand(-1, self.width - 1), length * 0), pstate
@@ -115,18 +108,16 @@ def draft_pass(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
 
 
 def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
-    target, proposer, width = pair.target, pair.proposer, pair.plan.verify_width
-    anchor = read_rows(state.tokens, state.length, 1)
-    draft, pstate = proposer.propose(state.proposer, anchor[:, 0], state.length, target.embed, target.head)
-    ids = torch.cat([anchor, draft.tokens[:, : width - 1]], dim=1)
+    drafted, pstate = steps.draft(pair, state)
+    ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : pair.plan.verify_width - 1]], dim=1)
     # Features made from what was drafted: of constants, a compiler could move the projection out of the loop.
-    features = target.embed(ids).repeat(1, 1, len(proposer.taps))
+    features = pair.target.embed(ids).repeat(1, 1, len(pair.proposer.taps))
     count = torch.ones_like(state.length)
     return replace(
         state,
-        tokens=write_rows(state.tokens, draft.tokens, state.length + 1, dim=1),
+        tokens=write_rows(state.tokens, drafted.tokens, state.committed, dim=1),
         length=state.length + count,
-        proposer=proposer.observe(pstate, features, ids, draft.tokens, count),
+        proposer=pair.proposer.observe(pstate, features, ids, drafted.tokens, count),
     )
 
 
@@ -189,20 +180,17 @@ def _bytes(name: str, engine: Engine) -> int:
     """What a pass reads at the very least: its weights once, and every slot of its K/V once."""
     tensors, pair = engine.tensors(), engine.pair
     item = next(iter(tensors.values())).element_size()
-    slots = engine.plan.batch_size * engine.plan.slots * item
+    plan = engine.plan
 
     def weights(prefix: str) -> int:
         return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(prefix))
 
-    def cached(specs: list[LayerSpec]) -> int:
-        return sum(spec.heads * (spec.k_dim + spec.v_dim) for spec in specs) * slots
-
+    cached = sum(spec.heads * (spec.k_dim + spec.v_dim) for spec in pair.target.specs) * plan.slots
     # The pairs here tie embedding and head: what the lookup reads of it, the head reads anyway.
-    target = weights("target.") + cached(list(pair.target.specs))
+    target = weights("target.") + plan.batch_size * cached * item
     if not name.startswith(("draft", "whole")):
         return target
-    config = pair.proposer.drafter.config
-    spec = LayerSpec("draft", config.num_key_value_heads, config.head_dim, config.head_dim, None)
-    head = config.vocab_size * config.hidden_size * item
-    draft = weights("proposer.") + cached([spec] * config.num_hidden_layers) + head
+    head = pair.target.vocab_size * pair.target.hidden_size
+    read = plan.batch_size * pair.proposer.cost(plan, plan.slots).cached + head
+    draft = weights("proposer.") + read * item
     return draft + target if name.startswith("whole") else draft

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_dflash.ops.attention import Rows
+from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.target.experts import EXPERTS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
@@ -37,8 +37,10 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **m
     what it said. Windows too are taken from there: some models put theirs into the mask alone.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = Rows(query, key, value, scale, sinks=more.get("s_aux"), softcap=more.get("softcap"))
-    return _memory.get().attend(module.layer_idx, rows, attention_mask, more).contiguous(), None
+    given = {"sinks": more.get("s_aux"), "softcap": more.get("softcap")}
+    cache = _memory.get()
+    inputs = AttentionInputs(query, key, value, cache.start, scale, **given)
+    return cache.attend(module.layer_idx, inputs, attention_mask, more).contiguous(), None
 
 
 def _mask(*, q_length, kv_length, mask_function, **_):

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from torch_dflash.cache.dense import attend_densely
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import context_of, field_of
-from torch_dflash.ops.attention import Rows
+from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.target.masks import read_window
 from torch_dflash.target.skeleton import remembered_in
 
@@ -45,6 +45,7 @@ class RecordingCache(Cache):
 
     def __init__(self):
         super().__init__(layers=[])
+        self.start = torch.zeros(1, dtype=torch.int32, device="meta")
         self.shapes: dict[int, tuple[int, int, int]] = {}
         self.masks: dict[int, Callable] = {}
         self.windows: dict[int, int | None] = {}
@@ -66,7 +67,7 @@ class RecordingCache(Cache):
         return self._made[-1][0]
 
     def attend(
-        self, layer_idx: int, rows: Rows, mask: Any, more: dict[str, Any]
+        self, layer_idx: int, inputs: AttentionInputs, mask: Any, more: dict[str, Any]
     ) -> Float[Tensor, "B M Q Dv"]:
         """Note the layer's mask and window; ``more``: what else the model gave its attention, by name."""
         if layer_idx in self.masks:
@@ -77,9 +78,9 @@ class RecordingCache(Cache):
         self.beyond_sdpa |= {n for n in ("softcap", "s_aux") if more.get(n) is not None}
         self.masks[layer_idx] = self._rule_of(mask, layer_idx)
         self.windows[layer_idx] = more.get("sliding_window")
-        if self._handed is None or rows.key is not self._handed[0] or rows.value is not self._handed[1]:
+        if self._handed is None or inputs.key is not self._handed[0] or inputs.value is not self._handed[1]:
             self.latent.add(layer_idx)
-        return attend_densely(rows, rows.key, rows.value, None)
+        return attend_densely(inputs, inputs.key, inputs.value, None)
 
     def _rule_of(self, mask: Any, layer_idx: int) -> Callable:
         for made, rule in self._made:

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_dflash.cache.dense import allocate_static
+from torch_dflash.cache.dense import allocate_dense
 from torch_dflash.cache.ring import allocate_ring
-from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import check_dtype
-from torch_dflash.ops.block_attention import block_attention
+from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.block_attention import Past, block_attention
+from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan
+from torch_dflash.proposers.base import Cost, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.pytrees import register_state
 from torch_dflash.state import Draft
@@ -27,12 +29,12 @@ class DFlashState:
     """Invariant: ``length + buffered`` equals the target's committed length.
 
     ``context`` holds projected features of the last round's tokens. They become K/V in the next draft
-    pass, in one product with the block's rows, so K/V weights are read once a round. None: just emptied.
+    pass, in one product with the block's rows, so K/V weights are read once a round.
     """
 
     layers: tuple  # StaticLayer or RingLayer per draft layer: context K/V, block rows are never kept
     length: Int[Tensor, " B"]
-    context: Float[Tensor, "B M H"] | None
+    context: Float[Tensor, "B M H"]
     buffered: Int[Tensor, " B"]
 
     @property
@@ -41,7 +43,7 @@ class DFlashState:
         return self.length + self.buffered
 
 
-class DFlashProposer(nn.Module):
+class DFlashProposer(Proposer):
     """Drafts a block in one pass of a `DFlashDraftModel` skeleton and takes the argmax of rows 1..W-1.
 
     Args:
@@ -60,11 +62,11 @@ class DFlashProposer(nn.Module):
     def start(self, plan: DecodePlan, device) -> DFlashState:
         config, dtype = self.drafter.config, self.drafter.fc.weight.dtype
         heads, dim = config.num_key_value_heads, config.head_dim
-        spec, rows = LayerSpec("draft", heads, dim, dim, None), plan.verify_width
+        rows = plan.verify_width
 
         def empty(window: int | None):
             if window is None or window + 2 * rows - 1 >= plan.slots:
-                return allocate_static(spec, plan, dtype, device)
+                return allocate_dense(plan, heads, dim, dim, dtype, device)
             return allocate_ring(heads, dim, plan.batch_size, window, rows, dtype, device)
 
         zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device=device)
@@ -75,18 +77,35 @@ class DFlashProposer(nn.Module):
             buffered=zeros.clone(),
         )
 
-    def observe(self, pstate, features, ids, next_ids, count) -> DFlashState:
+    def reset(self, pstate, rows) -> DFlashState:
+        layers = tuple(layer.reset(rows) for layer in pstate.layers)
+        return replace(super().reset(replace(pstate, layers=()), rows), layers=layers)
+
+    def ingest(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
-        if pstate.context is None:  # a round: `propose` has just emptied the buffer
-            return replace(pstate, context=context, buffered=count)
         check_dtype("drafter", pstate.context.dtype, context.dtype)
-        # A prompt: what a previous turn left in the buffer, then these rows, straight into the K/V.
+        # What a previous turn left in the buffer, then these rows, straight into the K/V.
         pstate = self._append(pstate, pstate.context, pstate.buffered)
         pstate = self._append(pstate, context, count)
         return replace(pstate, buffered=torch.zeros_like(pstate.buffered))
 
+    def observe(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
+        context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
+        return replace(pstate, context=context, buffered=count)  # `propose` has emptied the buffer
+
+    def cost(self, plan, context) -> Cost:
+        cached = flops = 0
+        config, weights = self.drafter.config, [self.drafter.fc, self.drafter.hidden_norm]
+        for layer in self.drafter.layers:
+            own = layer.self_attn
+            seen = context if own.window is None else min(context, own.window + self.width - 1)
+            cached += 2 * config.num_key_value_heads * config.head_dim * seen
+            flops += 4 * config.num_attention_heads * config.head_dim * seen
+            weights += [own.k_proj, own.k_norm, own.v_proj]
+        return Cost(cached, flops * plan.batch_size * self.width, tuple(weights))
+
     def _append(self, pstate: DFlashState, context: Tensor, count: Tensor) -> DFlashState:
-        rope = self.drafter.rotary_emb(context, _positions(pstate.length, context.shape[1]))
+        rope = self.drafter.rotary_emb(context, positions(pstate.length, context.shape[1]))
         layers = tuple(
             state.write(*layer.self_attn.key_value(context, rope), pstate.length, count)
             for layer, state in zip(self.drafter.layers, pstate.layers, strict=True)
@@ -100,7 +119,7 @@ class DFlashProposer(nn.Module):
         masks = torch.full_like(anchor, drafter.config.mask_token_id)[:, None]
         ids = torch.cat([anchor[:, None], masks.expand(-1, self.width - 1)], dim=1)
         noise = embed(ids).to(context.dtype) * drafter.config.input_embedding_scale
-        block_at = _positions(length, self.width)
+        block_at = positions(length, self.width)
         written: list[Any] = []
 
         def memory(attention, key, value):
@@ -108,11 +127,15 @@ class DFlashProposer(nn.Module):
             layer = layer.write(key[:, :, :rows], value[:, :, :rows], pstate.length, pstate.buffered)
             written.append(layer)
             own = key[:, :, rows:], value[:, :, rows:]
-            past = layer.key, layer.value, layer.positions(length)
-            rule = {"window": attention.window, "causal": attention.causal}
-            return lambda query, scale: block_attention(query, *own, *past, length, scale, **rule)
+            past = Past(layer.key, layer.value, layer.positions(length))
 
-        position = torch.cat([_positions(pstate.length, rows), block_at], dim=1)
+            def attend(query, scale):
+                inputs = AttentionInputs(query, *own, length, scale, attention.window)
+                return block_attention(inputs, past, attention.causal)
+
+            return attend
+
+        position = torch.cat([positions(pstate.length, rows), block_at], dim=1)
         hidden = drafter.block(noise, context, position, memory)
         tokens = torch.argmax(drafter.logits(hidden[:, 1:], head), dim=-1).to(torch.int32)
         draft = Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1))
@@ -121,10 +144,5 @@ class DFlashProposer(nn.Module):
             pstate,
             layers=tuple(written),
             length=pstate.length + pstate.buffered,
-            context=None,
             buffered=torch.zeros_like(pstate.buffered),
         )
-
-
-def _positions(start: Tensor, width: int) -> Tensor:
-    return start[:, None] + torch.arange(width, device=start.device, dtype=start.dtype)
