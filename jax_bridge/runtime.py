@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.layout import Weight, linear_weights
@@ -19,7 +21,7 @@ from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar, quiet
-from torch_dflash.runtime import Progress
+from torch_dflash.runtime import News, news
 from torch_dflash.state import DecodeState, PromptChunk
 
 Arrays = dict[str, Weight]
@@ -39,6 +41,7 @@ class XlaRuntime:
         self._begin = lower_begin(pair)
         self._prefill = lower_prefill(pair)
         self._rounds = lower_rounds(pair)
+        self._read = partial(call_torch, partial(news, plan))
 
     @property
     def compilations(self) -> int:
@@ -78,12 +81,12 @@ class XlaRuntime:
         check_alive(state)
         return self._run("rounds", self._rounds, (params, state), donate=(1,))
 
-    def read(self, state: DecodeState) -> Progress:
-        """Fetch what the host needs, in one transfer."""
+    def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
+        """Fetch what the host does not have, in one transfer."""
         check_alive(state)
         # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
-        fields = self._run("read", _copy, (Progress.fields(state),))
-        return Progress(*jax.device_get(fields))
+        part = replace(state, sampling=None, cache=(), proposer=(), page_table=None)
+        return jax.device_get(self._run("read", self._read, (part, jnp.asarray(known), jnp.asarray(rounds))))
 
     def fetch(self, part: Any) -> Any:
         """A part of a state as torch tensors of their own, on the CPU."""
@@ -111,7 +114,8 @@ class XlaRuntime:
             _next(bar, "rounds")
             state = self.advance(params, state)
             _next(bar, "read")
-            self.read(state)
+            zeros = np.zeros(self.plan.batch_size, np.int32)
+            self.read(state, zeros, zeros)
             bar.update()
 
     def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
@@ -122,10 +126,6 @@ def _next(bar: Any, name: str) -> None:
     """One program is done, and ``name`` is what the bar now waits for."""
     bar.update()
     bar.set_description(name)
-
-
-def _copy(fields: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.copy(field) for field in fields]
 
 
 def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:

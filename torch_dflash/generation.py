@@ -13,18 +13,35 @@ from torch_dflash.checks import (
     check_streamer,
     context_of,
 )
-from torch_dflash.engine.arguments import COMPILED
-from torch_dflash.engine.calls import read_request
 from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.registry import cached_engine
-from torch_dflash.engine.request import UNSET
-from torch_dflash.engine.seeds import drawn_seed
+from torch_dflash.engine.request import UNSET, Request
+from torch_dflash.engine.requests import read_request
 from torch_dflash.target.weights import LoadedTarget, model_of
 
 
-def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> Engine:
+def compile(
+    target: PreTrainedModel | LoadedTarget,
+    drafter: Any,
+    *,
+    runtime: str = "xla",
+    max_length: int = 1024,
+    batch_size: int = 1,
+    block_size: int | None = None,
+    verify_width: int | None = None,
+    rounds_per_chunk: int | None = None,
+    stop_slots: int = 8,
+    filters: bool = True,
+    prefill_chunk_size: int = 512,
+    matmul_precision: str = "highest",
+    cache: str = "static",
+    page_size: int = 64,
+    pool_pages: int | None = None,
+    verify: bool = True,
+) -> Engine:
     """A reusable engine for ``target`` and ``drafter``. It keeps both alive.
 
     Args:
@@ -49,14 +66,24 @@ def compile(target: PreTrainedModel | LoadedTarget, drafter, **options: Any) -> 
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
     """
-    unknown = [name for name in options if name not in COMPILED | {"max_length"}]
-    if unknown:
-        raise TypeError(
-            f"compile() does not know {unknown[0]!r}: it takes max_length, {', '.join(sorted(COMPILED))}; "
-            "options of generation go to the engine's generate."
-        )
-    check_blocks(drafter, **{name: options.get(name) for name in ("block_size", "verify_width")})
-    engine = Engine(target, drafter, **options)
+    check_blocks(drafter, block_size=block_size, verify_width=verify_width)
+    options = EngineOptions(
+        runtime=runtime,
+        max_length=max_length,
+        batch_size=batch_size,
+        block_size=block_size,
+        verify_width=verify_width,
+        rounds_per_chunk=rounds_per_chunk,
+        stop_slots=stop_slots,
+        filters=filters,
+        prefill_chunk_size=prefill_chunk_size,
+        matmul_precision=matmul_precision,
+        cache=cache,
+        page_size=page_size,
+        pool_pages=pool_pages,
+        verify=verify,
+    )
+    engine = Engine(target, drafter, options)
     engine.keeps_alive = (target, drafter)
     return engine
 
@@ -73,12 +100,7 @@ def generate(
     seed: int | list[int] | None = None,
     eos_token_id: Any = UNSET,
     pad_token_id: int | None = None,
-    block_size: int | None = None,
-    verify_width: int | None = None,
-    rounds_per_chunk: int | None = None,
     runtime: str = "xla",
-    cache: str = "static",
-    verify: bool = True,
     return_dict_in_generate: bool = False,
     streamer=None,
     **options: Any,
@@ -100,10 +122,12 @@ def generate(
         seed: in [-2**63, 2**64); row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
-        block_size, verify_width, rounds_per_chunk, runtime, cache, verify: see `compile`.
         return_dict_in_generate: return ``.sequences`` and ``.stats``.
-        **options: ``generation_config`` or any field of one. Other arguments of transformers' are taken where
-            they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
+        runtime: as in `compile`.
+        **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
+            ``prefill_chunk_size``, ``matmul_precision`` and ``verify`` as in `compile`;
+            ``generation_config`` or any field of one. Other arguments of transformers' are taken where they
+            ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 
     Returns:
         LongTensor [B, T + new]: prompt, new tokens (stop id included), padding; or `GenerateOutput`.
@@ -111,45 +135,42 @@ def generate(
     Raises:
         TypeError, ValueError: bad input, before any generation starts.
     """
+    built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
     options |= {
         "max_new_tokens": max_new_tokens,
         "do_sample": do_sample,
         "temperature": temperature,
-        "seed": drawn_seed() if seed is None else seed,  # once: the request is read twice
+        "seed": seed,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
     }
-    rows, request = read_request(target, input_ids, attention_mask, options)
-    check_streamer(streamer, len(rows))
-    check_blocks(drafter, block_size=block_size, verify_width=verify_width)
-    ends = [len(row) + new for row, new in zip(rows, request.max_new_tokens, strict=True)]
-    engine = cached_engine(
-        target,
-        drafter,
-        runtime=runtime,
-        max_length=_capacity(ends, request.max_new_tokens, model_of(target)),
+    request = read_request(target, input_ids, attention_mask, options)
+    check_streamer(streamer, len(request.rows))
+    check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
+    rows = len(request.rows)
+    engine_options = EngineOptions(
+        max_length=_capacity(request, model_of(target)),
         # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
-        batch_size=len(rows) if runtime == "eager" else 1 << (len(rows) - 1).bit_length(),
-        block_size=block_size,
-        verify_width=verify_width,
-        rounds_per_chunk=rounds_per_chunk,
+        batch_size=rows if runtime == "eager" else 1 << (rows - 1).bit_length(),
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
-        cache=cache,
-        verify=verify,
+        runtime=runtime,
+        **built,
     )
-    call = {"streamer": streamer, "return_dict_in_generate": return_dict_in_generate}
-    return engine.generate(cast(Tensor, input_ids), attention_mask, **call, **options)
+    engine = cached_engine(target, drafter, engine_options)
+    output = engine.run(request, cast(Tensor, input_ids), streamer)
+    return output if return_dict_in_generate else output.sequences
 
 
-def _capacity(ends: list[int], budgets: list[int], target: PreTrainedModel) -> int:
+def _capacity(request: Request, target: PreTrainedModel) -> int:
     """The room of an engine that holds the longest row, or ``ValueError`` where the target has none."""
-    needed = max(ends)
+    needed = max(request.limits)
     context = context_of(target)
     if needed > context:
-        row = ends.index(needed)
+        row = request.limits.index(needed)
         raise ValueError(
-            f"row {row}: a prompt of {needed - budgets[row]} tokens and max_new_tokens={budgets[row]} exceed "
-            f"the target's max_position_embeddings={context}; shorten them."
+            f"row {row}: a prompt of {request.lengths[row]} tokens and max_new_tokens="
+            f"{request.max_new_tokens[row]} exceed the target's max_position_embeddings={context}; shorten "
+            "them."
         )
     return round_up(needed, context)

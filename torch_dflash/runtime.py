@@ -7,27 +7,78 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Pair, Params, RowRequests, begin, decode_round, prefill
+from torch_dflash.ops.windows import read_rows
 from torch_dflash.plan import DecodePlan
+from torch_dflash.pytrees import register_state
 from torch_dflash.state import DecodeState, PromptChunk
 
 
+@register_state
 @dataclass(frozen=True)
+class News:
+    """What a host read fetches: each row's tokens and acceptance lengths that it lacks, and where it is.
+
+    ``tokens`` [B, K] from the first unknown position on, ``accepted`` [B, R] from the first unknown round on.
+    """
+
+    tokens: Any
+    accepted: Any
+    length: Any
+    done: Any
+    rounds: Any
+
+
+def news(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) -> News:
+    """What ``state`` has beyond ``known`` [B] tokens and ``rounds`` [B] rounds: what one chunk can bring."""
+    return News(
+        tokens=read_rows(state.tokens, known, plan.rounds_per_chunk * plan.verify_width + 1),
+        accepted=read_rows(state.accepted, rounds, plan.rounds_per_chunk),
+        length=state.length.clone(),
+        done=state.done.clone(),
+        rounds=state.rounds.clone(),
+    )
+
+
+@dataclass
 class Progress:
-    """The host's view of a state, read in one go. Fields as in `DecodeState`, as numpy arrays."""
+    """The host's view of a state, filled by what each read brings. Fields as in `DecodeState`.
+
+    ``known`` [B]: tokens that the host has of each row; its prompt's from the start, never read back.
+    """
 
     tokens: np.ndarray
+    accepted: np.ndarray
     length: np.ndarray
     done: np.ndarray
-    accepted: np.ndarray
     rounds: np.ndarray
+    known: np.ndarray
 
     @classmethod
-    def fields(cls, state: DecodeState) -> list[Any]:
-        """The state's arrays a host read fetches, in the order of this class."""
-        return [getattr(state, name) for name in cls.__dataclass_fields__]
+    def empty(cls, plan: DecodePlan, lengths: np.ndarray) -> Progress:
+        """Before anything is read, of rows whose prompts have ``lengths`` tokens."""
+        shape, zeros = (plan.batch_size, plan.slots), np.zeros(plan.batch_size, np.int32)
+        known = zeros.copy()
+        known[: len(lengths)] = lengths
+        tokens, accepted = np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
+        return cls(tokens, accepted, zeros, zeros.astype(bool), zeros.copy(), known)
+
+    @property
+    def committed(self) -> np.ndarray:
+        """Tokens that each row holds, the anchor included."""
+        return self.length + 1
+
+    def add(self, found: News) -> None:
+        """Take in what a read has brought."""
+        for row, (since, rounds) in enumerate(zip(self.known, self.rounds, strict=True)):
+            end, last = max(int(since), int(found.length[row]) + 1), int(found.rounds[row])
+            self.tokens[row, since:end] = found.tokens[row, : end - since]
+            self.accepted[row, rounds:last] = found.accepted[row, : last - rounds]
+            self.known[row] = end
+        self.length, self.done, self.rounds = (np.array(x) for x in (found.length, found.done, found.rounds))
 
 
 @runtime_checkable
@@ -59,8 +110,8 @@ class Runtime(Protocol):
         """Up to ``plan.rounds_per_chunk`` rounds, fewer when every row is done."""
         ...
 
-    def read(self, state: Any) -> Progress:
-        """The one host read of a chunk."""
+    def read(self, state: Any, known: np.ndarray, rounds: np.ndarray) -> News:
+        """The one host read of a chunk: what the host does not have yet (`news`), as numpy arrays."""
         ...
 
     def fetch(self, part: Any) -> Any:
@@ -112,8 +163,10 @@ class EagerRuntime:
             state = _checked(self._step(decode_round, params, state))
         return state
 
-    def read(self, state: DecodeState) -> Progress:
-        return Progress(*(field.cpu().numpy().copy() for field in Progress.fields(state)))
+    def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
+        device = state.length.device
+        at = (torch.from_numpy(values).to(device) for values in (known, rounds))
+        return pytree.tree_map(lambda leaf: leaf.cpu().numpy(), news(self.plan, state, *at))
 
     def fetch(self, part: Any) -> Any:
         return pytree.tree_map(torch.clone, part)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.scripted import own_text
+from support.states import look
 from support.tiny import make_pair
 
 import jax_bridge as jb
@@ -46,9 +47,9 @@ class Side:
 
     def finish(self, state):
         """Tokens of every row and the number of tokens each round gave it."""
-        while not self.runtime.read(state).done.all():
+        while not look(self.runtime, state).done.all():
             state = self.advance(state)
-        seen = self.runtime.read(state)
+        seen = look(self.runtime, state)
         rows = range(len(PROMPTS))
         texts = [seen.tokens[r, len(PROMPTS[r]) : seen.length[r] + 1].tolist() for r in rows]
         return texts, [seen.accepted[r, : seen.rounds[r]].tolist() for r in rows]

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from support.scripted import own_text, run
+from support.states import look
 from support.tiny import make_pair, make_target
 from torch import nn
 
@@ -264,7 +265,7 @@ def test_a_state_in_flight_goes_on_with_the_new_weights(world):
     one = engine.advance(one)
     fused(target)
     two = engine.advance(two)
-    assert engine.runtime.read(one).tokens.tolist() != engine.runtime.read(two).tokens.tolist()
+    assert look(engine.runtime, one).tokens.tolist() != look(engine.runtime, two).tokens.tolist()
 
 
 def test_inference_models_decode_as_they_now_are():

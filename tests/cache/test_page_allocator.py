@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import torch_dflash as td
 from torch_dflash.engine import page_allocator as pages_module
-from torch_dflash.engine.page_allocator import PageBook
+from torch_dflash.engine.page_allocator import PageAllocator
 from torch_dflash.plan import DecodePlan
 
 ROWS, CAPACITY = 4, 128
@@ -148,7 +148,7 @@ def test_layers_that_expand_their_cache_are_not_paged():
         td.compile(cls(config(**BASE | extra)), None, runtime="eager", cache="paged", max_length=32)
 
 
-def run_rows(book: PageBook, plan: DecodePlan, ends: list[int], draw: random.Random) -> int:
+def run_rows(book: PageAllocator, plan: DecodePlan, ends: list[int], draw: random.Random) -> int:
     """Grow rows at random until each has reached its end: rounds in which some row had to wait."""
     reached, waits = [0] * len(ends), 0
     while any(at < end for at, end in zip(reached, ends, strict=True)):
@@ -179,14 +179,14 @@ def test_the_book_never_deadlocks_and_never_shares_a_page(seed):
     pool = draw.randint(base.row_pages, rows * base.row_pages)
     plan = DecodePlan(rows, 200, 8, 8, cache="paged", page_size=16, pool_pages=pool)
     ends = [draw.randint(1, 200) for _ in range(rows)]
-    run_rows(PageBook(plan, ends), plan, ends, draw)
+    run_rows(PageAllocator(plan, ends), plan, ends, draw)
 
 
 def test_without_the_rule_rows_do_deadlock(monkeypatch):
     """The check above can fail: handing out whatever is free ends with all rows waiting."""
     plan = DecodePlan(6, 200, 8, 8, cache="paged", page_size=16, pool_pages=16)
     ends = [200] * 6
-    assert run_rows(PageBook(plan, ends), plan, ends, random.Random(0)) > 0
-    monkeypatch.setattr(pages_module.PageBook, "_all_can_end", lambda self, row, more: True)
+    assert run_rows(PageAllocator(plan, ends), plan, ends, random.Random(0)) > 0
+    monkeypatch.setattr(pages_module.PageAllocator, "_all_can_end", lambda self, row, more: True)
     with pytest.raises(AssertionError, match="every row waits"):
-        run_rows(PageBook(plan, ends), plan, ends, random.Random(0))
+        run_rows(PageAllocator(plan, ends), plan, ends, random.Random(0))

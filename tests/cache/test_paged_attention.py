@@ -18,7 +18,8 @@ from jax_bridge.aot import compile as aot
 from jax_bridge.kernels import online_softmax, pallas_body
 from jax_bridge.kernels.paged_attention import jnp_paged_attention, paged_attention_jax
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from torch_dflash.ops.paged_attention import LANES, paged_attention
+from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.paged_attention import LANES, Pages, paged_attention
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from support.refusals import refuses as refuses
 from support.scripted import own_text, run
+from support.states import look
 from support.threads import in_threads
 from support.tiny import make_pair, ragged_prompts
 
@@ -121,7 +122,7 @@ def test_whatever_an_engine_writes_it_loads(pair, tmp_path, drafter, cache):
         for _ in range(20):
             td.save_state(state, tmp_path / "state", engine)
             state = engine.advance(td.load_state(tmp_path / "state", engine))
-        assert engine.runtime.read(state).done.all()
+        assert look(engine.runtime, state).done.all()
 
 
 def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(engine, saved, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import ROOT
+from support.states import look
 from support.tiny import make_drafter, make_pair, ragged_prompts, randomise
 
 import torch_dflash as td
@@ -40,10 +41,10 @@ def models(family):
 
 def finish(engine, state) -> dict:
     """Texts and the tokens that each round gave, as JSON would have them."""
-    seen = engine.runtime.read(state)
+    seen = look(engine.runtime, state)
     while not seen.done.all():
         state = engine.advance(state)
-        seen = engine.runtime.read(state)
+        seen = look(engine.runtime, state)
     rows = range(ROWS)
     return {
         "texts": [seen.tokens[row, : seen.length[row] + 1].tolist() for row in rows],
@@ -94,7 +95,7 @@ def test_another_process_on_the_other_runtime_goes_on(here, there, cache, tmp_pa
     whole = finish(engine, engine.start(*ragged_prompts(ROWS), **MIXED))
     assert len({length for row in whole["accepted"] for length in row}) > 2
     state = engine.advance(engine.start(*ragged_prompts(ROWS), **MIXED))
-    assert not engine.runtime.read(state).done[:ROWS].any()
+    assert not look(engine.runtime, state).done[:ROWS].any()
     td.save_state(state, tmp_path / "state", engine)
     assert finish(engine, state) == whole  # saving leaves the state as it was
     assert finish_elsewhere(tmp_path / "state", there, cache) == whole

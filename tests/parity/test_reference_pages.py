@@ -10,11 +10,12 @@ import pytest
 from support import authors
 from support.reference import EXACT, PROMPTS, Pair
 from support.scripted import pad
+from support.states import look
 
 import torch_dflash as td
 from jax_bridge.reference import empty_pages, loop
-from torch_dflash.engine.calls import row_requests
 from torch_dflash.engine.prompts import prompt_chunks
+from torch_dflash.engine.requests import row_requests
 
 ROWS, PAGE, CHUNK = len(PROMPTS), 16, 16
 
@@ -53,13 +54,13 @@ def ours(engine, table: np.ndarray) -> Run:
     """Our runtime on pages that the test gives out."""
     steps, done = engine.runtime, np.zeros(ROWS, bool)
     options = {"max_new_tokens": authors.NEW, "do_sample": False, "eos_token_id": None}
-    rows, request = engine._prepare(*pad(PROMPTS), options)
+    request = engine.read(*pad(PROMPTS), options)
     params = steps.refresh(engine.tensors())
-    state = steps.begin(params, row_requests(rows, request, engine.plan))
+    state = steps.begin(params, row_requests(request, engine.plan))
     state = steps.assign(state, table, done)
-    for chunk in prompt_chunks(rows, ROWS, CHUNK, engine.plan.slots):
+    for chunk in prompt_chunks(request.rows, ROWS, CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
-    while not steps.read(state).done.all():
+    while not look(steps, state).done.all():
         state = steps.advance(params, state)
     assert np.array_equal(state.page_table, table)
     return seen(state, [layer.pool for layer in state.cache])

@@ -11,9 +11,10 @@ import torch
 
 import torch_dflash as td
 from support.scripted import pad
+from support.states import look
 from support.tiny import MASK, make_pair, randomise
-from torch_dflash.engine.calls import row_requests
 from torch_dflash.engine.prompts import prompt_chunks
+from torch_dflash.engine.requests import row_requests
 
 NEW = 26
 CHUNK = 16
@@ -245,16 +246,17 @@ def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]
     state is brought to torch, where the same drafts must come of it."""
     engine = make_engine(case, runtime)
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
-    rows, request = engine._prepare(*pad(prompts()), options)
+    request = engine.read(*pad(prompts()), options)
+    rows = request.rows
     tensors, steps = engine.tensors(), engine.runtime
     lowered = _lowered(engine) if runtime == "xla" else None
     features = None if lowered else Features(engine.pair.proposer, len(rows))
     params = steps.refresh(tensors)
-    state = steps.begin(params, row_requests(rows, request, engine.plan))
+    state = steps.begin(params, row_requests(request, engine.plan))
     for chunk in prompt_chunks(rows, len(rows), CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     runs = [Run() for _ in rows]
-    while not (before := steps.read(state)).done.all():
+    while not (before := look(steps, state)).done.all():
         hidden, drafts = engine.pair.run(_drafting, tensors, _in_torch(state))
         if lowered:
             found, same = lowered(params, state)
@@ -268,7 +270,7 @@ def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]
                     anchor = int(before.tokens[row, start])
                     run.passes.append(_pass(case, features.take(row), anchor, start))
         state = steps.advance(params, state)
-        after = steps.read(state)
+        after = look(steps, state)
         for row, run in enumerate(runs):
             if not before.done[row]:
                 run.accepted.append(int(after.length[row] - before.length[row]))

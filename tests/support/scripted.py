@@ -77,17 +77,17 @@ def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) 
 
     Everything before ``start`` is in the cache. Runs on the engine's own runtime.
     """
-    from torch_dflash.engine.calls import read_request, row_requests
+    from torch_dflash.engine.requests import read_request, row_requests
 
-    target, size = engine._target(), engine.plan.batch_size
+    target, size = engine._models.target, engine.plan.batch_size
     options = {"max_new_tokens": 1, "seed": 0, "eos_token_id": None, "do_sample": False}
-    rows, request = read_request(target, torch.tensor([tokens[: at + 1]]), None, options)
+    request = read_request(target, torch.tensor([tokens[: at + 1]]), None, options)
     runtime = engine.runtime
     params = runtime.refresh(engine.tensors())
-    state = runtime.begin(params, row_requests(rows, request, engine.plan))
-    for done in range(0, start, engine.largest_chunk):
-        piece = tokens[done : min(done + engine.largest_chunk, start)]
-        ids = torch.zeros(size, engine.largest_chunk, dtype=torch.int32)
+    state = runtime.begin(params, row_requests(request, engine.plan))
+    for done in range(0, start, engine.options.prefill_chunk_size):
+        piece = tokens[done : min(done + engine.options.prefill_chunk_size, start)]
+        ids = torch.zeros(size, engine.options.prefill_chunk_size, dtype=torch.int32)
         ids[0, : len(piece)] = torch.tensor(piece)
         count, following = torch.zeros(size, dtype=torch.int32), torch.full((size,), -1, dtype=torch.int32)
         count[0], following[0] = len(piece), tokens[done + len(piece)]

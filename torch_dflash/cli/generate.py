@@ -26,10 +26,10 @@ from torch_dflash.cli.encode import StdoutStreamer, encode
 from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.jsonl import read_items, run_lines
 from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded, load_pair
-from torch_dflash.engine.calls import read_request
-from torch_dflash.engine.engine import LARGEST_CHUNK
+from torch_dflash.engine.options import LARGEST_CHUNK
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import bucket
+from torch_dflash.engine.requests import read_request
 from torch_dflash.engine.stats import DecodeStats
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
@@ -128,7 +128,7 @@ class Job:
         """An engine for prompts up to ``longest``; what does not fit is a `UserError`."""
         asked, row = self.arguments, torch.tensor([longest])
         try:
-            _, request = read_request(self.loaded.target, row, None, self.options | {"seed": asked.seed})
+            request = read_request(self.loaded.target, row, None, self.options | {"seed": asked.seed})
             return td.compile(
                 self.loaded.target,
                 self.loaded.drafter,

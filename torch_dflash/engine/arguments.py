@@ -9,26 +9,11 @@ from typing import Any
 import torch
 from transformers.generation import GenerationMixin
 
+from torch_dflash.engine.options import OF_AN_ENGINE
 from torch_dflash.engine.refusals import config_fields
 
-# Fixed when an engine is built, so no option of a call.
-COMPILED = frozenset(
-    {
-        "batch_size",
-        "block_size",
-        "cache",
-        "filters",
-        "matmul_precision",
-        "page_size",
-        "pool_pages",
-        "prefill_chunk_size",
-        "rounds_per_chunk",
-        "runtime",
-        "stop_slots",
-        "verify",
-        "verify_width",
-    }
-)
+# Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own.
+COMPILED = frozenset(OF_AN_ENGINE) - {"max_length"}
 _ONE_TOKEN = "written for one token at a time"
 _OPTIONS = {
     "logits_processor": f"{_ONE_TOKEN}; pass temperature, top_k, top_p and min_p as options",

@@ -63,7 +63,7 @@ def collect(
 
 def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, pad_token_id: int) -> Tensor:
     """Back to Hugging Face layout: the prompt as given, then each row's new tokens, then padding."""
-    ends = [int(progress.length[row]) + 1 for row in range(len(prompt_lengths))]
+    ends = [int(progress.committed[row]) for row in range(len(prompt_lengths))]
     width = max(end - start for start, end in zip(prompt_lengths, ends, strict=True))
     fresh = torch.full((len(prompt_lengths), width), pad_token_id, dtype=torch.long, device="cpu")
     for row, (start, end) in enumerate(zip(prompt_lengths, ends, strict=True)):

@@ -7,7 +7,7 @@ import numpy as np
 from torch_dflash.plan import DecodePlan
 
 
-class PageBook:
+class PageAllocator:
     """Page tables of the rows of one batch, and who may have the pages that are free.
 
     Pages are handed out as rows grow. A row gets more only if afterwards every row could still be finished
@@ -66,7 +66,7 @@ class PageBook:
 
 
 def check_table(table: np.ndarray, pages: int, what: str) -> None:
-    """Raise ``ValueError`` unless ``table`` [B, T] is one that a `PageBook` of ``pages`` pages could give.
+    """Raise ``ValueError`` unless ``table`` [B, T] is one that a `PageAllocator` could give.
 
     Every page lies in the pool and stands in the table once, page 0 apart, which says that there is none;
     a row's pages come first. ``what`` names in the message whose table it is.

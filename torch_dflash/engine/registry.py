@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_dflash.checks import check_target
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.options import EngineOptions
 from torch_dflash.proposers.choose import check_drafter
 from torch_dflash.target.tested import code_of
 from torch_dflash.target.unmodified import settings
@@ -32,23 +33,18 @@ _engines: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, OrderedD
 )
 
 
-def cached_engine(target, drafter, **options: Any) -> Engine:
+def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     """The engine for these arguments (as `Engine`), built at most once while it stays in use."""
     check_drafter(drafter)
     model = model_of(target)
     check_target(model)
-    for name, value in options.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise ValueError(f"{name}={value!r}: pass one value, not a {type(value).__name__}.") from None
     # A resized vocabulary or a changed config makes other programs of the same model.
     configs = settings(model.config), settings(getattr(drafter, "config", None))
     key = (
         model.get_input_embeddings().weight.shape,
         repr(configs),
         frozenset(code_of(model)),
-        *sorted(options.items()),
+        options,
     )
     value = None if drafter is None else getattr(drafter, "key", None)
     with _lock:
@@ -56,7 +52,7 @@ def cached_engine(target, drafter, **options: Any) -> Engine:
         by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())
         if key not in entries:
-            entries[key] = Engine(target, drafter, **options)
+            entries[key] = Engine(target, drafter, options)
             while len(entries) > ENGINES_PER_PAIR:
                 entries.popitem(last=False)
         entries.move_to_end(key)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -22,7 +23,10 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Request:
-    """What a batch asks for, one entry per row. ``temperature`` 0 means greedy, ``top_k`` 0 no top-k."""
+    """What a batch asks for, one entry per row. ``temperature`` 0 means greedy, ``top_k`` 0 no top-k.
+
+    ``rows`` are the prompts, int32, without padding.
+    """
 
     max_new_tokens: list[int]
     temperature: list[float]
@@ -32,6 +36,17 @@ class Request:
     seed: list[int]
     stop_ids: list[tuple[int, ...]]
     pad_token_id: int
+    rows: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(row) for row in self.rows]
+
+    @property
+    def limits(self) -> list[int]:
+        """Most positions that each row may fill."""
+        return [a + b for a, b in zip(self.lengths, self.max_new_tokens, strict=True)]
 
     @property
     def filters(self) -> bool:

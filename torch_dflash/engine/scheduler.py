@@ -7,22 +7,22 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torch_dflash.engine.page_allocator import PageBook
+from torch_dflash.engine.page_allocator import PageAllocator
 from torch_dflash.plan import DecodePlan
 
 READ = ("length", "limit", "page_table", "done", "tokens", "stop_ids")
-"""Of a `DecodeState`, what `Admission.of` needs on the host: kilobytes, and no cache."""
+"""Of a `DecodeState`, what `Scheduler.of` needs on the host: kilobytes, and no cache."""
 
 
-class Turn(NamedTuple):
-    """``fed``: rows whose prompt is read now; ``pages`` [B, T] and ``done`` [B], None if nothing changed."""
+class Step(NamedTuple):
+    """``prefill``: rows whose prompt is read now; page table and ``done`` [B], None if they are unchanged."""
 
-    fed: list[int]
-    pages: np.ndarray | None
+    prefill: list[int]
+    page_table: np.ndarray | None
     done: np.ndarray | None
 
 
-class Admission:
+class Scheduler:
     """Lets rows start, go on and wait. With a dense cache all start at once and none ever waits.
 
     A row that has to wait for pages rests for a chunk: it is marked done, and goes on later as if nothing
@@ -43,45 +43,45 @@ class Admission:
         self.ended = np.arange(plan.batch_size) >= len(lengths)
         self._waiting = list(range(len(lengths)))
         self._done = self.ended.copy()  # as the device has it
-        self._book = None
+        self._allocator = None
         if plan.cache == "paged":
-            self._book = PageBook(plan, [limit + plan.verify_width for limit in limits], pages)
+            self._allocator = PageAllocator(plan, [limit + plan.verify_width for limit in limits], pages)
 
     @classmethod
-    def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Admission:
+    def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Scheduler:
         """What a state of a paged cache is in the middle of, by its fields `READ`; its prompts are read."""
         length, limit, pages, done = (read[name].numpy() for name in READ[:4])
         anchor = read["tokens"].gather(1, read["length"][:, None].long())
         stopped = (anchor == read["stop_ids"]).any(dim=1).numpy()
-        admission = cls(plan, length.tolist(), limit.tolist(), pages)
-        admission.ended = done & (stopped | (length + 1 >= limit))
-        admission._waiting, admission._done = [], done
-        return admission
+        scheduler = cls(plan, length.tolist(), limit.tolist(), pages)
+        scheduler.ended = done & (stopped | (length + 1 >= limit))
+        scheduler._waiting, scheduler._done = [], done
+        return scheduler
 
     @property
     def over(self) -> bool:
         """Whether every row has ended."""
         return bool(self.ended.all())
 
-    def next_turn(self) -> Turn:
+    def next_step(self) -> Step:
         """Reserve what the next chunk can write, for rows under way first, then for waiting ones."""
-        book = self._book
-        before = None if book is None else book.table.copy()
+        allocator = self._allocator
+        before = None if allocator is None else allocator.table.copy()
         live = [row for row in np.flatnonzero(~self.ended).tolist() if row not in self._waiting]
-        if book is not None:
+        if allocator is not None:
             for row in np.flatnonzero(self.ended).tolist():
-                book.release(row)
+                allocator.release(row)
         going = [row for row in live if self._reserve(row)]
-        fed = [row for row in self._waiting if self._reserve(row)]
-        self._waiting = [row for row in self._waiting if row not in fed]
+        due = [row for row in self._waiting if self._reserve(row)]
+        self._waiting = [row for row in self._waiting if row not in due]
         done = np.ones(self.plan.batch_size, bool)
-        done[going + fed] = False
-        pages = None if book is None else book.table.copy()
-        same = before is None or pages is None or np.array_equal(before, pages)
+        done[going + due] = False
+        table = None if allocator is None else allocator.table.copy()
+        same = before is None or table is None or np.array_equal(before, table)
         if same and np.array_equal(done, self._done):
-            return Turn(fed, None, None)
+            return Step(due, None, None)
         self._done = done
-        return Turn(fed, pages, done)
+        return Step(due, table, done)
 
     def update(self, length: np.ndarray, done: np.ndarray) -> None:
         """Take in what the host has read after the chunk: the state's ``length`` and ``done`` [B]."""
@@ -94,4 +94,4 @@ class Admission:
         """Pages for all positions that a chunk can write, were every draft accepted."""
         plan = self.plan
         reach = min(int(self.lengths[row]) + plan.rounds_per_chunk * plan.verify_width, self.limits[row])
-        return self._book is None or self._book.reserve(row, reach + plan.verify_width)
+        return self._allocator is None or self._allocator.reserve(row, reach + plan.verify_width)

@@ -8,12 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from torch_dflash.checks import (
-    check_blocks,
-    check_cache,
-    check_counts,
-    check_runtime,
-)
+from torch_dflash.checks import check_blocks
+from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.refusals import refuse_unsupported
 from torch_dflash.engine.request import room_below
@@ -22,6 +18,8 @@ from torch_dflash.generation import generate
 from torch_dflash.integrations.prepared import read_criteria, read_processors
 from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.proposers.choose import check_drafter
+
+_BOUND = (*OF_A_CALL, "seed", "streamer")
 
 
 class dflash:  # noqa: N801 - reads as the keyword it is passed for
@@ -34,9 +32,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
     honoured as transformers lists them; other processors and criteria are refused by name.
 
     Args:
-        drafter: as in `generate`. **bound: ``runtime``, ``block_size``, ``verify_width``,
-            ``rounds_per_chunk``, ``cache``, ``verify``, ``seed``, ``streamer``; a call's own seed or streamer
-            goes first.
+        drafter: as in `generate`.
+        **bound: options of an engine that `generate` takes, ``seed``, ``streamer``; a call's own go first.
 
     Raises:
         TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
@@ -52,13 +49,9 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
                 f"dflash() takes {', '.join(_BOUND)}, not {unknown[0]!r}; pass it to target.generate."
             )
         check_drafter(drafter)
-        block_size, verify_width = bound.get("block_size"), bound.get("verify_width")
-        check_runtime(bound.get("runtime", "xla"))
-        check_cache(bound.get("cache", "static"))
-        check_counts(
-            block_size=block_size, verify_width=verify_width, rounds_per_chunk=bound.get("rounds_per_chunk")
-        )
-        check_blocks(drafter, block_size=block_size, verify_width=verify_width)
+        engine = {name: value for name, value in bound.items() if name in OF_A_CALL}
+        EngineOptions(**engine)  # a value that no call could honour is refused here
+        check_blocks(drafter, **{name: engine.get(name) for name in ("block_size", "verify_width")})
         self.drafter = drafter
         self.bound = bound
 
@@ -95,9 +88,6 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             **_asked(config, logits_processor, stopping_criteria, input_ids),
             **(model_kwargs | bound),
         )
-
-
-_BOUND = ("runtime", "block_size", "verify_width", "rounds_per_chunk", "cache", "verify", "seed", "streamer")
 
 
 def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from torch_dflash.checks import check_counts, check_runtime, context_of
 from torch_dflash.engine.defaults import stop_ids
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import NGramProposer
@@ -170,11 +171,13 @@ class _Decoder:
             self.engines[longest] = Engine(
                 self.target,
                 self.drafter,
-                runtime=self.options.runtime,
-                max_length=min(longest + self.options.max_new_tokens, context_of(self.target)),
-                batch_size=self.options.batch_size,
-                verify_width=self.options.verify_width,
-                filters=False,
+                EngineOptions(
+                    runtime=self.options.runtime,
+                    max_length=min(longest + self.options.max_new_tokens, context_of(self.target)),
+                    batch_size=self.options.batch_size,
+                    verify_width=self.options.verify_width,
+                    filters=False,
+                ),
             )
         return self.engines[longest]
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, check_target, context_of
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.plan import DecodePlan
@@ -169,9 +170,8 @@ class FeatureExtractor:
         size, longest = 1 << (rows - 1).bit_length(), max(64, bucket(width))
         if (size, longest) not in self._engines:
             capacity = min(longest + 1, context_of(self.target))
-            self._engines[size, longest] = Engine(
-                self.target, self._recorder, max_length=capacity, batch_size=size, filters=False
-            )
+            options = EngineOptions(max_length=capacity, batch_size=size, filters=False)
+            self._engines[size, longest] = Engine(self.target, self._recorder, options)
         return self._engines[size, longest]
 
 

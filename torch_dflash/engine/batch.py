@@ -1,0 +1,76 @@
+"""A batch in generation: prompts are read, rows wait for pages, rounds run, one step after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_dflash.engine.prompts import prompt_chunks
+from torch_dflash.engine.request import Request
+from torch_dflash.engine.requests import row_requests
+from torch_dflash.engine.scheduler import READ, Scheduler
+from torch_dflash.plan import DecodePlan
+from torch_dflash.runtime import Progress, Runtime
+from torch_dflash.state import DecodeState
+
+
+class Generation:
+    """Everything between two host reads of one batch. `generate`, `stream` and `start` are loops over it.
+
+    Args:
+        runtime: where steps run.
+        plan: the engine's.
+        params: the weights, as the runtime holds them.
+        state: on the runtime's side of the border; consumed.
+        scheduler: who decodes next, and on which pages.
+        rows: the prompts, for rows that have not read theirs.
+    """
+
+    def __init__(
+        self, runtime: Runtime, plan: DecodePlan, params: Any, state: Any, scheduler: Scheduler, rows
+    ):
+        self.runtime, self.plan, self.params = runtime, plan, params
+        self.state, self.scheduler, self.rows = state, scheduler, rows
+        self._progress: Progress | None = None
+
+    @classmethod
+    def begin(cls, runtime: Runtime, plan: DecodePlan, params: Any, request: Request) -> Generation:
+        """An empty state and every prompt still to be read."""
+        state = runtime.begin(params, row_requests(request, plan))
+        scheduler = Scheduler(plan, request.lengths, request.limits)
+        return cls(runtime, plan, params, state, scheduler, request.rows)
+
+    @classmethod
+    def resume(cls, runtime: Runtime, plan: DecodePlan, params: Any, state: DecodeState) -> Generation:
+        """What ``state`` of a paged cache is in the middle of; its prompts are read."""
+        read = runtime.fetch({name: getattr(state, name) for name in READ})
+        return cls(runtime, plan, params, state, Scheduler.of(plan, read), [])
+
+    @property
+    def over(self) -> bool:
+        """Whether every row has ended."""
+        return self.scheduler.over
+
+    def prepare(self, largest_chunk: int) -> None:
+        """Do what the scheduler decides for the next chunk: give pages, read the prompts that are due."""
+        step = self.scheduler.next_step()
+        if step.done is not None:
+            self.state = self.runtime.assign(self.state, step.page_table, step.done)
+        if step.prefill:
+            due = [prompt if row in step.prefill else prompt[:0] for row, prompt in enumerate(self.rows)]
+            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, self.plan.slots):
+                self.state = self.runtime.prefill(self.params, self.state, chunk)
+
+    def advance(self) -> None:
+        """One chunk of rounds, without a host read."""
+        self.state = self.runtime.advance(self.params, self.state)
+
+    def step(self, largest_chunk: int) -> Progress:
+        """Prompts, then rounds (the first step reads prompts alone), then the one host read."""
+        self.prepare(largest_chunk)
+        if self._progress is None:
+            self._progress = Progress.empty(self.plan, self.scheduler.lengths)
+        else:
+            self.advance()
+        self._progress.add(self.runtime.read(self.state, self._progress.known, self._progress.rounds))
+        self.scheduler.update(self._progress.length, self._progress.done)
+        return self._progress

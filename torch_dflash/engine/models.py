@@ -1,0 +1,65 @@
+"""The user's models behind an engine: held weakly, read as they are now."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from torch_dflash.decode import Pair
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.target.weights import LoadedTarget, collect_tensors, model_of, named_arrays
+
+
+class Models:
+    """The live weights of a target and a drafter by the names of ``pair``, which has none of its own.
+
+    Args:
+        pair: the skeletons.
+        target: as in `torch_dflash.compile`; kept as a weak reference, like ``drafter``.
+        runtime: where a target without torch weights is to run.
+    """
+
+    def __init__(self, pair: Pair, target: Any, drafter: Any, runtime: str):
+        self._pair = pair
+        # The arrays of a target without torch weights; they lead back to none of the user's objects.
+        self._arrays = target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
+        self._target = weakref.ref(model_of(target))
+        # A proposer without tensors was copied whole; nothing of the user's need live on.
+        weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
+        self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
+        self.tensors()  # refuses a model that its config does not describe
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The live target.
+
+        Raises:
+            RuntimeError: it was deleted.
+        """
+        target = self._target()
+        if target is None:
+            raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
+        return target
+
+    def tensors(self) -> dict[str, Any]:
+        """The live weights, or a loaded target's arrays. Changes are seen.
+
+        Raises:
+            ValueError: a model is no longer what its class and config describe. RuntimeError: it is gone.
+        """
+        target, skeleton, proposer = self.target, self._pair.target.model, self._pair.proposer
+        if self._arrays is None:
+            tensors = collect_tensors(skeleton, target, "target.model.")
+        else:
+            tensors = named_arrays(skeleton, self._arrays, "target.model.")
+        if self._drafter is not None:
+            drafter = self._drafter()
+            if drafter is None:
+                raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
+            if isinstance(drafter, DFlashDraftModel):
+                tensors |= collect_tensors(proposer.drafter, drafter, "proposer.drafter.")
+            else:
+                tensors |= collect_tensors(proposer, drafter, "proposer.")
+        return tensors

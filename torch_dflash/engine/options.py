@@ -1,0 +1,77 @@
+"""What an engine is built for: the one list of options from which every other list is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch_dflash.checks import check_cache, check_counts, check_flag, check_precision, check_runtime
+from torch_dflash.engine.prompts import bucket
+from torch_dflash.plan import DecodePlan
+
+LARGEST_CHUNK = 512
+
+
+def _of_a_call(default: Any) -> Any:
+    """An option that `torch_dflash.generate` takes, too; the others follow there from the request."""
+    return field(default=default, metadata={"call": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of `torch_dflash.compile`; see there for what they mean.
+
+    Raises:
+        ValueError: a value is of the wrong type or out of range, whatever the models are.
+    """
+
+    runtime: str = _of_a_call("xla")
+    max_length: int = 1024
+    batch_size: int = 1
+    block_size: int | None = _of_a_call(None)
+    verify_width: int | None = _of_a_call(None)
+    rounds_per_chunk: int | None = _of_a_call(None)
+    stop_slots: int = 8
+    filters: bool = True
+    prefill_chunk_size: int = _of_a_call(LARGEST_CHUNK)
+    matmul_precision: str = _of_a_call("highest")
+    cache: str = _of_a_call("static")
+    page_size: int = _of_a_call(64)
+    pool_pages: int | None = None
+    verify: bool = _of_a_call(True)
+
+    def __post_init__(self):
+        check_runtime(self.runtime)
+        for name in ("max_length", "batch_size", "block_size", "rounds_per_chunk", "verify_width"):
+            check_counts(**{name: getattr(self, name)})
+        check_counts(prefill_chunk_size=self.prefill_chunk_size, page_size=self.page_size)
+        check_counts(pool_pages=self.pool_pages)
+        check_counts(least=0, stop_slots=self.stop_slots)
+        check_flag(verify=self.verify, filters=self.filters)
+        check_cache(self.cache)
+        check_precision(self.matmul_precision)
+        if self.prefill_chunk_size != bucket(self.prefill_chunk_size):
+            raise ValueError(
+                f"prefill_chunk_size={self.prefill_chunk_size}: must be a power of two of at least 16."
+            )
+
+    def plan(self, width: int) -> DecodePlan:
+        """The plan of these options with a proposer that drafts ``width`` rows."""
+        return DecodePlan(
+            batch_size=self.batch_size,
+            capacity=self.max_length,
+            block_size=width,
+            verify_width=width if self.verify_width is None else self.verify_width,
+            stop_slots=self.stop_slots,
+            # A chunk ends in one host read: worth batching on a device, free in eager mode.
+            rounds_per_chunk=self.rounds_per_chunk or (16 if self.runtime == "xla" else 1),
+            filters=self.filters,
+            matmul_precision=self.matmul_precision,
+            cache=self.cache,
+            page_size=self.page_size,
+            pool_pages=self.pool_pages,
+        )
+
+
+OF_AN_ENGINE = tuple(option.name for option in fields(EngineOptions))
+OF_A_CALL = tuple(option.name for option in fields(EngineOptions) if "call" in option.metadata)

@@ -1,0 +1,94 @@
+"""A call read against the target alone: its rows without padding, and what each asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dflash.checks import check_target
+from torch_dflash.decode import RowRequests
+from torch_dflash.engine.arguments import take_arguments
+from torch_dflash.engine.prompts import check_ids, split_rows
+from torch_dflash.engine.request import Request, defaults_of, resolve
+from torch_dflash.engine.seeds import seed_key
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import Sampling
+from torch_dflash.target.weights import model_of
+
+
+def read_request(
+    target: Any, input_ids: Tensor | None, attention_mask: Tensor | None, options: dict[str, Any]
+) -> Request:
+    """Validate a call: ragged rows of real tokens, and options resolved over the model's own.
+
+    Raises:
+        TypeError, ValueError: naming what cannot be honoured, before anything runs.
+    """
+    target = model_of(target)
+    check_target(target)
+    options = dict(options)
+    config = defaults_of(target, options.pop("generation_config", None))
+    position_ids = options.pop("position_ids", None)
+    take_arguments(options, target)
+    check_ids(input_ids)
+    assert input_ids is not None
+    given_pad = options.get("pad_token_id")
+    request = resolve(config, input_ids.shape[0], input_ids.shape[1], options)
+    # A pad that nobody named is a stop id. One that may end a row's text is no sign of padding in it.
+    named = given_pad is not None or config.pad_token_id is not None
+    pad = request.pad_token_id if named else None
+    pads = [None if pad in stops else pad for stops in request.stop_ids]
+    embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
+    rows = split_rows(input_ids, attention_mask, embedding.shape[0], pads, position_ids)
+    return replace(request, rows=rows)
+
+
+def row_requests(request: Request, plan: DecodePlan) -> RowRequests:
+    """The rows' limits, stop ids and sampling as tensors of the plan's batch, with idle rows done."""
+    idle, rows = RowRequests.idle(plan), len(request.rows)
+
+    def column(values: list, unused: Tensor) -> Tensor:
+        return torch.cat([torch.tensor(values, dtype=unused.dtype, device="cpu"), unused[rows:]])
+
+    stops = [[*ids, *[-1] * (plan.stop_slots - len(ids))] for ids in request.stop_ids]
+    keys = [seed_key(seed) for seed in request.seed]  # here, where Python's integers do not overflow
+    return RowRequests(
+        limit=column(request.limits, idle.limit),
+        stop_ids=column(stops, idle.stop_ids),
+        done=column([False] * rows, idle.done),
+        sampling=Sampling(
+            temperature=column(request.temperature, idle.sampling.temperature),
+            top_k=column(request.top_k, idle.sampling.top_k),
+            top_p=column(request.top_p, idle.sampling.top_p),
+            min_p=column(request.min_p, idle.sampling.min_p),
+            seed=column([key - (key >> 31 << 32) for key in keys], idle.sampling.seed),
+        ),
+    )
+
+
+def check_fits(request: Request, plan: DecodePlan) -> None:
+    """Raise ``ValueError`` unless an engine of ``plan`` can serve the request."""
+    if len(request.rows) > plan.batch_size:
+        raise ValueError(
+            f"input_ids has {len(request.rows)} rows, the engine was compiled for batch_size="
+            f"{plan.batch_size}; compile with a larger one."
+        )
+    for row, (length, limit) in enumerate(zip(request.lengths, request.limits, strict=True)):
+        if limit > plan.capacity:
+            raise ValueError(
+                f"row {row}: a prompt of {length} tokens and max_new_tokens={limit - length} exceed "
+                f"max_length={plan.capacity}; shorten them or compile with a larger max_length."
+            )
+    most = max(map(len, request.stop_ids))
+    if most > plan.stop_slots:
+        raise ValueError(
+            f"eos_token_id has {most} ids, the engine stop_slots={plan.stop_slots}; compile with more."
+        )
+    if request.filters and not plan.filters:
+        raise ValueError(
+            "top_k, top_p or min_p was asked for (top_k=50 is transformers' default when sampling), but "
+            "the engine was compiled with filters=False; compile with filters=True or pass top_k=0."
+        )
