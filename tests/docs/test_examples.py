@@ -6,7 +6,6 @@ import json
 import runpy
 
 import pytest
-import torch
 from support import ROOT
 from support.tiny import VOCAB, make_pair
 from support.tokenizers import NumberTokenizer

@@ -33,8 +33,8 @@ def anchors(page: str) -> set[str]:
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """Tiny models in the place of the hub's and of the bundled pair; what was asked for, in order."""
-    target = make_target("qwen3", max_position_embeddings=4096)
-    drafter = make_drafter(target, max_position_embeddings=4096)
+    target = make_target("qwen3", num_hidden_layers=3, max_position_embeddings=4096)
+    drafter = make_drafter(target, num_hidden_layers=1, max_position_embeddings=4096)
     target.save_pretrained(tmp_path)  # this directory stands for the id; the loading is real
     asked: list[str] = []
 
