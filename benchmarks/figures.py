@@ -41,7 +41,8 @@ def filled(text: str) -> str:
             raise KeyError(f"figures: {name}: no such block; there are {', '.join(sorted(BLOCKS))}.")
         made = BLOCKS[name]()
         # Blank lines: a table that follows a comment at once is a table to some readers only.
-        made = f"\n\n{made}\n\n" if old.startswith("\n") else made
+        apart = "\n" if made.startswith("```") else "\n\n"
+        made = f"{apart}{made}{apart}" if old.startswith("\n") else made
         return f"<!-- figures: {name} -->{made}<!-- end -->"
 
     return MARKED.sub(fill, text)
