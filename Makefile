@@ -66,7 +66,7 @@ docs: $(WITH_DOCS)
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) build/site .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

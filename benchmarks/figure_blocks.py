@@ -119,7 +119,7 @@ def families_counts() -> str:
     return (
         f"Of {len(found['families'])} tiny random models of transformers {version}'s causal LM classes, "
         f"{counts['equal']} decode to transformers' own text, {counts['refused']} are refused by name, and "
-        f"{rest} transformers itself does not run"
+        f"{rest} do not run in transformers itself"
     )
 
 

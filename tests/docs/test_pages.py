@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 
 import pytest
@@ -124,3 +125,22 @@ def test_every_file_named_is_there(page):
 def test_no_page_says_where_it_was_written():
     for page, text in TEXT.items():
         assert not re.search(r"/(?:work|opt|root|tmp)/|\.library", text), page
+
+
+def test_every_page_is_on_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2].partition("exclude_docs:")[0]
+    assert sorted(re.findall(r": ([\w-]+\.md)$", nav, flags=re.M)) == sorted(
+        page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")
+    )
+
+
+def test_the_api_page_names_what_is_public_and_no_link_leaves_the_site():
+    hooks = runpy.run_path(str(ROOT / "docs/site_hooks.py"))
+    for package in (td, jb):
+        names = hooks["public_names"](package.__name__)
+        assert names and all(hasattr(package, name) for name in names)
+    api = hooks["on_page_markdown"](TEXT["docs/api.md"])
+    assert "::: torch_dflash.TextStream" in api and "::: jax_bridge.load" in api
+    for page in PAGES:
+        if page.startswith("docs/"):
+            assert "](../" not in hooks["on_page_markdown"](TEXT[page]), page
