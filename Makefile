@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
 # and made again only when pyproject.toml changes.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-aot test-full lint format hooks clean
+.PHONY: help install demo test test-aot test-full lint format hooks figures docs clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 # Installed before everything else, so that no dependency brings in another build of torch.
@@ -18,6 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Stamps: empty files whose age says when a part of the environment was installed.
 INSTALLED := $(VENV)/.installed
 WITH_REFERENCE := $(VENV)/.installed-$(REFERENCE)
+WITH_DOCS := $(VENV)/.installed-docs
 WITH_LIBTPU := $(VENV)/.installed-libtpu
 LIBTPU := $(CURDIR)/$(VENV)/libtpu
 # Two OpenMP threads on busy cores are many times slower than one.
@@ -29,6 +30,8 @@ help:
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-full both of these; the tests take an hour or less"
 	@echo "make lint      check format, style and types;  make format  rewrite"
+	@echo "make figures   fill the tables of README and docs from docs/results"
+	@echo "make docs      build the site into build/site; warnings are errors"
 	@echo "make hooks     run the lint checks before every git commit"
 
 install: $(INSTALLED)
@@ -56,8 +59,14 @@ format: $(INSTALLED)
 hooks: $(INSTALLED)
 	$(BIN)/pre-commit install
 
+figures: $(INSTALLED)
+	$(BIN)/python benchmarks/figures.py
+
+docs: $(WITH_DOCS)
+	$(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) build/site .pytest_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -70,6 +79,10 @@ $(INSTALLED): pyproject.toml | $(BIN)/python
 
 $(WITH_REFERENCE): $(INSTALLED)
 	$(PIP) install --no-deps "$(REFERENCE)"
+	@touch $@
+
+$(WITH_DOCS): $(INSTALLED)
+	$(PIP) install -e ".[docs]"
 	@touch $@
 
 # The compiler that the installed jax asks for, without the rest of its tpu extra. It lies in a

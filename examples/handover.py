@@ -4,9 +4,8 @@ import torch
 
 import jax_bridge as jb
 import torch_dflash as td
-from torch_dflash.demo.target import load_demo_target
 
-target, tokenizer = load_demo_target(progress=False)
+target, tokenizer = td.load_demo_target(progress=False)
 ids = tokenizer("Once upon a time there was a", return_tensors="pt")["input_ids"]
 drafter = td.NGramProposer(width=4)
 options = {"max_length": 64, "rounds_per_chunk": 3}

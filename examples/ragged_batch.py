@@ -1,9 +1,8 @@
 """One engine for a batch of prompts of different lengths, each row with its own options."""
 
 import torch_dflash as td
-from torch_dflash.demo.target import load_demo_target
 
-target, tokenizer = load_demo_target(progress=False)
+target, tokenizer = td.load_demo_target(progress=False)
 tokenizer.padding_side = "left"
 prompts = ["The capital of France is", "One, two, three, four, five, six, seven,", "Roses are red,"]
 inputs = tokenizer(prompts, return_tensors="pt", padding=True)

@@ -8,11 +8,13 @@ This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is 
 """
 
 from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
+from torch_dflash.demo.target import load_demo_target as load_demo_target
 from torch_dflash.engine.engine import Engine as Engine
 from torch_dflash.engine.outputs import GenerateOutput as GenerateOutput
 from torch_dflash.engine.state_file import load_state as load_state
 from torch_dflash.engine.state_file import save_state as save_state
 from torch_dflash.engine.stats import DecodeStats as DecodeStats
+from torch_dflash.engine.text import TextStream as TextStream
 from torch_dflash.generation import compile as compile
 from torch_dflash.generation import generate as generate
 from torch_dflash.integrations.transformers import dflash as dflash

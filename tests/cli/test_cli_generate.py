@@ -12,10 +12,10 @@ import torch
 from support.tiny import make_drafter, make_target
 from support.tokenizers import TEMPLATE, byte_tokenizer
 
+import torch_dflash as td
 from torch_dflash.cli import main
 from torch_dflash.cli.encode import StdoutStreamer
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.text import Incremental
 
 NEW = "12"
 CONTEXT = 128
@@ -304,7 +304,7 @@ def test_no_half_characters_and_nothing_is_lost(size):
     tokenizer = byte_tokenizer()
     text = "héllo €uro 😀, naïve\n¿qué?" * 3
     ids = tokenizer(text)["input_ids"]
-    pieces = Incremental(tokenizer)
+    pieces = td.TextStream(tokenizer)
     shown = [pieces.push(ids[at : at + size]) for at in range(0, len(ids), size)]
     assert not any("\ufffd" in piece for piece in shown)
     assert "".join(shown) + pieces.push([], final=True) == text
@@ -313,10 +313,10 @@ def test_no_half_characters_and_nothing_is_lost(size):
 def test_bytes_that_are_no_text_are_shown_in_the_end():
     tokenizer = byte_tokenizer()
     ids = torch.randint(1, 257, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    pieces = Incremental(tokenizer)
+    pieces = td.TextStream(tokenizer)
     shown = "".join(pieces.push([one]) for one in ids) + pieces.push([], final=True)
     assert "\ufffd" in shown
     half = tokenizer("€")["input_ids"][:2]
-    pieces = Incremental(tokenizer)
+    pieces = td.TextStream(tokenizer)
     assert pieces.push(tokenizer("a")["input_ids"] + half) == "a"
     assert pieces.push([]) == "" and pieces.push([], final=True) == "\ufffd"

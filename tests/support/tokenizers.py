@@ -1,7 +1,8 @@
-"""A tokenizer of bytes."""
+"""A tokenizer of bytes, and one of numbers."""
 
 from __future__ import annotations
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -22,3 +23,21 @@ def byte_tokenizer(template=None):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+class NumberTokenizer:
+    """Enough of a tokenizer for pages and the demo: a prompt of four ids in, numbers out."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def __call__(self, text):
+        return {"input_ids": [len(text) % self.vocab_size, 5, 6, 7]}
+
+    def apply_chat_template(self, messages, **options):
+        assert options["return_dict"] and options["return_tensors"] == "pt"
+        ids = torch.tensor([self(message["content"])["input_ids"] for message in messages])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self, ids, **options):
+        return " ".join(str(int(token)) for token in ids)

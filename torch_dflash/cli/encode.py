@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.engine.text import Incremental
+from torch_dflash.engine.text import TextStream
 
 
 class StdoutStreamer:
     """A transformers streamer that writes text to stdout as it is decoded."""
 
     def __init__(self, tokenizer: Any):
-        self._pieces = Incremental(tokenizer)
+        self._pieces = TextStream(tokenizer)
         self._prompt_seen = False
 
     def put(self, ids: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.text import Incremental
+from torch_dflash.engine.text import TextStream
 from torch_dflash.storage.files import write_atomically
 
 GREEN, RESET = "\033[32m", "\033[0m"
@@ -19,7 +19,7 @@ def stream_answer(engine: Engine, tokenizer: Any, ids: Any, colour: bool, **opti
     With ``colour``, accepted drafts are green; the target's own tokens (one a round) are not. The engine
     should read after every round (``rounds_per_chunk=1``), or pieces of text hold several.
     """
-    text = Incremental(tokenizer)
+    text = TextStream(tokenizer)
     for number, (tokens,) in enumerate(engine.stream(ids, **options)):
         for place, token in enumerate(tokens):
             accepted = number > 0 and place + 1 < len(tokens)  # the first piece is prefill's token

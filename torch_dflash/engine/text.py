@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 
-class Incremental:
-    """Decode a growing list of ids: every piece is final, and together they are the text of all ids.
+class TextStream:
+    """Ids that come one by one, as text: no piece splits a character, and a piece shown never changes.
 
-    Only the ids since the last two clean cuts are decoded again, so a long text costs no more per token.
+    Together the pieces are the text of all ids, without special tokens. A call decodes only the ids since the
+    last two clean cuts, so a token of a long text costs no more than one of a short text. One stream per row.
+
+    Args:
+        tokenizer: anything with transformers' ``decode(ids, skip_special_tokens=True)``.
+
+    >>> # text = td.TextStream(tokenizer)
+    >>> # for (ids,) in engine.stream(**inputs):
+    >>> #     print(text.push(ids), end="", flush=True)
+    >>> # print(text.push([], final=True))
     """
 
     def __init__(self, tokenizer: Any):
@@ -18,7 +27,12 @@ class Incremental:
         self._sent = 0  # characters shown of what follows `_read`
 
     def push(self, ids: list[int], final: bool = False) -> str:
-        """Take in ``ids``; return what became readable. ``final``: also what never will."""
+        """Take in ``ids`` and return the text that they complete, which may be empty.
+
+        Args:
+            ids: new tokens of the row, in order.
+            final: no more will come: return bytes that are no whole character too, as U+FFFD.
+        """
         self._ids += ids
         before = self._decode(self._ids[self._context : self._read])
         fresh = self._decode(self._ids[self._context :])[len(before) :]

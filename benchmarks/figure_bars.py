@@ -1,0 +1,42 @@
+"""The picture of the README: acceptance lengths as bars, in an SVG of a few kilobytes."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.sax.saxutils import escape
+
+NAMES = {"gsm8k": "GSM8K", "mbpp": "MBPP", "humaneval": "HumanEval", "mt-bench": "MT-Bench"}
+METHODS = (("plain decoding", "#9aa5b1"), ("n-gram lookup", "#e0a458"), ("DFlash", "#2a7f62"))
+LEFT, BAR, GAP, TOP, UNIT = 92, 14, 14, 62, 190  # pixels; UNIT: of one token
+
+
+def bars(figures: dict[str, Any]) -> str:
+    """The SVG for what ``torch-dflash train evaluate --json`` wrote."""
+    options, sets = figures["options"], figures["sets"]
+    longest = max(max(row["acceptance_length"], row["ngram_acceptance_length"] or 0) for row in sets.values())
+    group = len(METHODS) * BAR + GAP
+    width, height = LEFT + round(longest * UNIT) + 60, TOP + len(sets) * group + 6
+    target = options["target"]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="12" fill="#1f2933" role="img">',
+        f"<title>Tokens per target pass: {escape(target)}, greedy, by prompt set and method</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="12" y="20" font-size="14" font-weight="bold">Tokens per target pass '
+        f"({escape(target)}, greedy)</text>",
+    ]
+    at = 12
+    for method, colour in METHODS:
+        parts.append(f'<rect x="{at}" y="33" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{at + 18}" y="43">{method}</text>')
+        at += 36 + 7 * len(method)
+    for number, (name, row) in enumerate(sets.items()):
+        top = TOP + number * group
+        middle = top + len(METHODS) * BAR // 2 + 4
+        parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{NAMES.get(name, name)}</text>')
+        values = (1.0, row["ngram_acceptance_length"], row["acceptance_length"])
+        for place, (value, (_, colour)) in enumerate(zip(values, METHODS, strict=True)):
+            y, long = top + place * BAR, round(value * UNIT)
+            parts.append(f'<rect x="{LEFT}" y="{y}" width="{long}" height="{BAR - 2}" fill="{colour}"/>')
+            parts.append(f'<text x="{LEFT + long + 5}" y="{y + 10}" font-size="11">{value:.2f}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -1,0 +1,304 @@
+"""What `figures.py` writes between the markers of a page: one function for each block, each from its JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from family_tables import tables, verdict
+
+from torch_dflash.train.export.card import acceptance_table
+from torch_dflash.train.fit.log import read_log
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
+STEPS = {
+    "dflash round": "round of the demo pair, 8 rows",
+    "dflash prompt": "its prompt of 25 tokens",
+    "plain round": "step of plain decoding, 1 row",
+    "plain prompt": "its prompt of 25 tokens, plain",
+}
+SCANS = {
+    "unrolled": "unrolled, static caches",
+    "scanned": "`lax.scan`, static caches in and out",
+    "carried": "`lax.scan` that carries the stacked static caches",
+    "paged_unrolled": "unrolled, pools of pages",
+    "paged_sliced": "`lax.scan` that carries stacked pools, sliced for the kernel",
+    "paged_flat": "`lax.scan` that carries one pool of all layers' pages",
+}
+ANSWERS = {
+    "empty": "the first, no compiled program on disk",
+    "full": "the first, with those of another process",
+    "second": "the second",
+}
+
+
+def result(name: str) -> dict[str, Any]:
+    """One JSON file of docs/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(*rows: list[Any]) -> str:
+    """Rows as Markdown, the first of them the head."""
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *body))
+
+
+def item(*parts: str) -> str:
+    """An item of a list, in lines as long as the pages'."""
+    return textwrap.fill(
+        "- " + "".join(parts), 118, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
+
+
+def spread(one: dict[str, Any]) -> list[str]:
+    """A ratio and its quartiles, as cells."""
+    low, high = one["quartiles"]
+    return [f"{one['ratio']:.2f}", f"{low:.2f} to {high:.2f}"]
+
+
+def command(line: str) -> str:
+    """A command as a block of shell, broken before its options."""
+    lines, words = [""], shlex.split(line)
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        with_value = f"{word} {following}" if word.startswith("--") else word
+        if word.startswith("--") and len(lines[-1]) + len(with_value) > 100:
+            lines.append("   ")
+        lines[-1] += f" {shlex.quote(word)}" if lines[-1] else word
+    return "```sh\n" + " \\\n".join(lines) + "\n```"
+
+
+def quickstart() -> str:
+    """What the README's first block of Python printed."""
+    lines = result("quickstart_cpu")["output"].splitlines()
+    return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
+
+
+def demo() -> str:
+    """The three methods of ``torch-dflash demo``."""
+    rows = [
+        [
+            row["method"],
+            f"{row['acceptance_length']:.2f}",
+            f"{row['speedup']:.2f}x",
+            "yes" if row["same_text"] else "no",
+        ]
+        for row in result("demo_cpu")["rows"]
+    ]
+    return table(["method", "acceptance length", "speed against plain", "same text"], *rows)
+
+
+def demo_verify() -> str:
+    """What a verify pass costs on that CPU."""
+    plain, lookup, *_ = result("demo_cpu")["rows"]
+    return f"{lookup['ms_per_round'] / plain['ms_per_round']:.1f}"
+
+
+def commands(name: str) -> str:
+    """The commands that made the acceptance lengths of a JSON."""
+    sets = result(name)["sets"].values()
+    return "\n\n".join(command(one) for one in dict.fromkeys(row["provenance"]["command"] for row in sets))
+
+
+def acceptance_control() -> str:
+    """The acceptance length with another prompt's features."""
+    return f"{result('acceptance_shuffled_cpu')['sets']['gsm8k']['acceptance_length']:.2f}"
+
+
+def families_counts() -> str:
+    """How many families decode to transformers' own text."""
+    found = result("families")
+    counts = Counter(verdict(one) for one in found["families"].values())
+    version = found["provenance"]["packages"]["transformers"].rpartition(".")[0]
+    rest = len(found["families"]) - counts["equal"] - counts["refused"]
+    return (
+        f"Of {len(found['families'])} tiny random models of transformers {version}'s causal LM classes, "
+        f"{counts['equal']} decode to transformers' own text, {counts['refused']} are refused by name, and "
+        f"{rest} do not run in transformers itself"
+    )
+
+
+def aot() -> str:
+    """Bytes of the published pairs' passes, from the TPU compiler."""
+    head = ["figures"]
+    head += [cell for step in ("verify", "draft", "round") for cell in (f"{step} GB", "of its floor")]
+    rows = []
+    for path in sorted((RESULTS / "aot").glob("*.json")):
+        found, cells = json.loads(path.read_text()), [f"[{path.stem}](results/aot/{path.name})"]
+        for step in ("verify", "draft", "round"):
+            moved, floor = found[f"{step}_hbm_bytes"], found[f"{step}_floor_bytes"]
+            cells += ["", ""] if moved is None else [f"{moved / 1e9:.2f}", f"{moved / floor:.3f}"]
+        rows.append([*cells, f"{found['roofline_ms']:.2f}"])
+    return table([*head, "roofline ms"], *rows)
+
+
+def aot_flatness() -> str:
+    """What verifying 64 rows moves, against one."""
+    paged, static = (
+        result(f"aot/qwen3-4b-{cache}-64")["verify_hbm_bytes"]
+        / result(f"aot/qwen3-4b-{cache}-1")["verify_hbm_bytes"]
+        for cache in ("paged", "static")
+    )
+    return item(
+        f"Verifying 64 rows instead of one moves {paged:.2f} times the bytes on pages, {static:.2f} times ",
+        "on the static cache, whose scores and weights go through HBM.",
+    )
+
+
+def aot_ragged() -> str:
+    """The paged kernel beside jax's own."""
+    lines = result("ragged_aot")["results"]
+    ratio = {(line["kernel"], line["rows"]): f"{line['ratio']:.3f}" for line in lines}
+    theirs, ours = (
+        [ratio[kernel, rows] for rows in (16, 64)]
+        for kernel in ("jax ragged_paged_attention", "paged_attention")
+    )
+    return item(
+        "jax's own `ragged_paged_attention` in the place of our kernel, which also writes the new rows, in ",
+        f"a verify pass of four layers: {theirs[0]} and {theirs[1]} of the floor at 16 and 64 rows, ours ",
+        f"{ours[0]} and {ours[1]} ([figures](results/ragged_aot.json), ",
+        "`benchmarks/ragged_aot.py --layers 4`).",
+    )
+
+
+def aot_chunk() -> str:
+    """What a prompt chunk moves."""
+    found = result("prefill_aot")
+    lines = {(line["cache"], line["topology"][:3]): line for line in found["results"]}
+    rows, layers = ({line[name] for line in found["results"]} for name in ("rows", "layers"))
+    assert (rows, layers, found["context"]) == ({512}, {4}, 4096)
+    paged, static = (
+        [f"{lines[cache, chip]['ratio']:.3f}" for chip in ("v5p", "v5e", "v6e")]
+        for cache in ("paged", "static")
+    )
+    v5p = lines["paged", "v5p"]
+    return item(
+        "A prompt chunk of 512 rows that ends at 4,096 tokens, four layers: on pages ",
+        f"{paged[0]} of its floor on v5p, {paged[1]} on v5e and {paged[2]} on v6e, on the static cache ",
+        f"{static[0]}, {static[1]} and {static[2]} ([figures](results/prefill_aot.json), ",
+        "`benchmarks/prefill_aot.py`). v5p, with half of their VMEM, writes more activations out, but the ",
+        f"chunk's FLOPs take it longer ({v5p['flop_ms']:.2f} ms) than its bytes ({v5p['memory_ms']:.2f} ms).",
+    )
+
+
+def aot_experts() -> str:
+    """What experts move, by how they are computed."""
+    found = result("experts_aot")
+    verify = {line["experts"]: f"{line['ratio']:.3f}" for line in found["verify"] if line["rows"] == 16}
+    ragged = {line["stored"]: f"{line['ratio']:.3f}" for line in found["ragged_dot"] if line["rows"] == 16}
+    return item(
+        "Experts: every expert's weights are read once and applied to all rows, without a copy (up to 16 ",
+        "row-expert pairs: those experts alone, where they lie). With transformers' `batched_mm` XLA ",
+        "gathers `[rows x k, ...]` copies of expert weights in HBM: two layers of Qwen3-Coder-30B-A3B at 16 ",
+        f"rows move {verify['batched_mm']} times their floor so, {verify['static_experts']} with ours. ",
+        "`ragged_dot` becomes a kernel that reads experts once if they are stored [experts, in, out] ",
+        f"({ragged['[experts, in, out]']}), but copies them all first from transformers' ",
+        f"[experts, out, in] ({ragged['[experts, out, in]']}) ([figures](results/experts_aot.json), ",
+        "`benchmarks/experts_aot.py`).",
+    )
+
+
+def throughput() -> str:
+    """Training steps beside the peers'."""
+    results = result("train_throughput_cpu")["results"]
+    head = ["blocks/s", *(f"{one['size']['name']}, {one['dtype']}" for one in results)]
+    rows: dict[str, list[str]] = {}
+    for column, one in enumerate(results):
+        for row in one["rows"]:
+            name = re.sub(r"\b[1-9]\d* ids", "sampled ids", row["name"])
+            cells = rows.setdefault(name, [""] * len(results))
+            cells[column] = f"{row['blocks_per_second']:.1f}"
+    return table(head, *([name, *cells] for name, cells in rows.items()))
+
+
+def embedded_fit() -> str:
+    """How the embedded drafter's fit went."""
+    lines = [line for line in read_log(RESULTS / "embedded_fit.jsonl") if line["kind"] == "held_out"]
+    *before, last = [lines[round(part * (len(lines) - 1))] for part in (0, 0.1, 0.4, 0.7, 1)]
+    shown = [f"{line['acceptance_length']:.2f} ({line['step']})" for line in before]
+    return (
+        f"The fit took {last['seconds'] / 60:.0f} minutes: {last['step']} steps of 8 sequences with at most "
+        "64 anchors each. The held-out acceptance length\nat random anchors, after so many steps: "
+        f"{', '.join(shown)}, and {last['acceptance_length']:.2f} in the end"
+    )
+
+
+def weight_layout() -> str:
+    """Steps with weights as torch keeps them, and turned."""
+    rows = [[STEPS[one["step"]], *spread(one)] for one in result("weight_layout_cpu")["steps"]]
+    return table(["float32 on two EPYC cores", "ratio", "quartiles"], *rows)
+
+
+def weight_layout_plain() -> str:
+    """What the layout costs plain decoding."""
+    steps = {one["step"]: one["ratio"] for one in result("weight_layout_cpu")["steps"]}
+    return f"{round((1 - steps['plain round']) * 100)} %"
+
+
+def weight_layout_products() -> str:
+    """Single products in both layouts."""
+    products = [one for one in result("weight_layout_cpu")["products"] if one["dtype"] == "float32"]
+    many = [one["ratio"] for one in products if one["rows"] > 1]
+    *usual, odd = sorted((one for one in products if one["rows"] == 1), key=lambda one: one["ratio"])
+    return item(
+        f"Single products: {min(many):.2f} to {max(many):.2f} at 2 to 16 rows, and {usual[0]['ratio']:.2f} ",
+        f"to {usual[-1]['ratio']:.2f} at one row (but {odd['ratio']:.2f} for one shape, ",
+        f"{odd['in']} x {odd['out']}).",
+    )
+
+
+def scan_aot() -> str:
+    """Layers scanned and unrolled, from the TPU compiler."""
+    rows = [
+        [
+            SCANS[name],
+            one["compile_seconds"],
+            f"{one['hbm_bytes'] / 1e9:.3f}",
+            f"{one['ratio']:.3f}",
+            f"{one['peak_temp_bytes'] / 1e6:.1f}",
+        ]
+        for name, one in result("scan_aot")["forms"].items()
+    ]
+    return table(["form", "compile s", "GB", "of its floor", "MB of temporaries"], *rows)
+
+
+def scan_cpu() -> str:
+    """The same on a CPU."""
+    rows = [[one["rows"], *spread(one)] for one in result("scan_cpu")["steps"]]
+    return table(["rows", "ratio", "quartiles"], *rows)
+
+
+def first_answer() -> str:
+    """How long a process waits for its first answer."""
+    found = result("first_answer_cpu")
+    return table(
+        ["call of a process", "s"], *([row, f"{found[name]['median']:.1f}"] for name, row in ANSWERS.items())
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "quickstart": quickstart,
+    "demo": demo,
+    "demo-verify": demo_verify,
+    "acceptance": lambda: acceptance_table(result("acceptance_cpu")["sets"]),
+    "acceptance-commands": lambda: commands("acceptance_cpu"),
+    "control-commands": lambda: commands("acceptance_shuffled_cpu"),
+    "acceptance-control": acceptance_control,
+    "families": lambda: tables(result("families")["families"]),
+    "families-counts": families_counts,
+    "aot": aot,
+    "aot-notes": lambda: "\n".join([aot_flatness(), aot_ragged(), aot_chunk(), aot_experts()]),
+    "throughput": throughput,
+    "embedded-fit": embedded_fit,
+    "weight-layout": weight_layout,
+    "weight-layout-plain": weight_layout_plain,
+    "weight-layout-products": weight_layout_products,
+    "scan-aot": scan_aot,
+    "scan-cpu": scan_cpu,
+    "first-answer": first_answer,
+}

@@ -1,0 +1,62 @@
+"""Fill every table and figure of the pages from the JSON files in docs/results.
+
+    make figures
+
+A page holds what is filled between two comments, in lines of its own or inside a sentence:
+
+    <!-- figures: demo -->
+    <!-- end -->
+
+The names are those of `figure_blocks.BLOCKS`. Change a JSON, run this, commit both.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from figure_bars import bars
+from figure_blocks import BLOCKS, result
+
+from torch_dflash.train.export.card import add_figures
+
+ROOT = Path(__file__).parents[1]
+CARD = ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash"
+PICTURE = ROOT / "docs/acceptance.svg"
+MARKED = re.compile(r"<!-- figures: ([a-z0-9-]+) -->(.*?)<!-- end -->", flags=re.S)
+
+
+def pages() -> list[Path]:
+    """Every page that may hold figures."""
+    return [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """``text`` with what stands between its markers made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, old = match.groups()
+        if name not in BLOCKS:
+            raise KeyError(f"figures: {name}: no such block; there are {', '.join(sorted(BLOCKS))}.")
+        made = BLOCKS[name]()
+        # Blank lines: a table that follows a comment at once is a table to some readers only.
+        apart = "\n" if made.startswith("```") else "\n\n"
+        made = f"{apart}{made}{apart}" if old.startswith("\n") else made
+        return f"<!-- figures: {name} -->{made}<!-- end -->"
+
+    return MARKED.sub(fill, text)
+
+
+def main() -> None:
+    """Write every page, the picture and the model card; say which changed."""
+    made = {page: filled(page.read_text()) for page in pages()} | {PICTURE: bars(result("acceptance_cpu"))}
+    for page, text in made.items():
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+            print(f"{page.relative_to(ROOT)} changed", file=sys.stderr)
+    add_figures(CARD, result("acceptance_cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Every table and figure of the pages is the one in its JSON: what `make figures` writes changes nothing."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+
+import pytest
+import torch
+from support import ROOT
+
+from torch_dflash.cli.train_evaluate import prompts_checksum, read_figures
+from torch_dflash.demo.pair import load_demo_drafter
+from torch_dflash.storage.checksums import checksum_of
+from torch_dflash.train.answers.data import read_answers, read_prompts
+from torch_dflash.train.answers.provenance import data_section, describe
+from torch_dflash.train.export.card import add_figures
+from torch_dflash.train.fit.log import read_log
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+FIGURES = runpy.run_path(str(ROOT / "benchmarks/figures.py"))
+sys.path.remove(str(ROOT / "benchmarks"))
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in FIGURES["pages"]()}
+CARD = FIGURES["CARD"] / "README.md"
+
+
+def result(name):
+    return json.loads((ROOT / "docs/results" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_what_make_figures_writes(page):
+    assert FIGURES["filled"](PAGES[page]) == PAGES[page], "run: make figures"
+
+
+def test_the_picture_is_what_make_figures_draws():
+    assert FIGURES["bars"](result("acceptance_cpu")) == FIGURES["PICTURE"].read_text(), "run: make figures"
+    assert FIGURES["PICTURE"].stat().st_size < 20_000
+
+
+def test_the_card_is_what_make_figures_writes(tmp_path):
+    shutil.copy(CARD, tmp_path)
+    add_figures(tmp_path, result("acceptance_cpu"))
+    assert (tmp_path / "README.md").read_text() == CARD.read_text(), "run: make figures"
+
+
+def test_every_block_is_on_a_page_and_every_marker_is_closed():
+    text = "\n".join(PAGES.values())
+    assert {name for name, _ in FIGURES["MARKED"].findall(text)} == set(FIGURES["BLOCKS"])
+    assert text.count("<!-- figures: ") == text.count("<!-- end -->") == len(FIGURES["MARKED"].findall(text))
+
+
+def test_a_changed_figure_is_noticed():
+    page = PAGES["docs/benchmarks.md"]
+    assert "| gsm8k | 2." in page
+    assert FIGURES["filled"](page.replace("| gsm8k | 2.", "| gsm8k | 7.")) == page
+
+
+def test_an_unknown_block_is_refused():
+    with pytest.raises(KeyError, match="no such block"):
+        FIGURES["filled"]("<!-- figures: nothing -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/results").rglob("*.json")), ids=lambda path: path.relative_to(ROOT).name
+)
+def test_every_json_says_where_it_is_from(path):
+    found = json.loads(path.read_text())
+    origins = [found] if "provenance" in found else list(found["sets"].values())
+    for origin in (one["provenance"] for one in origins):
+        assert {"command", "date", "packages", "hardware"} <= set(origin)
+        assert "/tmp" not in origin["command"] and "/home" not in origin["command"]
+
+
+def test_what_the_tpu_page_says_of_all_passes_holds():
+    paths = sorted((ROOT / "docs/results/aot").glob("*.json"))
+    assert len(paths) >= 12
+    for path in paths:
+        found = json.loads(path.read_text())
+        for summary in found["passes"].values():
+            assert summary["unaliased"] == summary["forbidden"] == [] and summary["collectives"] == {}, path
+        assert "aot" in found["provenance"]["command"]
+
+
+def test_the_quickstart_was_run_as_printed():
+    block = PAGES["README.md"].partition("```python\n")[2].partition("```")[0]
+    assert result("quickstart_cpu")["code"] == block, "run: benchmarks/quickstart.py"
+
+
+def test_the_acceptance_figures_are_of_this_drafter_and_these_prompts():
+    for name in ("acceptance_cpu", "acceptance_shuffled_cpu"):
+        _, sets = read_figures(ROOT / f"docs/results/{name}.json")
+        for key, row in sets.items():
+            prompts = read_prompts([ROOT / f"data/eval/{key}.jsonl"])
+            assert row["prompts_checksum"] == prompts_checksum(prompts, 100)
+            assert row["prompts"] >= 80 and row["left_out"] == 0
+    drafter = checksum_of(load_demo_drafter(torch.bfloat16).state_dict())
+    assert result("acceptance_cpu")["options"]["drafter_checksum"] == drafter
+    assert result("acceptance_shuffled_cpu")["options"]["shuffled"]
+
+
+def test_the_first_answer_was_timed_three_times():
+    found = result("first_answer_cpu")
+    assert all(len(found[name]["seconds"]) >= 3 for name in ("empty", "full", "second"))
+    assert found["compilations"] == 4 and "cpu" in str(found["provenance"]).lower()
+
+
+def test_the_card_tells_what_the_log_and_the_answers_say():
+    card = CARD.read_text()
+    held = [line for line in read_log(ROOT / "docs/results/embedded_fit.jsonl") if line["kind"] == "held_out"]
+    assert ", ".join(f"{rate:.3f}" for rate in held[-1]["accuracy"]) in card
+    folder = ROOT / "data/train/answers"
+    section = data_section(describe(read_answers([folder]), [folder]))
+    assert section.partition("\n\n")[2] in card and section.partition(" tokens")[0] in card

@@ -1,0 +1,146 @@
+"""README and docs: every block of Python runs, every command parses, every link and file named is there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+
+import pytest
+import torch
+import transformers
+from support import ROOT
+from support.tiny import VOCAB, make_drafter, make_target
+from support.tokenizers import NumberTokenizer
+
+import jax_bridge as jb
+import torch_dflash as td
+from torch_dflash.cli import main_parser
+
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md"]
+PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+CARD = "torch_dflash/assets/smollm2-135m-instruct-dflash/README.md"
+TEXT = {page: (ROOT / page).read_text() for page in [*PAGES, CARD]}
+BLOCKS = {page: re.findall(r"^```python\n(.*?)^```", TEXT[page], flags=re.S | re.M) for page in PAGES}
+WITH_CODE = [page for page in PAGES if BLOCKS[page]]
+
+
+def anchors(page: str) -> set[str]:
+    """What links into a page may name: its headings, as they are written in addresses."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", TEXT[page], flags=re.S | re.M), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Tiny models in the place of the hub's and of the bundled pair; what was asked for, in order."""
+    target = make_target("qwen3", num_hidden_layers=3, max_position_embeddings=4096)
+    drafter = make_drafter(target, num_hidden_layers=1, max_position_embeddings=4096)
+    target.save_pretrained(tmp_path)  # this directory stands for the id; the loading is real
+    asked: list[str] = []
+
+    def stand_in(owner, name, made):
+        def loads(*args, **options):
+            asked.append(f"{owner.__name__}.{name} {' '.join(args)}".strip())
+            return made(*args, **options)
+
+        monkeypatch.setattr(owner, name, loads)
+
+    whole = jb.load
+    stand_in(td, "load_demo_pair", lambda: (target, drafter, NumberTokenizer(VOCAB)))
+    stand_in(td.DFlashDraftModel, "from_pretrained", lambda name, **options: drafter)
+    stand_in(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, **options: target)
+    stand_in(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: NumberTokenizer(VOCAB))
+    stand_in(jb, "load", lambda name: whole(tmp_path))
+    monkeypatch.chdir(tmp_path)  # pages may write files
+    return asked
+
+
+def run(page: str) -> dict:
+    """The page's blocks in order, in one scope, as a reader would run them."""
+    scope: dict = {}
+    for block in BLOCKS[page]:
+        exec(compile(block, page, "exec"), scope)
+    return scope
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if page != "README.md"])
+def test_every_block_of_a_page_runs_in_order(page, hub):
+    run(page)
+
+
+def test_every_block_of_the_readme_runs_in_order(hub, monkeypatch, capsys):
+    bundled = td.load_demo_pair()[0]
+    scope = run("README.md")
+    assert hub[1:] == [
+        "torch_dflash.load_demo_pair",
+        "jax_bridge.load Qwen/Qwen3-4B",
+        "DFlashDraftModel.from_pretrained z-lab/Qwen3-4B-DFlash-b16",
+    ]
+    plain = bundled.generate(**scope["inputs"], max_new_tokens=64, do_sample=False)
+    assert torch.equal(scope["out"].sequences, plain) and torch.equal(scope["ids"], plain)
+    said = capsys.readouterr().out.splitlines()
+    numbers = " ".join(map(str, plain[0, 4:].tolist()))
+    assert said[:2] == [numbers, "same text: True"] and said[2].startswith("target passes: ")
+    assert said[3] == numbers  # streamed
+
+
+def test_the_readme_is_short():
+    text = TEXT["README.md"]
+    assert len(text.splitlines()) <= 150 and len(re.sub(r"<!--.*?-->", "", text).split()) <= 1300
+
+
+def test_every_command_that_is_shown_is_one():
+    text = "\n".join(TEXT.values()).replace("\\\n", " ")
+    for name, value in ((" ID", " 16"), ('-id ID"', '-id 16"'), ("$layers", "2"), ("$block", "8")):
+        text = text.replace(name, value)
+    lines = re.findall(r"^ *(?:accelerate .*)?torch-dflash (.*)$", text, flags=re.M)
+    assert len(lines) > 15
+    for line in lines:
+        main_parser().parse_args(shlex.split(line, comments=True))
+
+
+@pytest.mark.parametrize("page", [*PAGES, CARD])
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", TEXT[page]):
+        name, _, anchor = link.partition("#")
+        found = (ROOT / page).parent.joinpath(name).resolve() if name else ROOT / page
+        assert found.exists(), link
+        if anchor:
+            assert anchor in anchors(str(found.relative_to(ROOT))), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_named_is_there(page):
+    """In code font: paths of the repository, tests and make targets; `a/*.py` is a pattern."""
+    named = r"`((?:tests|benchmarks|torch_dflash|jax_bridge|examples|data)/[\w./*-]+)`"
+    for name in re.findall(named, TEXT[page]):
+        assert list(ROOT.glob(name)), name
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    for name in re.findall(r"`make ([a-z-]+)", TEXT[page]):
+        assert name in targets, name
+
+
+def test_no_page_says_where_it_was_written():
+    for page, text in TEXT.items():
+        assert not re.search(r"/(?:work|opt|root|tmp)/|\.library", text), page
+
+
+def test_every_page_is_on_the_site():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2].partition("exclude_docs:")[0]
+    assert sorted(re.findall(r": ([\w-]+\.md)$", nav, flags=re.M)) == sorted(
+        page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")
+    )
+
+
+def test_the_api_page_names_what_is_public_and_no_link_leaves_the_site():
+    hooks = runpy.run_path(str(ROOT / "docs/site_hooks.py"))
+    for package in (td, jb):
+        names = hooks["public_names"](package.__name__)
+        assert names and all(hasattr(package, name) for name in names)
+    api = hooks["on_page_markdown"](TEXT["docs/api.md"])
+    assert "::: torch_dflash.TextStream" in api and "::: jax_bridge.load" in api
+    for page in PAGES:
+        if page.startswith("docs/"):
+            assert "](../" not in hooks["on_page_markdown"](TEXT[page]), page
