@@ -23,7 +23,7 @@ from torch_dflash.proposers import NGramProposer as NGramProposer
 from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
 from torch_dflash.state import DecodeState as DecodeState
-from torch_dflash.verification.agreement import Agreement as Agreement
-from torch_dflash.verification.agreement import check as check
+from torch_dflash.verification.verify import Agreement as Agreement
+from torch_dflash.verification.verify import check as check
 
 __version__ = "0.1.0"

@@ -15,8 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
 from torch_dflash.target.tested import is_tested
-from torch_dflash.verification import agreement as verify
-from torch_dflash.verification import twin
+from torch_dflash.verification import twin, verify
 
 
 class Shifted(hf.LlamaForCausalLM):

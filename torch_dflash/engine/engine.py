@@ -25,7 +25,7 @@ from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.weights import model_of
-from torch_dflash.verification.agreement import verify_class
+from torch_dflash.verification.verify import verify_class
 
 
 class Engine:
