@@ -19,10 +19,12 @@ from torch_dflash.generation import compile as compile
 from torch_dflash.generation import generate as generate
 from torch_dflash.integrations.transformers import dflash as dflash
 from torch_dflash.plan import DecodePlan as DecodePlan
-from torch_dflash.proposers import NGramProposer as NGramProposer
+from torch_dflash.proposers.base import Proposer as Proposer
 from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
+from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
 from torch_dflash.state import DecodeState as DecodeState
+from torch_dflash.state import Draft as Draft
 from torch_dflash.verification.verify import Agreement as Agreement
 from torch_dflash.verification.verify import check as check
 

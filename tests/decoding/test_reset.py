@@ -1,0 +1,91 @@
+"""A row given to another request: nothing of its old occupant is left, and its neighbours go on untouched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.scripted import own_text
+from support.states import look
+from support.tiny import make_pair
+from torch.utils import _pytree as pytree
+
+import torch_dflash as td
+from torch_dflash.cache.ring import RingLayer
+from torch_dflash.decode import reset
+from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.prompts import prompt_chunks
+from torch_dflash.engine.requests import row_requests
+
+NEW = 10
+OLD, OTHER, NEXT = [3, 1, 4, 1, 5], [2, 7, 1, 8], [6, 6, 2]
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return {
+        "full": make_pair("llama", agree=4.0),
+        "ring": make_pair(
+            "llama",
+            agree=4.0,
+            use_sliding_window=True,
+            sliding_window=6,
+            layer_types=["sliding_attention"] * 2,
+        ),
+    }
+
+
+def poisoned(state, row):
+    """``state`` with NaN in every float, and nonsense in every integer, of what ``row`` keeps."""
+
+    def poison(leaf):
+        leaf = leaf.clone()
+        leaf[row] = torch.nan if leaf.is_floating_point() else 77
+        return leaf
+
+    parts = {"cache": state.cache, "proposer": state.proposer, "tokens": state.tokens}
+    return replace(state, **{name: pytree.tree_map(poison, part) for name, part in parts.items()})
+
+
+def ask(engine, prompts):
+    ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
+    return engine.read(ids, mask, dict(OPTIONS))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "ring", "ngram", "plain"])
+def test_a_row_is_given_to_another_request(pairs, kind):
+    target, drafter = pairs["ring" if kind == "ring" else "full"]
+    drafter = {"ngram": td.NGramProposer(5), "plain": None}.get(kind, drafter)
+    engine = td.compile(target, drafter, runtime="eager", max_length=64, batch_size=2)
+    runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
+    generation = Generation.begin(runtime, engine.plan, params, ask(engine, [OLD, OTHER]))
+    generation.prepare(64)
+    for _ in range(2):
+        generation.advance()
+
+    rows = torch.tensor([True, False])
+    requests = row_requests(ask(engine, [NEXT, OTHER]), engine.plan)
+    state = engine.pair.run(reset, params, poisoned(generation.state, 0), rows, requests)
+    if kind == "ring":
+        assert any(isinstance(layer, RingLayer) for layer in state.proposer.layers)
+    assert state.length[0] == 0 and state.length[1] == generation.state.length[1]
+    fresh = Generation(runtime, engine.plan, params, state, generation.scheduler, [NEXT, []])
+    for chunk in prompt_chunks([torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64):
+        fresh.state = runtime.prefill(params, fresh.state, chunk)
+    while not fresh.state.done.all():
+        fresh.advance()
+    seen = look(runtime, fresh.state)
+    texts = [seen.tokens[row, : seen.length[row] + 1].tolist() for row in (0, 1)]
+    assert texts == [NEXT + own_text(target, NEXT, NEW), OTHER + own_text(target, OTHER, NEW)]
+
+
+def test_without_the_reset_the_old_occupant_shows(pairs, monkeypatch):
+    """The test of the test."""
+    monkeypatch.setattr(td.NGramProposer, "reset", lambda self, pstate, rows: pstate)
+    with pytest.raises(AssertionError):
+        test_a_row_is_given_to_another_request(pairs, "ngram")
