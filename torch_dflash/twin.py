@@ -77,7 +77,8 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"it would have {weights} weights")
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
         torch.manual_seed(0)
-        twin: Any = type(model)(config).to(torch.float32)
+        twin: Any = type(model)(config)
+        twin = twin.to(torch.float32)
         with torch.no_grad():
             for weight in twin.parameters():
                 noise = torch.randn(weight.shape)

@@ -95,7 +95,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
                 _refuse(f"{_where(model, name)}.{key}", said, repr(value))
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or not of_class.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
-            _refuse_class_attributes(_where(model, name), module, twin)
+            _refuse_class_attributes(_where(model, name), module, names)
         if not own.keys() <= names:
             _refuse_tensors(_where(model, name), own, names)
     if seen < len(known.modules):
@@ -159,9 +159,9 @@ def _same(found: Any, value: Any) -> bool:
     return _is_plain(found) and found == value
 
 
-def _refuse_class_attributes(where: str, module: nn.Module, twin: nn.Module) -> None:
+def _refuse_class_attributes(where: str, module: nn.Module, names: frozenset[str]) -> None:
     """A plain value of the instance's own, in place of its class's."""
-    for name in (vars(module).keys() - vars(twin).keys()) & _fields(type(module)):
+    for name in (vars(module).keys() - names) & _fields(type(module)):
         found, value = vars(module)[name], getattr(type(module), name)
         if name not in IGNORED and not _same(found, value):
             _refuse(f"{where}.{name}", repr(found), repr(value))
