@@ -24,6 +24,7 @@ LAYERS = [
     {"weight_files", "drafter_fields"},
     {"config_fields"},
     {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
+    {"code"},
     {"tested"},
     {"masks", "twin", "unmodified", "streaming", "inplace"},
     {"loaded", "progress"},

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch_dflash.checkpoints import check_drafter
 from torch_dflash.checks import check_target
+from torch_dflash.code import code_of
 from torch_dflash.engine import Engine
 from torch_dflash.loaded import model_of
-from torch_dflash.tested import code_of
 from torch_dflash.unmodified import settings
 
 # As many as a chat of 32,768 positions comes to need (`torch_dflash.capacity`), and some for other options.
@@ -47,7 +47,7 @@ def cached_engine(target, drafter, **options: Any) -> Engine:
     key = (
         model.get_input_embeddings().weight.shape,
         repr(configs),
-        frozenset(code_of(model)),
+        code_of(model),
         *sorted(options.items()),
     )
     value = None if drafter is None else getattr(drafter, "key", None)

@@ -14,13 +14,14 @@ from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
 from torch_dflash.checks import check_cache, check_context, check_counts, context_of
+from torch_dflash.code import code_of
 from torch_dflash.decode import Pair
 from torch_dflash.inplace import WritesToViews
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.skeleton import collect_tensors
 from torch_dflash.state import DecodePlan, whole_tiles
 from torch_dflash.target import Target
-from torch_dflash.tested import code_of, is_tested
+from torch_dflash.tested import is_tested
 from torch_dflash.tracing import trace_layers
 from torch_dflash.twin import SPECIAL, VOCAB, WINDOW, build_twin
 
@@ -120,7 +121,7 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str) -> Non
     """
     if is_tested(target):
         return
-    code = frozenset(code_of(target))
+    code = code_of(target)
     shape = plan.cache, min(plan.verify_width, WIDEST), min(plan.batch_size, MOST_ROWS)
     key = type(target), repr(target.config.to_dict()), code, shape, runtime
     if key not in _known:
