@@ -24,7 +24,7 @@ LAYERS = [
     {"weight_files", "drafter_fields"},
     {"config_fields"},
     {"control", "state", "rows", "attention", "experts", "stats", "files", "checksums"},
-    {"code"},
+    {"code", "agreement"},
     {"tested"},
     {"masks", "twin", "unmodified", "streaming", "inplace"},
     {"loaded", "progress"},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import runpy
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
-from models import BASE, make_pair, make_target
+from models import BASE, FAMILIES, make_pair, make_target, randomise
 from transformers.generation import GenerationMixin
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
@@ -16,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 import torch_dflash as td
 from torch_dflash import twin, verify
 from torch_dflash.tested import is_tested
+
+FAMILY_CONFIGS = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks/family_configs.py"))
 
 
 class Shifted(hf.LlamaForCausalLM):
@@ -283,6 +287,15 @@ def test_writes_through_views_which_a_lowered_program_loses_are_refused_there(wr
     assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
+def test_writes_of_a_tested_family_are_no_reason_to_refuse_a_class_of_it(family):
+    made = FAMILY_CONFIGS["build"](family)
+    tuned = type("Tuned", (type(made),), {})
+    target, ids = randomise(tuned(made.config), 0), torch.tensor([[3, 4, 5]])
+    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, do_sample=False), wanted)
+
+
 def test_an_operation_that_cannot_be_lowered_is_a_refusal():
     class Summed(hf.LlamaForCausalLM):
         def forward(self, input_ids=None, position_ids=None, **kwargs):
@@ -490,6 +503,12 @@ def test_check_holds_the_real_weights(family, cache):
 def test_check_sees_a_window_that_is_off_by_one(monkeypatch):
     target = make_target("gpt_oss")
     td.check(target)
+    make_wider(monkeypatch)
+    with pytest.raises(ValueError, match="logits differ"):
+        td.check(target)
+
+
+def make_wider(monkeypatch):
     init = verify.Target.__init__
 
     def wider(self, model):
@@ -497,8 +516,21 @@ def test_check_sees_a_window_that_is_off_by_one(monkeypatch):
         self._windows = tuple(window and window + 1 for window in self._windows)
 
     monkeypatch.setattr(verify.Target, "__init__", wider)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_check_tells_rounding_in_half_precision_from_a_fault(monkeypatch, family, dtype):
+    targets = [make_target(family, seed).to(dtype) for seed in range(3)]
+    for target in targets:
+        assert td.check(target).holds
+    if family in ("qwen2", "gpt_oss"):
+        make_wider(monkeypatch)
+        for target in targets:
+            with pytest.raises(ValueError, match="logits differ"):
+                td.check(target)
     with pytest.raises(ValueError, match="logits differ"):
-        td.check(target)
+        td.check(build(Shifted).to(dtype))
 
 
 def test_check_reads_long_prompts_in_chunks_and_says_what_it_cannot():

@@ -16,9 +16,9 @@ import torch
 import transformers
 from torch import nn
 
-_TRANSFORMERS = str(Path(transformers.__file__).parent) + os.sep
+TRANSFORMERS = str(Path(transformers.__file__).parent) + os.sep
 _HOMES = (
-    _TRANSFORMERS,
+    TRANSFORMERS,
     *(str(Path(file or "").parent) + os.sep for file in (torch.__file__, accelerate.__file__, __file__)),
 )
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
@@ -68,7 +68,7 @@ def at_home(link: Any) -> bool:
 
 def of_transformers(value: Any) -> bool:
     """Whether a callable is transformers' own, by where its code is."""
-    return all(_file_of(link).startswith(_TRANSFORMERS) for link in links(value))
+    return all(_file_of(link).startswith(TRANSFORMERS) for link in links(value))
 
 
 def links(value: Any) -> Iterator[Any]:
