@@ -139,6 +139,32 @@ class CountsCached(hf.LlamaForCausalLM):
         )
 
 
+class Switch(hf.LlamaForCausalLM):
+    """Turns a whole forward about, once that and what is cached are long."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = embeds * -3 if seen + input_ids.shape[1] > self.config.train_length else embeds
+        return super().forward(
+            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **kwargs
+        )
+
+
+class FarRotary(modeling_llama.LlamaRotaryEmbedding):
+    """Turns a whole forward's positions by less, once one is far."""
+
+    def forward(self, x, position_ids):
+        far = position_ids.max() + 1 > self.config.original_max_position_embeddings
+        return super().forward(x, torch.where(far, position_ids * 0.25, position_ids * 1.0))
+
+
+class Far(hf.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.rotary_emb = FarRotary(config)
+
+
 class LateKeys(LlamaAttention):
     """Scales its scores by the length of its keys, once that is long."""
 
@@ -238,6 +264,15 @@ def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
         ValueError, match=rf"{cls.__name__}.*(says another token|logits differ by .*) at position \d+"
     ):
         td.compile(build(cls), None, runtime="eager", max_length=64)
+
+
+@pytest.mark.parametrize("drafter", [None, td.NGramProposer(4)])
+@pytest.mark.parametrize(
+    ("cls", "field"), [(Switch, "train_length"), (Far, "original_max_position_embeddings")]
+)
+def test_a_class_that_switches_at_a_length_is_refused(cls, field, drafter):
+    with pytest.raises(ValueError, match=f"{cls.__name__}.*tiny random twin"):
+        td.compile(build(cls, **{field: 2048}), drafter, runtime="eager", max_length=64)
 
 
 def test_the_widths_and_rows_of_the_plan_are_tried():

@@ -7,6 +7,7 @@ V vocabulary, P pages, n tapped layers, C prompt-chunk width, R rows of any othe
 This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
 """
 
+from torch_dflash.agreement import Agreement as Agreement
 from torch_dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.demo_pair import load_demo_pair as load_demo_pair
 from torch_dflash.drafter import DFlashDraftModel as DFlashDraftModel
@@ -21,7 +22,6 @@ from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state_io import load_state as load_state
 from torch_dflash.state_io import save_state as save_state
 from torch_dflash.stats import DecodeStats as DecodeStats
-from torch_dflash.verify import Agreement as Agreement
 from torch_dflash.verify import check as check
 
 __version__ = "0.1.0"

@@ -25,13 +25,11 @@ from torch_dflash.state import DecodePlan, whole_tiles
 from torch_dflash.target import Target
 from torch_dflash.tested import is_tested
 from torch_dflash.tracing import trace_layers
-from torch_dflash.twin import SPECIAL, VOCAB, WINDOW, build_twin
+from torch_dflash.twin import PROMPT, SPECIAL, VOCAB, build_twin
 
 BLOCK = 4
 WIDEST = 32
 """Rows of the widest block that a twin is tried with."""
-PROMPT = 2 * WINDOW + 5
-"""Tokens of a twin's prompt."""
 MOST_ROWS = 8
 MOST_KNOWN = 256
 NONSENSE = 1 << 20
