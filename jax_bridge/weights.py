@@ -35,12 +35,13 @@ class _Converted(NamedTuple):
 # By live tensor, weakly, so that engines of one model (lengths, batch sizes) use the same arrays.
 _converted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
+_ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """Changes with every write that torch's version counter sees. Inference tensors have no counter."""
     version = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape)
+    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _known(tensor: torch.Tensor, turn: bool) -> _Converted | None:
@@ -82,10 +83,19 @@ class Weights:
         weights of that model are converted, for such writes come together. So whole weights are seen, and any
         contiguous 32nd part of one; a row alone may not be: `forget` is for that. Inference tensors are
         looked at in every row.
+
+        Raises:
+            ValueError: a tensor is of a class of its own: what it computes is not in its memory.
         """
         device = jax.devices()[0]
         with _lock:
             torches = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, torch.Tensor)}
+            for name, leaf in torches.items():
+                if type(leaf) not in _ORDINARY:
+                    raise ValueError(
+                        f"{name} is a {type(leaf).__name__}, which runtime='xla' cannot read; make it an "
+                        "ordinary tensor (dequantise it), or pass runtime='eager'."
+                    )
             self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
             turns = {
                 name: name in self._linear and pays(leaf.dtype, device) for name, leaf in torches.items()

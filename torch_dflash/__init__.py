@@ -25,7 +25,7 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftM
 from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
 from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state import Draft as Draft
-from torch_dflash.verification.verify import Agreement as Agreement
+from torch_dflash.verification.agreement import Agreement as Agreement
 from torch_dflash.verification.verify import check as check
 
 __version__ = "0.1.0"

@@ -179,8 +179,14 @@ class EagerRuntime:
 
     def _step(self, step, params: Params, *args):
         device = next(iter(params.values())).device
-        args = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), args)
-        return step(self.pair, params, *args)
+
+        def ordinary(
+            tensor: torch.Tensor,
+        ) -> torch.Tensor:  # one made in inference mode cannot be written later
+            return (tensor.clone() if tensor.is_inference() else tensor).to(device)
+
+        with torch.inference_mode(False), torch.no_grad():
+            return step(self.pair, params, *pytree.tree_map_only(torch.Tensor, ordinary, args))
 
 
 def _checked(state: DecodeState) -> DecodeState:

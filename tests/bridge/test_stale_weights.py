@@ -276,3 +276,30 @@ def test_inference_models_decode_as_they_now_are():
     with torch.inference_mode():
         target.load_state_dict(make_target("llama", seed=6).state_dict())
     assert lengths(engine)[0] == own_text(target, PROMPT, NEW) != before
+
+
+def test_a_square_weight_that_is_turned_in_place_is_seen():
+    target = make_target("llama")
+    engine = td.compile(target, None, max_length=32)
+    weight = target.model.layers[0].self_attn.q_proj.weight
+    run(engine, [PROMPT], max_new_tokens=NEW)
+    weight.data = weight.data.t()
+    assert run(engine, [PROMPT], max_new_tokens=NEW)[0] == [own_text(target, PROMPT, NEW)]
+
+
+def test_a_tensor_of_a_class_of_its_own_is_refused_by_name():
+    class Negative(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function is nn.functional.linear:
+                args = args[0], args[1].as_subclass(torch.Tensor) * -1, *args[2:]
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    target = make_target("llama")
+    head = target.lm_head.weight
+    target.lm_head.weight = nn.Parameter(head.detach().as_subclass(Negative))
+    assert type(target.lm_head.weight) is Negative
+    with pytest.raises(ValueError, match=r"target\.model\.lm_head\.weight is a Negative.*runtime='eager'"):
+        run(td.compile(target, None, max_length=32), [PROMPT], max_new_tokens=NEW)
+    eager = td.compile(target, None, max_length=32, runtime="eager")
+    assert run(eager, [PROMPT], max_new_tokens=NEW)[0] == [own_text(target, PROMPT, NEW)]

@@ -95,6 +95,18 @@ def test_an_exception_in_a_call_leaves_the_engine_usable(engine, pair, monkeypat
     assert run(engine, rows, max_new_tokens=NEW)[0] == right
 
 
+@pytest.mark.parametrize("modes", [(True, False), (False, True)])
+def test_a_stream_goes_on_outside_the_inference_mode_it_began_in(pair, engine, modes):
+    rows = prompts(2)
+    right = [own_text(pair[0], row, NEW) for row in rows]
+    with torch.inference_mode(modes[0]):
+        stream = engine.stream(*pad(rows), max_new_tokens=NEW, eos_token_id=None)
+        pieces = [next(stream)]
+    with torch.inference_mode(modes[1]):
+        pieces += list(stream)
+    assert [sum((piece[row] for piece in pieces), []) for row in range(2)] == right
+
+
 def test_an_abandoned_stream_leaves_the_engine_usable(engine, pair):
     rows = prompts(2)
     right = [own_text(pair[0], row, NEW) for row in rows]

@@ -46,6 +46,19 @@ def test_a_field_of_a_newer_transformers_is_refused(pair, monkeypatch):
         generate(*pair, twist=None)
 
 
+def test_a_cache_that_rounds_is_refused():
+    words = "cache_implementation='quantized' is not supported", "pass cache_implementation='dynamic'"
+    target, drafter = tiny.make_pair()
+    with refuses(ValueError, *words):
+        generate(target, drafter, cache_implementation="quantized")
+    target.generation_config.cache_implementation = "quantized"
+    with refuses(ValueError, *words):
+        generate(target, drafter)
+    for kind in ("dynamic", "offloaded", "static", "offloaded_static"):
+        with pytest.raises(RAN, match="a step ran"):
+            generate(target, drafter, cache_implementation=kind)
+
+
 # Each asks for something. Left out is what a call names itself, or reads from the ids.
 ASKED = {
     "inputs": IDS,

@@ -150,10 +150,27 @@ def test_the_prompt_is_put_once(pair, ids):
     out = pair[0].generate(ids, **options, streamer=streamer)
     assert streamer.puts[0] == ids[0].tolist() and streamer.ended == 1
     assert sum(streamer.puts, []) == out[0].tolist()
-    assert streamer_of_caller() is None
+    assert streamer_of_caller(pair[0]) is None
 
 
 def test_a_callers_variable_of_that_name_is_not_taken(pair, ids):
     streamer = object()  # an ordinary function's local: only transformers' own call counts
     out = td.dflash(pair[1], runtime="eager")(pair[0], ids, generation_config=GenerationConfig(max_length=30))
     assert streamer and out.shape[1] > ids.shape[1]
+
+
+def test_a_streamer_is_of_one_generation_of_one_model(pair, ids, capsys):
+    """What a custom generate asks other models, or asks once more, is not what its reader waits for."""
+    other, drafter = tiny.make_pair(agree=2.5)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    block = td.dflash(drafter, runtime="eager")
+
+    def wrapper(model, input_ids, **given):
+        block(other, input_ids, generation_config=given["generation_config"])
+        out = block(model, input_ids, **given)
+        block(model, input_ids, generation_config=given["generation_config"])
+        return out
+
+    streamer = TextStreamer(Letters(), skip_prompt=True)
+    out = pair[0].generate(ids, **options, custom_generate=wrapper, streamer=streamer)
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"

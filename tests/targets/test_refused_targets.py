@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
 import transformers as hf
 from support.tiny import BASE, make_drafter, randomise
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -196,3 +197,38 @@ def test_a_context_without_end_is_no_window():
 def test_other_masks_are_refused(visible):
     with pytest.raises(ValueError, match="position"):
         read_window(rule(visible), 100_000)
+
+
+def flipped(module, hidden, index, weights, *args, **more):
+    return batched_mm_experts_forward(module, hidden, index, weights.flip(-1) * 2, *args, **more)
+
+
+@pytest.mark.parametrize("name", ["mine", "batched_mm"])
+def test_the_users_own_experts_are_refused(monkeypatch, name):
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    target = build(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, extra)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, flipped)
+    target.set_experts_implementation(name)
+    for call in (
+        lambda: engine.generate(prompt(), max_new_tokens=3),
+        lambda: td.compile(target, None, runtime="eager", max_length=64),
+    ):
+        with pytest.raises(ValueError, match=f"experts_implementation='{name}'.*not transformers' own"):
+            call()
+    target.set_experts_implementation("grouped_mm")
+    engine.generate(prompt(), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "softmax"])
+def test_attention_swapped_in_torch_itself_is_refused(monkeypatch, name):
+    target = build(hf.LlamaForCausalLM, hf.LlamaConfig, {})
+    whole = getattr(torch.nn.functional, name)
+
+    def mine(rows, *args, **more):
+        return whole(rows * 3, *args, **more)
+
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    monkeypatch.setattr(torch.nn.functional, name, wraps(whole)(mine))
+    with pytest.raises(ValueError, match=f"torch.nn.functional.{name} is .*put torch's own back"):
+        engine.generate(prompt(), max_new_tokens=3)

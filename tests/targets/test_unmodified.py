@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+from types import MethodType
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import transformers
 from support.refusals import refuses as refuses
 from support.scripted import own_text, run
 from support.tiny import BASE, FAMILIES, make_drafter, make_pair, make_target, randomise
+from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
 from torch_dflash.target.skeleton import build_skeleton
@@ -60,6 +64,9 @@ def use(model):
     model.config.output_hidden_states = True
     model.set_attn_implementation("eager")
     model.custom_note, model.name_or_path = "mine", "elsewhere"
+    model.add_model_tags(["mine"])
+    model.main_input_name, model.input_modalities, model.output_modalities = "ids", ("text",), ("text",)
+    model.base_model_prefix, model.supports_gradient_checkpointing, model.loss_type = "model", False, None
     model.half().float()
 
 
@@ -236,14 +243,57 @@ def shared_dict(model):
 
 class WithOptions(transformers.LlamaForCausalLM):
     slope = 1.0
+    _bend = 1.0
 
     def __init__(self, config):
         super().__init__(config)
         self.model.options = {"shift": 0}
+        self.scale, self.own, self._gain = scaled(1.0), lambda rows: self.model.norm(rows), 1.0
 
 
 def class_value(model):
     model.slope = 2.0
+
+
+def scaled(factor, *, other=None):
+    def scale(rows, times=1.0):
+        return rows * factor * times
+
+    return scale
+
+
+def other_cell(model):
+    model.scale = scaled(-3.0)
+
+
+def other_default(model):
+    model.scale.__defaults__ = (-3.0,)
+
+
+def private_value(model):
+    model._gain = -3.0
+
+
+def private_class_value(model):
+    model._bend = -3.0
+
+
+def other_call(model):
+    module = model.model.layers[1].mlp
+    module._call_impl = lambda rows: -rows
+
+
+def other_wrapped_call(model):
+    module = model.model.layers[1].mlp
+    module._wrapped_call_impl = lambda rows: -rows
+
+
+def dressed_hook(model):
+    def hook(module, args, output):
+        return output * -3
+
+    dressed = functools.wraps(modeling_llama.rotate_half)(hook)
+    model.model.layers[1].mlp.register_forward_hook(dressed)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +304,13 @@ def class_value(model):
         (inner_method, "a replaced prepare_inputs_for_generation"),
         (shared_dict, "options is {'shift': 3}"),
         (class_value, r"slope is 2\.0"),
+        (other_cell, "scale is .*should be"),
+        (other_default, "scale is .*should be"),
+        (private_value, r"_gain is -3\.0"),
+        (private_class_value, r"_bend is -3\.0"),
+        (other_call, r"a replaced _call_impl.*del model\.model\.layers\.1\.mlp\._call_impl"),
+        (other_wrapped_call, "a replaced _wrapped_call_impl"),
+        (dressed_hook, "carries rotate_half"),
     ],
 )
 def test_changes_out_of_sight_are_refused(change, words):
@@ -304,3 +361,32 @@ def test_a_tensor_where_there_should_be_none_is_refused(buffer):
         model.lm_head.bias = bias
     with pytest.raises(ValueError, match="lm_head.bias"):
         td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+def test_a_compiled_module_stays_usable():
+    model = make_target("llama")
+    model.model.layers[0].compile(backend="eager")
+    wanted = own_text(model, PROMPT, 3)
+    ids = torch.tensor([PROMPT])
+    out = td.generate(model, None, ids, max_new_tokens=3, runtime="eager", do_sample=False)
+    assert out[0, len(PROMPT) :].tolist() == wanted
+
+
+def test_a_forward_that_accelerate_put_back_is_the_classs_own():
+    model = make_target("llama")
+    model.forward = MethodType(inspect.unwrap(type(model).forward), model)
+    td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+    model.forward = MethodType(functools.wraps(type(model).forward)(lambda self, **given: None), model)
+    with pytest.raises(ValueError, match=r"a replaced forward.*del model\.forward"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "gpt_oss"])
+def test_router_logits_that_are_asked_for_are_not_made(name):
+    model = build(name)
+    wanted = own_text(model, PROMPT, 12)
+    model.config.output_router_logits = True
+    out = td.generate(
+        model, None, torch.tensor([PROMPT]), max_new_tokens=12, runtime="eager", do_sample=False
+    )
+    assert out[0, len(PROMPT) :].tolist() == wanted

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import runpy
 import time
 
 import pytest
 import torch
 import transformers as hf
-from support.tiny import BASE, make_pair, make_target
+from support import ROOT
+from support.tiny import BASE, FAMILIES, make_pair, make_target, randomise
 from transformers.generation import GenerationMixin
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
@@ -16,6 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 import torch_dflash as td
 from torch_dflash.target.tested import is_tested
 from torch_dflash.verification import twin, verify
+
+FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
 
 
 class Shifted(hf.LlamaForCausalLM):
@@ -135,6 +139,32 @@ class CountsCached(hf.LlamaForCausalLM):
         )
 
 
+class Switch(hf.LlamaForCausalLM):
+    """Turns a whole forward about, once that and what is cached are long."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = embeds * -3 if seen + input_ids.shape[1] > self.config.train_length else embeds
+        return super().forward(
+            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **kwargs
+        )
+
+
+class FarRotary(modeling_llama.LlamaRotaryEmbedding):
+    """Turns a whole forward's positions by less, once one is far."""
+
+    def forward(self, x, position_ids):
+        far = position_ids.max() + 1 > self.config.original_max_position_embeddings
+        return super().forward(x, torch.where(far, position_ids * 0.25, position_ids * 1.0))
+
+
+class Far(hf.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.rotary_emb = FarRotary(config)
+
+
 class LateKeys(LlamaAttention):
     """Scales its scores by the length of its keys, once that is long."""
 
@@ -236,6 +266,15 @@ def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
         td.compile(build(cls), None, runtime="eager", max_length=64)
 
 
+@pytest.mark.parametrize("drafter", [None, td.NGramProposer(4)])
+@pytest.mark.parametrize(
+    ("cls", "field"), [(Switch, "train_length"), (Far, "original_max_position_embeddings")]
+)
+def test_a_class_that_switches_at_a_length_is_refused(cls, field, drafter):
+    with pytest.raises(ValueError, match=f"{cls.__name__}.*tiny random twin"):
+        td.compile(build(cls, **{field: 2048}), drafter, runtime="eager", max_length=64)
+
+
 def test_the_widths_and_rows_of_the_plan_are_tried():
     ngram = td.NGramProposer(6)
     with pytest.raises(ValueError, match="SomeWidths.*logits differ"):
@@ -281,6 +320,15 @@ def test_writes_through_views_which_a_lowered_program_loses_are_refused_there(wr
         td.compile(target, None, runtime="xla", max_length=64)
     wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
     assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
+def test_writes_of_a_tested_family_are_no_reason_to_refuse_a_class_of_it(family):
+    made = FAMILY_CONFIGS["build"](family)
+    tuned = type("Tuned", (type(made),), {})
+    target, ids = randomise(tuned(made.config), 0), torch.tensor([[3, 4, 5]])
+    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, do_sample=False), wanted)
 
 
 def test_an_operation_that_cannot_be_lowered_is_a_refusal():
@@ -490,6 +538,12 @@ def test_check_holds_the_real_weights(family, cache):
 def test_check_sees_a_window_that_is_off_by_one(monkeypatch):
     target = make_target("gpt_oss")
     td.check(target)
+    make_wider(monkeypatch)
+    with pytest.raises(ValueError, match="logits differ"):
+        td.check(target)
+
+
+def make_wider(monkeypatch):
     init = verify.Target.__init__
 
     def wider(self, model):
@@ -497,8 +551,21 @@ def test_check_sees_a_window_that_is_off_by_one(monkeypatch):
         self._windows = tuple(window and window + 1 for window in self._windows)
 
     monkeypatch.setattr(verify.Target, "__init__", wider)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_check_tells_rounding_in_half_precision_from_a_fault(monkeypatch, family, dtype):
+    targets = [make_target(family, seed).to(dtype) for seed in range(3)]
+    for target in targets:
+        assert td.check(target).holds
+    if family in ("qwen2", "gpt_oss"):
+        make_wider(monkeypatch)
+        for target in targets:
+            with pytest.raises(ValueError, match="logits differ"):
+                td.check(target)
     with pytest.raises(ValueError, match="logits differ"):
-        td.check(target)
+        td.check(build(Shifted).to(dtype))
 
 
 def test_check_reads_long_prompts_in_chunks_and_says_what_it_cannot():

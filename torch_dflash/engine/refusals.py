@@ -110,6 +110,12 @@ def refuse_unsupported(
     A field of a transformers newer than these tables counts as one. ``already_done`` names options that the
     caller has applied.
     """
+    kind = getattr(config, "cache_implementation", None)
+    if isinstance(kind, str) and kind == "quantized":  # the others keep what they are given
+        raise ValueError(
+            f"cache_implementation={kind!r} is not supported in block decoding: it rounds keys and values, "
+            "which changes the text; pass cache_implementation='dynamic'."
+        )
     defaults = GenerationConfig._get_default_generation_params()
     unknown = sorted(config_fields() - HONOURED - HARMLESS - NEUTRAL.keys())
     for name in (*NEUTRAL, *unknown):

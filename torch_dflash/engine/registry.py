@@ -11,7 +11,7 @@ from torch_dflash.checks import check_target
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.proposers.choose import check_drafter
-from torch_dflash.target.tested import code_of
+from torch_dflash.target.code import code_of
 from torch_dflash.target.unmodified import settings
 from torch_dflash.target.weights import model_of
 
@@ -43,7 +43,7 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     key = (
         model.get_input_embeddings().weight.shape,
         repr(configs),
-        frozenset(code_of(model)),
+        code_of(model),
         options,
     )
     value = None if drafter is None else getattr(drafter, "key", None)

@@ -10,6 +10,7 @@ from transformers.generation import GenerationMixin
 
 _mixin: Any = GenerationMixin
 NEAR = 10
+_GIVEN = "streamer of dflash"
 _GENERATE = inspect.unwrap(_mixin.generate).__code__
 
 
@@ -31,15 +32,20 @@ class AfterPrompt:
         self._streamer.end()
 
 
-def streamer_of_caller() -> AfterPrompt | None:
-    """What ``target.generate(streamer=...)`` was given, asked by what it calls; None for any other caller.
+def streamer_of_caller(model: Any) -> AfterPrompt | None:
+    """What ``model.generate(streamer=...)`` was given, asked by what it calls; None for any other caller.
 
     transformers puts the prompt into it, drops it, and never ends it: its reader would wait for ever. No
-    argument leads to it, so it is read off the call itself.
+    argument leads to it, so it is read off the call itself, which gives it once.
     """
     frame = inspect.currentframe()
     for _ in range(NEAR):  # a wrapper of the user's may stand between
         frame = frame.f_back if frame is not None and frame.f_code is not _GENERATE else frame
-    frame = frame if frame is not None and frame.f_code is _GENERATE else None
-    streamer = None if frame is None else frame.f_locals.get("streamer")
-    return None if streamer is None else AfterPrompt(streamer)
+    if frame is None or frame.f_code is not _GENERATE:
+        return None
+    names = frame.f_locals
+    streamer = names.get("streamer")
+    if streamer is None or names.get("self") is not model or _GIVEN in names:
+        return None
+    names[_GIVEN] = True  # a name beside the call's own stays while the call lasts
+    return AfterPrompt(streamer)

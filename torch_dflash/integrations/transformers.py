@@ -75,7 +75,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         refuse_unsupported(config, already_done=done)
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
-        call = {"seed": seed, "streamer": streamer_of_caller()}
+        call = {"seed": seed, "streamer": streamer_of_caller(model)}
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(
             model,

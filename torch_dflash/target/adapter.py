@@ -19,7 +19,7 @@ from torch_dflash.checks import check_static_rope, check_target, is_count
 from torch_dflash.ops.windows import take_row
 from torch_dflash.plan import DecodePlan
 from torch_dflash.target.skeleton import build_skeleton, remembered_in
-from torch_dflash.target.tested import check_attention
+from torch_dflash.target.tested import check_implementations
 from torch_dflash.target.trace import trace_layers
 
 
@@ -46,7 +46,7 @@ class Target(nn.Module):
         super().__init__()
         check_target(model)
         check_static_rope(model.config)
-        check_attention(model.config.get_text_config())
+        check_implementations(model.config.get_text_config())
         self.model: Any = build_skeleton(model)
         runs = model.device.type != "meta"
         own = model.config.get_text_config()._attn_implementation

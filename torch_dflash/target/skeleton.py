@@ -59,6 +59,8 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = attention
+    for part in (config, config.get_text_config()):
+        part.output_router_logits = False  # a traced forward has none
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         config._experts_implementation = EXPERTS
     try:

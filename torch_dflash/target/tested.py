@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
-from collections.abc import Iterator
-from functools import partial, partialmethod
-from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType
 from typing import Any
 
-import accelerate
-import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torch_dflash.target.code import at_home, functions_of, links
 
 WITH = "5.23"
 """The newest transformers they were tested with: what a later one changed is not known."""
@@ -123,13 +119,6 @@ TESTED = frozenset(
 )
 
 
-_HOMES = tuple(
-    str(Path(file or "").parent) + os.sep
-    for file in (transformers.__file__, torch.__file__, accelerate.__file__, __file__)
-)
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-
-
 def is_tested(model: nn.Module) -> bool:
     """Whether ``model`` is of a tested class and runs transformers' own code: no subclass, no patch."""
     kind = type(model)
@@ -137,61 +126,36 @@ def is_tested(model: nn.Module) -> bool:
         return False
     if Version(transformers.__version__).release[:2] > Version(WITH).release:
         return False
-    return all(_at_home(function) for function in code_of(model))
+    return all(map(at_home, functions_of(model)))
 
 
-def code_of(model: nn.Module) -> set[Any]:
-    """The functions that ``model`` may run: methods of its modules and their bases, and of their files."""
-    kinds = {base for module in model.modules() for base in type(module).__mro__ if _is_hf(base.__module__)}
-    kinds |= {type(module) for module in model.modules()}
-    names = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")}
-    spaces = [*map(vars, kinds), *(vars(sys.modules[name]) for name in names)]
-    return {function for space in spaces for value in list(space.values()) for function in _functions(value)}
-
-
-def _is_hf(name: str) -> bool:
-    return name.partition(".")[0] == "transformers"
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions behind a value: itself, and what a decorator, a descriptor or a partial of it wraps."""
-    while value is not None:
-        if isinstance(value, FunctionType):
-            yield value
-            value = vars(value).get("__wrapped__")
-        elif isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        elif isinstance(value, partial | partialmethod):
-            value = value.func
-        else:
-            call = getattr(type(value), "__call__", None)  # noqa: B004 - an object that stands for a function
-            value = (
-                value.fget
-                if isinstance(value, property)
-                else call
-                if isinstance(call, FunctionType)
-                else None
-            )
-
-
-def check_attention(config: Any) -> None:
-    """Refuse an attention implementation that is not transformers' own: it would not run.
+def check_implementations(config: Any) -> None:
+    """Refuse attention or experts that are not transformers' and torch's own: they would not run.
 
     Raises:
-        ValueError: names it.
+        ValueError: names them.
     """
-    name = getattr(config, "_attn_implementation", None)
-    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        function = registry[name] if name in registry else None
-        functions = list(_functions(function))
-        if function is not None and not (functions and all(map(_at_home, functions))):
+    kinds = (
+        ("attn", "_attn_implementation", ALL_ATTENTION_FUNCTIONS),
+        ("attn", "_attn_implementation", ALL_MASK_ATTENTION_FUNCTIONS),
+        ("experts", "_experts_implementation", ALL_EXPERTS_FUNCTIONS),
+    )
+    for kind, field, registry in kinds:
+        name = getattr(config, field, None)
+        if name in registry and not _is_own(registry[name]):
             raise ValueError(
-                f"attn_implementation={name!r} ({function!r}) is not transformers' own, and would not run; "
-                "call set_attn_implementation('eager') on the target, if that says the same."
+                f"{kind}_implementation={name!r} ({registry[name]!r}) is not transformers' own, and would "
+                f"not run; call set_{kind}_implementation('eager') on the target, if that says the same."
+            )
+    scaled, softmax = functional.scaled_dot_product_attention, functional.softmax
+    for name, value in (("scaled_dot_product_attention", scaled), ("softmax", softmax)):
+        if not (isinstance(value, BuiltinFunctionType) or _is_own(value)):
+            raise ValueError(
+                f"torch.nn.functional.{name} is {value!r}, not torch's own, and would not run; put torch's "
+                "own back before passing the target."
             )
 
 
-def _at_home(function: FunctionType) -> bool:
-    file = function.__code__.co_filename
-    standard = file.startswith((_STANDARD, "<frozen ")) and "-packages" + os.sep not in file
-    return file.startswith(_HOMES) or standard
+def _is_own(function: Any) -> bool:
+    found = list(links(function))
+    return bool(found) and all(map(at_home, found))

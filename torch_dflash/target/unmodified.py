@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import copy
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torch_dflash.target.tested import check_attention
+from torch_dflash.target.code import at_home, is_plain, links, of_transformers
+from torch_dflash.target.tested import check_implementations
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
-# defaults of `generate`, which outputs a forward returns. What a vocabulary's size decides are shapes.
+# defaults of `generate`, which outputs a forward returns, what a model card or a loader reads. What a
+# vocabulary's size decides are shapes.
 IGNORED = frozenset(
     "training gradient_checkpointing vocab_size padding_idx problem_type output_router_logits "
     "name_or_path architectures auto_map tokenizer_class transformers_version id2label label2id dtype "
     "torch_dtype bos_token_id eos_token_id pad_token_id use_cache output_attentions output_hidden_states "
-    "return_dict rope_deltas".split()
+    "return_dict rope_deltas model_tags main_input_name input_modalities output_modalities loss_type "
+    "base_model_prefix supports_gradient_checkpointing _attn_implementation".split()
 )
-_PLAIN = (int, float, str, type(None))  # bool is an int
+_BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
 _ABSENT = object()
 
 
@@ -50,7 +53,7 @@ def settings(config: Any) -> dict[str, Any]:
     for name, value in getattr(config, "__dict__", {}).items():
         if name in IGNORED or name.startswith("_"):
             continue
-        if _is_plain(value) or isinstance(value, dict):
+        if is_plain(value) or isinstance(value, dict):
             found[name] = value
         elif hasattr(value, "to_dict"):
             found[name] = settings(value)
@@ -71,7 +74,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
     if known is None:
         known = _describe_all(skeleton, model)
         object.__setattr__(skeleton, "_described", known)  # goes with the skeleton
-    check_attention(getattr(model, "config", None))
+    check_implementations(getattr(model, "config", None))
     if settings(getattr(model, "config", None)) != known.config:
         _refuse_config(known.config, model)
     seen, alike = 0, set()
@@ -86,7 +89,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         if name in known.configs and pair not in alike:  # most modules share one config
             if settings(inner) != known.configs[name]:
                 _refuse_config(known.configs[name], module)
-            check_attention(inner)
+            check_implementations(inner)
             alike.add(pair)
         for key, value in attributes:
             found = own.get(key, _ABSENT)
@@ -95,7 +98,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
                 _refuse(f"{_where(model, name)}.{key}", said, repr(value))
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or not of_class.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
-            _refuse_class_attributes(_where(model, name), module, twin)
+            _refuse_class_attributes(_where(model, name), module, names)
         if not own.keys() <= names:
             _refuse_tensors(_where(model, name), own, names)
     if seen < len(known.modules):
@@ -133,17 +136,13 @@ def _refuse_tensors(where: str, own: dict[str, Any], names: frozenset[str]) -> N
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    own = vars(module).items()
-    kept = [(name, value) for name, value in own if name not in IGNORED and not name.startswith("_")]
-    return [(name, copy.deepcopy(value)) for name, value in kept if _is_plain(value) or _is_function(value)]
+    kept = [(name, value) for name, value in vars(module).items() if _says_something(name)]
+    return [(name, copy.deepcopy(value)) for name, value in kept if is_plain(value) or _is_function(value)]
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, [*value, *value.values()]))
-    return isinstance(value, _PLAIN) and value == value  # NaN equals nothing
+def _says_something(name: str) -> bool:
+    """Whether an attribute of this name may decide what text comes: torch's own private ones do not."""
+    return name not in IGNORED and not (name.startswith("_") and name in _BOOKKEEPING)
 
 
 def _is_function(value: Any) -> bool:
@@ -154,24 +153,40 @@ def _same(found: Any, value: Any) -> bool:
     if isinstance(value, partial):
         same = isinstance(found, partial) and _same(found.func, value.func)
         return same and (found.args, found.keywords) == (value.args, value.keywords)
-    if _is_function(value):
-        return getattr(found, "__code__", found) == getattr(value, "__code__", value)
-    return _is_plain(found) and found == value
+    if isinstance(value, FunctionType):
+        return isinstance(found, FunctionType) and _same_function(found, value)
+    return (is_plain(found) or _is_function(found)) and found == value
 
 
-def _refuse_class_attributes(where: str, module: nn.Module, twin: nn.Module) -> None:
+def _same_function(found: FunctionType, value: FunctionType) -> bool:
+    """Of one code, with the same defaults, closed over the same: of objects it is the type that is seen."""
+    return found.__code__ == value.__code__ and all(
+        one is other
+        or _same(one, other)
+        or not (is_plain(other) or _is_function(other))
+        and type(one) is type(other)
+        for one, other in zip(_held(found), _held(value), strict=True)
+    )
+
+
+def _held(function: FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return [function.__defaults__, function.__kwdefaults__, *cells]
+
+
+def _refuse_class_attributes(where: str, module: nn.Module, names: frozenset[str]) -> None:
     """A plain value of the instance's own, in place of its class's."""
-    for name in (vars(module).keys() - vars(twin).keys()) & _fields(type(module)):
+    for name in (vars(module).keys() - names) & _fields(type(module)):
         found, value = vars(module)[name], getattr(type(module), name)
-        if name not in IGNORED and not _same(found, value):
+        if not _same(found, value):
             _refuse(f"{where}.{name}", repr(found), repr(value))
 
 
 @lru_cache(maxsize=4096)
 def _fields(kind: type) -> frozenset[str]:
     """The plain values of a class."""
-    names = [name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)]
-    return frozenset(name for name in names if _is_plain(getattr(kind, name, nn)))
+    names = [name for name in dir(kind) if _says_something(name) and not hasattr(nn.Module, name)]
+    return frozenset(name for name in names if is_plain(getattr(kind, name, nn)))
 
 
 def _refuse(where: str, found: str, wanted: str) -> None:
@@ -190,19 +205,30 @@ def _refuse_config(before: dict[str, Any], model: Any) -> None:
     )
 
 
+_CALLED = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
+
+
 @lru_cache(maxsize=4096)
 def _methods(kind: type) -> frozenset[str]:
     """What a class does: an instance that has one of these of its own does something else."""
     base = PreTrainedModel if issubclass(kind, PreTrainedModel) else nn.Module
-    names = {"forward", "__call__", *dir(kind)} - (set(dir(base)) - {"forward", "__call__"})
+    names = _CALLED | set(dir(kind)) - set(dir(base))
     return frozenset(name for name in names if callable(getattr(kind, name, None)))
 
 
 def _is_own(module: nn.Module, name: str) -> bool:
-    """Whether what stands in the instance is the class's own method, put back after it was wrapped."""
+    """Whether what stands in the instance is the class's own method, put back after it was wrapped.
+
+    accelerate puts it back without the decorators that transformers gave it.
+    """
     found = vars(module)[name]
-    own = getattr(found, "__func__", None) is getattr(type(module), name)
-    return own and getattr(found, "__self__", None) is module
+    if getattr(found, "__self__", None) is not module:
+        return False
+    function = getattr(found, "__func__", None)
+    for link in links(getattr(type(module), name)):
+        if link is function or not at_home(link):
+            return link is function
+    return False
 
 
 def _refuse_hooks(where: str, module: nn.Module) -> None:
@@ -213,16 +239,17 @@ def _refuse_hooks(where: str, module: nn.Module) -> None:
             "offloading, before passing it."
         )
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    foreign = [hook for hook in hooks if not _of_transformers(hook)]
-    replaced = {name for name in vars(module).keys() & _methods(type(module)) if not _is_own(module, name)}
-    if foreign or replaced:
-        what = getattr(foreign[0], "__qualname__", foreign[0]) if foreign else f"a replaced {min(replaced)}"
+    # transformers leaves its own hooks for ``output_hidden_states``; they change nothing.
+    foreign = [hook for hook in hooks if not of_transformers(hook)]
+    if foreign:
+        what = getattr(foreign[0], "__qualname__", foreign[0])
         raise ValueError(f"{where} carries {what}, which would not run; remove it before passing the model.")
-
-
-def _of_transformers(hook: Any) -> bool:
-    """transformers leaves its own hooks for ``output_hidden_states``; they change nothing."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+    for name in sorted(vars(module).keys() & _methods(type(module))):
+        if not _is_own(module, name):
+            raise ValueError(
+                f"{where} carries a replaced {name}, which would not run; delete it (`del model"
+                f"{where.partition('.')[1] + where.partition('.')[2]}.{name}`) before passing the model."
+            )
 
 
 def _where(model: nn.Module, name: str) -> str:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_dflash.target.code import TRANSFORMERS
+from torch_dflash.target.tested import TESTED
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class WritesToViews(TorchDispatchMode):
     """While open, notes an operation in place on a view, or on a tensor that has views, in ``found``.
 
     A lowered program has values, not memory: what is written through one view is not seen through another.
+    Writes of a tested class's own file are let be: its text was compared.
     """
 
     def __init__(self):
@@ -25,13 +36,23 @@ class WritesToViews(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             tensor = args[place] if place < len(args) else kwargs.get(argument.name)
             many = tensor if isinstance(tensor, list | tuple) else [tensor]  # `_foreach_` operations
-            if written and any(isinstance(one, Tensor) and _storage(one) in self._viewed for one in many):
+            viewed = any(isinstance(one, Tensor) and _storage(one) in self._viewed for one in many)
+            if written and viewed and not _is_tested(sys._getframe(1)):
                 self.found = func.__name__.partition(".")[0]
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, list | tuple) else [out]:
             if isinstance(tensor, Tensor) and any(_is_view(tensor, given) for given in args):
                 self._viewed[_storage(tensor)] = tensor  # held, so that its address is not given to another
         return out
+
+
+def _is_tested(frame: FrameType | None) -> bool:
+    """Whether the innermost code outside torch is of a file of transformers that has a tested class."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is None or not frame.f_code.co_filename.startswith(TRANSFORMERS):
+        return False
+    return not TESTED.isdisjoint(frame.f_globals)
 
 
 def _storage(tensor: Tensor) -> int:

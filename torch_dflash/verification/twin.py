@@ -15,8 +15,11 @@ from torch_dflash.checks import field_of
 VOCAB = 96
 POSITIONS = 128
 WINDOW = 6
-SHORT = 16
-"""The most that integers may be which only the target's author knows: they may count positions."""
+PROMPT = 2 * WINDOW + 5
+"""Tokens of a twin's prompt."""
+SHORT = PROMPT + 1
+"""The most that integers may be which only the target's author knows: they may count positions. What is
+decided by a length lies between a twin's prompt and its text then, and falls otherwise for the two."""
 SIZES = "size|dim|heads|layers|experts|vocab|hidden|positions|embd|rank|width|groups|topk|top_k"
 """Names of integers that are shapes, whoever wrote the config."""
 SPECIAL = 8
@@ -77,7 +80,8 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"it would have {weights} weights")
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
         torch.manual_seed(0)
-        twin: Any = type(model)(config).to(torch.float32)
+        twin: Any = type(model)(config)
+        twin = twin.to(torch.float32)
         with torch.no_grad():
             for weight in twin.parameters():
                 noise = torch.randn(weight.shape)
@@ -160,7 +164,7 @@ def _narrow(config: Any) -> None:
     for name, value in vars(config).items():
         if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
             setattr(config, name, POSITIONS if 0 < context <= value else WINDOW)  # as wide: no window
-        elif name in unknown and name not in SMALL and not re.search(SIZES, name) and _larger(value, SHORT):
+        elif _larger(value, SHORT) and name not in SMALL and _counts(name, unknown):
             setattr(config, name, SHORT)
         if name.endswith("_token_id") and type(value) is int and not re.search("image|video|audio|oi_", name):
             setattr(config, name, len(special))  # among `SPECIAL`, which every prompt holds
@@ -172,6 +176,12 @@ def _narrow(config: Any) -> None:
         if "mrope_section" in rope:  # three shares of half a head
             first, second = head // 8, (head // 2 - head // 8) // 2
             rope["mrope_section"] = [first, second, head // 2 - first - second]
+
+
+def _counts(name: str, unknown: set[str]) -> bool:
+    """Whether an integer of this name may be a length at which a class changes what it does."""
+    known = name == "original_max_position_embeddings"
+    return known or name in unknown and not re.search(SIZES, name)
 
 
 def _fields_of_transformers(kind: type) -> set[str]:

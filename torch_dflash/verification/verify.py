@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,63 +19,22 @@ from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.target.adapter import Target
-from torch_dflash.target.tested import code_of, is_tested
+from torch_dflash.target.code import code_of
+from torch_dflash.target.tested import is_tested
 from torch_dflash.target.trace import trace_layers
 from torch_dflash.target.weights import collect_tensors
+from torch_dflash.verification.agreement import Agreement
 from torch_dflash.verification.inplace import WritesToViews
-from torch_dflash.verification.twin import SPECIAL, VOCAB, WINDOW, build_twin
+from torch_dflash.verification.twin import PROMPT, SPECIAL, VOCAB, build_twin
 
 BLOCK = 4
 WIDEST = 32
 """Rows of the widest block that a twin is tried with."""
-PROMPT = 2 * WINDOW + 5
-"""Tokens of a twin's prompt."""
 MOST_ROWS = 8
 MOST_KNOWN = 256
 NONSENSE = 1 << 20
 """The tokens that the cache claims to hold while it is tried: who counts them there computes nonsense."""
 LONGEST_CHUNK = 512
-ROUNDING = 2e-4
-"""Differences that rounding explains in float32, as a share of the logits' spread."""
-NOISE = 8
-"""Differences between shapes that are rounding, in multiples of the model's own."""
-MOST = {torch.float32: 5e-3, torch.float64: 5e-3}
-"""The same, as a share of the spread, at most: a model that is not causal differs from itself by more."""
-MOST_IN_HALF = 0.5
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far block decoding's logits are from those of the target's own forward without a cache.
-
-    Attributes:
-        difference: largest difference of two logits.
-        position: where it is: position of the row in its sequence.
-        spread: standard deviation of the target's logits over the vocabulary.
-        noise: largest difference of the target to itself: of forwards of two lengths, where they overlap, and
-            of one with its own cache.
-        compared: rows of logits that were compared.
-        dtype: of the logits.
-    """
-
-    difference: float
-    position: int
-    spread: float
-    noise: float
-    compared: int
-    dtype: torch.dtype
-
-    @property
-    def holds(self) -> bool:
-        """Whether rounding explains the difference."""
-        most = MOST.get(self.dtype, MOST_IN_HALF) * self.spread
-        return self.difference <= max(min(NOISE * self.noise, most), ROUNDING * self.spread)
-
-    def __str__(self) -> str:
-        return (
-            f"logits differ by {self.difference:.3g} at position {self.position} (they spread over "
-            f"{self.spread:.3g}; the target differs from itself by {self.noise:.3g})"
-        )
 
 
 def check(target: PreTrainedModel, length: int | None = None, cache: str = "static") -> Agreement:
@@ -120,7 +80,7 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str) -> Non
     """
     if is_tested(target):
         return
-    code = frozenset(code_of(target))
+    code = code_of(target)
     shape = plan.cache, min(plan.verify_width, WIDEST), min(plan.batch_size, MOST_ROWS)
     key = type(target), repr(target.config.to_dict()), code, shape, runtime
     if key not in _known:
@@ -227,6 +187,8 @@ def compare(model: Any, skeleton: Target, ids: Tensor, cache: str, width: int) -
     with torch.inference_mode(False), torch.no_grad(), device:
         own = [_own_logits(model, ids[row : row + 1], first) for row in range(rows)]
         again = [_own_logits(model, ids[:1, :-3], first), _own_cached_logits(model, ids[:1], first)]
+        with _rounded(model):
+            again.append(_own_logits(model, ids[:1], first))
         ours = _cached_logits(model, skeleton, ids, read, cache, width)
     for row, at, logits in ours:
         theirs = own[row][at - first : at - first + len(logits)].float()
@@ -250,6 +212,22 @@ def _own_cached_logits(model: Any, ids: Tensor, first: int) -> Tensor:
     """The model's own logits [R, V] from position ``first`` on, the tokens before it in its own cache."""
     before = model(input_ids=ids[:, :first].long(), use_cache=True)
     return model(input_ids=ids[:, first:].long(), past_key_values=before.past_key_values).logits[0]
+
+
+@contextmanager
+def _rounded(model: Any) -> Iterator[None]:
+    """While open, each of the model's embeddings is a rounding step larger or smaller, or as it is."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def round_off(module, args, out):
+        steps = torch.randint(-1, 2, out.shape, generator=generator, device="cpu").to(out.device)
+        return (out.float() * (1 + torch.finfo(out.dtype).eps * steps)).to(out.dtype)
+
+    hook = model.get_input_embeddings().register_forward_hook(round_off)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _cached_logits(

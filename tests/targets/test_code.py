@@ -1,0 +1,177 @@
+"""Code that is not transformers' own is seen in whatever dress it comes, and so is what it reads."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import GenericAlias, MethodType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import transformers as hf
+from support.scripted import own_text
+from support.tiny import BASE, make_target, randomise
+from transformers.models.llama import modeling_llama
+
+import torch_dflash as td
+from torch_dflash.target.code import at_home, code_of, links
+from torch_dflash.target.tested import is_tested
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+WHOLE = modeling_llama.eager_attention_forward
+
+
+class Sharp:
+    def attend(self, *args, scaling=None, **more):
+        return WHOLE(*args, scaling=(scaling or 1) * 3, **more)
+
+
+class Dressed:
+    """Gives the function as a descriptor does."""
+
+    def __get__(self, instance, owner=None):
+        return Sharp().attend
+
+
+SHARP = Sharp()
+PATCHES = {
+    "bound": SHARP.attend,
+    "a partial of it": functools.partial(SHARP.attend, dropout=0.0),
+    "cached": functools.lru_cache(SHARP.attend),
+    "a mock": mock.MagicMock(wraps=SHARP.attend),
+    "a mock's side effect": mock.Mock(side_effect=SHARP.attend),
+    "bound twice": MethodType(functools.partial(Sharp.attend), SHARP),
+    "wrapped": functools.wraps(WHOLE)(functools.partial(SHARP.attend)),
+}
+
+
+def text(target, runtime="eager", new=12):
+    ids = torch.tensor([PROMPT])
+    return td.generate(target, None, ids, max_new_tokens=new, do_sample=False, runtime=runtime)[
+        0, 8:
+    ].tolist()
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_in_any_dress_is_seen(monkeypatch, name):
+    target = make_target("llama")
+    target.set_attn_implementation("eager")
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", PATCHES[name])
+    assert not is_tested(target)
+    with pytest.raises(ValueError, match="tiny random twin"):
+        text(target)
+
+
+def test_a_patch_in_a_class_is_seen(monkeypatch):
+    target = make_target("llama")
+    for value in (Dressed(), functools.cached_property(lambda self: 3), operator.methodcaller("silu")):
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling_llama.LlamaAttention, "added", value, raising=False)
+            assert not is_tested(target)
+    assert is_tested(target)
+
+
+def test_what_runs_nothing_is_no_patch():
+    for value in (GenericAlias(list, (int,)), int, torch.mm, len, None, 3, "text", functools.lru_cache(len)):
+        assert all(map(at_home, links(value)))
+
+
+SHIFT = 0.3
+TABLE = {"shift": [0.3]}
+SPACE = SimpleNamespace(shift=0.3)
+
+
+def shifted(embeds):
+    return embeds + SHIFT
+
+
+def tabled(embeds):
+    return embeds + TABLE["shift"][0]
+
+
+def spaced(embeds):
+    return embeds + SPACE.shift
+
+
+def defaulted(embeds, shift=0.3):
+    return embeds + shift
+
+
+def nested(embeds):
+    return (lambda rows: shifted(rows))(embeds)
+
+
+def make_model(helper):
+    scope = {"helper": helper, "hf": hf, "__name__": "own"}
+    exec(SOURCE, scope)
+    return randomise(scope["Own"](hf.LlamaConfig(**BASE)), 0), scope
+
+
+SOURCE = """
+class Own(hf.LlamaForCausalLM):
+    gain = 1.0
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = helper(self.get_input_embeddings()(input_ids) * self.gain)
+        return super(Own, self).forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+"""
+
+
+def close_over(shift):
+    def closed(embeds):
+        return embeds + shift
+
+    return closed
+
+
+CHANGES = {
+    "a function": (shifted, lambda scope, patch: scope.update(helper=lambda embeds: embeds - 0.3)),
+    "a number": (shifted, lambda scope, patch: patch.setitem(globals(), "SHIFT", -0.3)),
+    "a number behind two": (nested, lambda scope, patch: patch.setitem(globals(), "SHIFT", -0.3)),
+    "in a table": (tabled, lambda scope, patch: patch.setitem(TABLE, "shift", [-0.3])),
+    "an attribute": (spaced, lambda scope, patch: patch.setattr(SPACE, "shift", -0.3)),
+    "a default": (defaulted, lambda scope, patch: patch.setattr(defaulted, "__defaults__", (-0.3,))),
+    "of the class": (shifted, lambda scope, patch: patch.setattr(scope["Own"], "gain", -1.0)),
+    "a cell": (close_over(0.3), lambda scope, patch: set_cell(scope["helper"], -0.3)),
+}
+
+
+def set_cell(function, value):
+    function.__closure__[0].cell_contents = value
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+@pytest.mark.parametrize("name", ["a function", "a number", "of the class"])
+def test_the_text_follows_what_a_helper_reads(monkeypatch, name, runtime):
+    helper, change = CHANGES[name]
+    target, scope = make_model(helper)
+    before = text(target, runtime)
+    assert before == own_text(target, PROMPT, 12)
+    change(scope, monkeypatch)
+    assert text(target, runtime) == own_text(target, PROMPT, 12) != before
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_verdict_is_of_all_that_the_code_reads(monkeypatch, name):
+    helper, change = CHANGES[name]
+    target, scope = make_model(helper)
+    before = code_of(target)
+    assert code_of(target) == before
+    change(scope, monkeypatch)
+    assert code_of(target) != before
+
+
+def test_a_helper_that_comes_to_mix_tokens_is_refused():
+    target, scope = make_model(shifted)
+    text(target)
+    scope["helper"] = lambda embeds: embeds - embeds.mean(1, keepdim=True)
+    with pytest.raises(ValueError, match="tiny random twin"):
+        text(target)
+
+
+def test_other_names_of_a_file_are_not_read(monkeypatch):
+    target, _ = make_model(shifted)
+    before = code_of(target)
+    monkeypatch.setitem(globals(), "UNREAD", 5)
+    monkeypatch.setitem(TABLE, "other", 5)
+    assert code_of(target) == before
