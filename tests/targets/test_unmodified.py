@@ -365,8 +365,8 @@ def test_a_tensor_where_there_should_be_none_is_refused(buffer):
 
 def test_a_compiled_module_stays_usable():
     model = make_target("llama")
-    model.model.layers[0].compile(backend="eager")
     wanted = own_text(model, PROMPT, 3)
+    model.model.layers[0].compile(backend="eager")
     ids = torch.tensor([PROMPT])
     out = td.generate(model, None, ids, max_new_tokens=3, runtime="eager", do_sample=False)
     assert out[0, len(PROMPT) :].tolist() == wanted
