@@ -4,7 +4,7 @@ Drafter and target project alike: heads of ``head_dim``, RMSNorm on queries and 
 checkpoint has one, rotary positions. Every function takes the checkpoint name of its tensors.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax_bridge.reference.rope import rotate
 Rows = tuple[jax.Array, jax.Array]
 
 
+@runtime_checkable
 class Heads(Protocol):
     """What the projections ask of a config."""
 

@@ -52,10 +52,13 @@ def finish(engine, state) -> dict:
     }
 
 
+FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests/engine")
+
+
 def finish_elsewhere(path, runtime, cache) -> dict:
     """A new process loads ``path`` on ``runtime``, whose engine reads at other times, and finishes."""
     code = (
-        "import json, sys, torch, test_state_io as t, torch_dflash as td\n"
+        "import json, sys, torch, test_state_file as t, torch_dflash as td\n"
         "torch.set_num_threads(1)\n"
         "engine = t.make_engine(sys.argv[2], rounds_per_chunk=3, cache=sys.argv[3])\n"
         "print(json.dumps(t.finish(engine, td.load_state(sys.argv[1], engine))))"
@@ -65,7 +68,8 @@ def finish_elsewhere(path, runtime, cache) -> dict:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/engine")))},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,6 +12,7 @@ from transformers import AutoModel, DynamicCache, GenerationConfig, StoppingCrit
 from transformers.generation import GenerationMixin, LogitsProcessorList
 
 import torch_dflash as td
+from torch_dflash import generation
 from torch_dflash.engine.refusals import HARMLESS, HONOURED, NEUTRAL, config_fields
 
 RAN = pytest.fail.Exception
@@ -131,12 +132,19 @@ def test_what_asks_for_nothing_is_taken(pair, asked):
         generate(*pair, **asked)
 
 
-@pytest.mark.parametrize(
-    "name", ["prefill_chunk_size", "matmul_precision", "page_size", "pool_pages", "filters"]
-)
+@pytest.mark.parametrize("name", ["batch_size", "stop_slots", "pool_pages", "filters"])
 def test_what_is_fixed_in_an_engine(pair, name):
     with refuses(TypeError, f"{name} is fixed when an engine is built", "torch_dflash.compile"):
         generate(*pair, **{name: 64})
+
+
+def test_options_of_an_engine_reach_it(pair, monkeypatch):
+    given = {"prefill_chunk_size": 32, "matmul_precision": "high", "page_size": 32, "verify_width": 2}
+    built = []
+    monkeypatch.setattr(generation, "cached_engine", lambda *args: built.append(args[2]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(*pair, **given)
+    assert {name: getattr(built[0], name) for name in given} == given
 
 
 def test_stop_strings_are_the_ones_refused(pair):

@@ -227,13 +227,16 @@ class Features:
 
     def __init__(self, proposer, rows: int):
         self.rows = [[] for _ in range(rows)]
-        self._observe = proposer.observe
-        proposer.observe = self
+        for name in ("ingest", "observe"):
+            setattr(proposer, name, self._seen(getattr(proposer, name)))
 
-    def __call__(self, pstate, features, ids, next_ids, count):
-        for row, kept in enumerate(self.rows):
-            kept.append(features[row, : int(count[row])].clone())
-        return self._observe(pstate, features, ids, next_ids, count)
+    def _seen(self, method):
+        def noted(pstate, features, ids, next_ids, count):
+            for row, kept in enumerate(self.rows):
+                kept.append(features[row, : int(count[row])].clone())
+            return method(pstate, features, ids, next_ids, count)
+
+        return noted
 
     def take(self, row: int) -> torch.Tensor:
         kept, self.rows[row] = self.rows[row], []

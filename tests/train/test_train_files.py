@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from support.refusals import refuses
 from support.stages import CACHED, SAID, checksums
 
+from torch_dflash.storage import files
 from torch_dflash.storage.files import StageError, write_atomically
-from torch_dflash.train import files
 from torch_dflash.train.answers import data
 from torch_dflash.train.answers.data import Answer, Prompt, read_answers, read_prompts
 from torch_dflash.train.answers.regenerate import regenerate

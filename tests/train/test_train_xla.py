@@ -251,7 +251,7 @@ def test_two_devices_take_the_step_of_one():
     environment = {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "tests"),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/train"))),
     }
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", TWO_DEVICES],

@@ -23,8 +23,8 @@ class RingLayer:
     are moved to its beginning. ``position`` says what each slot holds, -1 for nothing yet.
     """
 
-    key: Float[Tensor, "B G R+spare D"]
-    value: Float[Tensor, "B G R+spare Dv"]
+    key: Float[Tensor, "B G slots D"]
+    value: Float[Tensor, "B G slots Dv"]
     position: Int[Tensor, "B R"]
 
     def write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -28,6 +28,7 @@ class LayerSpec:
     window: int | None
 
 
+@runtime_checkable
 class CacheLayer(Protocol):
     """What one layer keeps between passes: a frozen dataclass of tensors, made a pytree by `register_state`.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils import _pytree as pytree
@@ -31,6 +31,7 @@ class Reads:
     how: str
 
 
+@runtime_checkable
 class Side(Protocol):
     """A runtime as the self-test needs it. A step is ``(pair, params, state) -> result``, as in `decode`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch_dflash.train.fit.blocks import Batch, draw_anchors
 RARE = 10_000
 
 
+@runtime_checkable
 class Sequences(Protocol):
     """Training sequences by number, with the tapped states of their tokens.
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils import _pytree as pytree
@@ -33,6 +33,7 @@ from torch_dflash.train.stages import open_stage
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "mask_token_id", "sliding_window")
 
 
+@runtime_checkable
 class Trainer(Protocol):
     """What takes the steps: torch devices (`torch_trainer.py`) or XLA (`jax_bridge.train`).
 
