@@ -33,6 +33,11 @@ class Turned:
         """[out, in], as the model names it."""
         return self.array.shape[::-1]
 
+    @property
+    def dtype(self) -> Any:
+        """Of its entries."""
+        return self.array.dtype
+
 
 Weight = jax.Array | Turned
 

@@ -24,7 +24,7 @@ from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
-from torch_dflash.target.weights import model_of
+from torch_dflash.target.weights import arrays_of, model_of
 from torch_dflash.verification.verify import verify_class
 
 
@@ -36,6 +36,7 @@ class Engine:
 
     def __init__(self, target: Any, drafter: Any, options: EngineOptions | None = None):
         self.options = options = options or EngineOptions()
+        arrays = arrays_of(target, options.runtime)
         model = model_of(target)
         check_target(model)
         skeleton = Target(model)
@@ -46,7 +47,7 @@ class Engine:
         if options.verify:
             verify_class(model, self.plan, options.runtime)
         self.keeps_alive: Any = None
-        self._models = Models(self.pair, target, drafter, options.runtime)
+        self._models = Models(self.pair, model, drafter, arrays)
         self.runtime: Runtime = _make_runtime(options.runtime, self.pair, self.plan)
 
     def tensors(self) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from torch_dflash.decode import Pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.target.weights import LoadedTarget, collect_tensors, model_of, named_arrays
+from torch_dflash.target.weights import collect_tensors, named_arrays
 
 
 class Models:
@@ -17,15 +18,13 @@ class Models:
 
     Args:
         pair: the skeletons.
-        target: as in `torch_dflash.compile`; kept as a weak reference, like ``drafter``.
-        runtime: where a target without torch weights is to run.
+        target: a transformers causal LM; kept as a weak reference, like ``drafter``.
+        arrays: of a target without torch weights; they lead back to none of the user's objects.
     """
 
-    def __init__(self, pair: Pair, target: Any, drafter: Any, runtime: str):
-        self._pair = pair
-        # The arrays of a target without torch weights; they lead back to none of the user's objects.
-        self._arrays = target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
-        self._target = weakref.ref(model_of(target))
+    def __init__(self, pair: Pair, target: Any, drafter: Any, arrays: Mapping[str, Any] | None):
+        self._pair, self._arrays = pair, arrays
+        self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.
         weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
         self._drafter = None if drafter is None or weightless else weakref.ref(drafter)

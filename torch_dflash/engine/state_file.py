@@ -109,9 +109,14 @@ def describe_proposer(engine: Engine) -> str:
 
 def abstract_state(engine: Engine) -> DecodeState:
     """The engine's empty state on the meta device: its structure, shapes and dtypes, without memory."""
-    params = {name: torch.empty_like(tensor, device="meta") for name, tensor in engine.tensors().items()}
-
+    params = {name: _like(tensor) for name, tensor in engine.tensors().items()}
     return begin(engine.pair, params, RowRequests.idle(engine.plan, "meta"))
+
+
+def _like(weight: Any) -> torch.Tensor:
+    """A meta tensor of the shape and dtype of a tensor, or of an array that stands for one."""
+    kind = getattr(torch, str(weight.dtype).removeprefix("torch."))
+    return torch.empty(tuple(weight.shape), dtype=kind, device="meta")
 
 
 def expected_leaves(engine: Engine) -> dict[str, torch.Tensor]:

@@ -34,6 +34,15 @@ def model_of(target: Any) -> Any:
     return target.model if isinstance(target, LoadedTarget) else target
 
 
+def arrays_of(target: Any, runtime: str) -> Mapping[str, Any] | None:
+    """The arrays of a target without torch weights; None for a live model.
+
+    Raises:
+        ValueError: ``runtime`` cannot decode with them.
+    """
+    return target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
+
+
 def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """``arrays`` under the skeleton's names.
 
