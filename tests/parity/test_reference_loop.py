@@ -124,7 +124,7 @@ def decode_state(state: loop.State, slots: int) -> DecodeState:
         done=state.done,
         sampling=Sampling(zeros * 0.0, zeros, zeros + 1.0, zeros * 0.0, zeros),
         cache=cache(state.target),
-        pages=None,
+        page_table=None,
         proposer=DFlashState(
             cache(state.drafter), state.length - state.buffered, state.context, state.buffered
         ),

@@ -8,6 +8,7 @@ import json
 import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
