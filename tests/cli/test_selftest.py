@@ -158,9 +158,9 @@ def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, m
     side, engine = subject.side, subject.engine("agreeing", 3)
     read, run, advance = XlaRuntime.read, XlaRuntime._run, XlaRuntime.advance
 
-    def twice(self, state):
-        read(self, state)
-        return read(self, state)
+    def twice(self, *args):
+        read(self, *args)
+        return read(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(XlaRuntime, "read", twice)

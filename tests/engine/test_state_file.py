@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -231,7 +232,12 @@ def test_a_consumed_state_says_which_one_to_use(cache, tmp_path):
     engine = make_engine("xla", cache=cache)
     state = engine.start(*ragged_prompts(ROWS), **MIXED)
     after = engine.advance(state)
-    uses = (engine.advance, engine.runtime.read, lambda old: td.save_state(old, tmp_path / "state", engine))
+    none = np.zeros(ROWS, np.int32)
+    uses = (
+        engine.advance,
+        lambda old: engine.runtime.read(old, none, none),
+        lambda old: td.save_state(old, tmp_path / "state", engine),
+    )
     for use in uses:
         with pytest.raises(ValueError, match="is gone: engine.advance consumed this state. Use the one that"):
             use(state)
