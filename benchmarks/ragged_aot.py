@@ -43,13 +43,14 @@ def allocate(spec, plan, dtype, device) -> PagedLayer:
     return PagedLayer(torch.zeros(shape, dtype=dtype, device=device))
 
 
-def attend(query, key, value, pool, table, start, scale, window=None, sinks=None, softcap=None):
+def attend(inputs, pages):
     """`paged_attention` by jax's kernel."""
-    return call_jax(attend_jax, query, key, value, pool, table, start, scale, window, softcap)
+    return call_jax(attend_jax, inputs, pages)
 
 
-def attend_jax(query, key, value, pool, table, start, scale, window, softcap):
+def attend_jax(inputs, pages):
     """Row by row into the pages, then one call over all sequences."""
+    (query, key, value, start), (pool, table) = inputs[:4], pages
     batch, heads, rows, dim = query.shape
     fresh = jnp.stack([key, value], axis=2).reshape(batch, -1, rows, dim).transpose(0, 2, 1, 3)
     page = pool.shape[1]
@@ -70,9 +71,9 @@ def attend_jax(query, key, value, pool, table, start, scale, window, softcap):
         table,
         jnp.arange(batch + 1, dtype=jnp.int32) * rows,
         jnp.array([batch], jnp.int32),
-        sm_scale=scale,
-        sliding_window=window,
-        soft_cap=softcap,
+        sm_scale=inputs.scale,
+        sliding_window=inputs.window,
+        soft_cap=inputs.softcap,
         num_kv_pages_per_block=8,
         num_queries_per_block=min(32, batch * rows),
         vmem_limit_bytes=64 << 20,

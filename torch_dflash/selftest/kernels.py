@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from torch_dflash.ops.block_attention import block_attention
-from torch_dflash.ops.paged_attention import paged_attention, pool_width
+from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.block_attention import Past, block_attention
+from torch_dflash.ops.paged_attention import Pages, paged_attention, pool_width
 from torch_dflash.selftest.backend import Side
 from torch_dflash.selftest.report import Check, within
 
@@ -51,7 +52,7 @@ def paged_forms(side: Side) -> Iterator[Check]:
         for dtype, tolerance in TOLERANCES.items():
             arguments = _arguments(shape, dtype)
             *_, table, start = arguments
-            attention = partial(paged_attention, scale=shape.dim**-0.5, **shape.options)
+            attention = partial(_paged, shape)
             wanted, kept = attention(*_wide(arguments))
             out, pool = side.apply(attention, arguments, consumed=(3,))
             written = _difference(pool.float(), kept, table, start + shape.rows)
@@ -66,12 +67,22 @@ def block_forms(side: Side) -> Iterator[Check]:
     for name, shape in BLOCKS.items():
         for dtype, tolerance in TOLERANCES.items():
             arguments = _block_arguments(shape, dtype)
-            rule = {"window": None, "causal": False} | shape.options
-            attention = partial(block_attention, scale=shape.dim**-0.5, **rule)
+            attention = partial(_block, shape)
             out = side.apply(attention, arguments)
             error = float((out.float() - attention(*_wide(arguments))).abs().max())
             label = f"block attention, {str(dtype).removeprefix('torch.')}, {name}"
             yield within(label, error, tolerance)
+
+
+def _paged(shape: Shape, query, key, value, pool, table, start) -> Any:
+    inputs = AttentionInputs(query, key, value, start, shape.dim**-0.5, **shape.options)
+    return paged_attention(inputs, Pages(pool, table))
+
+
+def _block(shape: Shape, query, key, value, past_key, past_value, position, start) -> Any:
+    inputs = AttentionInputs(query, key, value, start, shape.dim**-0.5, shape.options.get("window"))
+    past = Past(past_key, past_value, position)
+    return block_attention(inputs, past, shape.options.get("causal", False))
 
 
 def _wide(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
