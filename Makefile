@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
 # and made again only when pyproject.toml changes.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-aot test-full lint format hooks figures docs clean
+.PHONY: help install demo test test-aot test-typed test-full lint format hooks figures docs clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 # Installed before everything else, so that no dependency brings in another build of torch.
@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 # The published implementation, only for parity tests. Its own pins conflict with ours.
 REFERENCE ?= dflash==0.1.0
 PYTEST_ARGS ?=
+TYPED ?= tests/cache tests/decoding tests/bridge/test_border.py tests/bridge/test_lowered.py
 # Test processes; each may come to hold 3 GB.
 WORKERS ?= 2
 
@@ -28,7 +29,8 @@ help:
 	@echo "make demo      decode a real question with and without drafting"
 	@echo "make test      run the tests (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
-	@echo "make test-full both of these; the tests take an hour or less"
+	@echo "make test-typed run the core's tests with every annotation checked"
+	@echo "make test-full all three; an hour or so"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"
@@ -45,7 +47,12 @@ test: $(WITH_REFERENCE)
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
 
-test-full: test test-aot
+# Every annotation of both packages is executed: shapes and dtypes by jaxtyping, the rest by beartype.
+test-typed: $(WITH_REFERENCE)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+		--jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype $(TYPED) $(PYTEST_ARGS)
+
+test-full: test test-aot test-typed
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -52,25 +52,26 @@ def read(pair, ids, **options):
 
 def test_a_pad_that_ends_a_rows_text_is_no_padding_there(pair):
     ids = torch.tensor([[3, 4, 5], [9, 4, 5], [5, 4, 9]])
-    rows, _ = read(pair, ids, pad_token_id=5, eos_token_id=[[5], [9], [9]])
+    rows = read(pair, ids, pad_token_id=5, eos_token_id=[[5], [9], [9]]).rows
     assert [row.tolist() for row in rows] == [[3, 4, 5], [9, 4], [4, 9]]
-    rows, _ = read(pair, ids, pad_token_id=5, eos_token_id=[5, 9])
+    rows = read(pair, ids, pad_token_id=5, eos_token_id=[5, 9]).rows
     assert [len(row) for row in rows] == [3, 3, 3]
-    rows, _ = read(pair, ids, pad_token_id=5, eos_token_id=torch.tensor([6, 7]))
+    rows = read(pair, ids, pad_token_id=5, eos_token_id=torch.tensor([6, 7])).rows
     assert [len(row) for row in rows] == [2, 2, 2]
 
 
 def test_rows_of_their_own_stop_ids_need_no_pad(pair):
     ids = torch.tensor([[3, 4, 5], [9, 4, 5]])
     for stops in ([[5], [9]], [[5], []], [[], [5]], [[5], 9], torch.tensor([[5], [9]]), np.array([[5], [9]])):
-        rows, request = read(pair, ids, eos_token_id=stops)
+        request = read(pair, ids, eos_token_id=stops)
+        rows = request.rows
         assert [len(row) for row in rows] == [3, 3]
         assert request.pad_token_id == 5
 
 
 def test_padding_ids_of_any_integer_kind(pair):
     for pad in (7, np.int64(7), torch.tensor(7), np.array(7), INT32_MAX):
-        assert read(pair, torch.tensor([[3, 4, 5]]), pad_token_id=pad)[1].pad_token_id == int(pad)
+        assert read(pair, torch.tensor([[3, 4, 5]]), pad_token_id=pad).pad_token_id == int(pad)
 
 
 def test_the_seed_of_a_call_goes_before_the_bound_one(pair):
