@@ -92,16 +92,14 @@ def context_rope_from_the_buffer_index(original, self, noise, context, position,
 
 
 def one_rejected_draft_counted(original, self, pstate, features, ids, next_ids, count):
-    if pstate.context is None:
-        count = (count + 1).clamp(max=features.shape[1])
+    count = (count + 1).clamp(max=features.shape[1])
     return original(self, pstate, features, ids, next_ids, count)
 
 
 def only_the_last_chunk(original, self, pstate, features, ids, next_ids, count):
-    if pstate.context is not None:
-        keep = (count == 0)[:, None, None, None]  # rows whose prompt has ended already
-        layers = (replace(layer, key=layer.key * keep, value=layer.value * keep) for layer in pstate.layers)
-        pstate = replace(pstate, layers=tuple(layers))
+    keep = (count == 0)[:, None, None, None]  # rows whose prompt has ended already
+    layers = (replace(layer, key=layer.key * keep, value=layer.value * keep) for layer in pstate.layers)
+    pstate = replace(pstate, layers=tuple(layers))
     return original(self, pstate, features, ids, next_ids, count)
 
 
@@ -150,7 +148,7 @@ IN_THE_LOOP = {
     "wrong mask token": config(mask_token_id=lambda token: token - 1),
     "embedding scaled twice": config(input_embedding_scale=lambda scale: scale**2),
     "embedding not scaled": config(input_embedding_scale=lambda scale: 1.0),
-    "only the last chunk of the prompt": around(DFlashProposer, "observe", only_the_last_chunk),
+    "only the last chunk of the prompt": around(DFlashProposer, "ingest", only_the_last_chunk),
     "right padding leaking": right_padding_leaks,
 }
 

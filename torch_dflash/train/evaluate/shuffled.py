@@ -23,5 +23,8 @@ class ShuffledFeatures(DFlashProposer):
         super().__init__(drafter)
         self.drafter: Any = drafter  # with its weights: the engine copies a proposer whole
 
+    def ingest(self, pstate, features, ids, next_ids, count) -> DFlashState:
+        return super().ingest(pstate, torch.roll(features, 1, dims=0), ids, next_ids, count)
+
     def observe(self, pstate, features, ids, next_ids, count) -> DFlashState:
         return super().observe(pstate, torch.roll(features, 1, dims=0), ids, next_ids, count)
