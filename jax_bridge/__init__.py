@@ -1,6 +1,6 @@
 """torch_dflash lowered through torchax into one XLA program, and what exists only on that side.
 
-Imports torch_dflash, never the other way; `torch_dflash` reaches it behind ``runtime="xla"`` alone.
+Imports torch_dflash; that reaches it behind ``runtime="xla"`` alone, and in the commands made for it.
 """
 
 from importlib import import_module

@@ -183,8 +183,8 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
 def reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests) -> DecodeState:
     """Give the rows marked in ``rows`` to other requests, as `begin` would; the others go on untouched.
 
-    Nothing of the old occupants is left: tokens, caches and the proposer's state of these rows are cleared.
-    A row of a paged cache loses its pages, which are the host's to give again.
+    To be run in `Pair.run`. Nothing of the old occupants is left: tokens, caches and the proposer's state of
+    these rows are cleared. A row of a paged cache loses its pages, which are the host's to give again.
     """
 
     def chosen(fresh: Tensor, old: Tensor) -> Tensor:

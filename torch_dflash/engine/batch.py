@@ -14,7 +14,7 @@ from torch_dflash.state import DecodeState
 
 
 class Generation:
-    """Everything between two host reads of one batch. `generate`, `stream` and `start` are loops over it.
+    """One batch on a runtime, step by step: `generate` and `stream` are loops over it, `start` its beginning.
 
     Args:
         runtime: where steps run.

@@ -1,4 +1,4 @@
-"""Which row gets which pages: the host's book, kept at chunk boundaries."""
+"""Which row gets which pages, at chunk boundaries; `scheduler.py` decides who is asked for first."""
 
 from __future__ import annotations
 

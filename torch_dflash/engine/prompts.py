@@ -1,4 +1,4 @@
-"""Prompts in and sequences out: Hugging Face's padded layout on the border, ragged rows inside."""
+"""Prompts come in: Hugging Face's padded layout on the border, ragged rows and their chunks inside."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ OPERATIONS: list[Callable] = []
 
 
 def lowerable(plain: Callable) -> Callable:
-    """Let the first tensor among the arguments choose who runs: ``plain``, or what overrides it for its kind.
+    """Let the first tensor among the positional arguments choose ``plain``, or its kind's own form.
 
     ``operation.plain`` is the decorated function itself, for every kind of tensor.
     """

@@ -61,4 +61,4 @@ def pool_width(k_dim: int, v_dim: int) -> int:
 
 
 LANES = 128
-"""K and V of a position lie side by side, padded to this many: the width of a TPU's vector registers."""
+"""K and V of a position lie side by side, padded to a multiple of this: the width of a TPU's registers."""

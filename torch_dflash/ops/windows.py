@@ -1,4 +1,4 @@
-"""Per-row windows of a buffer: the only way the library writes to a cache.
+"""Per-row windows of a buffer: how the library writes to every cache but pages.
 
 Each batch row has its own offset. On XLA a write is one ``dynamic_update_slice`` per row (an
 element-wise scatter is two orders of magnitude slower on TPU), so `write_rows` is `lowerable`.

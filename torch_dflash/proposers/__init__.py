@@ -1,4 +1,4 @@
-"""What drafts: one `Proposer` protocol, and the methods that meet it."""
+"""What drafts: the `Proposer` base class, and the methods built on it."""
 
 from torch_dflash.proposers.base import Proposer as Proposer
 from torch_dflash.proposers.dflash.proposer import DFlashProposer as DFlashProposer
