@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from support import tiny
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -19,17 +18,6 @@ import torch_dflash as td
 
 RUNTIMES = ["eager", "xla"]
 NEW = 14
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return tiny.make_pair(agree=2.5)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    ids, mask = tiny.ragged_prompts(2)
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

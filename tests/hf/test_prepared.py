@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from support import tiny
 from support.refusals import refuses
 from transformers import (
     EosTokenCriteria,
@@ -25,17 +24,6 @@ from torch_dflash.integrations.prepared import read_processors
 
 NEW = 12
 WIDTH = 7
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return tiny.make_pair(agree=2.5)
-
-
-@pytest.fixture(scope="module")
-def batch():
-    ids, mask = tiny.ragged_prompts(2)
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.fixture(scope="module")

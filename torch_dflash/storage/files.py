@@ -33,11 +33,11 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
-    except SafetensorError as error:  # it writes in Rust: the number is only in the message
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
+    except SafetensorError as error:
+        number = _number_of(error)
+        if number is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise OSError(number, os.strerror(number), str(path)) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -56,9 +56,7 @@ def naming_a_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        # safetensors writes in Rust: the number is only in its message.
-        found = re.search(r"os error (\d+)", str(error))
-        number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+        number = getattr(error, "errno", None) or _number_of(error)
         if number == errno.EFBIG:
             raise StageError(
                 f"{path} would be larger than a file may be here; nothing written before is lost. Raise the "
@@ -90,6 +88,12 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, whole or not at all."""
     write_atomically(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def _number_of(error: Exception) -> int | None:
+    """The system's error number; safetensors writes in Rust, so its errors say it in their message alone."""
+    found = re.search(r"os error (\d+)", str(error))
+    return None if found is None else int(found[1])
 
 
 def _runs(number: str) -> bool:
