@@ -190,7 +190,7 @@ def embedded_fit() -> str:
 
 
 def weight_layout() -> str:
-    """Steps with weights as torch keeps them, and turned."""
+    """Steps with weights as torch keeps them, and transposed."""
     rows = [[STEPS[one["step"]], *spread(one)] for one in result("weight_layout_cpu")["steps"]]
     return table(["float32 on two EPYC cores", "ratio", "quartiles"], *rows)
 

@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     asked = parser.parse_args()
     device = find_topology(asked.topology).devices[0]
-    sizes = Sizes(2560, 9728, 32, 8, 128, 4096, asked.layers, asked.rows, turned=False)
+    sizes = Sizes(2560, 9728, 32, 8, 128, 4096, asked.layers, asked.rows, transposed=False)
     forms = {}
     for form in FORMS:
         forms[form.__name__] = measure(form, sizes, device)

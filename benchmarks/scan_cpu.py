@@ -52,7 +52,7 @@ def main() -> None:
     asked = parser.parse_args()
     results = []
     for rows in asked.rows:
-        sizes = Sizes(576, 1536, 9, 3, 64, 512, asked.layers, rows, turned=True)
+        sizes = Sizes(576, 1536, 9, 3, 64, 512, asked.layers, rows, transposed=True)
         runs = {form.__name__: Running(form, sizes, start=256) for form in (carried, unrolled)}
         compiled = {f"{name}_compile_seconds": run.compile_seconds for name, run in runs.items()}
         memory = {

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     slots: int
     layers: int
     rows: int
-    turned: bool
+    transposed: bool
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -44,8 +44,8 @@ class Sizes(NamedTuple):
             "up": (self.inner, self.hidden),
             "down": (self.hidden, self.inner),
         }
-        turn = -1 if self.turned else 1
-        return {name: shape[::turn] for name, shape in linear.items()} | {"norms": (2, self.hidden)}
+        transpose = -1 if self.transposed else 1
+        return {name: shape[::transpose] for name, shape in linear.items()} | {"norms": (2, self.hidden)}
 
     @property
     def columns(self) -> int:
@@ -69,7 +69,7 @@ def layer(sizes: Sizes, weights, rows, caches, attend: Callable):
     """One block; ``attend(query [G, h, M, D], key [G, M, D], value, caches)`` also keeps the new rows."""
 
     def product(rows, name):
-        return rows @ (weights[name] if sizes.turned else weights[name].T)
+        return rows @ (weights[name] if sizes.transposed else weights[name].T)
 
     normed = norm(rows, weights["norms"][0])
     query, key, value = (

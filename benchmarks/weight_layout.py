@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python benchmarks/weight_layout.py --json figures.json
 
 Times single products in both layouts, then whole decoding steps of the demo pair, of which one engine's
-linear weights are turned and the other's are not. Runs alternate; ratios are medians over them.
+linear weights are transposed and the other's are not. Runs alternate; ratios are medians over them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def products(dtype, repeats: int) -> list[dict]:
         for count in ROWS:
             x = jnp.asarray(random.standard_normal((count, inner), np.float32), dtype)
             as_torch = jax.jit(lambda x, w: x @ w.T).lower(x, out_in).compile()
-            turned = jax.jit(lambda x, w: x @ w).lower(x, in_out).compile()
+            transposed = jax.jit(lambda x, w: x @ w).lower(x, in_out).compile()
 
             def repeated(program, weight, x=x, times=times):
                 for _ in range(times):
@@ -66,7 +66,7 @@ def products(dtype, repeats: int) -> list[dict]:
 
             runs = {
                 "out_in": lambda a=as_torch, w=out_in, run=repeated: run(a, w),
-                "in_out": lambda a=turned, w=in_out, run=repeated: run(a, w),
+                "in_out": lambda a=transposed, w=in_out, run=repeated: run(a, w),
             }
             figures = alternate(runs, repeats, times)
             rows.append({"dtype": jnp.dtype(dtype).name, "in": inner, "out": outer, "rows": count} | figures)

@@ -16,7 +16,7 @@ import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
-from jax_bridge.layout import upright
+from jax_bridge.layout import unwrap
 from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
@@ -43,7 +43,7 @@ def lower(step: Callable) -> Callable:
     """torch's ``step(params, *args)`` in JAX, for parameters as a runtime holds them."""
 
     def lowered(params: Any, *args: Any) -> Any:
-        return call_torch(step, upright(params), *args)
+        return call_torch(step, unwrap(params), *args)
 
     lowered.__name__ = getattr(getattr(step, "func", step), "__name__", "step")  # the program's, in profiles
     return lowered

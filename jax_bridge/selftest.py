@@ -1,4 +1,4 @@
-"""The XLA side of ``torch-dflash selftest``: what only exists there is checked there."""
+"""The XLA backend of ``torch-dflash selftest``: what only exists there is checked there."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.selftest.backend import Reads, best_speed
 
 
-class XlaSide:
-    """JAX's default device (`torch_dflash.selftest.backend.Side`)."""
+class XlaBackend:
+    """JAX's default device (`torch_dflash.selftest.backend.Backend`)."""
 
     runtime = "xla"
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.layout import Turned, Weight, by_rows, pays
+from jax_bridge.layout import Transposed, Weight, row_major, transpose_pays
 from jax_bridge.probe import places, unchanged
 
 Fingerprint = tuple
@@ -29,7 +29,7 @@ class _Converted(NamedTuple):
     places: torch.Tensor
     bits: torch.Tensor
     array: weakref.ref
-    turned: bool
+    transposed: bool
 
 
 # By live tensor, weakly, so that engines of one model (lengths, batch sizes) use the same arrays.
@@ -44,22 +44,22 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _known(tensor: torch.Tensor, turn: bool) -> _Converted | None:
+def _known(tensor: torch.Tensor, transpose: bool) -> _Converted | None:
     """What was made of this tensor, if an engine still uses it and no counted write came since."""
     known = _converted.get(tensor)
-    if known is None or known.turned != turn or known.mark != fingerprint(tensor) or known.array() is None:
+    if known is None or known.transposed != transpose or known.array() is None:
         return None
-    return known
+    return known if known.mark == fingerprint(tensor) else None
 
 
-def _convert(tensor: torch.Tensor, turn: bool) -> jax.Array:
+def _convert(tensor: torch.Tensor, transpose: bool) -> jax.Array:
     mark, at = fingerprint(tensor), places(tensor)
     bits = at.flatten().clone()
     # One copy, in memory that JAX may keep, for a weight is never donated.
-    source = tensor.detach().T if turn else tensor.detach()
+    source = tensor.detach().T if transpose else tensor.detach()
     own = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    array = by_rows(to_jax(own, copy=False))
-    _converted[tensor] = _Converted(mark, at, bits, weakref.ref(array), turn)
+    array = row_major(to_jax(own, copy=False))
+    _converted[tensor] = _Converted(mark, at, bits, weakref.ref(array), transpose)
     return array
 
 
@@ -97,18 +97,19 @@ class Weights:
                         "ordinary tensor (dequantise it), or pass runtime='eager'."
                     )
             self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
-            turns = {
-                name: name in self._linear and pays(leaf.dtype, device) for name, leaf in torches.items()
+            transposes = {
+                name: name in self._linear and transpose_pays(leaf.dtype, device)
+                for name, leaf in torches.items()
             }
-            known = {name: _known(leaf, turns[name]) for name, leaf in torches.items()}
+            known = {name: _known(leaf, transposes[name]) for name, leaf in torches.items()}
             doubted = _doubted(known)
             for name, tensor in torches.items():
                 made = known[name]
                 array = made.array() if made is not None and _part(name) not in doubted else None
                 if array is None:
                     self._arrays.pop(name, None)  # freed before its successor: the device holds one copy
-                    array = _convert(tensor, turns[name])
-                self._arrays[name] = Turned(array) if turns[name] else array
+                    array = _convert(tensor, transposes[name])
+                self._arrays[name] = Transposed(array) if transposes[name] else array
             return dict(self._arrays)
 
     def forget(self, tensors: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ ONE_DOOR = "torch_dflash.engine.engine"
 
 # The rooms of torch_dflash, from the ground up: each may import those above its own line.
 FLOORS = [
-    "checks ops progress pytrees storage",
+    "checks ops processors progress pytrees storage",
     "plan state",
     "accept cache sampling",
     "target",

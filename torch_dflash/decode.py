@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
-from torch_dflash.cache.dense import check_specs
-from torch_dflash.checks import check_dtype
+from torch_dflash.cache.allocate import check_specs
 from torch_dflash.ops.windows import clear_rows, positions, write_rows
 from torch_dflash.plan import DecodePlan
+from torch_dflash.processors import process
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import pick_tokens
@@ -93,7 +93,7 @@ def decode_round(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
 
 
 class Verified(NamedTuple):
-    """The target on M rows: ``ids`` [B, M], ``logits`` [B, M, V], its ``picks`` [B, M] after each row.
+    """The target on M rows: ``ids`` [B, M], its own ``logits`` [B, M, V] and ``picks`` [B, M] after each row.
 
     ``features`` [B, M, n*H] are the tapped layers' outputs, None without taps; ``cache`` the layers after it.
     """
@@ -116,11 +116,12 @@ def draft(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
 def verify(pair: Pair, state: DecodeState, drafted: Draft) -> Verified:
     """The target's pass over the anchor and the first M - 1 drafted tokens, and what it picks after each."""
     plan = pair.plan
-    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, pair.target.dtype)
     ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : plan.verify_width - 1]], dim=1)
     out = pair.target(ids, state.length, state.cache, pair.proposer.taps, state.page_table)
     following = positions(state.committed, plan.verify_width)
-    picks = pick_tokens(out.logits, following, state.sampling, plan.filters)
+    text = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
+    logits = process(plan.processors, text, following, out.logits)
+    picks = pick_tokens(logits, following, state.sampling, plan.filters)
     return Verified(ids, out.logits, picks, out.features, out.cache)
 
 
@@ -152,21 +153,21 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     target, proposer = pair.target, pair.proposer
     ids, count = chunk.ids, chunk.count
     fed, last = count > 0, (count - 1).clamp(min=0)
-    check_dtype("target", pytree.tree_leaves(state.cache)[0].dtype, target.dtype)
 
     # A row without a piece may stand anywhere: it writes to the write-off page.
     table = state.page_table
     pages = None if table is None else torch.where(fed[:, None], table, 0)
     out = target(ids, state.length, state.cache, proposer.taps, pages, count)
     length = state.length + count
-    pick = pick_tokens(out.logits, length[:, None], state.sampling, pair.plan.filters)[:, 0]
+    # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
+    tokens = write_rows(state.tokens, ids, state.length, dim=1, count=count)
+    logits = process(pair.plan.processors, tokens, length[:, None], out.logits)
+    pick = pick_tokens(logits, length[:, None], state.sampling, pair.plan.filters)[:, 0]
     ended = fed & (chunk.following < 0)
     bonus = torch.where(ended, pick, chunk.following)
 
     column = torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype)
     next_ids = torch.where(column == last[:, None], bonus[:, None], torch.roll(ids, -1, dims=1))
-    # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
-    tokens = write_rows(state.tokens, ids, state.length, dim=1, count=count)
     tokens = write_rows(tokens, bonus[:, None], length, dim=1, count=fed.to(count.dtype))
 
     hit_stop = (bonus[:, None] == state.stop_ids).any(dim=1)

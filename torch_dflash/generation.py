@@ -17,9 +17,9 @@ from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
+from torch_dflash.engine.read import read_request
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.request import UNSET, Request
-from torch_dflash.engine.requests import read_request
 from torch_dflash.target.weights import LoadedTarget, model_of
 
 

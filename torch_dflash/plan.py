@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch_dflash.checks import INT32_MAX, check_cache, check_precision
+from torch_dflash.processors import Processor
 
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
@@ -28,6 +29,7 @@ class DecodePlan:
         stop_slots: stop ids E a row may carry.
         rounds_per_chunk: rounds between two host reads.
         filters: whether top-k, top-p and min-p are compiled in (they sort the vocabulary).
+        processors: what changes the logits before a token is picked, in this order.
         matmul_precision: XLA matmul precision; "highest" for fp32 exactness off the CPU.
         cache: kind of the target's cache: "static" (dense, a whole row's positions each) or "paged".
         page_size: positions in a page.
@@ -41,6 +43,7 @@ class DecodePlan:
     stop_slots: int = 8
     rounds_per_chunk: int = 16
     filters: bool = False
+    processors: tuple[Processor, ...] = ()
     matmul_precision: str = "highest"
     cache: str = "static"
     page_size: int = 64
@@ -97,7 +100,7 @@ class DecodePlan:
 
     @property
     def row_pages(self) -> int:
-        """Most pages T a row may have: the width of its page table."""
+        """Most pages that a row may have: the width of its page table."""
         return -(-self.slots // self.page_size)
 
     @property

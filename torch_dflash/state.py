@@ -46,7 +46,7 @@ class DecodeState:
     done: Bool[Tensor, " B"]
     sampling: Sampling
     cache: tuple  # one state per target layer
-    page_table: Int[Tensor, "B columns"] | None  # paged caches: page numbers, 0 where a row has no page
+    page_table: Int[Tensor, "B row_pages"] | None  # paged caches: page numbers, 0 where a row has no page
     proposer: Any  # whatever the proposer keeps
     accepted: UInt8[Tensor, "B S"]  # tokens committed in each round, trimmed at stop ids, not at limit
     rounds: Int[Tensor, " B"]

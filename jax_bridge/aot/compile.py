@@ -28,7 +28,7 @@ from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.hlo import Program, read_aliases
 from jax_bridge.aot.passes import STEPS, feature_shape
 from jax_bridge.aot.traffic import hbm_traffic
-from jax_bridge.layout import rows_format
+from jax_bridge.layout import row_major_format
 from jax_bridge.lower import lower_begin, tracing
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
@@ -181,7 +181,7 @@ def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: s
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     def put_weight(leaf: Any) -> jax.ShapeDtypeStruct:
-        return put(leaf, rows_format(everywhere)) if len(leaf.shape) == 2 else put(leaf)
+        return put(leaf, row_major_format(everywhere)) if len(leaf.shape) == 2 else put(leaf)
 
     args = jax.tree.map(put_weight, params), *jax.tree.map(put, (state, *more))
     lowered = _jit(step).trace(*args).lower(lowering_platforms=("tpu",))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from jax_bridge.arrays import to_jax
 from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import find_source, match
-from jax_bridge.layout import Turned, Weight, by_rows, linear_weights, pays
+from jax_bridge.layout import Transposed, Weight, linear_weights, row_major, transpose_pays
 from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.config_fields import check_sizes, check_types
@@ -181,16 +181,16 @@ def _dtype(
 
 
 def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, linear: bool) -> Weight:
-    """``tensor``, a view of a file, on the device: cast, and turned where that pays."""
-    turn = linear and pays(dtype, next(iter(place.device_set)))
-    source = tensor.T if turn else tensor
+    """``tensor``, a view of a file, on the device: cast, and transposed where that pays."""
+    transpose = linear and transpose_pays(dtype, next(iter(place.device_set)))
+    source = tensor.T if transpose else tensor
     # Never the mapped file's own memory, which may change and which JAX may keep whatever it is told.
     tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
     del source
     # Waited for, or host copies would pile up.
     array = jax.device_put(_host_view(tensor), place)
-    array = by_rows(array).block_until_ready()
-    return Turned(array) if turn else array
+    array = row_major(array).block_until_ready()
+    return Transposed(array) if transpose else array
 
 
 def _host_view(tensor: torch.Tensor) -> Any:

@@ -18,7 +18,7 @@ BLOCK_KEYS = 512
 
 def paged_attention_jax(
     inputs: Any, pages: Any
-) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page KV"]]:
+) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page_size KV"]]:
     """`torch_dflash.ops.paged_attention`, its trees of arrays; the pool is to be donated."""
     (pool, table), (query, key, value, start), sinks = pages, inputs[:4], inputs.sinks
     batch, heads, rows, k_dim = query.shape
@@ -48,7 +48,7 @@ def paged_attention_jax(
 def jnp_paged_attention(
     query: Float[Array, "B G heads M D"],
     fresh: Float[Array, "B G M KV"],
-    pool: Float[Array, "P G page KV"],
+    pool: Float[Array, "P G page_size KV"],
     table: Int[Array, "B T"],
     start: Int[Array, " B"],
     sinks: Float[Array, "G heads"] | None = None,
@@ -58,7 +58,7 @@ def jnp_paged_attention(
     window: int | None,
     softcap: float | None,
     block_keys: int,
-) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page KV"]]:
+) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page_size KV"]]:
     """The same as `pallas_paged_attention`, block by block with a running softmax.
 
     Only blocks below the longest row's length are read, and no more than one block's scores exist.

@@ -21,8 +21,8 @@ from torch_dflash.plan import TILE
 def pallas_paged_attention(
     query: Float[Array, "B G heads M D"],
     fresh: Float[Array, "B G M KV"],
-    pool: Float[Array, "P G page KV"],
-    table: Int[Array, "B T"],
+    pool: Float[Array, "P G page_size KV"],
+    table: Int[Array, "B row_pages"],
     start: Int[Array, " B"],
     sinks: Float[Array, "G heads"] | None = None,
     *,
@@ -33,7 +33,7 @@ def pallas_paged_attention(
     block_keys: int = 512,
     row_tile: int = 2048,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page KV"]]:
+) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page_size KV"]]:
     """Write ``fresh`` at positions ``start .. start+M-1`` of each sequence, and attend to all up to each row.
 
     Args:

@@ -43,7 +43,7 @@ def attention(
     config: DrafterConfig,
     mask: LayerMask,
     block: Float[Array, "B W H"],
-    context: Float[Array, "B n_rows H"],
+    context: Float[Array, "B R H"],
     tables: Rows,
     past: Rows | None,
 ) -> tuple[Float[Array, "B W H"], Rows]:
@@ -133,5 +133,5 @@ def _normed_heads(params: Params, name: str, kind: str, config: Heads, rows: jax
     return rms_norm(params, norm, heads, config.rms_norm_eps) if f"{norm}.weight" in params else heads
 
 
-def _heads(rows: Float[Array, "B S ND"], dim: int) -> Float[Array, "B N S D"]:
+def _heads(rows: Float[Array, "B R width"], dim: int) -> Float[Array, "B heads R D"]:
     return rows.reshape(*rows.shape[:2], -1, dim).transpose(0, 2, 1, 3)

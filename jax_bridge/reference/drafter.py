@@ -21,7 +21,7 @@ def forward(
     params: Params,
     config: DrafterConfig,
     noise_embeds: Float[Array, "B W H"],
-    context_hidden_states: Float[Array, "B n_rows nH"],
+    context_hidden_states: Float[Array, "B R nH"],
     position_ids: Int[Array, "B S"],
     cache: Cache | None = None,
 ) -> tuple[Float[Array, "B W H"], Cache]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 Params = Mapping[str, jax.Array]
 
 
-def linear(params: Params, name: str, rows: Float[Array, "B S I"]) -> Float[Array, "B S O"]:
+def linear(params: Params, name: str, rows: Float[Array, "B R in"]) -> Float[Array, "B R out"]:
     """``rows @ weight.T``, plus the bias where the checkpoint has one."""
     out = jnp.einsum("...i,oi->...o", rows, params[f"{name}.weight"], precision=Precision.HIGHEST)
     bias = params.get(f"{name}.bias")

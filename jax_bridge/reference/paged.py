@@ -21,8 +21,8 @@ LANES = 128
 class PagedLayer(NamedTuple):
     """One layer's keys and values, and where each row's are. Every layer has its own copy of the table."""
 
-    pool: Float[Array, "P G page KV"]
-    table: Int[Array, "B T"]
+    pool: Float[Array, "P G page_size KV"]
+    table: Int[Array, "B row_pages"]
 
     @property
     def batch(self) -> int:
@@ -31,11 +31,11 @@ class PagedLayer(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Positions that a row has columns for, T pages of them."""
+        """Positions that a row has columns for, `page_size` in each of its pages."""
         return self.table.shape[1] * self.pool.shape[2]
 
     def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["PagedLayer", Rows]:
-        """The layer with K and V [B, G, R, D] at ``start[b]``, and all it then holds: [B, G, T * page, D]."""
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and all it then holds: [B, G, S, D]."""
         keys, values = rows
         page, columns, dim = self.pool.shape[2], self.table.shape[1], keys.shape[3]
         at = positions(start, keys.shape[2])
@@ -50,19 +50,20 @@ class PagedLayer(NamedTuple):
         return layer, (held[..., :dim], held[..., dim : 2 * dim])
 
     def rows(self) -> Float[Array, "B G S KV"]:
-        """Each row's positions in order, S = T * page of them; stale past the row's length."""
+        """Each row's positions in order; stale past the row's length."""
         pages = self.pool[self.table].transpose(0, 2, 1, 3, 4)
         return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])
 
 
 def empty_pages(
-    config: TargetConfig, table: Int[np.ndarray, "B T"], pages: int, page_size: int, dtype: DTypeLike
+    config: TargetConfig, table: Int[np.ndarray, "B row_pages"], pages: int, page_size: int, dtype: DTypeLike
 ) -> tuple[PagedLayer, ...]:
-    """Zeroed pools [P, G, page, KV] of every decoder layer, for rows whose pages are ``table``'s.
+    """Zeroed pools [P, G, page_size, KV] of every decoder layer, for rows whose pages are ``table``'s.
 
     Args:
         config: of the target.
-        table: page numbers, int32 [B, T]; 0 where a row has no page. No two rows may share another page.
+        table: page numbers, int32 [B, row_pages]; 0 where a row has no page. No two rows may share another
+            page.
         pages: pages P of a pool, page 0 included.
         page_size: positions in a page.
         dtype: of keys and values.
@@ -71,7 +72,7 @@ def empty_pages(
         ValueError: ``table`` has not two axes, or names a page that no pool has.
     """
     if table.ndim != 2:
-        raise ValueError(f"table has shape {table.shape}; give a row of page numbers per sequence, [B, T]")
+        raise ValueError(f"table has shape {table.shape}; give it [B, row_pages], page numbers")
     if table.min() < 0 or table.max() >= pages:
         raise ValueError(
             f"table names pages {table.min()} to {table.max()}; the pool has 0 to {pages - 1}: give it "

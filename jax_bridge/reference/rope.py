@@ -128,7 +128,7 @@ def _llama3(inv_freq, rope, raw) -> np.ndarray:
 
 def rotary_tables(
     rope: Rope, positions: Int[Array, "B S"], dtype: DTypeLike
-) -> tuple[Float[Array, "B 1 S D"], Float[Array, "B 1 S D"]]:
+) -> tuple[Float[Array, "B 1 R D"], Float[Array, "B 1 R D"]]:
     """Cosine and sine per position, computed in float32, returned in ``dtype``."""
     angles = positions.astype(jnp.float32)[:, None, :, None] * jnp.array(rope.inv_freq, jnp.float32)
     angles = jnp.concatenate([angles, angles], axis=-1)
@@ -139,8 +139,8 @@ def rotary_tables(
 
 
 def rotate(
-    heads: Float[Array, "B N S D"], cos: Float[Array, "B 1 S D"], sin: Float[Array, "B 1 S D"]
-) -> Float[Array, "B N S D"]:
+    heads: Float[Array, "B heads R D"], cos: Float[Array, "B 1 R D"], sin: Float[Array, "B 1 R D"]
+) -> Float[Array, "B heads R D"]:
     """Rotates dimension i with dimension i + D/2 (the half-split pairing of Hugging Face)."""
     first, second = jnp.split(heads, 2, axis=-1)
     return heads * cos + jnp.concatenate([-second, first], axis=-1) * sin

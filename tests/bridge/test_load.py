@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.layout import Turned, upright
+from jax_bridge.layout import Transposed, unwrap
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.storage import weight_files
 
@@ -45,7 +45,7 @@ def weights_of(model):
 
 
 def same_values(loaded, model):
-    arrays, wanted = upright(loaded.arrays), weights_of(model)
+    arrays, wanted = unwrap(loaded.arrays), weights_of(model)
     assert arrays.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert arrays[name].dtype.name == str(tensor.dtype)[6:], name
@@ -271,12 +271,12 @@ MESH = """
 import sys
 import jax, numpy as np
 import jax_bridge as jb, torch_dflash as td
-from jax_bridge.layout import upright
+from jax_bridge.layout import unwrap
 folder = "FOLDER"
 mesh = jax.make_mesh((2, 2), ("data", "model"))
 spread, whole = jb.load(folder, mesh), jb.load(folder)
 cut = {}
-for name, array in upright(whole.arrays).items():
+for name, array in unwrap(whole.arrays).items():
     there = spread.arrays[name]
     assert np.array_equal(np.asarray(there), np.asarray(array)), name
     assert there.sharding.device_set == set(jax.devices()), name
@@ -313,10 +313,10 @@ def test_a_mesh_cuts_weights_by_their_names(tmp_path):
 
 def test_the_names_say_which_arrays_are_turned(tmp_path):
     model = jb.load(save(make_target("llama"), tmp_path))
-    turned = {name for name, array in model.arrays.items() if isinstance(array, Turned)}
-    assert turned == {name for name in model.arrays if name.endswith("_proj.weight")}
+    transposed = {name for name, array in model.arrays.items() if isinstance(array, Transposed)}
+    assert transposed == {name for name in model.arrays if name.endswith("_proj.weight")}
     narrow = jb.load(tmp_path, dtype=torch.bfloat16)
-    assert not [name for name, array in narrow.arrays.items() if isinstance(array, Turned)]
+    assert not [name for name, array in narrow.arrays.items() if isinstance(array, Transposed)]
 
 
 MEMORY = """

@@ -13,7 +13,7 @@ from torch import nn
 
 import torch_dflash as td
 from jax_bridge.arrays import to_torch
-from jax_bridge.layout import Turned
+from jax_bridge.layout import Transposed
 from jax_bridge.probe import SAMPLES, places
 from jax_bridge.weights import Weights
 
@@ -33,7 +33,7 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(values))
         self.register_buffer("empty", torch.zeros(0, 3, dtype=dtype))
         self.register_buffer("scalar", torch.tensor(2.0, dtype=dtype))
-        self.register_buffer("turned", torch.randn(24, 40, generator=generator).to(dtype).T)
+        self.register_buffer("transposed", torch.randn(24, 40, generator=generator).to(dtype).T)
         self.register_buffer("gaps", torch.randn(24, 40, generator=generator).to(dtype)[::2, ::2])
 
     def tensors(self, part="target"):
@@ -43,15 +43,15 @@ class Model(nn.Module):
 def refreshed(weights, tensors):
     """The arrays by name, and which of them are kept as their transposes."""
     arrays = weights.refresh(tensors)
-    turned = {name for name, array in arrays.items() if isinstance(array, Turned)}
-    return {name: arrays[name].array if name in turned else arrays[name] for name in arrays}, turned
+    transposed = {name for name, array in arrays.items() if isinstance(array, Transposed)}
+    return {name: arrays[name].array if name in transposed else arrays[name] for name in arrays}, transposed
 
 
 def converted(weights, tensors):
     """Arrays by name, after they were found to hold what the tensors hold."""
-    arrays, turned = refreshed(weights, tensors)
+    arrays, transposed = refreshed(weights, tensors)
     for name, tensor in tensors.items():
-        array = arrays[name].T if name in turned else arrays[name]
+        array = arrays[name].T if name in transposed else arrays[name]
         assert torch.equal(to_torch(array), tensor.detach()), name
     return arrays
 
@@ -117,7 +117,7 @@ def test_every_way_of_writing_a_weight_is_seen(write, dtype):
     assert written <= changed(before, converted(weights, model.tensors()))
 
 
-@pytest.mark.parametrize("name", ["turned", "gaps", "scalar", "one"])
+@pytest.mark.parametrize("name", ["transposed", "gaps", "scalar", "one"])
 def test_weights_of_any_layout_and_size_are_looked_at(name):
     model, weights = Model(), Weights(frozenset())
     converted(weights, model.tensors())

@@ -1,4 +1,4 @@
-"""Weights turned for the CPU, laid by rows on TPUs: the model's values, followed, copied by no program."""
+"""Weights transposed for the CPU, by rows on TPUs: the model's values, followed, copied by no program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import layout, lower, weights
 from jax_bridge.checkpoints import load as loading
-from jax_bridge.layout import Turned, by_rows, linear_weights, pays, upright
+from jax_bridge.layout import Transposed, linear_weights, row_major, transpose_pays, unwrap
 from torch_dflash.decode import RowRequests
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
@@ -38,17 +38,17 @@ def engine(pair):
 
 def test_linear_weights_are_turned_and_the_head_is_not(engine, pair):
     params = engine.runtime.refresh(engine.tensors())
-    turned = {name for name, leaf in params.items() if isinstance(leaf, Turned)}
+    transposed = {name for name, leaf in params.items() if isinstance(leaf, Transposed)}
     linear = [
         f"{prefix}.{name}.weight"
         for prefix, model in (("target.model", pair[0]), ("proposer.drafter", pair[1]))
         for name, part in model.named_modules()
         if isinstance(part, nn.Linear)
     ]
-    assert turned == set(linear) - {"target.model.lm_head.weight"} and len(turned) > 30
+    assert transposed == set(linear) - {"target.model.lm_head.weight"} and len(transposed) > 30
     for name, tensor in engine.tensors().items():
         assert tuple(params[name].shape) == tuple(tensor.shape)
-        assert torch.equal(jb.to_torch(upright(params)[name]), tensor), name
+        assert torch.equal(jb.to_torch(unwrap(params)[name]), tensor), name
 
 
 def test_a_turned_weight_follows_its_tensor(engine, pair):
@@ -62,10 +62,10 @@ def test_a_turned_weight_follows_its_tensor(engine, pair):
     after = engine.runtime.refresh(engine.tensors())
     with torch.no_grad():
         weight.div_(2)
-    assert torch.equal(jb.to_torch(upright(after)[name]), weight * 2)
-    same = [key for key in before if key != name and not isinstance(before[key], Turned)]
+    assert torch.equal(jb.to_torch(unwrap(after)[name]), weight * 2)
+    same = [key for key in before if key != name and not isinstance(before[key], Transposed)]
     assert all(before[key] is after[key] for key in same)
-    shared = [key for key in before if key != name and isinstance(before[key], Turned)]
+    shared = [key for key in before if key != name and isinstance(before[key], Transposed)]
     assert all(before[key].array is after[key].array for key in shared)
 
 
@@ -79,11 +79,11 @@ def test_no_program_copies_a_turned_weight(engine, pair, monkeypatch):
     steps = {key[0]: program for key, program in made.items() if key[0] in ("prefill", "rounds")}
     assert len(steps) == 2
     assert {name: copies(program) for name, program in steps.items()} == {"prefill": [], "rounds": []}
-    # Turned back outside of the loop, each weight is copied on every call: the search sees that.
+    # Transposed back outside of the loop, each weight is copied on every call: the search sees that.
     runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
     state = runtime.begin(params, RowRequests.idle(engine.plan))
-    monkeypatch.setattr(lower, "upright", lambda params: params)
-    outside = jax.jit(lambda params, state: runtime._rounds(upright(params), state))
+    monkeypatch.setattr(lower, "unwrap", lambda params: params)
+    outside = jax.jit(lambda params, state: runtime._rounds(unwrap(params), state))
     with lower.tracing("highest"):
         assert copies(outside.lower(params, state).compile())
 
@@ -93,9 +93,9 @@ def test_what_is_turned_depends_on_type_and_device():
         platform = "tpu"
 
     cpu = jax.devices("cpu")[0]
-    assert pays(torch.float32, cpu)
-    assert not pays(torch.bfloat16, cpu) and not pays(torch.float16, cpu)
-    assert not pays(torch.float32, Device())
+    assert transpose_pays(torch.float32, cpu)
+    assert not transpose_pays(torch.bfloat16, cpu) and not transpose_pays(torch.float16, cpu)
+    assert not transpose_pays(torch.float32, Device())
 
 
 def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):
@@ -103,9 +103,10 @@ def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):
     names = linear_weights(nn.ModuleDict({"a": layer}), None)
     assert names == {"a.weight"}
     first, second = weights.Weights(names), weights.Weights(frozenset())
-    turned, plain = (one.refresh({"a.weight": layer.weight})["a.weight"] for one in (first, second))
-    assert isinstance(turned, Turned) and turned.array.shape == (4, 6) and turned.shape == (6, 4)
-    assert not isinstance(plain, Turned) and plain.shape == (6, 4)
+    transposed, plain = (one.refresh({"a.weight": layer.weight})["a.weight"] for one in (first, second))
+    assert isinstance(transposed, Transposed)
+    assert transposed.array.shape == (4, 6) and transposed.shape == (6, 4)
+    assert not isinstance(plain, Transposed) and plain.shape == (6, 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's embedding is its head
@@ -116,7 +117,7 @@ def test_programs_take_matrices_as_they_lie(family, source, tmp_path, monkeypatc
         return jax.device_put(array, place) if array.ndim == 2 else array
 
     for module in (weights, loading):
-        monkeypatch.setattr(module, "by_rows", by_columns)
+        monkeypatch.setattr(module, "row_major", by_columns)
     target, drafter = make_pair(family, agree=6.0)
     given = target
     if source == "loaded":
@@ -139,8 +140,8 @@ def test_only_a_tpus_matrices_are_laid_by_rows(monkeypatch):
         place = SimpleNamespace(device_set=[SimpleNamespace(platform="tpu")])
         return SimpleNamespace(ndim=len(order), format=lies, sharding=place)
 
-    monkeypatch.setattr(layout, "rows_format", lambda place: place)
+    monkeypatch.setattr(layout, "row_major_format", lambda place: place)
     monkeypatch.setattr(jax, "device_put", lambda array, place: "by rows")
-    assert by_rows(on_tpu(1, 0)) == "by rows"
+    assert row_major(on_tpu(1, 0)) == "by rows"
     for array in (on_tpu(0, 1), on_tpu(0), on_tpu(2, 1, 0), jax.numpy.zeros((2, 3))):
-        assert by_rows(array) is array
+        assert row_major(array) is array

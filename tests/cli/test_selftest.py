@@ -21,7 +21,7 @@ from torch_dflash.ops import block_attention
 from torch_dflash.runtime import EagerRuntime
 from torch_dflash.selftest import losslessness as texts
 from torch_dflash.selftest import timing
-from torch_dflash.selftest.backend import EagerSide, Subject
+from torch_dflash.selftest.backend import Case, EagerBackend
 from torch_dflash.selftest.costs import hidden_costs
 from torch_dflash.selftest.parity import parity
 from torch_dflash.selftest.report import FAIL, NOT_APPLICABLE, NOT_RUN, PASS, Report, within
@@ -38,18 +38,18 @@ def selftest(*options):
 @pytest.fixture(scope="module")
 def on_xla(tmp_path_factory):
     """One run on XLA: exit status, stdout, stderr, what it wrote, and its pair with all that was compiled."""
-    file, subjects = tmp_path_factory.mktemp("xla") / "found.json", []
+    file, cases = tmp_path_factory.mktemp("xla") / "found.json", []
 
-    def kept(side, family):
-        subjects.append(Subject(side, family))
-        return subjects[-1]
+    def kept(backend, family):
+        cases.append(Case(backend, family))
+        return cases[-1]
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
-        patch.setattr(command, "Subject", kept)
+        patch.setattr(command, "Case", kept)
         with redirect_stderr(StringIO()) as err:
             status = selftest("--quick", "--json", str(file))
-    (subject,) = subjects
-    return status, out.getvalue(), err.getvalue(), json.loads(file.read_text()), subject
+    (case,) = cases
+    return status, out.getvalue(), err.getvalue(), json.loads(file.read_text()), case
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_broken_acceptance_rule_fails_by_name(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def eager():
-    return Subject(EagerSide(), "qwen3")
+    return Case(EagerBackend(), "qwen3")
 
 
 def test_a_broken_mask_fails_parity_alone(eager, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_broken_mask_fails_parity_alone(eager, monkeypatch):
         return visible(block, other, window, True)
 
     monkeypatch.setattr(block_attention, "visible", causal)
-    found = statuses(parity(eager, eager.side, reference_hidden))
+    found = statuses(parity(eager, eager.backend, reference_hidden))
     for when in ("prefill", "rounds"):
         assert found[f"target logits, qwen3, after {when}"] == PASS
         assert found[f"drafter hidden states, qwen3, after {when}"] == FAIL
@@ -138,7 +138,7 @@ def _silent(self, pstate, anchor, length, embed, head, propose=dflash.DFlashProp
 
 
 def test_a_round_too_few_per_read_fails(eager, monkeypatch):
-    assert statuses(hidden_costs(eager, eager.side))["one host read a chunk"] == PASS
+    assert statuses(hidden_costs(eager, eager.backend))["one host read a chunk"] == PASS
     advance = EagerRuntime.advance
 
     def hasty(self, params, state):
@@ -149,13 +149,13 @@ def test_a_round_too_few_per_read_fails(eager, monkeypatch):
             self.plan = plan
 
     monkeypatch.setattr(EagerRuntime, "advance", hasty)
-    assert statuses(hidden_costs(eager, eager.side))["one host read a chunk"] == FAIL
+    assert statuses(hidden_costs(eager, eager.backend))["one host read a chunk"] == FAIL
 
 
 @pytest.mark.slow
 def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, monkeypatch):
-    subject = on_xla[-1]
-    side, engine = subject.side, subject.engine("agreeing", 3)
+    case = on_xla[-1]
+    backend, engine = case.backend, case.engine("agreeing", 3)
     read, run, advance = XlaRuntime.read, XlaRuntime._run, XlaRuntime.advance
 
     def twice(self, *args):
@@ -164,7 +164,7 @@ def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, m
 
     with monkeypatch.context() as patch:
         patch.setattr(XlaRuntime, "read", twice)
-        assert statuses(hidden_costs(subject, side))["one host read a chunk"] == FAIL
+        assert statuses(hidden_costs(case, backend))["one host read a chunk"] == FAIL
 
     def kept(self, name, step, args, donate=()):
         return run(self, name, step, args, () if name == "rounds" else donate)
@@ -178,12 +178,12 @@ def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, m
         key = next(key for key in programs._compiled if key[0] == "rounds")
         del programs._compiled[key], programs._started[key]
         patch.setattr(XlaRuntime, "_run", kept)
-        found = statuses(hidden_costs(subject, side))
+        found = statuses(hidden_costs(case, backend))
         assert found["donated buffers are reused"] == FAIL and found["one host read a chunk"] == PASS
     with monkeypatch.context() as patch:
         patch.setattr(XlaRuntime, "advance", compiling)
         patch.setattr("torch_dflash.selftest.costs.REQUESTS", [([1], {"max_new_tokens": 3})])
-        assert statuses(hidden_costs(subject, side))["no compilation after warm-up"] == FAIL
+        assert statuses(hidden_costs(case, backend))["no compilation after warm-up"] == FAIL
 
 
 def test_what_cannot_run_says_why_and_fails(capsys, monkeypatch):
@@ -242,16 +242,16 @@ def test_only_a_tie_excuses_another_token(eager, monkeypatch):
 
 def test_a_timed_round_does_what_its_name_says():
     """A verify round commits one token; a draft pass moves the drafter on, and never the target's cache."""
-    side = EagerSide()
+    backend = EagerBackend()
     size = timing.SIZES["tiny"]
     target = timing.make_target("qwen3", **size.target)
     drafter = timing.make_drafter(target, **size.drafter)
     prompt, options = torch.ones(1, 9, dtype=torch.long), {"max_new_tokens": 20, "eos_token_id": None}
     for drafts, step in ((timing.Unaccepted(8), timing.decode_round), (drafter, timing.draft_pass)):
-        engine = timing._engine(side, target, drafts, size)
+        engine = timing._engine(backend, target, drafts, size)
         state = engine.start(prompt, do_sample=False, **options)
         before = [layer.key.clone() for layer in state.cache]
-        state = side.repeat(engine, step, 5)(engine.tensors(), state)
+        state = backend.repeat(engine, step, 5)(engine.tensors(), state)
         assert state.length.tolist() == [14]
         moved = [not torch.equal(old, layer.key) for old, layer in zip(before, state.cache, strict=True)]
         assert set(moved) == {step is timing.decode_round}

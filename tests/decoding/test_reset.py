@@ -16,7 +16,7 @@ from torch_dflash.cache.ring import RingLayer
 from torch_dflash.decode import reset
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.prompts import prompt_chunks
-from torch_dflash.engine.requests import row_requests
+from torch_dflash.engine.read import row_requests
 
 NEW = 10
 OLD, OTHER, NEXT = [3, 1, 4, 1, 5], [2, 7, 1, 8], [6, 6, 2]

@@ -12,7 +12,7 @@ from support.scripted import Scripted
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import torch_dflash as td
-from torch_dflash.engine.requests import read_request
+from torch_dflash.engine.read import read_request
 from torch_dflash.engine.seeds import seed_key
 
 RUNTIMES = ["eager", "xla"]

@@ -14,7 +14,7 @@ from support.scripted import pad
 from support.states import look
 from support.tiny import MASK, make_pair, randomise
 from torch_dflash.engine.prompts import prompt_chunks
-from torch_dflash.engine.requests import row_requests
+from torch_dflash.engine.read import row_requests
 
 NEW = 26
 CHUNK = 16

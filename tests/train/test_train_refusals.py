@@ -22,7 +22,7 @@ from torch_dflash.storage.files import StageError, write_atomically
 from torch_dflash.train.answers.data import read_answers, read_prompts, write_answers
 from torch_dflash.train.answers.regenerate import regenerate
 from torch_dflash.train.features.extract import FeatureExtractor, Layers, Sequence, cache_features
-from torch_dflash.train.features.fingerprint import TargetMark
+from torch_dflash.train.features.fingerprint import TargetFingerprint
 from torch_dflash.train.features.sequences import RARE, CachedSequences, OnlineSequences, check_mask
 from torch_dflash.train.features.tensorfiles import write_tensors
 from torch_dflash.train.fit import loop
@@ -144,7 +144,7 @@ def test_features_of_another_target_are_refused_naming_both(world, tmp_path):
     other = another()
     cache_features(other, world.sequences, tmp_path, CACHED)
     theirs = CachedSequences([tmp_path])
-    assert theirs.target == TargetMark.of(other) != TargetMark.of(world.target)
+    assert theirs.target == TargetFingerprint.of(other) != TargetFingerprint.of(world.target)
     narrow = another("narrow", hidden_size=16)
     extract = FeatureExtractor(narrow, TAPS, torch.float32, "eager")
     for features in (theirs, OnlineSequences(world.sequences, extract)):
@@ -164,13 +164,13 @@ def test_features_of_another_target_are_refused_naming_both(world, tmp_path):
 
 def test_a_target_is_known_by_its_weights_alone(world):
     one = make_target("qwen3")
-    mark = TargetMark.of(one)
+    fingerprint = TargetFingerprint.of(one)
     one.config.name_or_path = "elsewhere"
-    assert TargetMark.of(one) == mark and TargetMark.of(make_target("qwen3")) == mark
-    assert TargetMark.of(one.to(torch.bfloat16)) == mark
+    assert TargetFingerprint.of(one) == TargetFingerprint.of(make_target("qwen3")) == fingerprint
+    assert TargetFingerprint.of(one.to(torch.bfloat16)) == fingerprint
     with torch.no_grad():  # as a fine-tune of one projection
         one.model.layers[2].self_attn.q_proj.weight += 0.01
-    assert TargetMark.of(one) != mark
+    assert TargetFingerprint.of(one) != fingerprint
 
 
 def test_a_fit_goes_on_with_the_data_and_the_weights_it_was_begun_with(world, tmp_path):

@@ -8,8 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.paged import PagedLayer, allocate_pool
-from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
 from torch_dflash.ops.windows import clear_rows, write_rows
@@ -82,22 +80,6 @@ def attend_densely(
     """Attention of the rows to dense keys and values, with the rows' own scale, sinks and soft cap."""
     part = KeyValue(key, value, mask)
     return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap)
-
-
-def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> StaticLayer | PagedLayer:
-    """An empty cache of one layer, of the plan's kind."""
-    if plan.cache == "paged":
-        return allocate_pool(spec, plan, dtype, device)
-    kind = LatentLayer if spec.kind == "latent" else StaticLayer
-    return allocate_dense(plan, spec.heads, spec.k_dim, spec.v_dim, dtype, device, kind)
-
-
-def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
-    """Raise ``ValueError`` for a latent layer in a paged cache."""
-    if plan.cache == "paged" and any(spec.kind == "latent" for spec in specs):
-        raise ValueError(
-            "cache='paged': the target's layers expand what they cache (latent attention); choose 'static'."
-        )
 
 
 def allocate_dense(

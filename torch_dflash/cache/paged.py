@@ -24,7 +24,7 @@ class PagedLayer:
     to nobody: rows that are not in use, and positions without a page, write there.
     """
 
-    pool: Float[Tensor, "P G page KV"]
+    pool: Float[Tensor, "P G page_size KV"]
 
     def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, PagedLayer]:
         """What the attention module goes on with: its own rows, for ``attend`` does the rest."""

@@ -21,7 +21,7 @@ class CacheView(Cache):
 
     Args:
         windows: each layer's sliding window, None for none.
-        table: page numbers [B, T], where the layers are paged.
+        table: page numbers [B, row_pages], where the layers are paged.
         count: of a prompt chunk, how many rows of each sequence are real.
         said: the answer to how many tokens are cached. Rows differ, so nothing may depend on it.
     """
@@ -31,7 +31,7 @@ class CacheView(Cache):
         states: tuple,
         windows: tuple[int | None, ...],
         start: Int[Tensor, " B"],
-        table: Int[Tensor, "B T"] | None = None,
+        table: Int[Tensor, "B row_pages"] | None = None,
         count: Int[Tensor, " B"] | None = None,
         said: int = 0,
     ):

@@ -11,7 +11,7 @@ from typing import Any
 from torch_dflash.checks import context_of
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import Loaded
-from torch_dflash.engine.defaults import penalty_of, stop_ids
+from torch_dflash.engine.defaults import default_stop_ids, penalty_of
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -84,7 +84,7 @@ def call_options(arguments: argparse.Namespace, loaded: Loaded) -> dict[str, Any
     options: dict[str, Any] = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.temperature != 0,
-        "eos_token_id": [] if arguments.ignore_eos else stop_ids(loaded.target, loaded.tokenizer),
+        "eos_token_id": [] if arguments.ignore_eos else default_stop_ids(loaded.target, loaded.tokenizer),
     }
     if options["do_sample"]:
         for name in ("temperature", *NEUTRAL):

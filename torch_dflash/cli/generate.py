@@ -29,7 +29,7 @@ from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded, load_pai
 from torch_dflash.engine.options import LARGEST_CHUNK
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import bucket
-from torch_dflash.engine.requests import read_request
+from torch_dflash.engine.read import read_request
 from torch_dflash.engine.stats import DecodeStats
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows

@@ -12,7 +12,7 @@ from torch_dflash.cli.arguments import check_device
 from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.provenance import provenance, write_json
 from torch_dflash.cli.writable import check_outputs
-from torch_dflash.selftest.backend import EagerSide, Side, Subject
+from torch_dflash.selftest.backend import Backend, Case, EagerBackend
 from torch_dflash.selftest.costs import hidden_costs
 from torch_dflash.selftest.kernels import block_forms, paged_forms
 from torch_dflash.selftest.losslessness import lossless
@@ -44,29 +44,29 @@ def run(arguments: argparse.Namespace) -> int:
     """Run all checks; returns the exit status."""
     try:
         _check_arguments(arguments)
-        return _all_checks(_side(arguments), arguments)
+        return _all_checks(_backend(arguments), arguments)
     except UserError as error:
         return fail("selftest", error)
     except KeyboardInterrupt:
         return 130
 
 
-def _all_checks(side: Side, arguments: argparse.Namespace) -> int:
-    print(f"device: {side.describe()}, runtime {side.runtime}\n", flush=True)
+def _all_checks(backend: Backend, arguments: argparse.Namespace) -> int:
+    print(f"device: {backend.describe()}, runtime {backend.runtime}\n", flush=True)
     report = Report(lambda line: print(line, flush=True))
     for family in FAMILIES[:1] if arguments.quick else FAMILIES:
-        subject, single = Subject(side, family), family == FAMILIES[0] and not arguments.quick
-        report.attempt(f"parity, {family}", lambda subject=subject: _parity(subject, side))
-        report.attempt(f"texts, {family}", lambda subject=subject, single=single: lossless(subject, single))
+        case, single = Case(backend, family), family == FAMILIES[0] and not arguments.quick
+        report.attempt(f"parity, {family}", lambda case=case: _parity(case, backend))
+        report.attempt(f"texts, {family}", lambda case=case, single=single: lossless(case, single))
         if family == FAMILIES[0]:
-            report.attempt("paged attention", lambda: paged_forms(side))
-            report.attempt("block attention", lambda: block_forms(side))
-            report.attempt("hidden costs", lambda subject=subject: hidden_costs(subject, side))
+            report.attempt("paged attention", lambda: paged_forms(backend))
+            report.attempt("block attention", lambda: block_forms(backend))
+            report.attempt("hidden costs", lambda case=case: hidden_costs(case, backend))
     timings: list[dict[str, Any]] = []
-    report.attempt("timings", lambda: _timings(side, arguments, timings))
+    report.attempt("timings", lambda: _timings(backend, arguments, timings))
     if timings:
         print("\n" + _table(timings))
-    _conclude(report, side, timings, arguments)
+    _conclude(report, backend, timings, arguments)
     return 0 if report.passed else 1
 
 
@@ -77,35 +77,37 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     check_outputs(json=arguments.json)
 
 
-def _side(arguments: argparse.Namespace) -> Side:
+def _backend(arguments: argparse.Namespace) -> Backend:
     try:
         if arguments.runtime == "eager":
-            return EagerSide(arguments.device)
-        from jax_bridge.selftest import XlaSide  # only when asked for: it loads JAX
+            return EagerBackend(arguments.device)
+        from jax_bridge.selftest import XlaBackend  # only when asked for: it loads JAX
 
-        return XlaSide()
+        return XlaBackend()
     except (ImportError, RuntimeError, AssertionError) as error:  # no such device, or no working JAX
         where = f"--device {arguments.device}" if arguments.device else f"--runtime {arguments.runtime}"
         raise UserError(f"{where}: {one_line(error)} Choose a device and a runtime that are here.") from None
 
 
-def _parity(subject: Subject, side: Side) -> Iterator[Check]:
+def _parity(case: Case, backend: Backend) -> Iterator[Check]:
     try:
         from jax_bridge.selftest import reference_hidden  # the independent drafter is written in JAX
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error)}"
-        yield Check(f"drafter hidden states, {subject.family}, pure JAX", NOT_RUN, f"JAX: {why}")
-        yield from parity(subject, side, None)
+        yield Check(f"drafter hidden states, {case.family}, pure JAX", NOT_RUN, f"JAX: {why}")
+        yield from parity(case, backend, None)
         return
-    yield from parity(subject, side, reference_hidden)
+    yield from parity(case, backend, reference_hidden)
 
 
-def _timings(side: Side, arguments: argparse.Namespace, timings: list[dict[str, Any]]) -> Iterator[Check]:
+def _timings(
+    backend: Backend, arguments: argparse.Namespace, timings: list[dict[str, Any]]
+) -> Iterator[Check]:
     if arguments.quick:
         yield Check("timings", NOT_APPLICABLE, "left out by --quick")
         return
-    size = arguments.size or ("base" if side.accelerated else "small")
-    timings += measure(side, size)
+    size = arguments.size or ("base" if backend.accelerated else "small")
+    timings += measure(backend, size)
     sane = all(0 < row["ms"] < float("inf") for row in timings)
     yield judged("timings", sane, f"{len(timings)} passes of the {size} pair timed, see below")
 
@@ -131,7 +133,7 @@ def _table(timings: list[dict[str, Any]]) -> str:
 
 
 def _conclude(
-    report: Report, side: Side, timings: list[dict[str, Any]], arguments: argparse.Namespace
+    report: Report, backend: Backend, timings: list[dict[str, Any]], arguments: argparse.Namespace
 ) -> None:
     """Print the verdict and the provenance, and write them where --json says."""
     failures = report.failures()
@@ -140,7 +142,7 @@ def _conclude(
     origin = provenance()
     packages = ", ".join(f"{name} {version or 'none'}" for name, version in origin["packages"].items())
     print(f"{origin['date']}, Python {origin['python']}, {packages}")
-    print(f"{side.describe()}; {origin['hardware']}; {torch.get_num_threads()} torch threads")
+    print(f"{backend.describe()}; {origin['hardware']}; {torch.get_num_threads()} torch threads")
     if arguments.json:
-        results = {"passed": report.passed, "runtime": side.runtime, "device": side.describe()}
+        results = {"passed": report.passed, "runtime": backend.runtime, "device": backend.describe()}
         write_json(arguments.json, results | {"checks": report.as_json(), "timings": timings})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch_dflash.engine.prompts import prompt_chunks
+from torch_dflash.engine.read import row_requests
 from torch_dflash.engine.request import Request
-from torch_dflash.engine.requests import row_requests
 from torch_dflash.engine.scheduler import READ, Scheduler
 from torch_dflash.plan import DecodePlan
 from torch_dflash.runtime import Progress, Runtime

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def stop_ids(target: Any, tokenizer: Any) -> list[int]:
+def default_stop_ids(target: Any, tokenizer: Any) -> list[int]:
     """The model's stop ids, else the tokenizer's."""
     stops = target.generation_config.eos_token_id
     stops = tokenizer.eos_token_id if stops is None else stops

@@ -16,8 +16,8 @@ from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.models import Models
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput, collect
+from torch_dflash.engine.read import check_fits, read_request
 from torch_dflash.engine.request import Request
-from torch_dflash.engine.requests import check_fits, read_request
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.choose import make_proposer

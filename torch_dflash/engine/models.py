@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from torch_dflash.decode import Pair
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.base import Proposer
 from torch_dflash.target.weights import collect_tensors, named_arrays
 
 
@@ -57,8 +57,8 @@ class Models:
             drafter = self._drafter()
             if drafter is None:
                 raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
-            if isinstance(drafter, DFlashDraftModel):
-                tensors |= collect_tensors(proposer.drafter, drafter, "proposer.drafter.")
-            else:
+            if isinstance(drafter, Proposer):
                 tensors |= collect_tensors(proposer, drafter, "proposer.")
+            else:  # a model, of which the proposer made for it holds a skeleton
+                tensors |= collect_tensors(proposer.drafter, drafter, "proposer.drafter.")
         return tensors

@@ -17,7 +17,7 @@ class PageAllocator:
     Args:
         plan: its ``row_pages`` and ``pages``.
         most: per row, the positions it may come to hold.
-        table: pages that rows hold already, [B, T].
+        table: pages that rows hold already, [B, row_pages].
     """
 
     def __init__(self, plan: DecodePlan, most: list[int], table: np.ndarray | None = None):
@@ -66,7 +66,7 @@ class PageAllocator:
 
 
 def check_table(table: np.ndarray, pages: int, what: str) -> None:
-    """Raise ``ValueError`` unless ``table`` [B, T] is one that a `PageAllocator` could give.
+    """Raise ``ValueError`` unless ``table`` [B, row_pages] is one that a `PageAllocator` could give.
 
     Every page lies in the pool and stands in the table once, page 0 apart, which says that there is none;
     a row's pages come first. ``what`` names in the message whose table it is.

@@ -32,7 +32,7 @@ class Scheduler:
         plan: the engine's.
         lengths: positions of each row that are committed, or are to be: its prompt.
         limits: most positions each row may hold.
-        pages: page tables [B, T] that rows hold already, of a paged cache.
+        pages: page tables [B, row_pages] that rows hold already, of a paged cache.
     """
 
     def __init__(

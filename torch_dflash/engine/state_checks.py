@@ -18,6 +18,12 @@ FREE = {"rounds_per_chunk"}
 ARGUMENTS = {"capacity": "max_length"}  # plan fields that `torch_dflash.compile` names otherwise
 
 
+def describe_plan(plan: DecodePlan) -> str:
+    """``plan`` as JSON; its processors by their ``repr``, which for a dataclass has every field."""
+    named = {option.name: getattr(plan, option.name) for option in dataclasses.fields(plan)}
+    return json.dumps(named | {"processors": [repr(processor) for processor in plan.processors]})
+
+
 def check_plan(text: str | None, plan: DecodePlan, file: Path) -> None:
     """Raise ``ValueError`` unless ``text`` is the JSON of ``plan``, `FREE` fields apart."""
     try:
@@ -28,7 +34,7 @@ def check_plan(text: str | None, plan: DecodePlan, file: Path) -> None:
         raise ValueError(
             f"{file}: plan is {_short(text)}, not a plan as JSON; save the state again with save_state."
         )
-    own = json.loads(json.dumps(dataclasses.asdict(plan)))
+    own = json.loads(describe_plan(plan))
     for name in sorted((saved.keys() | own.keys()) - FREE):
         if saved.get(name) != own.get(name):
             raise ValueError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import json
 import os
 import zlib
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch_dflash.engine.state_checks import (
     check_pages,
     check_plan,
     check_values,
+    describe_plan,
 )
 from torch_dflash.state import DecodeState
 from torch_dflash.storage.checksums import checksum_of
@@ -55,7 +54,7 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
-        "plan": json.dumps(dataclasses.asdict(engine.plan)),
+        "plan": describe_plan(engine.plan),
         "proposer": describe_proposer(engine),
     }
     metadata["checksum"] = _checksum(tensors, metadata)

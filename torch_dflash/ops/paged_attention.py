@@ -17,14 +17,14 @@ from torch_dflash.ops.windows import positions
 class Pages(NamedTuple):
     """K and V of all rows: position p of row b is ``pool[table[b, p // page], :, p % page]``."""
 
-    pool: Float[Tensor, "P G page KV"]
-    table: Int[Tensor, "B columns"]
+    pool: Float[Tensor, "P G page_size KV"]
+    table: Int[Tensor, "B row_pages"]
 
 
 @lowerable
 def paged_attention(
     inputs: AttentionInputs, pages: Pages
-) -> tuple[Float[Tensor, "B M Q Dv"], Float[Tensor, "P G page KV"]]:
+) -> tuple[Float[Tensor, "B M Q Dv"], Float[Tensor, "P G page_size KV"]]:
     """Write M new rows into the pages, then causal attention of these rows: (output, pool).
 
     The pool is consumed: eagerly it is written in place, under XLA donated. Positions past the table's

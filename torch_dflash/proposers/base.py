@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, NamedTuple
 
 from jaxtyping import Bool
@@ -73,7 +72,6 @@ class Proposer(nn.Module):
         """
         return pstate
 
-    @abstractmethod
     def propose(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> tuple[Draft, Any]:
         """Draft after ``anchor`` [B], which stands at position ``length`` [B].
 

@@ -106,6 +106,11 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
             f"drafter={type(proposer).__name__}: it has no name; give the class one (name = 'mine'), which "
             "states saved with it will carry."
         )
+    if not hasattr(proposer, "width"):
+        raise TypeError(
+            f"drafter={type(proposer).__name__}: it has no width; set how many rows it drafts, the anchor "
+            "included (width = 8)."
+        )
     check_counts(width=proposer.width)
     if block_size not in (None, proposer.width):
         raise ValueError(

@@ -32,7 +32,7 @@ class Reads:
 
 
 @runtime_checkable
-class Side(Protocol):
+class Backend(Protocol):
     """A runtime as the self-test needs it. A step is ``(pair, params, state) -> result``, as in `decode`."""
 
     runtime: str
@@ -75,7 +75,7 @@ class Side(Protocol):
         ...
 
 
-class EagerSide:
+class EagerBackend:
     """PyTorch on one of its devices."""
 
     runtime = "eager"
@@ -135,13 +135,13 @@ def best_speed(copy_once: Callable[[], Any], wait: Callable[[Any], None], moved:
     return moved / min(times[1:]) / 1e9
 
 
-class Subject:
-    """A random pair: ``target`` and ``drafter`` on the CPU to compare with, and engines on ``side``; fp32."""
+class Case:
+    """A random fp32 pair: ``target`` and ``drafter`` on the CPU to compare with, engines on ``backend``."""
 
-    def __init__(self, side: Side, family: str):
-        self.side, self.family = side, family
+    def __init__(self, backend: Backend, family: str):
+        self.backend, self.family = backend, family
         self.target, self.drafter = make_pair(family, agree=8.0)
-        self._live = side.place(copy.deepcopy(self.target)), side.place(copy.deepcopy(self.drafter))
+        self._live = backend.place(copy.deepcopy(self.target)), backend.place(copy.deepcopy(self.drafter))
         self._engines: dict[tuple[str, int], Engine] = {}
         self._random = make_drafter(self.target, seed=77).state_dict()
 
@@ -169,7 +169,7 @@ class Subject:
             self._engines[kind, batch_size] = compile_pair(
                 target,
                 drafts,
-                runtime=self.side.runtime,
+                runtime=self.backend.runtime,
                 max_length=CAPACITY,
                 batch_size=batch_size,
                 rounds_per_chunk=CHUNK,

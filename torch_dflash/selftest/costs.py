@@ -9,7 +9,7 @@ import torch
 
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import pad_rows
-from torch_dflash.selftest.backend import CHUNK, Side, Subject, prompts
+from torch_dflash.selftest.backend import CHUNK, Backend, Case, prompts
 from torch_dflash.selftest.report import NOT_APPLICABLE, Check, judged
 
 # Everything a request may change without a new program.
@@ -23,11 +23,11 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
-def hidden_costs(subject: Subject, side: Side) -> Iterator[Check]:
+def hidden_costs(case: Case, backend: Backend) -> Iterator[Check]:
     """Warm an engine up, send it requests of every kind, and count."""
-    engine = subject.engine("agreeing", len(prompts())).warmup()
+    engine = case.engine("agreeing", len(prompts())).warmup()
     compiled = expected = counted = 0
-    with side.watch_reads() as reads:
+    with backend.watch_reads() as reads:
         for lengths, options in REQUESTS:
             options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None} | options
             ids, mask = pad_rows([_prompt(length) for length in lengths])
@@ -37,7 +37,7 @@ def hidden_costs(subject: Subject, side: Side) -> Iterator[Check]:
             counted += out.stats.host_reads
             expected += 1 + -(-out.stats.rounds // CHUNK)
     name = "no compilation after warm-up"
-    if side.runtime == "eager":
+    if backend.runtime == "eager":
         yield Check(name, NOT_APPLICABLE, "eager PyTorch compiles nothing")
     else:
         detail = f"{compiled} programs in {len(REQUESTS)} requests of other lengths, options and stop ids"
@@ -51,7 +51,7 @@ def hidden_costs(subject: Subject, side: Side) -> Iterator[Check]:
         expected=expected,
     )
     state = engine.start(*pad_rows(prompts()), max_new_tokens=40, do_sample=False, eos_token_id=None)
-    reused, detail = side.reuse(engine, state)
+    reused, detail = backend.reuse(engine, state)
     name = "donated buffers are reused"
     yield Check(name, NOT_APPLICABLE, detail) if reused is None else judged(name, reused, detail)
 

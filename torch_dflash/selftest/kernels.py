@@ -12,7 +12,7 @@ import torch
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past, block_attention
 from torch_dflash.ops.paged_attention import Pages, paged_attention, pool_width
-from torch_dflash.selftest.backend import Side
+from torch_dflash.selftest.backend import Backend
 from torch_dflash.selftest.report import Check, within
 
 BATCH, PAGE, COLUMNS = 2, 16, 12
@@ -46,7 +46,7 @@ BLOCKS = {
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-def paged_forms(side: Side) -> Iterator[Check]:
+def paged_forms(backend: Backend) -> Iterator[Check]:
     """One check per shape and dtype: outputs, and the pages as they are afterwards."""
     for name, shape in SHAPES.items():
         for dtype, tolerance in TOLERANCES.items():
@@ -54,7 +54,7 @@ def paged_forms(side: Side) -> Iterator[Check]:
             *_, table, start = arguments
             attention = partial(_paged, shape)
             wanted, kept = attention(*_wide(arguments))
-            out, pool = side.apply(attention, arguments, consumed=(3,))
+            out, pool = backend.apply(attention, arguments, consumed=(3,))
             written = _difference(pool.float(), kept, table, start + shape.rows)
             error = float((out.float() - wanted).abs().max())
             note = "pages as they should be" if written == 0 else f"pages wrong by {written:.2e}"
@@ -62,13 +62,13 @@ def paged_forms(side: Side) -> Iterator[Check]:
             yield within(label, error if written == 0 else float("inf"), tolerance, note)
 
 
-def block_forms(side: Side) -> Iterator[Check]:
+def block_forms(backend: Backend) -> Iterator[Check]:
     """One check per shape and dtype of a drafted block's attention."""
     for name, shape in BLOCKS.items():
         for dtype, tolerance in TOLERANCES.items():
             arguments = _block_arguments(shape, dtype)
             attention = partial(_block, shape)
-            out = side.apply(attention, arguments)
+            out = backend.apply(attention, arguments)
             error = float((out.float() - attention(*_wide(arguments))).abs().max())
             label = f"block attention, {str(dtype).removeprefix('torch.')}, {name}"
             yield within(label, error, tolerance)

@@ -10,7 +10,7 @@ import torch
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.sampling import gumbel
-from torch_dflash.selftest.backend import Subject, prompts
+from torch_dflash.selftest.backend import Case, prompts
 from torch_dflash.selftest.parity import TOLERANCE
 from torch_dflash.selftest.report import Check, judged
 
@@ -20,14 +20,14 @@ SEED = 5
 KINDS = ("plain", "agreeing", "random", "n-gram", "paged")
 
 
-def own_texts(subject: Subject) -> dict[str, list[list[int]]]:
+def own_texts(case: Case) -> dict[str, list[list[int]]]:
     """Per mode and prompt, the text to reproduce: transformers' greedy text, our plain samples on the CPU."""
     greedy, sampled = [], []
-    sample = subject.plain_on_cpu()
+    sample = case.plain_on_cpu()
     for row, prompt in enumerate(prompts()):
         ids = torch.tensor([prompt])
         options: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
-        out = subject.target.generate(
+        out = case.target.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, **options
         )
         greedy.append(out[0, len(prompt) :].tolist())
@@ -36,27 +36,25 @@ def own_texts(subject: Subject) -> dict[str, list[list[int]]]:
     return {"greedy": greedy, "sampled": sampled}
 
 
-def lossless(subject: Subject, single: bool) -> Iterator[Check]:
+def lossless(case: Case, single: bool) -> Iterator[Check]:
     """One check per drafter, mode and batch; ``single`` adds engines of batch size 1."""
-    wanted = own_texts(subject)
+    wanted = own_texts(case)
     everything = list(range(len(prompts())))
     for rows in (everything, [0]) if single else (everything,):
         for kind in KINDS:
             for mode in ("greedy", "sampled"):
-                yield _same_text(subject, kind, mode, rows, wanted)
+                yield _same_text(case, kind, mode, rows, wanted)
 
 
 def _sampled(seeds: list[int]) -> dict[str, Any]:
     return {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "seed": seeds}
 
 
-def _same_text(
-    subject: Subject, kind: str, mode: str, rows: list[int], texts: dict[str, list[list[int]]]
-) -> Check:
+def _same_text(case: Case, kind: str, mode: str, rows: list[int], texts: dict[str, list[list[int]]]) -> Check:
     wanted = texts[mode]
     chosen = [prompts()[row] for row in rows]
     how = _sampled([SEED + row for row in rows]) if mode == "sampled" else {"do_sample": False}
-    out = subject.engine(kind, len(rows)).generate(
+    out = case.engine(kind, len(rows)).generate(
         *pad_rows(chosen),
         max_new_tokens=NEW,
         eos_token_id=None,
@@ -67,7 +65,7 @@ def _same_text(
     assert isinstance(out, GenerateOutput) and out.stats is not None
     wrong, ties = [], []
     for row, prompt, ids in zip(rows, chosen, out.new_tokens, strict=True):
-        at, gap = _difference(subject, prompt, wanted[row], ids, SEED + row if mode == "sampled" else None)
+        at, gap = _difference(case, prompt, wanted[row], ids, SEED + row if mode == "sampled" else None)
         if at is not None:
             (wrong if gap is None else ties).append(f"row {row} at token {at}")
     lengths = sum(out.stats.acceptance_lengths, [])
@@ -85,7 +83,7 @@ def _same_text(
     named = {"plain": "plain", "n-gram": "n-gram", "paged": "agreeing drafter, paged cache"}
     drafter = named.get(kind, f"{kind} drafter")
     return judged(
-        f"{subject.family}, {mode} = {against}: {drafter}, {batch}",
+        f"{case.family}, {mode} = {against}: {drafter}, {batch}",
         not wrong and not any(blind.values()),
         detail,
         acceptance_length=tau,
@@ -95,7 +93,7 @@ def _same_text(
 
 @torch.no_grad()
 def _difference(
-    subject: Subject, prompt: list[int], wanted: list[int], got: list[int], seed: int | None
+    case: Case, prompt: list[int], wanted: list[int], got: list[int], seed: int | None
 ) -> tuple[int | None, float | None]:
     """(first token that differs or None, gap of the two scores if rounding alone can have flipped them)."""
     if wanted == got:
@@ -103,7 +101,7 @@ def _difference(
     if len(wanted) != len(got):
         return min(len(wanted), len(got)), None
     at = next(index for index, (one, other) in enumerate(zip(wanted, got, strict=True)) if one != other)
-    logits = subject.target(torch.tensor([prompt + wanted[:at]]), use_cache=False).logits[0, -1]
+    logits = case.target(torch.tensor([prompt + wanted[:at]]), use_cache=False).logits[0, -1]
     scores, temperature = logits, 1.0
     if seed is not None:
         noise = gumbel(

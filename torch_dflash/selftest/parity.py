@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, Params
 from torch_dflash.engine.prompts import pad_rows
-from torch_dflash.selftest.backend import Side, Subject, prompts
+from torch_dflash.selftest.backend import Backend, Case, prompts
 from torch_dflash.selftest.report import Check, within
 from torch_dflash.state import DecodeState
 
@@ -62,13 +62,13 @@ def _probe(pair: Pair, state: DecodeState) -> tuple[Tensor, ...]:
     return state.tokens, state.length, drafted.tokens, seen[0], logits
 
 
-def passes(subject: Subject, side: Side, depth: int) -> list[Pass]:
+def passes(case: Case, backend: Backend, depth: int) -> list[Pass]:
     """What every row's next round computes after ``depth`` chunks of rounds."""
-    engine = subject.engine("agreeing", len(prompts()))
+    engine = case.engine("agreeing", len(prompts()))
     state = engine.start(*pad_rows(prompts()), max_new_tokens=50, do_sample=False, eos_token_id=None)
     for _ in range(depth):
         state = engine.advance(state)
-    tokens, length, drafts, hidden, logits = side.run(engine, probe, state)
+    tokens, length, drafts, hidden, logits = backend.run(engine, probe, state)
     return [
         Pass(tokens[row, : end + 1].tolist(), drafts[row].tolist(), hidden[row].float(), logits[row].float())
         for row, end in enumerate(length.tolist())
@@ -84,35 +84,35 @@ def eager_features(target: Any, taps: list[int], tokens: list[int], context: int
 
 
 @torch.no_grad()
-def eager_hidden(subject: Subject, anchor: int, features: Tensor, width: int) -> Tensor:
+def eager_hidden(case: Case, anchor: int, features: Tensor, width: int) -> Tensor:
     """The drafter's states [W-1, H] from one pass over the whole context, without a cache."""
-    config = subject.drafter.config
+    config = case.drafter.config
     ids = torch.tensor([[anchor, *[config.mask_token_id] * (width - 1)]])
-    noise = subject.target.get_input_embeddings().weight[ids] * config.input_embedding_scale
+    noise = case.target.get_input_embeddings().weight[ids] * config.input_embedding_scale
     position = torch.arange(features.shape[1] + width)[None]
-    return subject.drafter(noise, features, position).last_hidden_state[0, 1:]
+    return case.drafter(noise, features, position).last_hidden_state[0, 1:]
 
 
 Reference = Callable[[Any, Any, int, Tensor, int], Tensor]
 """``(drafter, embedding weight, anchor, features, W) -> hidden states``: an independent drafter."""
 
 
-def parity(subject: Subject, side: Side, reference: Reference | None) -> Iterator[Check]:
+def parity(case: Case, backend: Backend, reference: Reference | None) -> Iterator[Check]:
     """Compare both passes at every depth: all rows with eager PyTorch, one with ``reference`` (if any)."""
     for depth in DEPTHS:
-        when = f"{subject.family}, after {'prefill' if not depth else 'rounds'}"
+        when = f"{case.family}, after {'prefill' if not depth else 'rounds'}"
         worst = {"logits": 0.0, "hidden": 0.0}
         scale = {"logits": 1.0, "hidden": 1.0}
-        found = passes(subject, side, depth)
+        found = passes(case, backend, depth)
         first = {}
         for row, item in enumerate(found):
             verified = item.logits.shape[0]
             tokens = item.committed + item.drafts[: verified - 1]
             context, width = len(item.committed) - 1, len(item.drafts) + 1
             features, logits = eager_features(
-                subject.target, subject.drafter.config.target_layer_ids, tokens, context
+                case.target, case.drafter.config.target_layer_ids, tokens, context
             )
-            hidden = eager_hidden(subject, item.committed[-1], features, width)
+            hidden = eager_hidden(case, item.committed[-1], features, width)
             if row == 1:  # a short one: the reference compiles for every length
                 first = {"item": item, "features": features, "width": width}
             for name, ours, theirs in (
@@ -127,11 +127,11 @@ def parity(subject: Subject, side: Side, reference: Reference | None) -> Iterato
         yield within(f"target logits, {when}", worst["logits"], TOLERANCE * scale["logits"], rows)
         yield within(f"drafter hidden states, {when}", worst["hidden"], TOLERANCE * scale["hidden"], rows)
         if reference is not None:
-            yield _against_reference(subject, reference, when, TOLERANCE * scale["hidden"], **first)
+            yield _against_reference(case, reference, when, TOLERANCE * scale["hidden"], **first)
 
 
-def _against_reference(subject: Subject, reference: Reference, when: str, tolerance: float, **given) -> Check:
-    item, embedding = given["item"], subject.target.get_input_embeddings().weight
-    hidden = reference(subject.drafter, embedding, item.committed[-1], given["features"], given["width"])
+def _against_reference(case: Case, reference: Reference, when: str, tolerance: float, **given) -> Check:
+    item, embedding = given["item"], case.target.get_input_embeddings().weight
+    hidden = reference(case.drafter, embedding, item.committed[-1], given["features"], given["width"])
     error = float((item.hidden - hidden).abs().max())
     return within(f"drafter hidden states, {when}, pure JAX", error, tolerance, "1 row, jax_bridge.reference")

@@ -20,7 +20,7 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.selftest.backend import Side
+from torch_dflash.selftest.backend import Backend
 from torch_dflash.selftest.pairs import make_drafter, make_target
 from torch_dflash.state import DecodeState, Draft
 
@@ -121,28 +121,28 @@ def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
     )
 
 
-def measure(side: Side, size: str) -> Iterator[dict[str, Any]]:
-    """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``side``: one row of figures each."""
+def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
+    """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``backend``: one row of figures each."""
     chosen = SIZES[size]
     target = make_target("qwen3", **chosen.target)
     drafter = make_drafter(target, **chosen.drafter)
-    target, drafter = (side.place(model.to(chosen.dtype)) for model in (target, drafter))
-    engines = {"plain step, M=1": _engine(side, target, None, chosen)}
+    target, drafter = (backend.place(model.to(chosen.dtype)) for model in (target, drafter))
+    engines = {"plain step, M=1": _engine(backend, target, None, chosen)}
     for width in VERIFY_WIDTHS:
-        engines[f"verify, M={width}"] = _engine(side, target, Unaccepted(width), chosen)
+        engines[f"verify, M={width}"] = _engine(backend, target, Unaccepted(width), chosen)
     paged = f"verify, M={BLOCK}, paged"
-    engines[paged] = _engine(side, target, Unaccepted(BLOCK), chosen, cache="paged")
-    block = _engine(side, target, drafter, chosen)
+    engines[paged] = _engine(backend, target, Unaccepted(BLOCK), chosen, cache="paged")
+    block = _engine(backend, target, drafter, chosen)
     engines |= {f"draft, W={BLOCK}": block, f"whole round, W=M={BLOCK}": block}
     programs = {
-        name: side.repeat(engine, draft_pass if name.startswith("draft") else decode_round, ROUNDS)
+        name: backend.repeat(engine, draft_pass if name.startswith("draft") else decode_round, ROUNDS)
         for name, engine in engines.items()
     }
     times: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(REPEATS + 1):
         for name, engine in engines.items():
-            times[name].append(_timed(side, engine, programs[name]))
-    speed = side.copy_speed(512 if side.accelerated else 64)
+            times[name].append(_timed(backend, engine, programs[name]))
+    speed = backend.copy_speed(512 if backend.accelerated else 64)
     rows = []
     for name, engine in engines.items():
         kept = sorted(seconds / ROUNDS * 1e3 for seconds in times[name][1:])
@@ -151,11 +151,11 @@ def measure(side: Side, size: str) -> Iterator[dict[str, Any]]:
         yield rows[-1] | {"copy_gb_per_s": speed, "size": size, "dtype": str(chosen.dtype)}
 
 
-def _engine(side: Side, target: Any, drafter: Any, size: Size, cache: str = "static") -> Engine:
+def _engine(backend: Backend, target: Any, drafter: Any, size: Size, cache: str = "static") -> Engine:
     return compile_pair(
         target,
         drafter,
-        runtime=side.runtime,
+        runtime=backend.runtime,
         max_length=PROMPT + (ROUNDS + 1) * BLOCK,  # a round may commit a whole block
         prefill_chunk_size=PROMPT,
         filters=False,
@@ -165,14 +165,14 @@ def _engine(side: Side, target: Any, drafter: Any, size: Size, cache: str = "sta
     )
 
 
-def _timed(side: Side, engine: Engine, program: Callable[[Any, Any], Any]) -> float:
+def _timed(backend: Backend, engine: Engine, program: Callable[[Any, Any], Any]) -> float:
     prompt = torch.arange(PROMPT)[None] % 89 + 1
     new = engine.plan.capacity - PROMPT
     state = engine.start(prompt, max_new_tokens=new, do_sample=False, eos_token_id=None)
     params = engine.runtime.refresh(engine.tensors())
-    side.wait(state)
+    backend.wait(state)
     started = time.perf_counter()
-    side.wait(program(params, state))
+    backend.wait(program(params, state))
     return time.perf_counter() - started
 
 

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from torch_dflash.cache.dense import allocate
+from torch_dflash.cache.allocate import allocate
 from torch_dflash.cache.view import CacheView
-from torch_dflash.checks import check_static_rope, check_target, is_count
+from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
 from torch_dflash.ops.windows import take_row
 from torch_dflash.plan import DecodePlan
 from torch_dflash.target.skeleton import build_skeleton, remembered_in
@@ -108,7 +109,7 @@ class Target(nn.Module):
         start: Int[Tensor, " B"],
         cache: tuple,
         taps: tuple[int, ...] = (),
-        pages: Int[Tensor, "B T"] | None = None,
+        pages: Int[Tensor, "B row_pages"] | None = None,
         count: Int[Tensor, " B"] | None = None,
     ) -> TargetOutput:
         """One cached forward of M rows per sequence at positions ``start[b] .. start[b]+M-1``.
@@ -122,6 +123,8 @@ class Target(nn.Module):
             count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
                 to the last of them alone.
         """
+        kept = (leaf for leaf in pytree.tree_leaves(cache) if leaf.is_floating_point())
+        check_dtype("target", next(kept, self).dtype, self.dtype)
         view = CacheView(cache, self._windows, start, pages, count, self.tokens_said)
         position = start[:, None] + torch.arange(ids.shape[1], device=ids.device, dtype=start.dtype)
         outputs: dict[int, Tensor] = {}

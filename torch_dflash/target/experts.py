@@ -21,11 +21,11 @@ ONE_BY_ONE = 16
 
 def static_experts(
     module: Any,
-    hidden_states: Float[Tensor, "T H"],
-    top_k_index: Int[Tensor, "T k"],
-    top_k_weights: Float[Tensor, "T k"],
-) -> Float[Tensor, "T H"]:
-    """transformers' experts interface: the weighted sum of each row's k experts.
+    hidden_states: Float[Tensor, "R H"],
+    top_k_index: Int[Tensor, "R top_k"],
+    top_k_weights: Float[Tensor, "R top_k"],
+) -> Float[Tensor, "R H"]:
+    """transformers' experts interface: the weighted sum of each row's top_k experts.
 
     More than a few pairs reach most experts between them, so every expert then sees every row, and the
     weights decide: the experts are read once, where they lie. The needless products cost no time while
@@ -38,8 +38,8 @@ def static_experts(
 
 def _all_at_once(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     expert = torch.arange(module.num_experts, device=index.device, dtype=index.dtype)
-    hit = index[:, :, None] == expert  # [T, k, E]
-    share = torch.where(hit, weights[:, :, None], 0).sum(dim=1).T[:, :, None]  # [E, T, 1]
+    hit = index[:, :, None] == expert  # [R, top_k, experts]
+    share = torch.where(hit, weights[:, :, None], 0).sum(dim=1).T[:, :, None]  # [experts, R, 1]
     out = _apply(module, rows.expand(module.num_experts, -1, -1), lambda stack: stack)
     # An expert that was not asked may overflow on a row of another's: zero times that would be NaN.
     return torch.where(hit.any(dim=1).T[:, :, None], out * share, 0).sum(dim=0)
@@ -58,7 +58,7 @@ def _one_by_one(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Te
     return torch.stack(sums)
 
 
-def _apply(module: Any, rows: Float[Tensor, "E T H"], pick: Any) -> Float[Tensor, "E T H"]:
+def _apply(module: Any, rows: Float[Tensor, "experts R H"], pick: Any) -> Float[Tensor, "experts R H"]:
     """The experts that ``pick`` takes from a stack, each on its own ``rows``."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     inner = _linear(module, rows, first, pick)

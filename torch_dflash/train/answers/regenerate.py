@@ -16,13 +16,13 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, context_of
-from torch_dflash.engine.defaults import penalty_of, stop_ids
+from torch_dflash.engine.defaults import default_stop_ids, penalty_of
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.storage.files import write_json
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Answer, Prompt, count_answers, write_answers
-from torch_dflash.train.features.fingerprint import TargetMark
+from torch_dflash.train.features.fingerprint import TargetFingerprint
 from torch_dflash.train.stages import open_stage
 
 
@@ -83,8 +83,8 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
             "a prompt; lower it."
         )
     check_some_fit(tokenizer, prompts, _longest(target, options), options.chat_template_kwargs)
-    mark = TargetMark.of(target)
-    settings = {"stage": "regenerate", "target": mark.name, "target_weights": mark.weights}
+    fingerprint = TargetFingerprint.of(target)
+    settings = {"stage": "regenerate", "target": fingerprint.name, "target_weights": fingerprint.weights}
     settings |= {"prompts": len(prompts), "prompts_checksum": zlib.crc32(repr(prompts).encode())}
     prompts = random.Random(options.seed).sample(prompts, len(prompts))
     with open_stage(directory, settings | vars(options), "answers-*"):
@@ -118,7 +118,7 @@ def _answer_shards(target, tokenizer, prompts: list[Prompt], directory: Path, op
 
 def _answer_shard(target, tokenizer, prompts: list[Prompt], options, shard: int) -> list[Answer]:
     seed = itertools.count(options.seed + shard * options.shard_size, options.batch_size)
-    stops, template = stop_ids(target, tokenizer), options.chat_template_kwargs or {}
+    stops, template = default_stop_ids(target, tokenizer), options.chat_template_kwargs or {}
     batches = converse(
         tokenizer,
         prompts,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, context_of
-from torch_dflash.engine.defaults import stop_ids
+from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.prompts import bucket, pad_rows
@@ -120,7 +120,7 @@ def evaluate(
     longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
     check_turns(tokenizer, prompts)
     check_some_fit(tokenizer, prompts, longest, options.chat_template_kwargs)
-    stops = stop_ids(target, tokenizer)
+    stops = default_stop_ids(target, tokenizer)
     decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options, stops)
     turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
     with tqdm(total=turns, desc=name, unit="turn") as bar:

@@ -30,7 +30,7 @@ from torch_dflash.target.adapter import tapped
 from torch_dflash.target.skeleton import build_skeleton
 from torch_dflash.target.weights import collect_tensors
 from torch_dflash.train.answers.data import Answer, encode_conversation
-from torch_dflash.train.features.fingerprint import TargetMark
+from torch_dflash.train.features.fingerprint import TargetFingerprint
 from torch_dflash.train.features.tensorfiles import write_tensors
 from torch_dflash.train.stages import open_stage
 
@@ -216,8 +216,8 @@ def cache_features(target, sequences: list[Sequence], directory: Path, options: 
     """Write the features of ``sequences`` into shards under ``directory``, skipping those that are there."""
     check_any(sequences)
     extract = FeatureExtractor(target, options.taps, getattr(torch, options.dtype), options.runtime)
-    mark = TargetMark.of(target)
-    settings = {"stage": "features", "target": mark.name, "target_weights": mark.weights}
+    fingerprint = TargetFingerprint.of(target)
+    settings = {"stage": "features", "target": fingerprint.name, "target_weights": fingerprint.weights}
     settings |= {"sequences": len(sequences), "data_checksum": data_checksum(sequences)} | vars(options)
     starts = range(0, len(sequences), options.shard_size)
     tokens = sum(len(item.ids) for item in sequences)
@@ -229,7 +229,7 @@ def cache_features(target, sequences: list[Sequence], directory: Path, options: 
             shard = sequences[start : start + options.shard_size]
             path = directory / f"features-{index:05}-of-{len(starts):05}.safetensors"
             if not path.exists():
-                _write_shard(path, shard, extract, mark, options)
+                _write_shard(path, shard, extract, fingerprint, options)
             bar.update(sum(len(item.ids) for item in shard))
 
 
@@ -237,7 +237,7 @@ def _write_shard(
     path: Path,
     shard: list[Sequence],
     extract: FeatureExtractor,
-    mark: TargetMark,
+    fingerprint: TargetFingerprint,
     options: FeatureOptions,
 ) -> None:
     rows: dict[int, Tensor] = {}
@@ -252,6 +252,6 @@ def _write_shard(
         "starts": torch.tensor([item.start for item in shard], dtype=torch.int32),
         "features": torch.cat([rows[item] for item in range(len(shard))]),
     }
-    metadata = {"taps": ",".join(map(str, options.taps)), "target": mark.name}
-    metadata |= {"hidden_size": str(mark.hidden_size), "target_weights": mark.weights}
+    metadata = {"taps": ",".join(map(str, options.taps)), "target": fingerprint.name}
+    metadata |= {"hidden_size": str(fingerprint.hidden_size), "target_weights": fingerprint.weights}
     write_tensors(path, tensors, metadata)

@@ -15,7 +15,7 @@ SAMPLE = 64  # values of each parameter; a fine-tune changes nearly all
 
 
 @dataclass(frozen=True)
-class TargetMark:
+class TargetFingerprint:
     """Whose features these are. Equal where the weights are, wherever they lie and in whatever float type."""
 
     name: str = field(compare=False)
@@ -23,16 +23,16 @@ class TargetMark:
     weights: str
 
     @classmethod
-    def of(cls, target: Any) -> TargetMark:
-        """The mark of a live target."""
+    def of(cls, target: Any) -> TargetFingerprint:
+        """The fingerprint of a live target."""
         hidden = target.get_input_embeddings().weight.shape[1]
-        return cls(target.config.name_or_path, hidden, weights_mark(target))
+        return cls(target.config.name_or_path, hidden, weights_fingerprint(target))
 
     def __str__(self) -> str:
         return f"{self.name or 'a target'} (hidden size {self.hidden_size}, weights {self.weights})"
 
 
-def weights_mark(module: nn.Module) -> str:
+def weights_fingerprint(module: nn.Module) -> str:
     """A checksum of the shapes and of values spread over every parameter; reads no more than these."""
     value = 0
     for parameter in module.parameters():

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, check_any
-from torch_dflash.train.features.fingerprint import TargetMark
+from torch_dflash.train.features.fingerprint import TargetFingerprint
 from torch_dflash.train.features.tensorfiles import reading_tensors
 from torch_dflash.train.files import check_shards
 from torch_dflash.train.fit.blocks import Batch, draw_anchors
@@ -32,7 +32,7 @@ class Sequences(Protocol):
     """
 
     taps: tuple[int, ...]
-    target: TargetMark
+    target: TargetFingerprint
     dtype: torch.dtype
 
     def __len__(self) -> int: ...
@@ -62,11 +62,11 @@ class CachedSequences:
                 kinds.append(self._open(path))
                 bar.update(path.stat().st_size)
         targets, taps, types = zip(*kinds, strict=True)
-        self.target: TargetMark = _one("targets", targets, places)
+        self.target: TargetFingerprint = _one("targets", targets, places)
         self.taps: tuple[int, ...] = _one("taps", taps, places)
         self.dtype: torch.dtype = _one("types", types, places)
 
-    def _open(self, path: Path) -> tuple[TargetMark, tuple[int, ...], torch.dtype]:
+    def _open(self, path: Path) -> tuple[TargetFingerprint, tuple[int, ...], torch.dtype]:
         remedy = "delete it and run the features stage again: only this shard is computed anew."
         with reading_tensors(path, remedy) as (file, metadata):
             rows, offset = file.get_slice("features"), 0
@@ -76,7 +76,8 @@ class CachedSequences:
                 self._places.append((rows, offset))
                 offset += length
             taps = tuple(int(tap) for tap in metadata["taps"].split(","))
-            target = TargetMark(metadata["target"], int(metadata["hidden_size"]), metadata["target_weights"])
+            hidden, weights = int(metadata["hidden_size"]), metadata["target_weights"]
+            target = TargetFingerprint(metadata["target"], hidden, weights)
             return target, taps, rows[:0].dtype
 
     def __len__(self) -> int:
@@ -116,7 +117,7 @@ class OnlineSequences:
         check_any(sequences)
         self._sequences, self._extract = sequences, extract
         self.taps, self.dtype = extract.taps, extract.dtype
-        self.target = TargetMark.of(extract.target)
+        self.target = TargetFingerprint.of(extract.target)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -207,7 +208,7 @@ def check_taps(sequences: Sequences, wanted: tuple[int, ...]) -> None:
         )
 
 
-def check_source(sequences: Sequences, target: TargetMark) -> None:
+def check_source(sequences: Sequences, target: TargetFingerprint) -> None:
     """Raise ``ValueError`` unless the features are those of ``target``."""
     if sequences.target != target:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.train.features.fingerprint import TargetMark, weights_mark
+from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows
 from torch_dflash.train.fit.objective import Losses, Objective, Vocabulary, block_losses
 
@@ -43,8 +43,8 @@ class Student(nn.Module):
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective
-        self.target = TargetMark.of(target)
-        self.start_weights = weights_mark(drafter)  # now: a fit trains it in place
+        self.target = TargetFingerprint.of(target)
+        self.start_weights = weights_fingerprint(drafter)  # now: a fit trains it in place
         self.width = drafter.config.block_size if width is None else width
         self.last_layer = target.config.get_text_config().num_hidden_layers - 1
         head = target.get_output_embeddings()

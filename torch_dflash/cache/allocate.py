@@ -1,0 +1,26 @@
+"""Which cache a layer of the target gets: by its spec, and by the plan's kind."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_dflash.cache.dense import LatentLayer, StaticLayer, allocate_dense
+from torch_dflash.cache.paged import allocate_pool
+from torch_dflash.cache.spec import CacheLayer, LayerSpec
+from torch_dflash.plan import DecodePlan
+
+
+def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> CacheLayer:
+    """An empty cache of one layer, of the plan's kind."""
+    if plan.cache == "paged":
+        return allocate_pool(spec, plan, dtype, device)
+    kind = LatentLayer if spec.kind == "latent" else StaticLayer
+    return allocate_dense(plan, spec.heads, spec.k_dim, spec.v_dim, dtype, device, kind)
+
+
+def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
+    """Raise ``ValueError`` for a latent layer in a paged cache."""
+    if plan.cache == "paged" and any(spec.kind == "latent" for spec in specs):
+        raise ValueError(
+            "cache='paged': the target's layers expand what they cache (latent attention); choose 'static'."
+        )
