@@ -20,7 +20,8 @@ def places(tensor: Tensor) -> Tensor:
     Of a tensor with fewer elements: all. Of an inference tensor, which torch never counts: at least one in
     every row (along the last dimension), in all columns in turn, and all of a vector.
     """
-    bits = tensor.detach().view(_BITS.get(tensor.itemsize, tensor.dtype))
+    values = torch._neg_view(tensor.detach()) if tensor.is_neg() else tensor.detach()  # as they are stored
+    bits = values.view(_BITS.get(tensor.itemsize, tensor.dtype))
     if not bits.is_contiguous():  # rare; a grid
         return bits[tuple(slice(None, None, max(1, size // 6)) for size in bits.shape)]
     row = tensor.shape[-1] if tensor.ndim > 1 else 1

@@ -41,7 +41,8 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """Changes with every write that torch's version counter sees. Inference tensors have no counter."""
     version = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride()
+    view = tensor.is_neg(), tensor.is_conj()
+    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
 
 
 def _known(tensor: torch.Tensor, transpose: bool) -> _Converted | None:

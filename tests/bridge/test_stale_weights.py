@@ -98,6 +98,7 @@ WRITES = {
     "torch.no_grad()": each(no_grad),
     "detach()": each(lambda weight: weight.detach().mul_(1.5)),
     ".data": each(lambda weight: weight.data.mul_(1.5)),
+    "a negated view": each(lambda weight: setattr(weight, "data", torch._neg_view(weight.data))),
     ".data replaced": each(lambda weight: setattr(weight, "data", weight.data * 1.5)),
     "numpy view": each(lambda weight: bits(weight).numpy().__iadd__(3)),
     "load_state_dict": lambda model: model.load_state_dict(

@@ -94,9 +94,7 @@ def test_rows_that_do_not_see_the_drafts_before_them_show(pair, eager, monkeypat
 
 
 def test_processors_run_in_turn_and_belong_to_the_plan(pair, eager):
-    plans = {
-        replace(eager.plan, processors=given) for given in ((), (Repetition(2.0),), (Repetition(4.0),))
-    }
+    plans = {replace(eager.plan, processors=given) for given in ((), (Repetition(2.0),), (Repetition(4.0),))}
     assert eager.plan in plans and len(plans) == 3
     both, _ = texts(eager, Repetition(2.0), Repetition(0.5))
     assert both == theirs(pair[0])  # each undoes the other

@@ -13,6 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     AsyncTextIteratorStreamer,
     GenerationConfig,
+    GenerationMixin,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
     TextStreamer,
@@ -173,4 +174,33 @@ def test_a_streamer_is_of_one_generation_of_one_model(pair, ids, capsys):
 
     streamer = TextStreamer(Letters(), skip_prompt=True)
     out = pair[0].generate(ids, **options, custom_generate=wrapper, streamer=streamer)
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+
+
+def test_a_call_that_was_refused_has_not_taken_the_streamer(pair, ids, capsys):
+    block = td.dflash(pair[1], runtime="eager")
+
+    def wrapper(model, input_ids, **given):
+        with refuses(ValueError, "seed='bad'"):
+            block(model, input_ids, **given | {"seed": "bad"})
+        return block(model, input_ids, **given)
+
+    streamer = TextStreamer(Letters(), skip_prompt=True)
+    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": wrapper}
+    out = pair[0].generate(ids, **options, streamer=streamer)
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+
+
+def test_a_generate_that_was_wrapped_is_found(pair, ids, capsys, monkeypatch):
+    theirs = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, *args, **more: theirs(self, *args, **more))
+
+    def deep(model, *args, depth=20, **more):
+        if depth:
+            return deep(model, *args, depth=depth - 1, **more)
+        return td.dflash(pair[1], runtime="eager")(model, *args, **more)
+
+    streamer = TextStreamer(Letters(), skip_prompt=True)
+    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": deep}
+    out = pair[0].generate(ids, **options, streamer=streamer)
     assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"

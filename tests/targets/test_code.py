@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import gc
 import operator
+import weakref
 from types import GenericAlias, MethodType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
+from support import tiny
 from support.scripted import own_text
 from support.tiny import BASE, make_target, randomise
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
-from torch_dflash.target.code import at_home, code_of, links
+from torch_dflash.target.code import code_of
+from torch_dflash.target.origins import at_home, links
 from torch_dflash.target.tested import is_tested
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -117,6 +122,13 @@ class Own(hf.LlamaForCausalLM):
 """
 
 
+def close_over_object(held):
+    def closed(embeds):
+        return embeds + held.shift
+
+    return closed
+
+
 def close_over(shift):
     def closed(embeds):
         return embeds + shift
@@ -124,7 +136,107 @@ def close_over(shift):
     return closed
 
 
+class Scale:
+    mixing = 1.0
+
+    def __init__(self, shift):
+        self.shift = shift
+
+    def __call__(self, embeds):
+        return embeds + self.shift * self.mixing
+
+    @staticmethod
+    def of(embeds):
+        return embeds + 0.3
+
+
+class Slotted:
+    __slots__ = ("shift",)
+
+
+def add(embeds, shift=0.3):
+    return embeds + shift
+
+
+PART = functools.partial(add, shift=0.3)
+OBJECT, SLOTTED = Scale(0.3), Slotted()
+SLOTTED.shift = 0.3
+BY_NAME = {"add": add}
+DEEP = SimpleNamespace(inner=SimpleNamespace(shift=0.3))
+NUMBER, TENSOR = np.float32(0.3), torch.tensor(0.3)
+
+
+def parted(embeds):
+    return PART(embeds)
+
+
+def called(embeds):
+    return OBJECT(embeds)
+
+
+def slotted(embeds):
+    return embeds + SLOTTED.shift
+
+
+def named(embeds):
+    return BY_NAME["add"](embeds)
+
+
+def deep(embeds):
+    return embeds + DEEP.inner.shift
+
+
+def made(embeds):
+    return Scale(0.3)(embeds)
+
+
+def static(embeds):
+    return Scale.of(embeds)
+
+
+def imported(embeds):
+    from support.tiny import VOCAB
+
+    return embeds + VOCAB / 100
+
+
+def numbered(embeds):
+    return embeds + NUMBER
+
+
+def filled(embeds):
+    return embeds + TENSOR
+
+
+def beside(embeds, act=torch.tanh, shift=0.3):
+    return embeds + shift
+
+
+def here(name, value):
+    return lambda scope, patch: patch.setitem(globals(), name, value)
+
+
 CHANGES = {
+    "a partial": (parted, here("PART", functools.partial(add, shift=-0.3))),
+    "of an object that is called": (called, lambda scope, patch: patch.setattr(OBJECT, "shift", -0.3)),
+    "of its class": (called, lambda scope, patch: patch.setattr(Scale, "mixing", -1.0)),
+    "a slot": (slotted, lambda scope, patch: patch.setattr(SLOTTED, "shift", -0.3)),
+    "a function in a table": (named, lambda scope, patch: patch.setitem(BY_NAME, "add", torch.neg)),
+    "an attribute of an attribute": (deep, lambda scope, patch: patch.setattr(DEEP.inner, "shift", -0.3)),
+    "a class written anew": (made, here("Scale", type("Scale", (Scale,), {}))),
+    "a static method": (static, lambda scope, patch: patch.setattr(Scale, "of", staticmethod(torch.neg))),
+    "an import of its own": (imported, lambda scope, patch: patch.setattr(tiny, "VOCAB", 7)),
+    "numpy's number": (numbered, here("NUMBER", np.float32(-0.3))),
+    "a tensor": (filled, here("TENSOR", torch.tensor(-0.3))),
+    "a tensor in place": (filled, lambda scope, patch: TENSOR.add_(0)),
+    "a default beside a function": (
+        beside,
+        lambda scope, patch: patch.setattr(beside, "__defaults__", (torch.tanh, -0.3)),
+    ),
+    "an object in a cell": (
+        close_over_object(OBJECT),
+        lambda scope, patch: patch.setattr(OBJECT, "shift", -0.3),
+    ),
     "a function": (shifted, lambda scope, patch: scope.update(helper=lambda embeds: embeds - 0.3)),
     "a number": (shifted, lambda scope, patch: patch.setitem(globals(), "SHIFT", -0.3)),
     "a number behind two": (nested, lambda scope, patch: patch.setitem(globals(), "SHIFT", -0.3)),
@@ -175,3 +287,93 @@ def test_other_names_of_a_file_are_not_read(monkeypatch):
     monkeypatch.setitem(globals(), "UNREAD", 5)
     monkeypatch.setitem(TABLE, "other", 5)
     assert code_of(target) == before
+
+
+class Null:
+    """Stands for a tracer that is not installed."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+
+class Raising:
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+
+
+class Unhashable:
+    def __hash__(self):
+        raise TypeError("no hash")
+
+    def __eq__(self, other):
+        raise RuntimeError("no equality")
+
+    def __call__(self):
+        return None
+
+
+class Unprintable(dict):
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+def itself():
+    return None
+
+
+itself.__wrapped__ = itself
+CYCLE: list = [1]
+CYCLE.append(CYCLE)
+ODD = {
+    "a null object": Null(),
+    "a mock": mock.MagicMock(),
+    "a call of a mock": mock.call,
+    "what raises": Raising(),
+    "what has no hash": Unhashable(),
+    "what has no repr": Unprintable(a=1),
+    "its own wrapper": itself,
+    "a cycle": CYCLE,
+    "a large table": dict.fromkeys(range(200_000)),
+    "operators": torch.ops,
+}
+THING = None
+
+
+def ignoring(embeds):
+    THING  # noqa: B018 - its name is read, as a logger's is
+    return embeds
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_code_merely_names_may_be_anything(monkeypatch, name):
+    target, _ = make_model(ignoring)
+    monkeypatch.setitem(globals(), "THING", ODD[name])
+    assert code_of(target) == code_of(target)
+    assert text(target, new=3) == own_text(target, PROMPT, 3)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_an_engine_in_use_refuses_changed_code(monkeypatch, runtime):
+    target = make_target("llama")
+    engine = td.compile(target, None, runtime=runtime, max_length=64)
+    ids = torch.tensor([PROMPT])
+    engine.generate(ids, max_new_tokens=2, do_sample=False)
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, rows: forward(self, rows) * 2)
+    for ask in (engine.generate, engine.stream, engine.start):
+        with pytest.raises(ValueError, match="LlamaForCausalLM: its code, .* was changed after"):
+            ask(ids, max_new_tokens=2, do_sample=False)
+
+
+def test_a_model_is_freed_though_its_code_names_one_of_its_methods(monkeypatch):
+    target, _ = make_model(ignoring)
+    monkeypatch.setitem(globals(), "THING", target.get_input_embeddings)
+    text(target, new=2)
+    gone = weakref.ref(target)
+    monkeypatch.undo()
+    del target, _
+    gc.collect()
+    assert gone() is None

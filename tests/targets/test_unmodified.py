@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import inspect
+from dataclasses import dataclass
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -241,6 +244,16 @@ def shared_dict(model):
     model.model.options["shift"] = 3
 
 
+@dataclass
+class Bend:
+    by: float = 0.5
+
+
+class Kind(enum.Enum):
+    A = 1
+    B = 2
+
+
 class WithOptions(transformers.LlamaForCausalLM):
     slope = 1.0
     _bend = 1.0
@@ -249,6 +262,11 @@ class WithOptions(transformers.LlamaForCausalLM):
         super().__init__(config)
         self.model.options = {"shift": 0}
         self.scale, self.own, self._gain = scaled(1.0), lambda rows: self.model.norm(rows), 1.0
+        self.bend, self.acts, self.kind, self.bits = Bend(), {"by": 1, "act": torch.tanh}, Kind.A, b"1"
+        self.over, self.typed, self.of = scaled(Bend()), torch.float32, torch.nn.SiLU
+
+    def get(self):
+        return getattr(self, "late", 0.0)
 
 
 def class_value(model):
@@ -272,6 +290,25 @@ def other_default(model):
 
 def private_value(model):
     model._gain = -3.0
+
+
+def set_(name, value):
+    def change(model):
+        setattr(model, name, value)
+
+    return change
+
+
+def of_an_object(model):
+    model.bend.by = -3.0
+
+
+def beside_a_function(model):
+    model.acts["by"] = -3
+
+
+def in_a_cell(model):
+    model.scale.__closure__[0].cell_contents = -3.0
 
 
 def private_class_value(model):
@@ -308,6 +345,14 @@ def dressed_hook(model):
         (other_default, "scale is .*should be"),
         (private_value, r"_gain is -3\.0"),
         (private_class_value, r"_bend is -3\.0"),
+        (of_an_object, r"bend is Bend\(by=-3"),
+        (beside_a_function, "acts is {'by': -3"),
+        (in_a_cell, "scale is .*should be"),
+        (set_("kind", Kind.B), "kind is <Kind.B"),
+        (set_("bits", b"2"), "bits is b'2'"),
+        (set_("typed", torch.int8), "typed is torch.int8"),
+        (set_("of", torch.nn.Tanh), "of is .*Tanh"),
+        (set_("late", 3.0), r"late is 3\.0, .* absent"),
         (other_call, r"a replaced _call_impl.*del model\.model\.layers\.1\.mlp\._call_impl"),
         (other_wrapped_call, "a replaced _wrapped_call_impl"),
         (dressed_hook, "carries rotate_half"),
@@ -390,3 +435,43 @@ def test_router_logits_that_are_asked_for_are_not_made(name):
         model, None, torch.tensor([PROMPT]), max_new_tokens=12, runtime="eager", do_sample=False
     )
     assert out[0, len(PROMPT) :].tolist() == wanted
+
+
+def test_a_hook_on_every_module_is_refused():
+    model = make_target("llama")
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with refuses(ValueError, "torch.nn.Module carries", "remove it"):
+            td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+    finally:
+        handle.remove()
+    td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+@pytest.mark.parametrize("value", [np.float32(-3), [1, torch.float32], Bend(-3.0)], ids=str)
+@pytest.mark.parametrize("name", ["odd", "_odd"])
+def test_config_fields_of_any_kind_are_seen(name, value):
+    model = make_target("llama")
+    setattr(model.config, name, None)
+    engine = td.compile(model, None, runtime="eager", max_length=32)
+    setattr(model.config, name, value)
+    with refuses(ValueError, f"LlamaForCausalLM.config.{name} is ", "it was None"):
+        run(engine, [PROMPT], max_new_tokens=3)
+
+
+def test_a_class_that_reads_values_as_it_is_built_is_named():
+    class Item(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+
+    with refuses(TypeError, "Item cannot be built from its config alone"):
+        td.generate(Item(transformers.LlamaConfig(**BASE)), None, torch.tensor([PROMPT]), runtime="eager")
+
+
+def test_autocast_is_followed_or_refused():
+    model, ids = make_target("llama"), torch.tensor([PROMPT])
+    with torch.autocast("cpu", torch.bfloat16):
+        with refuses(ValueError, "torch.autocast is on", "cast the models"):
+            td.generate(model, None, ids, max_new_tokens=3)
+        td.generate(model, None, ids, max_new_tokens=3, runtime="eager")

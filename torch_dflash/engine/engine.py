@@ -155,11 +155,17 @@ class Engine:
         Raises:
             TypeError, ValueError: naming what cannot be honoured, before anything runs.
         """
+        self._models.check_code()
         request = read_request(self._models.target, input_ids, attention_mask, options)
         check_fits(request, self.plan)
         return request
 
     def _params(self) -> Any:
+        if self.options.runtime == "xla" and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            raise ValueError(
+                "torch.autocast is on, which runtime='xla' does not follow; cast the models instead "
+                "(model.to(torch.bfloat16)), or pass runtime='eager'."
+            )
         return self.runtime.refresh(self.tensors())
 
     def _steps(self, request: Request) -> Iterator[Progress]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.decode import Pair
 from torch_dflash.proposers.base import Proposer
+from torch_dflash.target.code import code_of
 from torch_dflash.target.weights import collect_tensors, named_arrays
 
 
@@ -28,6 +29,7 @@ class Models:
         # A proposer without tensors was copied whole; nothing of the user's need live on.
         weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
         self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
+        self._code = code_of(target)
         self.tensors()  # refuses a model that its config does not describe
 
     @property
@@ -41,6 +43,14 @@ class Models:
         if target is None:
             raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
         return target
+
+    def check_code(self) -> None:
+        """Raise ``ValueError`` if what the target runs is no longer what the engine was built of."""
+        if code_of(self.target) != self._code:
+            raise ValueError(
+                f"target={type(self.target).__name__}: its code, or a value that its code reads, was changed "
+                "after this engine was built. Undo the change, or build another engine."
+            )
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays. Changes are seen.

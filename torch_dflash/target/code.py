@@ -1,113 +1,47 @@
-"""What code a model may run, whose it is, and the values that its author's part of it reads."""
+"""What code a model may run, and the values that its author's part of it reads."""
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial, partialmethod
-from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, GenericAlias, MethodType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-import accelerate
-import torch
-import transformers
-from torch import nn
+from torch import Tensor, nn
+from transformers import activations, masking_utils, modeling_rope_utils
 
-TRANSFORMERS = str(Path(transformers.__file__).parent) + os.sep
-_HOMES = (
-    TRANSFORMERS,
-    *(str(Path(file or "").parent) + os.sep for file in (torch.__file__, accelerate.__file__)),
-    str(Path(__file__).parents[1]) + os.sep,
-)
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_FOREIGN = ("-packages" + os.sep, os.sep + "unittest" + os.sep)  # a mock runs what it was given
-_PLAIN = (int, float, str, type(None))  # bool is an int
-_CLOSED = type | BuiltinFunctionType | GenericAlias
+from torch_dflash.target.describe import describe, is_plain, state_of, vars_of
+from torch_dflash.target.origins import Same, at_home, is_authors, links, module_is_authors
+
+_COMMON = (activations, masking_utils, modeling_rope_utils)  # what modelling files of transformers call
+_DEEP = 4  # a.b.c.d
 
 
 def functions_of(model: nn.Module) -> set[Any]:
     """What ``model`` may run: methods of its modules and their bases, and what their files hold.
 
-    Callables that cannot be looked into are among them.
+    Callables that cannot be looked into are among them, as tokens.
     """
     kinds = _kinds(model)
     names = {kind.__module__ for kind in kinds if kind.__module__.startswith("transformers.models.")}
-    spaces = [*map(vars, kinds), *(vars(sys.modules[name]) for name in names)]
+    spaces = [*map(vars, kinds), *(vars(sys.modules[name]) for name in names), *map(vars, _COMMON)]
     return {link for space in spaces for value in list(space.values()) for link in links(value)}
 
 
 def code_of(model: nn.Module) -> frozenset[Any]:
-    """`functions_of`, plain values of the classes, and what functions not at home read."""
+    """`functions_of`, values of the classes, and what functions not at home read."""
     functions = functions_of(model)
-    fields = {
-        (kind, name, repr(value))
-        for kind in _kinds(model)
-        for name, value in list(vars(kind).items())
-        if not name.startswith("__") and is_plain(value)
+    return frozenset(functions | _fields(_kinds(model)) | _read_by(functions))
+
+
+def names_read(functions: Iterable[Any]) -> set[str]:
+    """The names and words in the code of the functions not at home."""
+    return {
+        name
+        for link in functions
+        if isinstance(link, FunctionType) and not at_home(link)
+        for name in _names(link.__code__, words=True)
     }
-    return frozenset(functions | fields | _read_by(functions))
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a word, None, or a collection of those."""
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, [*value, *value.values()]))
-    return isinstance(value, _PLAIN) and value == value  # NaN equals nothing
-
-
-def at_home(link: Any) -> bool:
-    """Whether a function is of transformers, torch, accelerate, this package or Python."""
-    file = _file_of(link)
-    standard = file.startswith((_STANDARD, "<frozen ")) and not any(part in file for part in _FOREIGN)
-    return file.startswith(_HOMES) or standard
-
-
-def of_transformers(value: Any) -> bool:
-    """Whether a callable is transformers' own, by where its code is."""
-    return all(_file_of(link).startswith(TRANSFORMERS) for link in links(value))
-
-
-def links(value: Any) -> Iterator[Any]:
-    """The functions behind a value: itself, and what a decorator, a descriptor or a partial of it wraps.
-
-    A callable that shows none is its own last link. Classes and builtins have none.
-    """
-    while value is not None and not isinstance(value, _CLOSED):
-        if isinstance(value, FunctionType):
-            yield value
-            value = vars(value).get("__wrapped__")
-        elif isinstance(value, MethodType):
-            yield value  # of this object: another one's may do something else
-            value = value.__func__
-        elif isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        elif isinstance(value, partial | partialmethod | cached_property):
-            value = value.func
-        elif isinstance(value, property):
-            value = value.fget
-        else:
-            yield from _of_object(value)
-            value = getattr(value, "__wrapped__", None) if callable(value) else None
-
-
-def _of_object(value: Any) -> Iterator[Any]:
-    """The functions of an object that stands for one; the object itself where they are not at home."""
-    calls = [getattr(type(value), "__get__", None), getattr(type(value), "__call__", None)]  # noqa: B004
-    found = [call for call in calls if isinstance(call, FunctionType)]
-    yield from found
-    opaque = not found and callable(value) and not hasattr(value, "__wrapped__")
-    if opaque or not all(map(at_home, found)):
-        yield value if type(value).__hash__ else type(value)
-
-
-def _file_of(link: Any) -> str:
-    code = getattr(link, "__code__", None)
-    return code.co_filename if isinstance(code, CodeType) else ""
 
 
 def _kinds(model: nn.Module) -> set[type]:
@@ -117,15 +51,34 @@ def _kinds(model: nn.Module) -> set[type]:
     return own | {base for base in kinds if not base.__module__.startswith(("torch.", "builtins"))}
 
 
+def _fields(kinds: Iterable[type]) -> set[Any]:
+    """The values that classes hold: of those at home the plain ones, for nobody changes the others."""
+    return {
+        (kind, name, describe(value, _opaque))
+        for kind in kinds
+        for name, value in list(vars(kind).items())
+        if not name.startswith("__") and (is_plain(value) or is_authors(kind))
+    }
+
+
+def _opaque(value: Any) -> Any:
+    """An object that is not looked into; a tensor as it was written last."""
+    counted = issubclass(type(value), Tensor) and not value.is_inference()
+    return (Same(value), value._version) if counted else Same(value)
+
+
 def _read_by(functions: Iterable[Any]) -> set[Any]:
-    """What the code of functions not at home names, and of those that it names: functions, plain values."""
-    found, left = set(), [link for link in functions if isinstance(link, FunctionType) and not at_home(link)]
+    """What the code of functions not at home names, and of those that it names in turn."""
+    found: set[Any] = set()
+    left = [link for link in functions if isinstance(link, FunctionType) and not at_home(link)]
     while left:
         function = left.pop()
         for name, value in _named_by(function):
-            if is_plain(value):
-                found.add((function.__code__, name, repr(value)))
-            new = [link for link in links(value) if link not in found and not at_home(link)]
+            found.add((function.__code__, name, describe(value, _opaque)))
+            kind = value if issubclass(type(value), type) else type(value)
+            if is_authors(kind):
+                found |= _fields(kind.__mro__)
+            new = [link for link in _called(value) if link not in found and not at_home(link)]
             found.update(new)
             left += [link for link in new if isinstance(link, FunctionType)]
     return found
@@ -133,19 +86,53 @@ def _read_by(functions: Iterable[Any]) -> set[Any]:
 
 def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Where a function may read: globals that its code names, attributes of these, cells, defaults."""
-    names = _names(function.__code__)
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        yield name, value
-        for space in (getattr(value, "__dict__", {}), vars(type(value))):
-            yield from ((inner, space[inner]) for inner in names & space.keys())
+    names, space = _names(function.__code__), function.__globals__
+    for name in names:
+        # What a function imports for itself is no global of its file.
+        value = space[name] if name in space else sys.modules.get(name)
+        if value is not None:
+            yield from _with_attributes(name, value, names, _DEEP)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
     yield "defaults", function.__defaults__
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _names(code: CodeType) -> set[str]:
-    """The names that code reads, that of the functions inside it too."""
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+def _with_attributes(where: str, value: Any, names: set[str], depth: int) -> Iterator[tuple[str, Any]]:
+    yield where, value
+    if depth == 0 or issubclass(type(value), ModuleType) and not module_is_authors(value):
+        return
+    for name in names:
+        for held in (vars_of(value), vars(type(value))):
+            if name in held:
+                yield from _with_attributes(f"{where}.{name}", held[name], names, depth - 1)
+
+
+def _called(value: Any) -> Iterator[Any]:
+    """The functions that a value may run: behind it, in it, of its class and of the classes it is."""
+    left, seen = [value], 0
+    while left and seen < 1_000:
+        value, seen = left.pop(), seen + 1
+        yield from links(value)
+        if issubclass(type(value), type):
+            if is_authors(value):
+                yield from (
+                    link for base in value.__mro__ for one in vars(base).values() for link in links(one)
+                )
+        elif type(value) in (list, tuple, set, frozenset):
+            left += value
+        elif type(value) is dict:
+            left += value.values()
+        elif not issubclass(type(value), FunctionType | ModuleType) and is_authors(type(value)):
+            left += [type(value), *(held for _, held in state_of(value))]
+
+
+def _names(code: CodeType, words: bool = False) -> set[str]:
+    """The names that code reads, that of the functions inside it too; with ``words``, its strings."""
+    found = set(code.co_names)
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            found |= _names(one, words)
+        elif words and isinstance(one, str):
+            found.add(one)
+    return found

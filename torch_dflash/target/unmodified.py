@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from functools import lru_cache, partial
-from types import BuiltinFunctionType, CellType, FunctionType
+import inspect
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.modules import module as torch_module
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from torch_dflash.target.code import at_home, is_plain, links, of_transformers
+from torch_dflash.target.code import names_read
+from torch_dflash.target.describe import PLAIN, describe, is_plain
+from torch_dflash.target.origins import at_home, links, of_transformers
 from torch_dflash.target.tested import check_implementations
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
@@ -24,14 +28,15 @@ IGNORED = frozenset(
     "base_model_prefix supports_gradient_checkpointing _attn_implementation".split()
 )
 _BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
+_OF_EVERY_CONFIG = frozenset(name for name in dir(PreTrainedConfig()) if name.startswith("_"))
 _ABSENT = object()
 
 
 class _Module(NamedTuple):
-    """The skeleton's module; its plain attributes; what its class alone should have; the names of its own."""
+    """The skeleton's module; its attributes, described; what its class alone should have; its own names."""
 
     module: nn.Module | None
-    attributes: list[tuple[str, Any]]
+    attributes: list[tuple[str, Any, Hashable]]
     of_class: frozenset[str]
     names: frozenset[str]
 
@@ -51,12 +56,12 @@ def settings(config: Any) -> dict[str, Any]:
     """The fields of a config (or None) that may decide what text comes, nested configs as dicts."""
     found = {}
     for name, value in getattr(config, "__dict__", {}).items():
-        if name in IGNORED or name.startswith("_"):
+        if name in IGNORED or name in _OF_EVERY_CONFIG:
             continue
-        if is_plain(value) or isinstance(value, dict):
-            found[name] = value
-        elif hasattr(value, "to_dict"):
+        if isinstance(value, PreTrainedConfig):
             found[name] = settings(value)
+        else:
+            found[name] = value if is_plain(value) else describe(value, type)
     return found
 
 
@@ -65,7 +70,8 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
 
     The skeleton runs instead of the model, so what a hook, a replaced module, an attribute or a config field
     changed after loading does to the model would silently not happen. Compared are the types of all modules,
-    their plain attributes (numbers, strings, None, functions, collections of those) and the configs' fields.
+    their attributes (as `describe` sees them; of objects that it does not look into, the types) and the
+    configs' fields.
 
     Raises:
         ValueError: naming the first such module, attribute or field.
@@ -75,6 +81,8 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         known = _describe_all(skeleton, model)
         object.__setattr__(skeleton, "_described", known)  # goes with the skeleton
     check_implementations(getattr(model, "config", None))
+    everywhere = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    _refuse_foreign([hook for hooks in everywhere for hook in hooks.values()], "torch.nn.Module")
     if settings(getattr(model, "config", None)) != known.config:
         _refuse_config(known.config, model)
     seen, alike = 0, set()
@@ -91,16 +99,16 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
                 _refuse_config(known.configs[name], module)
             check_implementations(inner)
             alike.add(pair)
-        for key, value in attributes:
+        for key, value, description in attributes:
             found = own.get(key, _ABSENT)
-            if found is not value and not _same(found, value):
+            if not _is_plainly(found, value) and describe(found, type) != description:
                 said = "absent" if found is _ABSENT else repr(found)
                 _refuse(f"{_where(model, name)}.{key}", said, repr(value))
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or not of_class.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
             _refuse_class_attributes(_where(model, name), module, names)
         if not own.keys() <= names:
-            _refuse_tensors(_where(model, name), own, names)
+            _refuse_late(_where(model, name), module, names | of_class)
     if seen < len(known.modules):
         name = min(known.modules.keys() - dict(model.named_modules()).keys())
         _refuse(_where(model, name), "absent", _describe(known.modules[name].module))
@@ -128,16 +136,33 @@ def _describe_one(module: nn.Module) -> _Module:
     return _Module(module, _attributes(module), of_class, frozenset(own))
 
 
-def _refuse_tensors(where: str, own: dict[str, Any], names: frozenset[str]) -> None:
-    """A tensor that is neither weight nor buffer, where there should be none."""
-    for name in own.keys() - names:
-        if isinstance(own[name], Tensor):
-            _refuse(f"{where}.{name}", f"a tensor {tuple(own[name].shape)}", "absent")
+def _refuse_late(where: str, module: nn.Module, names: frozenset[str]) -> None:
+    """What was added after loading: a tensor, or what the author's code asks for by its name."""
+    for name, value in vars(module).items():
+        if name not in names and (isinstance(value, Tensor) or name in _names_read(type(module))):
+            said = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            _refuse(f"{where}.{name}", said, "absent")
 
 
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    kept = [(name, value) for name, value in vars(module).items() if _says_something(name)]
-    return [(name, copy.deepcopy(value)) for name, value in kept if is_plain(value) or _is_function(value)]
+@lru_cache(maxsize=4096)
+def _names_read(kind: type) -> frozenset[str]:
+    """What the code of a class and its bases asks for, as far as it is not transformers' or torch's."""
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    held = [value for base in bases for value in vars(base).values()]
+    return frozenset(names_read(link for value in held for link in links(value)))
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any, Hashable]]:
+    return [
+        (name, value, describe(value, type))
+        for name, value in vars(module).items()
+        if _says_something(name) and not isinstance(value, PreTrainedConfig | GenerationConfig)
+    ]
+
+
+def _is_plainly(found: Any, value: Any) -> bool:
+    """Whether two values are one number or word: most are, and that is seen at once."""
+    return type(found) in PLAIN and type(found) is type(value) and found == value
 
 
 def _says_something(name: str) -> bool:
@@ -145,54 +170,28 @@ def _says_something(name: str) -> bool:
     return name not in IGNORED and not (name.startswith("_") and name in _BOOKKEEPING)
 
 
-def _is_function(value: Any) -> bool:
-    return isinstance(value, FunctionType | BuiltinFunctionType | partial)
-
-
-def _same(found: Any, value: Any) -> bool:
-    if isinstance(value, partial):
-        same = isinstance(found, partial) and _same(found.func, value.func)
-        return same and (found.args, found.keywords) == (value.args, value.keywords)
-    if isinstance(value, FunctionType):
-        return isinstance(found, FunctionType) and _same_function(found, value)
-    return (is_plain(found) or _is_function(found)) and found == value
-
-
-def _same_function(found: FunctionType, value: FunctionType) -> bool:
-    """Of one code, with the same defaults, closed over the same: of objects it is the type that is seen."""
-    return found.__code__ == value.__code__ and all(
-        one is other
-        or _same(one, other)
-        or not (is_plain(other) or _is_function(other))
-        and type(one) is type(other)
-        for one, other in zip(_held(found), _held(value), strict=True)
-    )
-
-
-def _held(function: FunctionType) -> list[Any]:
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    return [function.__defaults__, function.__kwdefaults__, *cells]
-
-
 def _refuse_class_attributes(where: str, module: nn.Module, names: frozenset[str]) -> None:
-    """A plain value of the instance's own, in place of its class's."""
+    """A value of the instance's own, in place of its class's."""
     for name in (vars(module).keys() - names) & _fields(type(module)):
         found, value = vars(module)[name], getattr(type(module), name)
-        if not _same(found, value):
+        if describe(found, type) != describe(value, type):
             _refuse(f"{where}.{name}", repr(found), repr(value))
 
 
 @lru_cache(maxsize=4096)
 def _fields(kind: type) -> frozenset[str]:
-    """The plain values of a class."""
+    """The values of a class, descriptors and functions apart."""
     names = [name for name in dir(kind) if _says_something(name) and not hasattr(nn.Module, name)]
-    return frozenset(name for name in names if is_plain(getattr(kind, name, nn)))
+    held = {name: inspect.getattr_static(kind, name) for name in names}
+    return frozenset(
+        name for name, value in held.items() if not callable(value) and not hasattr(type(value), "__get__")
+    )
 
 
 def _refuse(where: str, found: str, wanted: str) -> None:
     raise ValueError(
         f"{where} is {found}, by the model's config it should be {wanted}. Undo the change, or merge "
-        "adapters and dequantise, before passing the model."
+        "adapters and dequantise, before passing the model; what changes by itself, keep elsewhere."
     )
 
 
@@ -238,18 +237,21 @@ def _refuse_hooks(where: str, module: nn.Module) -> None:
             "call accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
             "offloading, before passing it."
         )
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    # transformers leaves its own hooks for ``output_hidden_states``; they change nothing.
-    foreign = [hook for hook in hooks if not of_transformers(hook)]
-    if foreign:
-        what = getattr(foreign[0], "__qualname__", foreign[0])
-        raise ValueError(f"{where} carries {what}, which would not run; remove it before passing the model.")
+    _refuse_foreign([*module._forward_pre_hooks.values(), *module._forward_hooks.values()], where)
     for name in sorted(vars(module).keys() & _methods(type(module))):
         if not _is_own(module, name):
             raise ValueError(
                 f"{where} carries a replaced {name}, which would not run; delete it (`del model"
                 f"{where.partition('.')[1] + where.partition('.')[2]}.{name}`) before passing the model."
             )
+
+
+def _refuse_foreign(hooks: list[Any], where: str) -> None:
+    # transformers leaves its own hooks for ``output_hidden_states``; they change nothing.
+    foreign = [hook for hook in hooks if not of_transformers(hook)]
+    if foreign:
+        what = getattr(foreign[0], "__qualname__", foreign[0])
+        raise ValueError(f"{where} carries {what}, which would not run; remove it before passing the model.")
 
 
 def _where(model: nn.Module, name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dflash.target.code import TRANSFORMERS
+from torch_dflash.target.origins import TRANSFORMERS
 from torch_dflash.target.tested import TESTED
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
