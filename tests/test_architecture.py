@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import statistics
 from graphlib import TopologicalSorter
 
@@ -134,6 +135,15 @@ def test_a_room_imports_only_rooms_below_it():
             for other in ours(name):
                 other = other.partition(".")[0]
                 assert other == room or floor[other] < floor[room], f"{name} imports {other}"
+
+
+def test_concepts_names_every_room():
+    text = (ROOT / "docs" / "concepts.md").read_text()
+    for package in ("torch_dflash", "jax_bridge"):
+        table = text.partition(f"| `{package}` |")[2].partition("\n\n")[0]
+        named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+        rooms = {name.split(".")[1] for name in MODULES if name.startswith(f"{package}.")}
+        assert named == {room for room in rooms if not room.startswith("_")}, package
 
 
 def test_no_circle():

@@ -35,9 +35,8 @@ from jax_bridge.state import register_states
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
+from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.choose import make_proposer
-from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.state import DecodeState, PromptChunk
 from torch_dflash.target.adapter import Target
 
@@ -82,7 +81,7 @@ class CompiledStep:
 
 def abstract_pair(
     target: PreTrainedConfig,
-    drafter: DFlashConfig | torch.nn.Module | None,
+    drafter: PreTrainedConfig | torch.nn.Module | None,
     *,
     capacity: int,
     batch_size: int = 1,
@@ -108,8 +107,8 @@ def abstract_pair(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(target)
-        if isinstance(drafter, DFlashConfig):
-            drafter = DFlashDraftModel(drafter)
+        if isinstance(drafter, PreTrainedConfig):
+            drafter = drafter_of(drafter)
     proposer = make_proposer(model, drafter, block_size)
     width = proposer.width
     fixed = DecodePlan(batch_size, capacity, width, verify_width or width, **plan)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from jax.experimental.layout import Format, Layout
 from support.scripted import own_text, run
-from support.tiny import make_pair
+from support.tiny import make_pair, make_target
 from torch import nn
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import layout, lower, weights
 from jax_bridge.checkpoints import load as loading
-from jax_bridge.layout import Transposed, linear_weights, row_major, transpose_pays, unwrap
+from jax_bridge.layout import StoredWeight, Transposed, linear_weights, row_major, transpose_pays, unwrap
 from torch_dflash.decode import RowRequests
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
@@ -145,3 +148,40 @@ def test_only_a_tpus_matrices_are_laid_by_rows(monkeypatch):
     assert row_major(on_tpu(1, 0)) == "by rows"
     for array in (on_tpu(0, 1), on_tpu(0), on_tpu(2, 1, 0), jax.numpy.zeros((2, 3))):
         assert row_major(array) is array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Halved:
+    """A weight kept at half its size: a stored form that no program knows."""
+
+    array: jax.Array
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def unwrap(self):
+        return self.array * 2
+
+
+def test_programs_unwrap_any_form_of_a_weight():
+    target = make_target("llama")
+    engine = td.compile(target, None, max_length=64)
+    wanted, _ = run(engine, [PROMPT], max_new_tokens=8)
+    name = "target.model.model.norm.weight"
+    refresh = engine.runtime.refresh
+
+    def halved(tensors):
+        params = refresh(tensors)
+        return params | {name: Halved(params[name] / 2)}
+
+    engine.runtime.refresh = halved
+    assert isinstance(Halved(jnp.ones(2)), StoredWeight) and not isinstance(jnp.ones(2), StoredWeight)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == wanted
+    engine.runtime.refresh = lambda tensors: refresh(tensors) | {name: Halved(-refresh(tensors)[name])}
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] != wanted  # it was the stored one that was used

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import pytest
 import torch
 from support.scripted import own_text
@@ -12,6 +14,8 @@ from support.tiny import make_pair
 from torch.utils import _pytree as pytree
 
 import torch_dflash as td
+from jax_bridge.arrays import to_jax
+from jax_bridge.lower import lower, tracing
 from torch_dflash.cache.ring import RingLayer
 from torch_dflash.decode import reset
 from torch_dflash.engine.batch import Generation
@@ -57,11 +61,22 @@ def ask(engine, prompts):
     return engine.read(ids, mask, dict(OPTIONS))
 
 
+def reset_on(runtime, engine, params, state, rows, requests):
+    """`reset` where ``runtime`` runs: eagerly, or lowered and compiled."""
+    state = poisoned(runtime.fetch(state), 0)
+    if engine.options.runtime == "eager":
+        return engine.pair.run(reset, params, state, rows, requests)
+    with tracing(engine.plan.matmul_precision):
+        program = jax.jit(lower(partial(engine.pair.run, reset)), donate_argnums=1)
+        return program(params, runtime.place(state), to_jax(rows), to_jax(requests))
+
+
+@pytest.mark.parametrize("where", ["eager", "xla"])
 @pytest.mark.parametrize("kind", ["dflash", "ring", "ngram", "plain"])
-def test_a_row_is_given_to_another_request(pairs, kind):
+def test_a_row_is_given_to_another_request(pairs, kind, where):
     target, drafter = pairs["ring" if kind == "ring" else "full"]
     drafter = {"ngram": td.NGramProposer(5), "plain": None}.get(kind, drafter)
-    engine = td.compile(target, drafter, runtime="eager", max_length=64, batch_size=2)
+    engine = td.compile(target, drafter, runtime=where, max_length=64, batch_size=2)
     runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
     generation = Generation.begin(runtime, engine.plan, params, ask(engine, [OLD, OTHER]))
     generation.prepare(64)
@@ -70,14 +85,15 @@ def test_a_row_is_given_to_another_request(pairs, kind):
 
     rows = torch.tensor([True, False])
     requests = row_requests(ask(engine, [NEXT, OTHER]), engine.plan)
-    state = engine.pair.run(reset, params, poisoned(generation.state, 0), rows, requests)
+    before = look(runtime, generation.state).length
+    state = reset_on(runtime, engine, params, generation.state, rows, requests)
     if kind == "ring":
         assert any(isinstance(layer, RingLayer) for layer in state.proposer.layers)
-    assert state.length[0] == 0 and state.length[1] == generation.state.length[1]
+    assert look(runtime, state).length.tolist() == [0, before[1]]
     fresh = Generation(runtime, engine.plan, params, state, generation.scheduler, [NEXT, []])
     for chunk in prompt_chunks([torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64):
         fresh.state = runtime.prefill(params, fresh.state, chunk)
-    while not fresh.state.done.all():
+    while not look(runtime, fresh.state).done.all():
         fresh.advance()
     seen = look(runtime, fresh.state)
     texts = [seen.tokens[row, : seen.length[row] + 1].tolist() for row in (0, 1)]
@@ -88,4 +104,4 @@ def test_without_the_reset_the_old_occupant_shows(pairs, monkeypatch):
     """The test of the test."""
     monkeypatch.setattr(td.NGramProposer, "reset", lambda self, pstate, rows: pstate)
     with pytest.raises(AssertionError):
-        test_a_row_is_given_to_another_request(pairs, "ngram")
+        test_a_row_is_given_to_another_request(pairs, "ngram", "eager")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import DRAFTERS, existing, reading
-from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.checkpoints import load_drafter_config
 
 WITHOUT_WEIGHTS = ("none", "ngram")
 
@@ -19,7 +19,7 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
 
     Args:
         target: a causal LM.
-        drafter: a DFlash drafter, or one of `WITHOUT_WEIGHTS`.
+        drafter: a drafter, or one of `WITHOUT_WEIGHTS`.
         block_size: width of n-gram lookup.
         layers: keep this many of the target's layers, and map the drafter's taps onto them.
 
@@ -40,7 +40,7 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
     else:
         folder = existing("--drafter", _folder(drafter), WITHOUT_WEIGHTS)
         with reading("--drafter", drafter):
-            drafts = DFlashConfig.from_pretrained(folder)
+            drafts = load_drafter_config(folder)
     if layers is not None:
         _cut(config, drafts, layers)
     return config, drafts
@@ -61,6 +61,6 @@ def _cut(target: Any, drafter: Any, layers: int) -> None:
         if isinstance(value, list) and len(value) == depth:  # one entry per layer, such as layer_types
             setattr(base, name, value[:layers])
     base.num_hidden_layers = layers
-    if isinstance(drafter, DFlashConfig):
+    if isinstance(drafter, PreTrainedConfig):
         drafter.num_target_layers = layers
         drafter.target_layer_ids = [tap * layers // depth for tap in drafter.target_layer_ids]

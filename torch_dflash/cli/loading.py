@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.demo.pair import load_demo_drafter
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.proposers import NGramProposer
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.checkpoints import load_drafter
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 # What a missing, damaged or foreign checkpoint makes transformers and safetensors raise.
@@ -120,10 +120,10 @@ def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load_drafter(source: str, dtype: Any) -> DFlashDraftModel:
+def _load_drafter(source: str, dtype: Any) -> PreTrainedModel:
     folder = existing("--drafter", source, DRAFTERS)
     with reading("--drafter", source):
-        return cast(DFlashDraftModel, DFlashDraftModel.from_pretrained(folder, dtype=dtype))
+        return load_drafter(folder, dtype)
 
 
 def existing(field: str, source: str, names: Collection[str]) -> str:
