@@ -191,6 +191,18 @@ def test_a_call_that_was_refused_has_not_taken_the_streamer(pair, ids, capsys):
     assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
 
 
+def test_a_call_that_refuses_its_models_has_not_taken_the_streamer(pair, ids, capsys):
+    def wrapper(model, input_ids, **given):
+        with torch.autocast("cpu", torch.bfloat16), refuses(ValueError, "torch.autocast is on"):
+            td.dflash(pair[1], runtime="xla")(model, input_ids, **given)
+        return td.dflash(pair[1], runtime="eager")(model, input_ids, **given)
+
+    streamer = TextStreamer(Letters(), skip_prompt=True)
+    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": wrapper}
+    out = pair[0].generate(ids, **options, streamer=streamer)
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+
+
 def test_a_generate_that_was_wrapped_is_found(pair, ids, capsys, monkeypatch):
     theirs = GenerationMixin.generate
     monkeypatch.setattr(GenerationMixin, "generate", lambda self, *args, **more: theirs(self, *args, **more))

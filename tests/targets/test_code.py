@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import operator
+import sys
+import time
 import weakref
+from collections import OrderedDict
 from types import GenericAlias, MethodType, SimpleNamespace
 from unittest import mock
 
@@ -20,6 +23,7 @@ from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
 from torch_dflash.target.code import code_of
+from torch_dflash.target.describe import describe, is_plain
 from torch_dflash.target.origins import at_home, links
 from torch_dflash.target.tested import is_tested
 
@@ -216,7 +220,76 @@ def here(name, value):
     return lambda scope, patch: patch.setitem(globals(), name, value)
 
 
+class Table(dict):
+    shift = 0.3
+
+
+class Holder:
+    def __init__(self):
+        self.numbers, self.call = list(range(20_000)), shifted
+
+    def bound(self, embeds):
+        return self.inner(embeds)
+
+    def inner(self, embeds):
+        return embeds + 0.3
+
+
+NEAR, ORDER, FLOATS = type("Near", (float,), {})(0.3), {"a": 0.3, "b": -0.3}, [0.3] * 12_000
+HOLDER, ORDERED, TAB = Holder(), OrderedDict(call=shifted), Table()
+HELD, OF_PART, ARRAY = (
+    HOLDER.bound,
+    functools.partial(lambda embeds, call: call(embeds), call=shifted),
+    np.ones(3),
+)
+
+
+def near(embeds):
+    return embeds + NEAR
+
+
+def first(embeds):
+    return embeds + next(iter(ORDER.values()))
+
+
+def far(embeds):
+    return embeds + FLOATS[11_000]
+
+
+def held(embeds):
+    return HELD(embeds)
+
+
+def behind(embeds):
+    return HOLDER.call(embeds)
+
+
+def ordered(embeds):
+    return ORDERED["call"](embeds)
+
+
+def of_part(embeds):
+    return OF_PART(embeds)
+
+
+def tabbed(embeds):
+    return embeds + TAB.shift
+
+
+def filled_array(embeds):
+    return embeds + ARRAY[0]
+
+
 CHANGES = {
+    "a number of a kind of its own": (near, here("NEAR", type(NEAR)(-0.3))),
+    "an order": (first, here("ORDER", {"b": -0.3, "a": 0.3})),
+    "far in a list": (far, lambda scope, patch: FLOATS.__setitem__(11_000, -0.3)),
+    "a method beside a bound one": (held, lambda scope, patch: patch.setattr(Holder, "inner", torch.neg)),
+    "behind an object": (behind, here("SHIFT", -0.3)),
+    "behind an ordered table": (ordered, here("SHIFT", -0.3)),
+    "behind a partial's argument": (of_part, here("SHIFT", -0.3)),
+    "beside a table": (tabbed, lambda scope, patch: patch.setattr(TAB, "shift", -0.3)),
+    "an array in place": (filled_array, lambda scope, patch: ARRAY.__setitem__(0, -0.3)),
     "a partial": (parted, here("PART", functools.partial(add, shift=-0.3))),
     "of an object that is called": (called, lambda scope, patch: patch.setattr(OBJECT, "shift", -0.3)),
     "of its class": (called, lambda scope, patch: patch.setattr(Scale, "mixing", -1.0)),
@@ -353,6 +426,43 @@ def test_what_code_merely_names_may_be_anything(monkeypatch, name):
     monkeypatch.setitem(globals(), "THING", ODD[name])
     assert code_of(target) == code_of(target)
     assert text(target, new=3) == own_text(target, PROMPT, 3)
+
+
+loss = 0.0
+CACHE: dict = {}
+
+
+def test_attributes_are_no_globals_of_that_name(monkeypatch):
+    def named(embeds):
+        return embeds.loss
+
+    target, _ = make_model(named)
+    before = code_of(target)
+    monkeypatch.setitem(globals(), "loss", 1.0)
+    monkeypatch.setitem(sys.modules, "loss", sys)
+    assert code_of(target) == before
+
+
+def test_what_code_writes_itself_is_no_change():
+    def caching(embeds):
+        CACHE[len(CACHE)] = True
+        return embeds
+
+    target, _ = make_model(caching)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    for _ in range(3):
+        engine.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
+
+
+def test_values_of_any_size_are_described_in_time():
+    nested: list = [1]
+    for _ in range(40):
+        nested = [nested] * 3
+    for value in (nested, [[0] * 9_999] * 9_999, [[0.5] * 300] * 300, (1 << 20_000) - 1, {"a": nested}):
+        started = time.perf_counter()
+        assert describe(value) == describe(value) or value is nested
+        is_plain(value)
+        assert time.perf_counter() - started < 60  # it would be for ever
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])

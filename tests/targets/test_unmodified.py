@@ -16,6 +16,7 @@ import transformers
 from support.refusals import refuses as refuses
 from support.scripted import own_text, run
 from support.tiny import BASE, FAMILIES, make_drafter, make_pair, make_target, randomise
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
@@ -123,7 +124,7 @@ CHANGES = {
     "a tensor": (
         lambda target: setattr(target.model.layers[1].self_attn, "scaling", torch.ones(3)),
         "llama",
-        ".scaling is tensor",
+        ".scaling is a tensor",
         "should be",
     ),
     "removed": (
@@ -249,6 +250,10 @@ class Bend:
     by: float = 0.5
 
 
+class Near(float):
+    """A number of a kind of its own."""
+
+
 class Kind(enum.Enum):
     A = 1
     B = 2
@@ -263,7 +268,8 @@ class WithOptions(transformers.LlamaForCausalLM):
         self.model.options = {"shift": 0}
         self.scale, self.own, self._gain = scaled(1.0), lambda rows: self.model.norm(rows), 1.0
         self.bend, self.acts, self.kind, self.bits = Bend(), {"by": 1, "act": torch.tanh}, Kind.A, b"1"
-        self.over, self.typed, self.of = scaled(Bend()), torch.float32, torch.nn.SiLU
+        self.over, self.of, self.long = scaled(Bend()), torch.nn.SiLU, [0] * 12_000
+        self.near = Near(0.5)
 
     def get(self):
         return getattr(self, "late", 0.0)
@@ -297,6 +303,10 @@ def set_(name, value):
         setattr(model, name, value)
 
     return change
+
+
+def far_in_a_list(model):
+    model.long[11_000] = 3
 
 
 def of_an_object(model):
@@ -345,12 +355,13 @@ def dressed_hook(model):
         (other_default, "scale is .*should be"),
         (private_value, r"_gain is -3\.0"),
         (private_class_value, r"_bend is -3\.0"),
+        (far_in_a_list, "long is "),
+        (set_("near", Near(-3.0)), r"near is -3\.0"),
         (of_an_object, r"bend is Bend\(by=-3"),
         (beside_a_function, "acts is {'by': -3"),
         (in_a_cell, "scale is .*should be"),
         (set_("kind", Kind.B), "kind is <Kind.B"),
         (set_("bits", b"2"), "bits is b'2'"),
-        (set_("typed", torch.int8), "typed is torch.int8"),
         (set_("of", torch.nn.Tanh), "of is .*Tanh"),
         (set_("late", 3.0), r"late is 3\.0, .* absent"),
         (other_call, r"a replaced _call_impl.*del model\.model\.layers\.1\.mlp\._call_impl"),
@@ -445,7 +456,45 @@ def test_a_hook_on_every_module_is_refused():
             td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
     finally:
         handle.remove()
-    td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+    with FlopCounterMode(display=False):  # torch's own hooks change nothing
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+class Seen:
+    def __init__(self):
+        self.calls = 0
+
+
+class Kept(transformers.LlamaForCausalLM):
+    """What a forward keeps for itself, and what transformers leaves in a module, changes no text."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.seen, self.calls, self.kind = Seen(), 0, self.lm_head.weight.dtype
+
+    def _init_weights(self, module):
+        if not getattr(module, "_is_hf_initialized", False):
+            super()._init_weights(module)
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        self.seen.calls += 1
+        self.calls += 1
+        if self.training and self.model.gradient_checkpointing:
+            self._gradient_checkpointing_func(input_ids)
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+def test_what_a_forward_keeps_for_itself_is_let_be():
+    model = randomise(Kept(transformers.LlamaConfig(**BASE)), 0).to(torch.bfloat16)
+    kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{kind}_checkpointing_enable")()
+    getattr(model, f"{kind}_checkpointing_disable")()
+    model.eval()._is_hf_initialized = True
+    engine = td.compile(model, None, runtime="eager", max_length=64)
+    for _ in range(2):
+        model(torch.tensor([PROMPT]))
+        run(engine, [PROMPT], max_new_tokens=3)
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
 
 
 @pytest.mark.parametrize("value", [np.float32(-3), [1, torch.float32], Bend(-3.0)], ids=str)

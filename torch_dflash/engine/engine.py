@@ -94,10 +94,11 @@ class Engine:
         compiled = self.runtime.compilations
         check_fits(request, self.plan)
         check_streamer(streamer, len(request.rows))
+        params = self._params()  # refuses models that were changed, before a streamer has anything
         if streamer is not None:
             streamer.put(input_ids.cpu())
         times, shown = [], request.lengths[0]
-        for progress in self._steps(request):
+        for progress in self._steps(request, params):
             times.append(time.perf_counter() - started)
             if streamer is not None:
                 shown = _put_new(streamer, progress, shown)
@@ -115,7 +116,7 @@ class Engine:
 
     def _stream(self, request: Request) -> Iterator[list[list[int]]]:
         shown = request.lengths
-        for progress in self._steps(request):
+        for progress in self._steps(request, self._params()):
             ends = progress.known[: len(shown)].tolist()  # a row that waits for pages has its prompt alone
             yield [
                 progress.tokens[row, start:end].tolist()
@@ -168,10 +169,13 @@ class Engine:
             )
         return self.runtime.refresh(self.tensors())
 
-    def _steps(self, request: Request) -> Iterator[Progress]:
-        generation = Generation.begin(self.runtime, self.plan, self._params(), request)
-        while not generation.over:
-            yield generation.step(self.options.prefill_chunk_size)
+    def _steps(self, request: Request, params: Any) -> Iterator[Progress]:
+        generation = Generation.begin(self.runtime, self.plan, params, request)
+        try:
+            while not generation.over:
+                yield generation.step(self.options.prefill_chunk_size)
+        finally:
+            self._models.keep_code()
 
 
 def _put_new(streamer, progress: Progress, shown: int) -> int:

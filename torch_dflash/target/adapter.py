@@ -22,6 +22,7 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.target.skeleton import build_skeleton, remembered_in
 from torch_dflash.target.tested import check_implementations
 from torch_dflash.target.trace import trace_layers
+from torch_dflash.target.unmodified import remember
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Target(nn.Module):
         check_static_rope(model.config)
         check_implementations(model.config.get_text_config())
         self.model: Any = build_skeleton(model)
+        remember(self.model, model)
         runs = model.device.type != "meta"
         own = model.config.get_text_config()._attn_implementation
         self.specs = trace_layers(self.model, own if runs else None)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any
+from functools import lru_cache, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import activations, masking_utils, modeling_rope_utils
 
-from torch_dflash.target.describe import describe, is_plain, state_of, vars_of
+from torch_dflash.target.describe import PLAIN, contents, describe, is_plain, state_of, vars_of
 from torch_dflash.target.origins import Same, at_home, is_authors, links, module_is_authors
 
 _COMMON = (activations, masking_utils, modeling_rope_utils)  # what modelling files of transformers call
 _DEEP = 4  # a.b.c.d
+_MOST = 10_000  # things in a value that may run
+_BUILDERS = ("__init__", "_init_weights")  # these have run
 
 
 def functions_of(model: nn.Module) -> set[Any]:
@@ -30,18 +34,20 @@ def functions_of(model: nn.Module) -> set[Any]:
 
 def code_of(model: nn.Module) -> frozenset[Any]:
     """`functions_of`, values of the classes, and what functions not at home read."""
-    functions = functions_of(model)
-    return frozenset(functions | _fields(_kinds(model)) | _read_by(functions))
+    functions, kinds = functions_of(model), _kinds(model)
+    held = [value for kind in kinds if is_authors(kind) for value in vars(kind).values()]
+    inner = {link for value in held for part in _inside(value) for link in links(part)}
+    return frozenset(functions | inner | _fields(kinds) | _read_by(functions | inner))
 
 
 def names_read(functions: Iterable[Any]) -> set[str]:
-    """The names and words in the code of the functions not at home."""
-    return {
-        name
-        for link in functions
-        if isinstance(link, FunctionType) and not at_home(link)
-        for name in _names(link.__code__, words=True)
-    }
+    """The attributes that functions not at home ask for as they run, and the words in their code."""
+    names: set[str] = set()
+    for link in functions:
+        if isinstance(link, FunctionType) and not at_home(link) and link.__name__ not in _BUILDERS:
+            read = _names(link.__code__)
+            names |= read.attributes | read.words
+    return names
 
 
 def _kinds(model: nn.Module) -> set[type]:
@@ -75,64 +81,93 @@ def _read_by(functions: Iterable[Any]) -> set[Any]:
         function = left.pop()
         for name, value in _named_by(function):
             found.add((function.__code__, name, describe(value, _opaque)))
-            kind = value if issubclass(type(value), type) else type(value)
-            if is_authors(kind):
-                found |= _fields(kind.__mro__)
-            new = [link for link in _called(value) if link not in found and not at_home(link)]
-            found.update(new)
-            left += [link for link in new if isinstance(link, FunctionType)]
+            for held in _inside(value):
+                kind = held if issubclass(type(held), type) else type(held)
+                if is_authors(kind):
+                    found |= _fields(kind.__mro__)
+                for link in [link for link in links(held) if not at_home(link) and link not in found]:
+                    found.add(link)
+                    left += [link] if isinstance(link, FunctionType) else []
     return found
 
 
 def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Where a function may read: globals that its code names, attributes of these, cells, defaults."""
     names, space = _names(function.__code__), function.__globals__
-    for name in names:
-        # What a function imports for itself is no global of its file.
-        value = space[name] if name in space else sys.modules.get(name)
-        if value is not None:
-            yield from _with_attributes(name, value, names, _DEEP)
+    named = {name: space[name] for name in names.globals & space.keys()}
+    for name in names.modules:  # what it imports for itself, in its package or anywhere
+        for whole in (f"{space.get('__package__')}.{name}", name):
+            if whole in sys.modules:
+                named[whole] = sys.modules[whole]
+    for name, value in named.items():
+        yield from _with_attributes(name, value, names.attributes, _DEEP)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
     yield "defaults", function.__defaults__
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _with_attributes(where: str, value: Any, names: set[str], depth: int) -> Iterator[tuple[str, Any]]:
+def _with_attributes(where: str, value: Any, names: frozenset[str], depth: int) -> Iterator[tuple[str, Any]]:
     yield where, value
     if depth == 0 or issubclass(type(value), ModuleType) and not module_is_authors(value):
         return
-    for name in names:
+    mode = {"training"} if issubclass(type(value), nn.Module) else set()  # no text depends on it here
+    for name in names - mode:
         for held in (vars_of(value), vars(type(value))):
             if name in held:
                 yield from _with_attributes(f"{where}.{name}", held[name], names, depth - 1)
 
 
-def _called(value: Any) -> Iterator[Any]:
-    """The functions that a value may run: behind it, in it, of its class and of the classes it is."""
-    left, seen = [value], 0
-    while left and seen < 1_000:
-        value, seen = left.pop(), seen + 1
-        yield from links(value)
-        if issubclass(type(value), type):
-            if is_authors(value):
-                yield from (
-                    link for base in value.__mro__ for one in vars(base).values() for link in links(one)
-                )
-        elif type(value) in (list, tuple, set, frozenset):
-            left += value
-        elif type(value) is dict:
-            left += value.values()
-        elif not issubclass(type(value), FunctionType | ModuleType) and is_authors(type(value)):
-            left += [type(value), *(held for _, held in state_of(value))]
+def _inside(value: Any) -> Iterator[Any]:
+    """A value and what lies in it that may run: entries, attributes, classes and what these hold."""
+    left, seen = [value], set()
+    while left and len(seen) < _MOST:
+        value = left.pop()
+        kind = type(value)
+        if kind in PLAIN or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if issubclass(kind, type):
+            left += [held for base in value.__mro__ if is_authors(base) for held in vars(base).values()]
+        elif kind is partial:
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif kind is MethodType:
+            left.append(value.__self__)
+        elif not issubclass(kind, FunctionType | ModuleType | nn.Module | Tensor):
+            left += contents(value) or ()
+            if is_authors(kind):
+                left += [*(held for _, held in state_of(value)), kind]
 
 
-def _names(code: CodeType, words: bool = False) -> set[str]:
-    """The names that code reads, that of the functions inside it too; with ``words``, its strings."""
-    found = set(code.co_names)
+class _Names(NamedTuple):
+    """What a code object and those inside it name: globals, modules, attributes, and their strings."""
+
+    globals: frozenset[str]
+    modules: frozenset[str]
+    attributes: frozenset[str]
+    words: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> _Names:
+    kinds: tuple[set[str], ...] = (set(), set(), set(), set())
+    for step in dis.get_instructions(code):
+        if isinstance(step.argval, str):
+            for kind, names in zip(_NAMING, kinds, strict=False):
+                if step.opname in kind:
+                    names.add(step.argval)
     for one in code.co_consts:
         if isinstance(one, CodeType):
-            found |= _names(one, words)
-        elif words and isinstance(one, str):
-            found.add(one)
-    return found
+            for names, more in zip(kinds, _names(one), strict=True):
+                names |= more
+        elif isinstance(one, str):
+            kinds[3].add(one)
+    return _Names(*map(frozenset, kinds))
+
+
+_NAMING = (
+    {"LOAD_GLOBAL", "LOAD_NAME"},
+    {"IMPORT_NAME"},
+    {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"},
+)

@@ -26,6 +26,7 @@ _HOMES = (
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = "-packages" + os.sep
 _FOREIGN = (_PACKAGES, os.sep + "unittest" + os.sep)  # a mock runs what it was given
+_HEAP = 1 << 9  # a class that was written in Python
 _CLOSED = (type, BuiltinFunctionType, GenericAlias)
 
 
@@ -41,17 +42,17 @@ def of_transformers(value: Any) -> bool:
 
 def is_authors(kind: type) -> bool:
     """Whether a class is somebody's own: not at home, builtin, or of an installed package."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return kind.__module__ not in sys.builtin_module_names
-    return not _is_home(file) and _PACKAGES not in file
+    if kind.__module__ in sys.builtin_module_names:
+        return bool(kind.__flags__ & _HEAP) and kind.__module__ == "builtins"  # of an `exec` without a name
+    return module_is_authors(sys.modules.get(kind.__module__))
 
 
 def module_is_authors(module: Any) -> bool:
-    """Whether a module is somebody's own."""
+    """Whether a module is somebody's own: a notebook's and a namespace's have no file."""
     file = static(module, "__file__")
-    return isinstance(file, str) and not _is_home(file) and _PACKAGES not in file
+    if not isinstance(file, str):
+        return static(module, "__name__") not in sys.builtin_module_names
+    return not _is_home(file) and _PACKAGES not in file
 
 
 def links(value: Any) -> Iterator[Any]:

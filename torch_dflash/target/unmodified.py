@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.target.code import names_read
-from torch_dflash.target.describe import PLAIN, describe, is_plain
+from torch_dflash.target.describe import PLAIN, describe, is_plain, state_of
 from torch_dflash.target.origins import at_home, links, of_transformers
 from torch_dflash.target.tested import check_implementations
 
@@ -25,7 +25,8 @@ IGNORED = frozenset(
     "name_or_path architectures auto_map tokenizer_class transformers_version id2label label2id dtype "
     "torch_dtype bos_token_id eos_token_id pad_token_id use_cache output_attentions output_hidden_states "
     "return_dict rope_deltas model_tags main_input_name input_modalities output_modalities loss_type "
-    "base_model_prefix supports_gradient_checkpointing _attn_implementation".split()
+    "base_model_prefix supports_gradient_checkpointing _attn_implementation _is_hf_initialized "
+    "_gradient_checkpointing_func hf_device_map hf_quantizer".split()
 )
 _BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
 _OF_EVERY_CONFIG = frozenset(name for name in dir(PreTrainedConfig()) if name.startswith("_"))
@@ -76,13 +77,11 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
     Raises:
         ValueError: naming the first such module, attribute or field.
     """
-    known = vars(skeleton).get("_described")
-    if known is None:
-        known = _describe_all(skeleton, model)
-        object.__setattr__(skeleton, "_described", known)  # goes with the skeleton
+    known = vars(skeleton).get("_described") or remember(skeleton, model)
     check_implementations(getattr(model, "config", None))
     everywhere = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
-    _refuse_foreign([hook for hooks in everywhere for hook in hooks.values()], "torch.nn.Module")
+    hooks = [hook for one in everywhere for hook in one.values()]
+    _refuse_foreign([hook for hook in hooks if not all(map(at_home, links(hook)))], "torch.nn.Module")
     if settings(getattr(model, "config", None)) != known.config:
         _refuse_config(known.config, model)
     seen, alike = 0, set()
@@ -102,8 +101,9 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         for key, value, description in attributes:
             found = own.get(key, _ABSENT)
             if not _is_plainly(found, value) and describe(found, type) != description:
-                said = "absent" if found is _ABSENT else repr(found)
-                _refuse(f"{_where(model, name)}.{key}", said, repr(value))
+                # What the skeleton's forward has changed, too, is what a forward keeps for itself.
+                if describe(vars(twin).get(key, _ABSENT), type) == description:
+                    _refuse(f"{_where(model, name)}.{key}", _show(found), _show(value))
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or not of_class.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
             _refuse_class_attributes(_where(model, name), module, names)
@@ -112,6 +112,13 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
     if seen < len(known.modules):
         name = min(known.modules.keys() - dict(model.named_modules()).keys())
         _refuse(_where(model, name), "absent", _describe(known.modules[name].module))
+
+
+def remember(skeleton: nn.Module, model: nn.Module) -> _Described:
+    """Describe a skeleton as it was built: to be called before its first forward, which may change it."""
+    known = _describe_all(skeleton, model)
+    object.__setattr__(skeleton, "_described", known)  # goes with the skeleton
+    return known
 
 
 def _describe_all(skeleton: nn.Module, model: nn.Module) -> _Described:
@@ -139,9 +146,22 @@ def _describe_one(module: nn.Module) -> _Module:
 def _refuse_late(where: str, module: nn.Module, names: frozenset[str]) -> None:
     """What was added after loading: a tensor, or what the author's code asks for by its name."""
     for name, value in vars(module).items():
-        if name not in names and (isinstance(value, Tensor) or name in _names_read(type(module))):
-            said = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            _refuse(f"{where}.{name}", said, "absent")
+        if (
+            name not in names
+            and _says_something(name)
+            and (isinstance(value, Tensor) or name in _names_read(type(module)))
+        ):
+            _refuse(f"{where}.{name}", _show(value), "absent")
+
+
+def _show(value: Any) -> str:
+    """A value in a message: an object that does not print itself by what it holds."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    if value is _ABSENT:
+        return "absent"
+    silent = type(value).__repr__ is object.__repr__
+    return f"{type(value).__name__} of {dict(state_of(value))}" if silent else repr(value)
 
 
 @lru_cache(maxsize=4096)
