@@ -47,7 +47,7 @@ test: $(WITH_REFERENCE)
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
 
-# Every annotation of both packages is executed: shapes and dtypes by jaxtyping, the rest by beartype.
+# On the core's paths every annotation of both packages is executed: by jaxtyping, and by beartype.
 test-typed: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 		--jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype $(TYPED) $(PYTEST_ARGS)

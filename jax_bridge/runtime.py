@@ -70,10 +70,10 @@ class XlaRuntime:
             self._programs.start("rounds", self._rounds, (params, state), donate=(1,))
         return self._run("prefill", self._prefill, args, donate=(1,))
 
-    def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+    def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set which rows rest and the page tables: two small transfers."""
         put = lambda values: to_jax(torch.tensor(values, device="cpu"))  # noqa: E731 - JAX's own memory: states are donated
-        table = state.page_table if pages is None else put(pages)
+        table = state.page_table if page_table is None else put(page_table)
         return replace(state, page_table=table, done=put(done))
 
     def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
@@ -102,8 +102,8 @@ class XlaRuntime:
         count = len(buckets) + 3
         with quiet(), progress_bar(progress, total=count, unit="program", desc="begin") as bar:
             state = self.begin(params, RowRequests.idle(self.plan))
-            pages = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
-            state = self.assign(state, pages, np.ones(self.plan.batch_size, bool))
+            table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
+            state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
             chunks = [to_jax(idle_chunk(self.plan, width)) for width in buckets]
             for width, chunk, coming in zip(buckets, chunks, [*chunks[1:], None], strict=True):
                 _next(bar, f"prefill {width}")

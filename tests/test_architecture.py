@@ -25,7 +25,7 @@ FLOORS = [
     "target",
     "proposers",
     "decode demo",
-    "runtime verification",
+    "runtime agreement",
     "engine",
     "generation",
     "integrations selftest train",
@@ -144,6 +144,17 @@ def test_concepts_names_every_room():
         named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
         rooms = {name.split(".")[1] for name in MODULES if name.startswith(f"{package}.")}
         assert named == {room for room in rooms if not room.startswith("_")}, package
+
+
+def test_every_shape_letter_is_in_the_glossary():
+    table = (ROOT / "docs" / "glossary.md").read_text().partition("| letter | is |")[2].partition("\n\n")[0]
+    letters = set(re.findall(r"[A-Za-z]+", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    known = letters | {"S-1", "R+W"}
+    for name, path in MODULES.items():
+        for shape in re.findall(r'(?:Int|UInt8|Float|Bool|Shaped)\[[^"\]]*"([^"]*)"\]', path.read_text()):
+            for axis in shape.split():
+                single = re.fullmatch(r"[A-Z]\w?|n", axis)
+                assert not single or axis in known or set(axis) <= letters, f"{name}: {shape}: {axis}"
 
 
 def test_no_circle():

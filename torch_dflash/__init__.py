@@ -1,12 +1,12 @@
 """DFlash for PyTorch: block-diffusion speculative decoding, batched, static-shaped and lossless.
 
-Shape alphabet, used in every signature: B batch, T prompt length, W block width (anchor included),
-M verify rows, N drafted nodes, S capacity, L layers, H hidden, Q query heads, G kv heads, D head dim,
-V vocabulary, P pages, n tapped layers, C prompt-chunk width, R rows of any other kind, E stop ids.
+docs/glossary.md has the letters of every shape annotation.
 
 This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
 """
 
+from torch_dflash.agreement.check import check as check
+from torch_dflash.agreement.result import Agreement as Agreement
 from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
 from torch_dflash.demo.target import load_demo_target as load_demo_target
 from torch_dflash.engine.engine import Engine as Engine
@@ -25,7 +25,5 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftM
 from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
 from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state import Draft as Draft
-from torch_dflash.verification.agreement import Agreement as Agreement
-from torch_dflash.verification.verify import check as check
 
 __version__ = "0.1.0"

@@ -92,6 +92,13 @@ def decode_round(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
     return pair.run(_decode_round, params, state)
 
 
+def reset(
+    pair: Pair, params: Params, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests
+) -> DecodeState:
+    """Give the rows marked in ``rows`` to other requests, as `begin` would; the others go on untouched."""
+    return pair.run(_reset, params, state, rows, requests)
+
+
 class Verified(NamedTuple):
     """The target on M rows: ``ids`` [B, M], its own ``logits`` [B, M, V] and ``picks`` [B, M] after each row.
 
@@ -156,8 +163,8 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
 
     # A row without a piece may stand anywhere: it writes to the write-off page.
     table = state.page_table
-    pages = None if table is None else torch.where(fed[:, None], table, 0)
-    out = target(ids, state.length, state.cache, proposer.taps, pages, count)
+    table = None if table is None else torch.where(fed[:, None], table, 0)
+    out = target(ids, state.length, state.cache, proposer.taps, table, count)
     length = state.length + count
     # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
     tokens = write_rows(state.tokens, ids, state.length, dim=1, count=count)
@@ -181,11 +188,10 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     )
 
 
-def reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests) -> DecodeState:
-    """Give the rows marked in ``rows`` to other requests, as `begin` would; the others go on untouched.
+def _reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests) -> DecodeState:
+    """Nothing of the old occupants is left: tokens, caches and the proposer's state are cleared.
 
-    To be run in `Pair.run`. Nothing of the old occupants is left: tokens, caches and the proposer's state of
-    these rows are cleared. A row of a paged cache loses its pages, which are the host's to give again.
+    A row of a paged cache loses its pages, which are the host's to give again.
     """
 
     def chosen(fresh: Tensor, old: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The front doors: `generate`, `compile`, and `dflash` for transformers' ``custom_generate``."""
+"""The front doors: `generate` and `compile`."""
 
 from __future__ import annotations
 

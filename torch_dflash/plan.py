@@ -79,8 +79,8 @@ class DecodePlan:
             )
         if self.pool_pages is not None and self.pool_pages < self.row_pages:
             raise ValueError(
-                f"pool_pages={self.pool_pages}: one row of capacity {self.capacity} alone may need "
-                f"{self.row_pages} pages of {self.page_size}; give at least so many, or lower the capacity."
+                f"pool_pages={self.pool_pages}: one row of max_length={self.capacity} alone may need "
+                f"{self.row_pages} pages of {self.page_size}; give at least so many, or lower max_length."
             )
 
     @property

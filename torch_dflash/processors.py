@@ -1,4 +1,9 @@
-"""What changes the target's logits before it picks: penalties, bans, grammars."""
+"""What changes the target's logits before it picks: penalties, bans, grammars.
+
+A plan names its processors, so one is compiled in by what it is; what differs from row to row belongs
+into `torch_dflash.state.Sampling`. No option asks for one yet: `torch_dflash.engine.refusals` refuses
+those of transformers by name.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Runtime(Protocol):
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
 
-    def assign(self, state: Any, pages: np.ndarray | None, done: np.ndarray) -> Any:
+    def assign(self, state: Any, page_table: np.ndarray | None, done: np.ndarray) -> Any:
         """Set which rows rest and, where the cache is paged, the page tables; consumes ``state``."""
         ...
 
@@ -149,11 +149,11 @@ class EagerRuntime:
     def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         return _checked(self._step(prefill, params, state, chunk))
 
-    def assign(self, state: DecodeState, pages: np.ndarray | None, done: np.ndarray) -> DecodeState:
+    def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
         def tensor(values: np.ndarray) -> torch.Tensor:
             return torch.tensor(values, device=state.done.device)
 
-        table = state.page_table if pages is None else tensor(pages)
+        table = state.page_table if page_table is None else tensor(page_table)
         return replace(state, page_table=table, done=tensor(done))
 
     def advance(self, params: Params, state: DecodeState) -> DecodeState:

@@ -20,7 +20,7 @@ from jax_bridge.checkpoints.files import find_source, match
 from jax_bridge.layout import Transposed, Weight, linear_weights, row_major, transpose_pays
 from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
-from torch_dflash.proposers.dflash.config_fields import check_sizes, check_types
+from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import Stored, find_files, read_headers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,1 +1,1 @@
-"""Attention over the paged cache: a Pallas kernel for TPU, a jnp form for everything else."""
+"""Paged and block attention: Pallas kernels for TPU, jnp forms for everything else."""

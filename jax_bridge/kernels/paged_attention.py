@@ -49,7 +49,7 @@ def jnp_paged_attention(
     query: Float[Array, "B G heads M D"],
     fresh: Float[Array, "B G M KV"],
     pool: Float[Array, "P G page_size KV"],
-    table: Int[Array, "B T"],
+    table: Int[Array, "B row_pages"],
     start: Int[Array, " B"],
     sinks: Float[Array, "G heads"] | None = None,
     *,

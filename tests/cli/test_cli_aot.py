@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import pytest
@@ -311,3 +312,13 @@ def test_a_published_pair_cut_to_two_layers_is_near_its_floor(tmp_path, capsys):
 def test_a_topology_that_does_not_exist(folders, capsys):
     assert run(folders, "--topology", "v5p:9x9") == 2
     assert "topology='v5p:9x9'" in capsys.readouterr().err
+
+
+def test_the_options_of_the_plan_are_those_that_can_be_given(capsys):
+    """A new field of the plan is offered, or named as one that is not."""
+    with pytest.raises(SystemExit):
+        main(["aot", "--help"])
+    shown = set(re.findall(r"^  --([a-z-]+)", capsys.readouterr().out, flags=re.M))
+    plan = {"filters", "matmul-precision", "cache", "page-size", "pool-pages"}
+    own = {"target", "drafter", "topology", "block-size", "verify-width", "context", "batch-size", "layers"}
+    assert shown == plan | own | {"passes", "dump-hlo", "json"}

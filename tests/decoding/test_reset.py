@@ -65,9 +65,9 @@ def reset_on(runtime, engine, params, state, rows, requests):
     """`reset` where ``runtime`` runs: eagerly, or lowered and compiled."""
     state = poisoned(runtime.fetch(state), 0)
     if engine.options.runtime == "eager":
-        return engine.pair.run(reset, params, state, rows, requests)
+        return reset(engine.pair, params, state, rows, requests)
     with tracing(engine.plan.matmul_precision):
-        program = jax.jit(lower(partial(engine.pair.run, reset)), donate_argnums=1)
+        program = jax.jit(lower(partial(reset, engine.pair)), donate_argnums=1)
         return program(params, runtime.place(state), to_jax(rows), to_jax(requests))
 
 

@@ -16,8 +16,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
+from torch_dflash.agreement import check as verify
+from torch_dflash.agreement import twin
 from torch_dflash.target.tested import is_tested
-from torch_dflash.verification import twin, verify
 
 FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
 

@@ -1,1 +1,1 @@
-"""What a layer of the target keeps between passes: dense buffers, pages or rings."""
+"""What layers keep between passes: dense buffers or pages of the target, rings of a drafter."""

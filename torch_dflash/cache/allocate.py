@@ -14,12 +14,18 @@ def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> C
     """An empty cache of one layer, of the plan's kind."""
     if plan.cache == "paged":
         return allocate_pool(spec, plan, dtype, device)
-    kind = LatentLayer if spec.kind == "latent" else StaticLayer
-    return allocate_dense(plan, spec.heads, spec.k_dim, spec.v_dim, dtype, device, kind)
+    return allocate_dense(plan, spec.heads, spec.k_dim, spec.v_dim, dtype, device, DENSE[spec.kind])
+
+
+DENSE = {"attention": StaticLayer, "latent": LatentLayer}
+"""The layer of each kind of `LayerSpec`, in a static cache."""
 
 
 def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
-    """Raise ``ValueError`` for a latent layer in a paged cache."""
+    """Raise ``ValueError`` for a layer of a kind that no cache knows, or a latent one in a paged cache."""
+    odd = sorted({spec.kind for spec in specs} - DENSE.keys())
+    if odd:
+        raise ValueError(f"kind={odd[0]!r} of a layer: no cache is written for it; there are {[*DENSE]}.")
     if plan.cache == "paged" and any(spec.kind == "latent" for spec in specs):
         raise ValueError(
             "cache='paged': the target's layers expand what they cache (latent attention); choose 'static'."

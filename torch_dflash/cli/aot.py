@@ -18,7 +18,15 @@ from torch_dflash.plan import DecodePlan
 
 PASSES = ("verify", "draft", "round")
 # Fields of the plan that have an option of their own here, or change nothing in one round.
-BY_HAND = ("batch_size", "capacity", "block_size", "verify_width", "stop_slots", "rounds_per_chunk")
+BY_HAND = (
+    "batch_size",
+    "capacity",
+    "block_size",
+    "verify_width",
+    "stop_slots",
+    "rounds_per_chunk",
+    "processors",
+)
 STDOUT = "-"
 MEANING = """\
 GB: what one run moves through HBM, recounted from the scheduled program (no VMEM; an estimate, not a
@@ -40,10 +48,15 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--topology", default="v5p:2x2x1", help="generation and shape; one chip of it is used (%(default)s)"
     )
-    parser.add_argument("--block", type=int, metavar="W", help="rows of the draft pass (the drafter's own)")
-    parser.add_argument("--verify", type=int, metavar="M", help="rows of the verify pass (the whole block)")
-    parser.add_argument("--context", type=int, default=4096, metavar="S", help="tokens per row (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows (%(default)s)")
+    for names, letter, shown in (
+        (("--block-size", "--block"), "W", "rows of the draft pass (the drafter's own)"),
+        (("--verify-width", "--verify"), "M", "rows of the verify pass (the whole block)"),
+    ):
+        parser.add_argument(*names, dest=names[1][2:], type=int, metavar=letter, help=shown)
+    parser.add_argument("--context", type=int, default=4096, metavar="N", help="tokens per row (%(default)s)")
+    parser.add_argument(
+        "--batch-size", "--batch", dest="batch", type=int, default=1, metavar="B", help="rows (%(default)s)"
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="keep N of the target's layers")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="what is compiled (all)")
     add_options(parser, DecodePlan, without=BY_HAND)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_dflash.agreement.check import verify_class
 from torch_dflash.checks import check_context, check_streamer, check_target
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
@@ -25,7 +26,6 @@ from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.weights import arrays_of, model_of
-from torch_dflash.verification.verify import verify_class
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""Which row gets which pages, at chunk boundaries; `scheduler.py` decides who is asked for first."""
+"""Gives pages to rows, and says whether a row may have more; `scheduler.py` decides who asks first."""
 
 from __future__ import annotations
 

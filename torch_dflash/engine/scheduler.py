@@ -1,4 +1,4 @@
-"""Who decodes in the next chunk, and on which pages: what the host decides between two chunks."""
+"""Decides between two chunks which rows decode in the next, and which wait for pages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Scheduler:
         plan: the engine's.
         lengths: positions of each row that are committed, or are to be: its prompt.
         limits: most positions each row may hold.
-        pages: page tables [B, row_pages] that rows hold already, of a paged cache.
+        page_table: [B, row_pages], pages that rows hold already, of a paged cache.
     """
 
     def __init__(
-        self, plan: DecodePlan, lengths: list[int], limits: list[int], pages: np.ndarray | None = None
+        self, plan: DecodePlan, lengths: list[int], limits: list[int], page_table: np.ndarray | None = None
     ):
         self.plan, self.limits = plan, limits
         self.lengths = np.array(lengths)
@@ -45,15 +45,15 @@ class Scheduler:
         self._done = self.ended.copy()  # as the device has it
         self._allocator = None
         if plan.cache == "paged":
-            self._allocator = PageAllocator(plan, [limit + plan.verify_width for limit in limits], pages)
+            self._allocator = PageAllocator(plan, [limit + plan.verify_width for limit in limits], page_table)
 
     @classmethod
     def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Scheduler:
         """What a state of a paged cache is in the middle of, by its fields `READ`; its prompts are read."""
-        length, limit, pages, done = (read[name].numpy() for name in READ[:4])
+        length, limit, table, done = (read[name].numpy() for name in READ[:4])
         anchor = read["tokens"].gather(1, read["length"][:, None].long())
         stopped = (anchor == read["stop_ids"]).any(dim=1).numpy()
-        scheduler = cls(plan, length.tolist(), limit.tolist(), pages)
+        scheduler = cls(plan, length.tolist(), limit.tolist(), table)
         scheduler.ended = done & (stopped | (length + 1 >= limit))
         scheduler._waiting, scheduler._done = [], done
         return scheduler

@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Writes files that are whole or absent, and says when the disk is full."""
 
 from __future__ import annotations
 

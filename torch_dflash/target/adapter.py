@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from torch_dflash.cache.allocate import allocate
 from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
-from torch_dflash.ops.windows import take_row
+from torch_dflash.ops.windows import positions, take_row
 from torch_dflash.plan import DecodePlan
 from torch_dflash.target.skeleton import build_skeleton, remembered_in
 from torch_dflash.target.tested import check_implementations
@@ -111,7 +111,7 @@ class Target(nn.Module):
         start: Int[Tensor, " B"],
         cache: tuple,
         taps: tuple[int, ...] = (),
-        pages: Int[Tensor, "B row_pages"] | None = None,
+        page_table: Int[Tensor, "B row_pages"] | None = None,
         count: Int[Tensor, " B"] | None = None,
     ) -> TargetOutput:
         """One cached forward of M rows per sequence at positions ``start[b] .. start[b]+M-1``.
@@ -121,14 +121,14 @@ class Target(nn.Module):
             start: first position of each sequence's rows.
             cache: per-layer states, consumed.
             taps: layers whose outputs (before the final norm) are joined into ``features``.
-            pages: page numbers, where the cache is paged.
+            page_table: page numbers, where the cache is paged.
             count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
                 to the last of them alone.
         """
         kept = (leaf for leaf in pytree.tree_leaves(cache) if leaf.is_floating_point())
         check_dtype("target", next(kept, self).dtype, self.dtype)
-        view = CacheView(cache, self._windows, start, pages, count, self.tokens_said)
-        position = start[:, None] + torch.arange(ids.shape[1], device=ids.device, dtype=start.dtype)
+        view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said)
+        position = positions(start, ids.shape[1])
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             hooks.enter_context(tapped(self.model, taps, outputs))

@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Checks that no shard of a stage is missing."""
 
 from __future__ import annotations
 

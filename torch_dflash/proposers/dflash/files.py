@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.proposers.dflash.config_fields import check_sizes, check_types
 from torch_dflash.storage.weight_files import Stored, find_files, read_headers
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")

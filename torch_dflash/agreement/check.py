@@ -1,4 +1,4 @@
-"""Does block decoding compute what the target computes? Asked of its logits, before any text is made."""
+"""Compares block decoding with what the target computes, by logits, before any text is made."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from transformers import TemperatureLogitsWarper as Temperature
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
+from torch_dflash.agreement.inplace import WritesToViews
+from torch_dflash.agreement.result import Agreement
+from torch_dflash.agreement.twin import PROMPT, SPECIAL, VOCAB, build_twin
 from torch_dflash.checks import check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
+from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.target.adapter import Target
@@ -23,9 +27,6 @@ from torch_dflash.target.code import code_of
 from torch_dflash.target.tested import is_tested
 from torch_dflash.target.trace import trace_layers
 from torch_dflash.target.weights import collect_tensors
-from torch_dflash.verification.agreement import Agreement
-from torch_dflash.verification.inplace import WritesToViews
-from torch_dflash.verification.twin import PROMPT, SPECIAL, VOCAB, build_twin
 
 BLOCK = 4
 WIDEST = 32
@@ -238,18 +239,18 @@ def _cached_logits(
     plan = DecodePlan(rows, length, width, width, cache=cache, page_size=16)
     pair = Pair(skeleton, PlainProposer(), plan)
     params = collect_tensors(skeleton.model, model, "target.model.")
-    pages = None
+    table = None
     if cache == "paged":
-        pages = 1 + torch.arange(rows * plan.row_pages, dtype=torch.int32, device=ids.device).view(rows, -1)
+        table = 1 + torch.arange(rows * plan.row_pages, dtype=torch.int32, device=ids.device).view(rows, -1)
     skeleton.tokens_said = NONSENSE
     layers = pair.run(lambda pair: pair.target.start(plan), params)
     start, found = torch.zeros_like(read), []
 
     def forward(many: int, count: Tensor | None) -> Tensor:
         nonlocal layers
-        at = start[:, None] + torch.arange(many, device=ids.device)
+        at = positions(start, many)
         given = ids.gather(1, at.clamp(max=length - 1).long())
-        out = pair.run(lambda pair: pair.target(given, start, layers, (), pages, count), params)
+        out = pair.run(lambda pair: pair.target(given, start, layers, (), table, count), params)
         layers = out.cache
         return out.logits
 
