@@ -132,7 +132,10 @@ def test_steps_by_hand_need_pages_for_all(pair, prompts):
         ({"cache": "ring"}, "cache='ring': choose one of 'static', 'paged'"),
         ({"matmul_precision": "foo"}, "matmul_precision='foo': choose one of 'default', 'high'"),
         ({"cache": "paged", "page_size": 24}, "page_size=24: must be a multiple of 16"),
-        ({"cache": "paged", "page_size": 16, "pool_pages": 8}, "pool_pages=8: one row of max_length=128 alone"),
+        (
+            {"cache": "paged", "page_size": 16, "pool_pages": 8},
+            "pool_pages=8: one row of max_length=128 alone",
+        ),
         ({"pool_pages": 40}, "pool_pages=40: only cache='paged' has pages"),
         ({"cache": "paged", "pool_pages": 0}, "pool_pages=0"),
     ],
