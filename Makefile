@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
 # and made again only when pyproject.toml changes.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-aot test-typed test-full lint format hooks figures docs clean
+.PHONY: help install demo test test-heavy test-aot test-typed test-full lint format hooks figures docs clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 # Installed before everything else, so that no dependency brings in another build of torch.
@@ -28,9 +28,10 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 help:
 	@echo "make demo      decode a real question with and without drafting"
 	@echo "make test      run the tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make test-heavy run the further cases that make test leaves out"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
-	@echo "make test-full all three; an hour or so"
+	@echo "make test-full all four; an hour or so"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"
@@ -44,6 +45,9 @@ demo: $(INSTALLED)
 test: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+test-heavy: $(WITH_REFERENCE)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m heavy -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
 
@@ -52,7 +56,7 @@ test-typed: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 		--jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype $(TYPED) $(PYTEST_ARGS)
 
-test-full: test test-aot test-typed
+test-full: test test-heavy test-aot test-typed
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,7 +1,9 @@
 import os
 import tempfile
 
+import pytest
 import torch
+from support.heavy import HEAVY
 from support.trained import overfit, world
 
 __all__ = ["overfit", "world"]  # fixtures of the session
@@ -18,3 +20,10 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     config.kept_programs.cleanup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in HEAVY:
+            item.add_marker(pytest.mark.heavy)

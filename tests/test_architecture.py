@@ -8,6 +8,7 @@ from graphlib import TopologicalSorter
 
 import torch
 from support import ROOT
+from support.heavy import HEAVY
 from support.shell import python
 
 MODULES = {
@@ -155,6 +156,12 @@ def test_every_shape_letter_is_in_the_glossary():
             for axis in shape.split():
                 single = re.fullmatch(r"[A-Z]\w?|n", axis)
                 assert not single or axis in known or set(axis) <= letters, f"{name}: {shape}: {axis}"
+
+
+def test_every_heavy_case_is_there():
+    for case in HEAVY:
+        path, _, name = case.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / path).read_text(), case
 
 
 def test_no_circle():
