@@ -46,7 +46,7 @@ class StoredWeight(Protocol):
 class Transposed:
     """A weight [out, in] kept as ``array`` [in, out]."""
 
-    array: jax.Array
+    array: Any  # a jax.Array, or what JAX puts in its place while it traces
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ import jax
 
 from jax_bridge.arrays import to_jax, to_torch
 from torch_dflash.pytrees import PYTREES
-from torch_dflash.state import DecodeState
 
 _registered: set[type] = set()
 
@@ -21,8 +20,8 @@ def register_states() -> None:
             _registered.add(cls)
 
 
-def state_to_jax(state: DecodeState, device: Any | None = None) -> DecodeState:
-    """The same state with JAX arrays it owns: it may be donated. Lossless; runs no model."""
+def state_to_jax(state: Any, device: Any | None = None) -> Any:
+    """The same state, or part of one, with JAX arrays it owns: it may be donated. Lossless; runs no model."""
     register_states()
     return to_jax(state, device=device)
 
@@ -37,8 +36,8 @@ def check_alive(part: Any) -> None:
             )
 
 
-def state_to_torch(state: DecodeState, device="cpu") -> DecodeState:
-    """The same state with torch tensors of its own memory. Lossless; runs no model."""
+def state_to_torch(state: Any, device="cpu") -> Any:
+    """The same state, or part of one, with torch tensors of its own memory. Lossless; runs no model."""
     register_states()
     return to_torch(state, device=device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -36,7 +38,7 @@ def trim_at_stop(
     return torch.where(stopped, first + 1, count), stopped
 
 
-def known_chain(draft: Draft, plan: DecodePlan, vocab_size: int) -> Draft:
+def known_chain(draft: Any, plan: DecodePlan, vocab_size: int) -> Draft:
     """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
 
     Raises:

@@ -16,5 +16,6 @@ def register_state(cls: Registered) -> Registered:
     """Make a frozen dataclass a pytree node (class decorator for proposer and cache states)."""
     fields = [field.name for field in dataclasses.fields(cls)]
     pytree.register_dataclass(cls)
+    cls.__no_type_check__ = True  # annotations say torch's side; on a device the leaves are JAX's arrays
     PYTREES.append((cls, fields))
     return cls

@@ -77,7 +77,7 @@ class Target(nn.Module):
         """Of the embedding, and so of the cache; of the weights that are bound, where some are."""
         return self.model.get_input_embeddings().weight.dtype
 
-    def check_taps(self, taps: tuple[int, ...]) -> None:
+    def check_taps(self, taps: Any) -> None:
         """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""
         layers = len(self.specs)
         odd = [tap for tap in taps if not is_count(tap) or not 0 <= tap < layers]
