@@ -24,6 +24,8 @@ WITH_LIBTPU := $(VENV)/.installed-libtpu
 LIBTPU := $(CURDIR)/$(VENV)/libtpu
 # Two OpenMP threads on busy cores are many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Most of the tests' time is LLVM's, on programs that run once. The further cases compile as users do.
+COMPILE_FAST := XLA_FLAGS=--xla_backend_optimization_level=0
 
 help:
 	@echo "make demo      decode a real question with and without drafting"
@@ -43,7 +45,7 @@ demo: $(INSTALLED)
 	$(BIN)/torch-dflash demo
 
 test: $(WITH_REFERENCE)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(ONE_THREAD) $(COMPILE_FAST) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-heavy: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m heavy -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
