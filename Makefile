@@ -56,7 +56,7 @@ test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 # On the core's paths every annotation of both packages is executed: by jaxtyping, and by beartype.
 test-typed: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
-		--jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype $(TYPED) $(PYTEST_ARGS)
+		-m "not aot" --jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype $(TYPED) $(PYTEST_ARGS)
 
 test-full: test test-heavy test-aot test-typed
 

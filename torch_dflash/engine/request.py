@@ -29,10 +29,10 @@ class Request:
     """
 
     max_new_tokens: list[int]
-    temperature: list[float]
+    temperature: list[float | int]
     top_k: list[int]
-    top_p: list[float]
-    min_p: list[float]
+    top_p: list[float | int]
+    min_p: list[float | int]
     seed: list[int]
     stop_ids: list[tuple[int, ...]]
     pad_token_id: int
