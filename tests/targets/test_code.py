@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import operator
 import sys
 import time
 import weakref
-from collections import OrderedDict
-from types import GenericAlias, MethodType, SimpleNamespace
+from array import array
+from collections import ChainMap, OrderedDict, UserDict
+from types import GenericAlias, MappingProxyType, MethodType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,6 +24,7 @@ from support.tiny import BASE, make_target, randomise
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
+from torch_dflash.target import code
 from torch_dflash.target.code import code_of
 from torch_dflash.target.describe import describe, is_plain
 from torch_dflash.target.origins import at_home, links
@@ -280,7 +283,44 @@ def filled_array(embeds):
     return embeds + ARRAY[0]
 
 
+class Layered(np.ndarray):
+    pass
+
+
+TABLES = {"acts": {"x": shifted}, "sizes": {"a": 1, "b": 2, "c": 3}}
+BELOW = {"shift": 0.3}
+MUTABLE = {
+    "a large array": (np.zeros(60_000), 5),
+    "an array of a kind of its own": (np.zeros(3).view(Layered), 0),
+    "bytes": (bytearray(b"abc"), 0),
+    "an array of Python's": (array("f", [0.3]), 0),
+    "an open dict": (UserDict(shift=0.3), "shift"),
+    "a chain of dicts": (ChainMap({"shift": 0.3}), "shift"),
+}
+PROXY, WEIGHT, COMPLEX = MappingProxyType(BELOW), torch.zeros(3), complex(0.0)
+
+
+def beside_tables(embeds):
+    return TABLES["acts"]["x"](embeds)
+
+
+def proxied(embeds):
+    return embeds + PROXY["shift"]
+
+
+def weighed(embeds):
+    return embeds + WEIGHT[0]
+
+
+def turned(embeds):
+    return embeds + COMPLEX.real
+
+
 CHANGES = {
+    "a table beside another": (beside_tables, here("SHIFT", -0.3)),
+    "behind a proxy": (proxied, lambda scope, patch: patch.setitem(BELOW, "shift", -0.3)),
+    "the data of a tensor": (weighed, lambda scope, patch: WEIGHT.data.fill_(3)),
+    "a sign": (turned, here("COMPLEX", complex(-0.0, 0.0))),
     "a number of a kind of its own": (near, here("NEAR", type(NEAR)(-0.3))),
     "an order": (first, here("ORDER", {"b": -0.3, "a": 0.3})),
     "far in a list": (far, lambda scope, patch: FLOATS.__setitem__(11_000, -0.3)),
@@ -301,7 +341,7 @@ CHANGES = {
     "an import of its own": (imported, lambda scope, patch: patch.setattr(tiny, "VOCAB", 7)),
     "numpy's number": (numbered, here("NUMBER", np.float32(-0.3))),
     "a tensor": (filled, here("TENSOR", torch.tensor(-0.3))),
-    "a tensor in place": (filled, lambda scope, patch: TENSOR.add_(0)),
+    "a tensor in place": (filled, lambda scope, patch: TENSOR.add_(1)),
     "a default beside a function": (
         beside,
         lambda scope, patch: patch.setattr(beside, "__defaults__", (torch.tanh, -0.3)),
@@ -344,6 +384,152 @@ def test_a_verdict_is_of_all_that_the_code_reads(monkeypatch, name):
     assert code_of(target) == before
     change(scope, monkeypatch)
     assert code_of(target) != before
+
+
+@pytest.mark.parametrize("name", MUTABLE)
+def test_a_verdict_is_of_what_lies_in_memory(monkeypatch, name):
+    target, _ = make_model(ignoring)
+    value, place = MUTABLE[name]
+    monkeypatch.setitem(globals(), "THING", value)
+    before = code_of(target)
+    assert code_of(target) == before
+    value[place] = 7
+    assert code_of(target) != before
+
+
+@pytest.mark.parametrize("size", [70_000, 151_936])
+def test_a_table_of_a_vocabulary_is_looked_at_whole(monkeypatch, size):
+    table = {f"word {i}": i for i in range(size)}
+    assert describe(table) == describe(dict(table)) == describe(table)
+    assert describe(table) != describe(table | {f"word {size - 1}": -1})
+    spaces = [SimpleNamespace(a=1, b=(i,)) for i in range(size)]
+    assert describe(spaces) == describe(spaces)
+    target, _ = make_model(ignoring)
+    monkeypatch.setitem(globals(), "THING", table)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    engine.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
+
+
+def test_a_value_larger_than_what_is_looked_at_stays_the_same_one(monkeypatch):
+    monkeypatch.setattr("torch_dflash.target.describe.MOST", 10)
+    for value in ({"a": dict.fromkeys(range(4)), "b": dict.fromkeys(range(40))}, [SPACE, {1: {2: CHANGES}}]):
+        assert describe(value) == describe(value)
+
+
+def test_a_value_that_many_name_is_described_once(monkeypatch):
+    source = "TABLE = {i: i for i in range(99)}\n"
+    source += "".join(f"def f{i}(embeds):\n    TABLE\n    return embeds\n" for i in range(10))
+    scope = {"__name__": "own"}
+    exec(source + f"def helper(embeds):\n    {[f'f{i}' for i in range(10)]}\n".replace("'", ""), scope)
+    target, _ = make_model(scope["helper"])
+    seen = []
+    monkeypatch.setattr(code, "describe", lambda value, *more: seen.append(value) or describe(value, *more))
+    assert code_of(target) == code_of(target)
+    assert sum(value is scope["TABLE"] for value in seen) == 2
+
+
+class OwnConfig(hf.LlamaConfig):
+    model_type = "own_gain"
+    gain = 1.0
+
+    @property
+    def bend(self):
+        return SHIFT
+
+
+class Mixing:
+    by = 1.0
+
+
+class Holding(hf.LlamaForCausalLM):
+    mixing = Mixing()
+
+
+def test_a_verdict_is_of_the_configs_class_and_of_objects_that_classes_hold(monkeypatch):
+    target = Holding(OwnConfig(**BASE))
+    before = code_of(target)
+    for owner, name, value in (
+        (OwnConfig, "gain", -1.0),
+        (Mixing, "by", -1.0),
+        (sys.modules[__name__], "SHIFT", 3),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert code_of(target) != before
+    assert code_of(target) == before
+    target.config.__class__ = hf.LlamaConfig
+    assert code_of(target) != before
+
+
+def test_a_base_that_was_made_without_a_name_is_looked_at(monkeypatch):
+    scope = {"hf": hf}
+    exec("class Base(hf.LlamaForCausalLM):\n    by = 1\nclass Own(Base):\n    pass", scope)
+    target = scope["Own"](hf.LlamaConfig(**BASE))
+    before = code_of(target)
+    scope["Base"].by = 2
+    assert code_of(target) != before
+
+
+def write_package(folder, files):
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("from . import near", "near.SHIFT"),
+        ("from .near import SHIFT", "SHIFT"),
+        ("from ..consts import SHIFT", "SHIFT"),
+        ("from .. import consts", "consts.SHIFT"),
+        ("import outer_pk.consts", "outer_pk.consts.SHIFT"),
+    ],
+)
+def test_imports_inside_a_function_are_followed(monkeypatch, tmp_path, line, value):
+    helper = f"def helper(embeds):\n    {line}\n    return embeds + {value}\n"
+    files = dict.fromkeys(("outer_pk/__init__.py", "outer_pk/inner/__init__.py"), "")
+    files |= dict.fromkeys(("outer_pk/consts.py", "outer_pk/inner/near.py"), "SHIFT = 0.3\n")
+    write_package(tmp_path, files | {"outer_pk/inner/helpers.py": helper})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith("outer_pk")]:
+        monkeypatch.delitem(sys.modules, name)
+    read = importlib.import_module("outer_pk.inner.near" if "near" in line else "outer_pk.consts")
+    target, _ = make_model(importlib.import_module("outer_pk.inner.helpers").helper)
+    before = code_of(target)
+    read.SHIFT = -0.3
+    assert code_of(target) != before
+
+
+INSTALLED = """
+import transformers as hf
+from installed_pk import consts
+class Options:
+    kind = 1.0
+    def __init__(self):
+        self.shift = 0.3
+OPTIONS = Options()
+class Own(hf.LlamaForCausalLM):
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids) + consts.SHIFT + OPTIONS.shift * OPTIONS.kind
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+"""
+
+
+def test_values_of_an_installed_models_own_package_are_read(monkeypatch, tmp_path):
+    folder = tmp_path / "site-packages"
+    files = {"__init__.py": "", "consts.py": "SHIFT = 0.3\n", "modeling.py": INSTALLED}
+    write_package(folder / "installed_pk", files)
+    monkeypatch.syspath_prepend(str(folder))
+    module = importlib.import_module("installed_pk.modeling")
+    target = module.Own(hf.LlamaConfig(**BASE))
+    before = code_of(target)
+    for owner, name in ((module.consts, "SHIFT"), (module.OPTIONS, "shift"), (module.Options, "kind")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, -3.0)
+            assert code_of(target) != before
+    assert code_of(target) == before
 
 
 def test_a_helper_that_comes_to_mix_tokens_is_refused():
@@ -443,15 +629,72 @@ def test_attributes_are_no_globals_of_that_name(monkeypatch):
     assert code_of(target) == before
 
 
-def test_what_code_writes_itself_is_no_change():
-    def caching(embeds):
-        CACHE[len(CACHE)] = True
-        return embeds
+def counting(embeds):
+    CACHE[len(CACHE)] = SHIFT
+    return embeds + SHIFT
 
-    target, _ = make_model(caching)
+
+def caching(embeds):
+    CACHE.setdefault(embeds.shape[1], SHIFT)
+    return embeds + SHIFT
+
+
+@pytest.mark.parametrize("helper", [counting, caching])
+def test_what_code_writes_itself_is_no_change(monkeypatch, helper):
+    monkeypatch.setitem(globals(), "CACHE", {})
+    target, _ = make_model(helper)
+    options = {"max_new_tokens": 2, "do_sample": False}
+    ids, longer = torch.tensor([PROMPT]), torch.tensor([PROMPT * 4])
+    engines = [
+        td.compile(target, None, runtime="eager", max_length=64, verify=verify) for verify in (True, False)
+    ]
+    for engine in engines:
+        engine.generate(ids, **options)
+        target.generate(ids[:, :5], **options)
+        engine.start(ids[:, :3], **options)
+        open_stream = engine.stream(longer, **options)
+        next(open_stream)
+        engine.generate(ids[:, :4], **options)
+    monkeypatch.setitem(globals(), "SHIFT", -0.3)
+    for engine in engines:
+        with pytest.raises(ValueError, match="was changed after this engine was built"):
+            engine.generate(ids, **options)
+
+
+def test_an_engine_for_code_that_writes_is_built_once(monkeypatch):
+    monkeypatch.setitem(globals(), "CACHE", {})
+    target, _ = make_model(counting)
+    text(target, new=2)
+    monkeypatch.setattr("torch_dflash.engine.registry.Engine", lambda *given: pytest.fail("built twice"))
+    text(target, new=2)
+
+
+@pytest.mark.parametrize("end", [lambda stream: stream.close(), list])
+def test_a_change_while_a_stream_is_open_is_refused_after_it(monkeypatch, end):
+    target, _ = make_model(shifted)
     engine = td.compile(target, None, runtime="eager", max_length=64)
-    for _ in range(3):
+    stream = engine.stream(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
+    next(stream)
+    monkeypatch.setitem(globals(), "SHIFT", -0.3)
+    end(stream)
+    with pytest.raises(ValueError, match="was changed after this engine was built"):
         engine.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
+
+
+def test_what_transformers_notes_in_a_class_is_no_change():
+    class Noted(hf.LlamaForCausalLM):
+        pass
+
+    target, other = (randomise(Noted(hf.LlamaConfig(**BASE)), 0) for _ in range(2))
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    ids, options = torch.tensor([PROMPT]), {"max_new_tokens": 2, "do_sample": False}
+    engine.generate(ids, **options)
+    other.set_attn_implementation("eager")
+    target.set_attn_implementation("eager")
+    target.set_attn_implementation("sdpa")
+    target.set_experts_implementation("eager")
+    Noted.register_for_auto_class()
+    engine.generate(ids, **options)
 
 
 def test_values_of_any_size_are_described_in_time(monkeypatch):
@@ -459,9 +702,10 @@ def test_values_of_any_size_are_described_in_time(monkeypatch):
     nested: list = [1]
     for _ in range(40):
         nested = [nested] * 3
+    assert not is_plain(nested)
     for value in (nested, [[0] * 9_999] * 9_999, [[0.5] * 300] * 300, (1 << 20_000) - 1, {"a": nested}):
         started = time.perf_counter()
-        assert describe(value) == describe(value) and not is_plain(nested)
+        assert describe(value) == describe(value)
         assert time.perf_counter() - started < 60  # it would be for ever
 
 
@@ -478,9 +722,10 @@ def test_an_engine_in_use_refuses_changed_code(monkeypatch, runtime):
             ask(ids, max_new_tokens=2, do_sample=False)
 
 
-def test_a_model_is_freed_though_its_code_names_one_of_its_methods(monkeypatch):
+@pytest.mark.parametrize("make", [lambda model: model.get_input_embeddings, lambda model: lambda: model])
+def test_a_model_is_freed_though_its_code_names_a_function_that_holds_it(monkeypatch, make):
     target, _ = make_model(ignoring)
-    monkeypatch.setitem(globals(), "THING", target.get_input_embeddings)
+    monkeypatch.setitem(globals(), "THING", make(target))
     text(target, new=2)
     gone = weakref.ref(target)
     monkeypatch.undo()

@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_dflash.checks import field_of
+from torch_dflash.target.code import parts_of
 
 VOCAB = 96
 POSITIONS = 128
@@ -98,17 +99,12 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
 def shrink(config: PretrainedConfig) -> Any:
     """A copy of ``config``, nested ones included: small widths, few layers, one of each kind at least."""
     small: Any = copy.deepcopy(config)
-    for part in _parts(small):
+    for part in parts_of(small):
         _cut_layers(part)
         _narrow(part)
     small.dtype = torch.float32
     small._attn_implementation = "eager"
     return small
-
-
-def _parts(config: Any) -> list[Any]:
-    nested = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    return [config, *(part for value in nested for part in _parts(value))]
 
 
 def _cut_layers(config: Any) -> None:

@@ -25,6 +25,7 @@ from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
+from torch_dflash.target.code import noting_writes
 from torch_dflash.target.weights import arrays_of, model_of
 
 
@@ -39,13 +40,14 @@ class Engine:
         arrays = arrays_of(target, options.runtime)
         model = model_of(target)
         check_target(model)
-        skeleton = Target(model)
-        check_context(model, options.max_length)
-        proposer = make_proposer(model, drafter, options.block_size)
-        self.plan = options.plan(proposer.width)
-        self.pair = Pair(skeleton, proposer, self.plan)
-        if options.verify:
-            verify_class(model, self.plan, options.runtime)
+        with noting_writes(model):
+            skeleton = Target(model)
+            check_context(model, options.max_length)
+            proposer = make_proposer(model, drafter, options.block_size)
+            self.plan = options.plan(proposer.width)
+            self.pair = Pair(skeleton, proposer, self.plan)
+            if options.verify:
+                verify_class(model, self.plan, options.runtime)
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
         self.runtime: Runtime = _make_runtime(options.runtime, self.pair, self.plan)
@@ -171,11 +173,8 @@ class Engine:
 
     def _steps(self, request: Request, params: Any) -> Iterator[Progress]:
         generation = Generation.begin(self.runtime, self.plan, params, request)
-        try:
-            while not generation.over:
-                yield generation.step(self.options.prefill_chunk_size)
-        finally:
-            self._models.keep_code()
+        while not generation.over:
+            yield generation.step(self.options.prefill_chunk_size)
 
 
 def _put_new(streamer, progress: Progress, shown: int) -> int:

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.decode import Pair
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.target.code import code_of
-from torch_dflash.target.tested import is_tested
+from torch_dflash.target.code import code_of, written_by
 from torch_dflash.target.weights import collect_tensors, named_arrays
 
 
@@ -30,7 +29,8 @@ class Models:
         # A proposer without tensors was copied whole; nothing of the user's need live on.
         weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
         self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
-        self._code, self._writes = code_of(target), not is_tested(target)
+        self._written = written_by(target)
+        self._code = code_of(target, self._written)
         self.tensors()  # refuses a model that its config does not describe
 
     @property
@@ -47,17 +47,11 @@ class Models:
 
     def check_code(self) -> None:
         """Raise ``ValueError`` if what the target runs is no longer what the engine was built of."""
-        if code_of(self.target) != self._code:
+        if code_of(self.target, self._written) != self._code:
             raise ValueError(
                 f"target={type(self.target).__name__}: its code, or a value that its code reads, was changed "
                 "after this engine was built. Undo the change, or build another engine."
             )
-
-    def keep_code(self) -> None:
-        """After a request: what code of the author's own has changed itself, as a cache, is no change."""
-        target = self._target()
-        if self._writes and target is not None:
-            self._code = code_of(target)
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays. Changes are seen.

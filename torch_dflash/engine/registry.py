@@ -38,22 +38,23 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     check_drafter(drafter)
     model = model_of(target)
     check_target(model)
-    # A resized vocabulary or a changed config makes other programs of the same model.
-    configs = settings(model.config), settings(getattr(drafter, "config", None))
-    key = (
-        model.get_input_embeddings().weight.shape,
-        repr(configs),
-        code_of(model),
-        options,
-    )
+    key = _key(model, drafter, options)
     value = None if drafter is None else getattr(drafter, "key", None)
     with _lock:
         known = drafter if drafter is not None and value is None else _values.setdefault(value, _Value())
         by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())
         if key not in entries:
-            entries[key] = Engine(target, drafter, options)
+            engine = Engine(target, drafter, options)
+            key = _key(model, drafter, options)  # without what the forward was seen to write itself
+            entries[key] = engine
             while len(entries) > ENGINES_PER_PAIR:
                 entries.popitem(last=False)
         entries.move_to_end(key)
         return entries[key]
+
+
+def _key(model: Any, drafter: Any, options: EngineOptions) -> tuple:
+    # A resized vocabulary or a changed config makes other programs of the same model.
+    configs = settings(model.config), settings(getattr(drafter, "config", None))
+    return model.get_input_embeddings().weight.shape, repr(configs), code_of(model), options

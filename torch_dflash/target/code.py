@@ -5,20 +5,36 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import resolve_name
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from transformers import activations, masking_utils, modeling_rope_utils
+from transformers import PreTrainedConfig, activations, masking_utils, modeling_rope_utils
 
-from torch_dflash.target.describe import PLAIN, contents, describe, is_plain, state_of, vars_of
-from torch_dflash.target.origins import Same, at_home, is_authors, links, module_is_authors
+from torch_dflash.target.describe import MEMORY, PLAIN, describe, digest, is_plain, parts, vars_of
+from torch_dflash.target.origins import (
+    Same,
+    at_home,
+    is_authors,
+    links,
+    module_is_authors,
+    own_bases,
+    packages_of,
+)
 
 _COMMON = (activations, masking_utils, modeling_rope_utils)  # what modelling files of transformers call
 _DEEP = 4  # a.b.c.d
 _MOST = 10_000  # things in a value that may run
 _BUILDERS = ("__init__", "_init_weights")  # these have run
+_NOTES = (  # that transformers makes in a class
+    "_auto_class",
+    "_can_set_attn_implementation_cached_value",
+    "_can_set_experts_implementation_cached_value",
+)
 
 
 def functions_of(model: nn.Module) -> set[Any]:
@@ -32,12 +48,47 @@ def functions_of(model: nn.Module) -> set[Any]:
     return {link for space in spaces for value in list(space.values()) for link in links(value)}
 
 
-def code_of(model: nn.Module) -> frozenset[Any]:
-    """`functions_of`, values of the classes, and what functions not at home read."""
-    functions, kinds = functions_of(model), _kinds(model)
-    held = [value for kind in kinds if is_authors(kind) for value in vars(kind).values()]
-    inner = {link for value in held for part in _inside(value) for link in links(part)}
-    return frozenset(functions | inner | _fields(kinds) | _read_by(functions | inner))
+def code_of(model: nn.Module, written: frozenset[Any] | None = None) -> frozenset[Any]:
+    """`functions_of`, the config's classes, values of the classes, and what functions not at home read.
+
+    ``written``: the names that are left out; unset, those that `noting_writes` found of the model's class.
+    """
+    written = written_by(model) if written is None else written
+    functions, configs = functions_of(model), [type(part) for part in parts_of(model.config)]
+    kinds = _kinds(model)
+    with packages_of(kinds):
+        kinds |= {base for kind in configs for base in kind.__mro__ if is_authors(base)}
+        found = _fields(kinds, written)
+        for kind in filter(is_authors, kinds):
+            for name, value in _vars(kind):
+                if (Same(kind), name) not in written:
+                    functions |= _look_into(value, written, found)
+        found |= _read_by(functions, written)
+    return frozenset(found | set(map(_token, functions)) | set(map(Same, configs)))
+
+
+_written: WeakKeyDictionary[type, frozenset[Any]] = WeakKeyDictionary()
+
+
+def written_by(model: nn.Module) -> frozenset[Any]:
+    """The names whose values forwards of the model's class write themselves, as far as is known."""
+    return _written.get(type(model), frozenset())
+
+
+@contextmanager
+def noting_writes(model: nn.Module) -> Iterator[None]:
+    """While open, forwards of the model's class run: what they write, as a cache, is none of its code."""
+    known = written_by(model)
+    before = code_of(model, known)
+    yield
+    changed = before ^ code_of(model, known)
+    _written[type(model)] = known | {entry[:2] for entry in changed if isinstance(entry, tuple)}
+
+
+def parts_of(config: Any) -> list[Any]:
+    """A config and those that are nested in it."""
+    nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(part for value in nested for part in parts_of(value))]
 
 
 def names_read(functions: Iterable[Any]) -> set[str]:
@@ -52,59 +103,88 @@ def names_read(functions: Iterable[Any]) -> set[str]:
 
 def _kinds(model: nn.Module) -> set[type]:
     """The classes of the modules, and the bases of these beside torch's."""
-    kinds = {base for module in model.modules() for base in type(module).__mro__}
     own = {type(module) for module in model.modules()}
-    return own | {base for base in kinds if not base.__module__.startswith(("torch.", "builtins"))}
+    return own | {base for kind in own for base in own_bases(kind)}
 
 
-def _fields(kinds: Iterable[type]) -> set[Any]:
+def _vars(kind: type) -> list[tuple[str, Any]]:
+    return list(vars(kind).items())
+
+
+def _fields(kinds: Iterable[type], written: frozenset[Any]) -> set[Any]:
     """The values that classes hold: of those at home the plain ones, for nobody changes the others."""
     return {
-        (kind, name, describe(value, _opaque))
+        (Same(kind), name, describe(value, _opaque))
         for kind in kinds
-        for name, value in list(vars(kind).items())
-        if not name.startswith("__") and (is_plain(value) or is_authors(kind))
+        for name, value in _vars(kind)
+        if not name.startswith("__") and name not in _NOTES and (Same(kind), name) not in written
+        if is_plain(value) or is_authors(kind)
     }
 
 
+def _token(link: Any) -> Same:
+    """Stands for a function, which may hold the model."""
+    return link if isinstance(link, Same) else Same(link)
+
+
 def _opaque(value: Any) -> Any:
-    """An object that is not looked into; a tensor as it was written last."""
-    counted = issubclass(type(value), Tensor) and not value.is_inference()
-    return (Same(value), value._version) if counted else Same(value)
+    """An object that is not looked into; a tensor by its values, or as it was written last."""
+    if not issubclass(type(value), Tensor):
+        return Same(value)
+    return digest(value) or (Same(value), None if value.is_inference() else value._version)
 
 
-def _read_by(functions: Iterable[Any]) -> set[Any]:
+def _read_by(functions: Iterable[Any], written: frozenset[Any]) -> set[Any]:
     """What the code of functions not at home names, and of those that it names in turn."""
     found: set[Any] = set()
+    told: dict[int, tuple[Any, Any]] = {}  # by id: the value, which so keeps its id, and its description
     left = [link for link in functions if isinstance(link, FunctionType) and not at_home(link)]
     while left:
         function = left.pop()
         for name, value in _named_by(function):
-            found.add((function.__code__, name, describe(value, _opaque)))
-            for held in _inside(value):
-                kind = held if issubclass(type(held), type) else type(held)
-                if is_authors(kind):
-                    found |= _fields(kind.__mro__)
-                for link in [link for link in links(held) if not at_home(link) and link not in found]:
-                    found.add(link)
-                    left += [link] if isinstance(link, FunctionType) else []
+            if (function.__code__, name) in written:
+                continue
+            if id(value) not in told:
+                told[id(value)] = value, describe(value, _opaque)
+                more = [link for link in _look_into(value, written, found) if not at_home(link)]
+                left += [link for link in more if isinstance(link, FunctionType) and Same(link) not in found]
+                found |= set(map(_token, more))
+            found.add((function.__code__, name, told[id(value)][1]))
     return found
+
+
+def _look_into(value: Any, written: frozenset[Any], found: set[Any]) -> set[Any]:
+    """What may run in a value; the values of the classes there are added to ``found``."""
+    functions: set[Any] = set()
+    for held in _inside(value):
+        kind = held if issubclass(type(held), type) else type(held)
+        if is_authors(kind):
+            found |= _fields(kind.__mro__, written)
+        functions.update(links(held))
+    return functions
 
 
 def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Where a function may read: globals that its code names, attributes of these, cells, defaults."""
     names, space = _names(function.__code__), function.__globals__
     named = {name: space[name] for name in names.globals & space.keys()}
-    for name in names.modules:  # what it imports for itself, in its package or anywhere
-        for whole in (f"{space.get('__package__')}.{name}", name):
-            if whole in sys.modules:
-                named[whole] = sys.modules[whole]
+    for name in names.modules:  # what it imports for itself
+        whole = _absolute(name, space.get("__package__"))
+        if whole in sys.modules:
+            named[whole] = sys.modules[whole]
     for name, value in named.items():
         yield from _with_attributes(name, value, names.attributes, _DEEP)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
     yield "defaults", function.__defaults__
     yield from (function.__kwdefaults__ or {}).items()
+
+
+def _absolute(name: str, package: Any) -> str | None:
+    try:
+        return resolve_name(name, package)
+    except ImportError:
+        return None
 
 
 def _with_attributes(where: str, value: Any, names: frozenset[str], depth: int) -> Iterator[tuple[str, Any]]:
@@ -130,14 +210,9 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value
         if issubclass(kind, type):
             left += [held for base in value.__mro__ if is_authors(base) for held in vars(base).values()]
-        elif kind is partial:
-            left += [value.func, *value.args, *value.keywords.values()]
-        elif kind is MethodType:
-            left.append(value.__self__)
-        elif not issubclass(kind, FunctionType | ModuleType | nn.Module | Tensor):
-            left += contents(value) or ()
-            if is_authors(kind):
-                left += [*(held for _, held in state_of(value)), kind]
+        elif kind is not FunctionType and not issubclass(kind, MEMORY):
+            left += parts(value) or ()
+            left += [kind] if is_authors(kind) and not issubclass(kind, nn.Module) else []
 
 
 class _Names(NamedTuple):
@@ -152,11 +227,13 @@ class _Names(NamedTuple):
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> _Names:
     kinds: tuple[set[str], ...] = (set(), set(), set(), set())
-    for step in dis.get_instructions(code):
+    steps = list(dis.get_instructions(code))
+    for index, step in enumerate(steps):
         if isinstance(step.argval, str):
+            dots = "." * steps[index - 2].argval if step.opname == "IMPORT_NAME" else ""  # of a relative one
             for kind, names in zip(_NAMING, kinds, strict=False):
                 if step.opname in kind:
-                    names.add(step.argval)
+                    names.add(dots + step.argval)
     for one in code.co_consts:
         if isinstance(one, CodeType):
             for names, more in zip(kinds, _names(one), strict=True):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import types
 from argparse import Namespace
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList, UserString, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from enum import Enum
 from functools import partial
@@ -18,10 +21,11 @@ from torch import nn
 from torch_dflash.target.origins import Same, is_authors
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
+MEMORY = (np.ndarray, np.generic, bytearray, array)
 _COLLECTIONS = (list, tuple, set, frozenset, deque)
-_SPACES = (types.SimpleNamespace, Namespace)
-MOST = 200_000
-"""Parts of one value that are looked at: as many as a table over a vocabulary has."""
+_OPEN = (types.SimpleNamespace, Namespace, UserDict, UserList, UserString, ChainMap)
+MOST = 400_000
+"""Parts of one value that are looked at, keys and entries each: as many as a table over a vocabulary has."""
 _DEEP = 16
 
 
@@ -42,11 +46,12 @@ def is_plain(value: Any) -> bool:
 
 
 def describe(value: Any, opaque: Callable[[Any], Hashable] = Same) -> Hashable:
-    """What ``value`` holds, part by part.
+    """What ``value`` holds, part by part, 16 deep.
 
-    Followed are collections, functions (their code, defaults and cells), partials, bound methods and objects
-    of somebody's own classes. Of all else, and behind `MOST` parts, stands what ``opaque`` makes of it.
-    Nothing of the value runs.
+    Followed are collections, functions (their code, globals by identity, defaults and cells), partials, bound
+    methods and objects of somebody's own classes; arrays by a digest of their memory. Of all else (modules,
+    tensors, objects of libraries), of what is deeper and of a part with more in it than is left of `MOST`
+    stands what ``opaque`` makes of it. Nothing of the value runs.
     """
     return _Walk(opaque).describe(value)
 
@@ -58,30 +63,24 @@ class _Walk:
 
     def describe(self, value: Any, depth: int = 0) -> Hashable:
         kind = type(value)
-        self._left -= 1
-        if kind in PLAIN:
-            return kind, float.__repr__(value) if kind is float else value  # NaN is NaN, 1 is not True
+        if kind in PLAIN:  # NaN is NaN, 0 is not -0, 1 is not True
+            return kind, kind.__repr__(value) if kind in (float, complex) else value
         if kind is types.CodeType:
             return value
-        if issubclass(kind, np.generic) or kind is np.ndarray and 0 < value.nbytes < MOST:
-            return (
-                kind,
-                str(value.dtype),
-                value.shape,
-                value.tobytes() if value.dtype != object else Same(value),
-            )
         if issubclass(kind, type | Enum) or _is_builtin(value):
             return Same(value)
         if id(value) in self._open:
             return "again"
-        parts = _parts(value)
-        if parts is None or depth > _DEEP or self._left < len(parts):
+        found = None if depth > _DEEP else parts(value)
+        held = None if found is None else list(islice(found, self._left + 1))
+        if held is None or len(held) > self._left:
             return self._opaque(value)
+        self._left -= len(held)
         self._open.add(id(value))
-        found = [self.describe(part, depth + 1) for part in parts]
+        told = [self.describe(part, depth + 1) for part in held]
         self._open.discard(id(value))
         # Of a class that was written anew, as a notebook's cell is run again, the methods may differ.
-        return Same(kind), frozenset(found) if issubclass(kind, set | frozenset) else tuple(found)
+        return Same(kind), frozenset(told) if issubclass(kind, set | frozenset) else tuple(told)
 
 
 def _is_builtin(value: Any) -> bool:
@@ -89,40 +88,71 @@ def _is_builtin(value: Any) -> bool:
     return type(value) is types.BuiltinFunctionType and type(value.__self__) in (type(None), types.ModuleType)
 
 
-def _parts(value: Any) -> list[Any] | None:
-    """What a value is made of; None for one that is not looked into."""
+def parts(value: Any) -> Iterable[Any] | None:
+    """What a value is made of: keys and entries, names and attributes; None for one that is not looked into.
+
+    Words and numbers apart, they are the value's own objects, none made here: an ``id`` of one stays its own.
+    """
     kind = type(value)
     if kind is types.FunctionType:
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
+        return [value.__code__, id(value.__globals__), value.__defaults__, value.__kwdefaults__, *cells]
     if kind is partial:
         return [value.func, value.args, value.keywords]
     if kind is types.MethodType:
         return [value.__func__, value.__self__]
+    if kind is types.MappingProxyType:
+        return gc.get_referents(value)  # the mapping
     if issubclass(kind, types.ModuleType | nn.Module | torch.Tensor):
         return None
-    inside = contents(value)
-    if inside is None and not (kind in _SPACES or is_authors(kind)):
+    inside = _contents(value)
+    if inside is None and not (kind in _OPEN or is_authors(kind)):
         return None
-    own = [] if kind is dict or kind in _COLLECTIONS else sorted(state_of(value), key=_name)
-    found = list(islice(chain(inside or (), own), MOST))
-    return None if len(found) == MOST else found
+    own = () if kind is dict or kind in _COLLECTIONS else sorted(state_of(value), key=_name)
+    return chain(inside or (), *own)
 
 
-def contents(value: Any) -> Iterable[Any] | None:
-    """The entries of a collection, a dict's as pairs; a number of a kind of its own as a plain one."""
+def _contents(value: Any) -> Iterable[Any] | None:
+    """The keys and entries of a collection; a number of a kind of its own, or an array, as a plain one."""
     kind = type(value)
     if issubclass(kind, dict):
-        return dict.items(value)
+        return chain.from_iterable(dict.items(value))
     for collection in _COLLECTIONS:
         if issubclass(kind, collection):
             return collection.__iter__(value)
+    if issubclass(kind, MEMORY):
+        held = digest(value)
+        return None if held is None else [held]
     if issubclass(kind, int):
         return [int.__index__(value)]
     for base in (float, complex, str, bytes):
         if issubclass(kind, base):
             return [base.__repr__(value)]
     return None
+
+
+def digest(value: Any) -> str | None:
+    """Type, shape and bytes of an array or a tensor in the host's memory, in a word; None of all else."""
+    kind = type(value)
+    if kind in (bytearray, array):
+        form, held = getattr(value, "typecode", ""), bytes(value)
+    elif issubclass(kind, np.ndarray | np.generic) and not issubclass(kind, np.memmap):
+        base: Any = np.ndarray if issubclass(kind, np.ndarray) else np.generic  # a subclass is not asked
+        form = base.dtype.__get__(value), base.shape.__get__(value)
+        if form[0].hasobject:
+            return None
+        held = base.tobytes(value)
+    elif kind in (torch.Tensor, nn.Parameter) and value.device.type == "cpu" and _is_dense(value):
+        form = value.dtype, tuple(value.shape)
+        flat = value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        held = flat.view(torch.uint8).numpy()
+    else:
+        return None
+    return f"{form} {hashlib.blake2b(held, digest_size=16).hexdigest()}"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def state_of(value: Any) -> Iterator[tuple[str, Any]]:

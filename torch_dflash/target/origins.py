@@ -7,7 +7,9 @@ import os
 import sys
 import sysconfig
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial, partialmethod
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, GenericAlias, MethodType
@@ -28,6 +30,7 @@ _PACKAGES = "-packages" + os.sep
 _FOREIGN = (_PACKAGES, os.sep + "unittest" + os.sep)  # a mock runs what it was given
 _HEAP = 1 << 9  # a class that was written in Python
 _CLOSED = (type, BuiltinFunctionType, GenericAlias)
+_own_packages: ContextVar[frozenset[str]] = ContextVar("own_packages", default=frozenset())
 
 
 def at_home(link: Any) -> bool:
@@ -40,11 +43,22 @@ def of_transformers(value: Any) -> bool:
     return all(_file_of(link).startswith(TRANSFORMERS) for link in links(value))
 
 
+@contextmanager
+def packages_of(kinds: Iterable[type]) -> Iterator[None]:
+    """While open, installed packages that these classes are of are somebody's own too."""
+    found = [module for module in map(_module_of, kinds) if _is_installed(static(module, "__file__"))]
+    token = _own_packages.set(frozenset(map(_package_of, found)))
+    try:
+        yield
+    finally:
+        _own_packages.reset(token)
+
+
 def is_authors(kind: type) -> bool:
     """Whether a class is somebody's own: not at home, builtin, or of an installed package."""
     if kind.__module__ in sys.builtin_module_names:
         return bool(kind.__flags__ & _HEAP) and kind.__module__ == "builtins"  # of an `exec` without a name
-    return module_is_authors(sys.modules.get(kind.__module__))
+    return module_is_authors(_module_of(kind))
 
 
 def module_is_authors(module: Any) -> bool:
@@ -52,7 +66,12 @@ def module_is_authors(module: Any) -> bool:
     file = static(module, "__file__")
     if not isinstance(file, str):
         return static(module, "__name__") not in sys.builtin_module_names
-    return not _is_home(file) and _PACKAGES not in file
+    return not _is_home(file) and (_PACKAGES not in file or _package_of(module) in _own_packages.get())
+
+
+def own_bases(kind: type) -> list[type]:
+    """A class and its bases, beside torch's and builtin ones."""
+    return [base for base in kind.__mro__ if not _is_basic(base)]
 
 
 def links(value: Any) -> Iterator[Any]:
@@ -126,6 +145,23 @@ def _of_kind(kind: type, name: str) -> Any:
 def _is(value: Any, kinds: Any) -> bool:
     """`isinstance`, by the type alone: ``__class__`` may be a property."""
     return issubclass(type(value), kinds)
+
+
+def _is_basic(kind: type) -> bool:
+    name = kind.__module__
+    return name.startswith("torch.") or name == "builtins" and not is_authors(kind)
+
+
+def _module_of(kind: type) -> Any:
+    return sys.modules.get(kind.__module__)
+
+
+def _package_of(module: Any) -> str:
+    return str(static(module, "__name__")).partition(".")[0]
+
+
+def _is_installed(file: Any) -> bool:
+    return isinstance(file, str) and _PACKAGES in file and not _is_home(file)
 
 
 @lru_cache(maxsize=4096)
