@@ -497,6 +497,116 @@ def test_what_a_forward_keeps_for_itself_is_let_be():
         td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
 
 
+class Lazy(transformers.LlamaForCausalLM):
+    """Fills in what it needs as it first runs."""
+
+    late_gain = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gain = self.table = self.length = self.device_name = self.least = None
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        if self.gain is None:
+            self.gain = self.late_gain = self.config.hidden_size**-0.5
+            self.table = torch.ones(embeds.shape[-1], device=embeds.device, dtype=embeds.dtype)
+        self.length, self.device_name = embeds.shape[:2], embeds.device.type
+        self.least = torch.finfo(embeds.dtype).min
+        embeds = (embeds + self.gain) * self.table + self.late_gain
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+def make_lazy():
+    return randomise(Lazy(transformers.LlamaConfig(**BASE)), 0)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_forward_fills_in_is_let_be(dtype, first):
+    model = make_lazy().to(dtype)
+    if first:
+        model(torch.tensor([PROMPT]))
+    engine = td.compile(model, None, runtime="eager", max_length=64)
+    model(torch.tensor([PROMPT * 2] * 3))
+    assert run(engine, [PROMPT], max_new_tokens=3)[0] == [own_text(model, PROMPT, 3)]
+    left = [value for module in engine.pair.target.model.modules() for value in vars(module).values()]
+    assert not [value for value in left if isinstance(value, torch.Tensor) and value.is_meta]
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("name", ["gain", "late_gain"])
+def test_a_constant_that_a_forward_fills_in_is_no_other(name, late):
+    model = make_lazy()
+    engine = td.compile(model, None, runtime="eager", max_length=64)
+    if late:
+        model(torch.tensor([PROMPT]))
+        run(engine, [PROMPT], max_new_tokens=3)
+    setattr(model, name, -3.0)
+    with refuses(ValueError, f"Lazy.{name} is -3.0", "should be "):
+        run(engine, [PROMPT], max_new_tokens=3)
+
+
+class Plain(transformers.LlamaForCausalLM):
+    """Holds tensors and arrays that are neither parameters nor buffers."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.shift, self.array = torch.zeros(3, device="cpu"), np.zeros(60_000)
+        self.shifts, self.unknown = {"by": torch.zeros((), device="cpu")}, torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model.shift.fill_(3), "shift is a tensor"),
+        (lambda model: setattr(model, "shift", torch.ones(3)), "shift is a tensor"),
+        (lambda model: setattr(model, "shift", torch.ones(4)), "shift is a tensor"),
+        (lambda model: model.shifts["by"].fill_(3), "shifts is "),
+        (lambda model: model.array.__setitem__(50_000, 3), "array is "),
+    ],
+)
+def test_values_of_plain_tensors_and_arrays_are_compared(change, words):
+    model = randomise(Plain(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(model, None, runtime="eager", max_length=64)
+    model.unknown.fill_(3)  # where the skeleton's is on the meta device, nothing can be compared
+    run(engine, [PROMPT], max_new_tokens=3)
+    change(model)
+    with refuses(ValueError, f"Plain.{words}", "should be "):
+        run(engine, [PROMPT], max_new_tokens=3)
+
+
+def test_plain_tensors_of_another_dtype_or_device_are_let_be():
+    model = randomise(Plain(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(model, None, runtime="eager", max_length=64)
+    for other in (torch.ones(3, dtype=torch.bfloat16), torch.ones(3, device="meta")):
+        model.shift = other
+        run(engine, [PROMPT], max_new_tokens=3)
+
+
+def function_of(shift):
+    scope = {"SHIFT": shift}
+    exec("def act(rows):\n    return rows + SHIFT\n", scope)
+    return scope["act"]
+
+
+ONE, TWO = function_of(0.0), function_of(3.0)
+
+
+def test_a_function_of_other_globals_is_another():
+    class Acts(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.act = ONE
+
+    model = randomise(Acts(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(model, None, runtime="eager", max_length=64)
+    run(engine, [PROMPT], max_new_tokens=3)
+    model.act = TWO
+    with refuses(ValueError, "Acts.act is <function act"):
+        run(engine, [PROMPT], max_new_tokens=3)
+
+
 @pytest.mark.parametrize("value", [np.float32(-3), [1, torch.float32], Bend(-3.0)], ids=str)
 @pytest.mark.parametrize("name", ["odd", "_odd"])
 def test_config_fields_of_any_kind_are_seen(name, value):

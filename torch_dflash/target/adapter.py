@@ -50,10 +50,11 @@ class Target(nn.Module):
         check_static_rope(model.config)
         check_implementations(model.config.get_text_config())
         self.model: Any = build_skeleton(model)
-        remember(self.model, model)
         runs = model.device.type != "meta"
         own = model.config.get_text_config()._attn_implementation
-        self.specs = trace_layers(self.model, own if runs else None)
+        tried = build_skeleton(model)  # a forward may leave tensors of the meta device in it
+        self.specs = trace_layers(tried, own if runs else None)
+        remember(self.model, model, tried)
         self._windows = tuple(spec.window for spec in self.specs)
         self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
 

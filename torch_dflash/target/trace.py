@@ -125,11 +125,8 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[Laye
 
 def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerSpec, ...]:
     cache = RecordingCache()
-    ids = torch.zeros(1, 2, dtype=torch.int32, device="meta")
-    position = torch.arange(2, dtype=torch.int32, device="meta")[None]
     try:
-        with torch.no_grad(), remembered_in(cache):
-            skeleton(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True)
+        _run(skeleton, cache, rows=1, length=2)
     except Refusal as refusal:
         raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
     except Exception as error:  # whatever a model of another kind trips over
@@ -145,6 +142,19 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerS
             "drops in some releases of transformers; load the target with attn_implementation='eager'."
         )
     return _specs(cache, skeleton, name)
+
+
+def run_otherwise(skeleton: Any) -> None:
+    """One more forward of a traced skeleton, of other rows, length and dtype; it may raise anything."""
+    with torch.inference_mode(False):
+        _run(skeleton.to(torch.float64), RecordingCache(), rows=2, length=3)
+
+
+def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int) -> None:
+    ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
+    position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
+    with torch.no_grad(), remembered_in(cache):
+        skeleton(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True)
 
 
 def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:

@@ -10,27 +10,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from torch_dflash.target.attributes import (
+    ABSENT,
+    IGNORED,
+    VARIES,
+    attributes,
+    is_as_described,
+    says_something,
+    written_in,
+)
 from torch_dflash.target.code import names_read
 from torch_dflash.target.describe import PLAIN, describe, is_plain, state_of
-from torch_dflash.target.origins import at_home, links, of_transformers
+from torch_dflash.target.origins import at_home, links, of_transformers, own_bases
 from torch_dflash.target.tested import check_implementations
 
-# No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
-# defaults of `generate`, which outputs a forward returns, what a model card or a loader reads. What a
-# vocabulary's size decides are shapes.
-IGNORED = frozenset(
-    "training gradient_checkpointing vocab_size padding_idx problem_type output_router_logits "
-    "name_or_path architectures auto_map tokenizer_class transformers_version id2label label2id dtype "
-    "torch_dtype bos_token_id eos_token_id pad_token_id use_cache output_attentions output_hidden_states "
-    "return_dict rope_deltas model_tags main_input_name input_modalities output_modalities loss_type "
-    "base_model_prefix supports_gradient_checkpointing _attn_implementation _is_hf_initialized "
-    "_gradient_checkpointing_func hf_device_map hf_quantizer".split()
-)
-_BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
 _OF_EVERY_CONFIG = frozenset(name for name in dir(PreTrainedConfig()) if name.startswith("_"))
-_ABSENT = object()
 
 
 class _Module(NamedTuple):
@@ -43,9 +39,13 @@ class _Module(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What a skeleton's modules say of themselves, and the model's config when its engine was built."""
+    """What a skeleton's modules say of themselves, and the model's config when its engine was built.
+
+    ``written``: as `written_in` has it.
+    """
 
     modules: dict[str, _Module]
+    written: dict[tuple[str, str], Any]
     configs: dict[str, dict[str, Any]]
     config: dict[str, Any]
 
@@ -71,8 +71,8 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
 
     The skeleton runs instead of the model, so what a hook, a replaced module, an attribute or a config field
     changed after loading does to the model would silently not happen. Compared are the types of all modules,
-    their attributes (as `describe` sees them; of objects that it does not look into, the types) and the
-    configs' fields.
+    their attributes (as `describe` sees them; of objects that it does not look into, the types, and of
+    tensors that both can be read, the values) and the configs' fields.
 
     Raises:
         ValueError: naming the first such module, attribute or field.
@@ -86,7 +86,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         _refuse_config(known.config, model)
     seen, alike = 0, set()
     for name, module in model.named_modules():
-        twin, attributes, of_class, names = known.modules.get(name, _NONE)
+        twin, described, of_class, names = known.modules.get(name, _NONE)
         if twin is None or type(twin) is not type(module):
             _refuse(_where(model, name), _describe(module), _describe(twin))
         seen += 1
@@ -98,11 +98,11 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
                 _refuse_config(known.configs[name], module)
             check_implementations(inner)
             alike.add(pair)
-        for key, value, description in attributes:
-            found = own.get(key, _ABSENT)
-            if not _is_plainly(found, value) and describe(found, type) != description:
-                # What the skeleton's forward has changed, too, is what a forward keeps for itself.
-                if describe(vars(twin).get(key, _ABSENT), type) == description:
+        for key, value, description in described:
+            found = own.get(key, ABSENT)
+            if not _is_plainly(found, value) and not is_as_described(found, description):
+                now = vars(twin).get(key, ABSENT)
+                if not _is_forwards(found, description, known.written.get((name, key)), now):
                     _refuse(f"{_where(model, name)}.{key}", _show(found), _show(value))
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or not of_class.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
@@ -114,15 +114,32 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         _refuse(_where(model, name), "absent", _describe(known.modules[name].module))
 
 
-def remember(skeleton: nn.Module, model: nn.Module) -> _Described:
-    """Describe a skeleton as it was built: to be called before its first forward, which may change it."""
-    known = _describe_all(skeleton, model)
+def _is_forwards(found: Any, description: Hashable, written: Any, now: Any) -> bool:
+    """Whether a forward keeps this for itself: the constant that it writes, or what changes as it runs.
+
+    ``now``: what stands in the skeleton, whose forward may have run since.
+    """
+    if written is None:
+        return not is_as_described(now, description)
+    return written is VARIES or is_as_described(found, written)
+
+
+def remember(skeleton: nn.Module, model: nn.Module, tried: nn.Module | None = None) -> _Described:
+    """Describe a skeleton before its first forward, which may change it.
+
+    ``tried``: another one, after its first forward; it will have another.
+    """
+    known = _describe_all(skeleton, model, tried)
     object.__setattr__(skeleton, "_described", known)  # goes with the skeleton
     return known
 
 
-def _describe_all(skeleton: nn.Module, model: nn.Module) -> _Described:
-    modules = {name: _describe_one(module) for name, module in skeleton.named_modules()}
+def _describe_all(skeleton: nn.Module, model: nn.Module, tried: nn.Module | None) -> _Described:
+    written = {} if tried is None else written_in(skeleton, tried)
+    modules = {
+        name: _describe_one(module, {key for at, key in written if at == name} - vars(module).keys())
+        for name, module in skeleton.named_modules()
+    }
     shared: dict[int, dict[str, Any]] = {}
     configs = {}
     for name, module in skeleton.named_modules():
@@ -134,13 +151,13 @@ def _describe_all(skeleton: nn.Module, model: nn.Module) -> _Described:
                     settings(getattr(model, "config", None) if root else config)
                 )
             configs[name] = shared[id(config)]
-    return _Described(modules, configs, copy.deepcopy(settings(getattr(model, "config", None))))
+    return _Described(modules, written, configs, copy.deepcopy(settings(getattr(model, "config", None))))
 
 
-def _describe_one(module: nn.Module) -> _Module:
+def _describe_one(module: nn.Module, added: set[str]) -> _Module:
     own, kind = vars(module), type(module)
     of_class = _methods(kind) | _fields(kind) - own.keys()
-    return _Module(module, _attributes(module), of_class, frozenset(own))
+    return _Module(module, attributes(module, added), of_class, frozenset({*own, *added}))
 
 
 def _refuse_late(where: str, module: nn.Module, names: frozenset[str]) -> None:
@@ -148,7 +165,7 @@ def _refuse_late(where: str, module: nn.Module, names: frozenset[str]) -> None:
     for name, value in vars(module).items():
         if (
             name not in names
-            and _says_something(name)
+            and says_something(name)
             and (isinstance(value, Tensor) or name in _names_read(type(module)))
         ):
             _refuse(f"{where}.{name}", _show(value), "absent")
@@ -158,7 +175,7 @@ def _show(value: Any) -> str:
     """A value in a message: an object that does not print itself by what it holds."""
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
-    if value is _ABSENT:
+    if value is ABSENT:
         return "absent"
     silent = type(value).__repr__ is object.__repr__
     return f"{type(value).__name__} of {dict(state_of(value))}" if silent else repr(value)
@@ -167,27 +184,13 @@ def _show(value: Any) -> str:
 @lru_cache(maxsize=4096)
 def _names_read(kind: type) -> frozenset[str]:
     """What the code of a class and its bases asks for, as far as it is not transformers' or torch's."""
-    bases = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
-    held = [value for base in bases for value in vars(base).values()]
+    held = [value for base in own_bases(kind) for value in vars(base).values()]
     return frozenset(names_read(link for value in held for link in links(value)))
-
-
-def _attributes(module: nn.Module) -> list[tuple[str, Any, Hashable]]:
-    return [
-        (name, value, describe(value, type))
-        for name, value in vars(module).items()
-        if _says_something(name) and not isinstance(value, PreTrainedConfig | GenerationConfig)
-    ]
 
 
 def _is_plainly(found: Any, value: Any) -> bool:
     """Whether two values are one number or word: most are, and that is seen at once."""
     return type(found) in PLAIN and type(found) is type(value) and found == value
-
-
-def _says_something(name: str) -> bool:
-    """Whether an attribute of this name may decide what text comes: torch's own private ones do not."""
-    return name not in IGNORED and not (name.startswith("_") and name in _BOOKKEEPING)
 
 
 def _refuse_class_attributes(where: str, module: nn.Module, names: frozenset[str]) -> None:
@@ -201,7 +204,7 @@ def _refuse_class_attributes(where: str, module: nn.Module, names: frozenset[str
 @lru_cache(maxsize=4096)
 def _fields(kind: type) -> frozenset[str]:
     """The values of a class, descriptors and functions apart."""
-    names = [name for name in dir(kind) if _says_something(name) and not hasattr(nn.Module, name)]
+    names = [name for name in dir(kind) if says_something(name) and not hasattr(nn.Module, name)]
     held = {name: inspect.getattr_static(kind, name) for name in names}
     return frozenset(
         name for name, value in held.items() if not callable(value) and not hasattr(type(value), "__get__")
@@ -209,6 +212,7 @@ def _fields(kind: type) -> frozenset[str]:
 
 
 def _refuse(where: str, found: str, wanted: str) -> None:
+    found += " of other values" if found == wanted else ""
     raise ValueError(
         f"{where} is {found}, by the model's config it should be {wanted}. Undo the change, or merge "
         "adapters and dequantise, before passing the model; what changes by itself, keep elsewhere."
@@ -217,7 +221,7 @@ def _refuse(where: str, found: str, wanted: str) -> None:
 
 def _refuse_config(before: dict[str, Any], model: Any) -> None:
     now, kind = settings(model.config), type(model).__name__
-    name = next(name for name in before | now if before.get(name, _ABSENT) != now.get(name, _ABSENT))
+    name = next(name for name in before | now if before.get(name, ABSENT) != now.get(name, ABSENT))
     raise ValueError(
         f"{kind}.config.{name} is {now.get(name)!r}, it was {before.get(name)!r} when this engine was built. "
         "Set it back, or build another engine for the changed model."
