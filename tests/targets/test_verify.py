@@ -16,8 +16,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
-from torch_dflash.agreement import check as verify
-from torch_dflash.agreement import twin
+from torch_dflash.agreement import check, twin
 from torch_dflash.target.tested import is_tested
 
 FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
@@ -379,7 +378,7 @@ def own_model():
 def test_another_class_of_the_same_computation_decodes(make, mode):
     target, ids = make(), torch.tensor([[3, 4, 5]])
     wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
-    verify._known.clear()
+    check._known.clear()
     with mode():
         assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
 
@@ -394,14 +393,14 @@ def test_a_class_without_a_twin_is_refused_unless_told_otherwise():
     with torch.device("meta"):
         target = Unbuildable(hf.LlamaConfig(**(BASE | {"hidden_size": 4000})))
     with pytest.raises(ValueError, match="no tiny twin.*only 4000 will do.*verify=False"):
-        verify.verify_class(target, PLAN, "eager")
+        check.verify_class(target, PLAN, "eager")
 
 
 def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeypatch):
     def tried(*args):
         raise AssertionError("a twin was built")
 
-    monkeypatch.setattr(verify, "build_twin", tried)
+    monkeypatch.setattr(check, "build_twin", tried)
     td.compile(make_target("llama"), None, runtime="eager", max_length=64)
     same_name = type("LlamaForCausalLM", (hf.LlamaForCausalLM,), {})
     with pytest.raises(ValueError, match="a twin was built"):
@@ -500,10 +499,31 @@ def test_a_verdict_is_of_the_code_it_was_about(monkeypatch):
         td.compile(build(kind), None, runtime="eager", max_length=64)
 
 
+class Mixes(hf.LlamaConfig):
+    mixes = True
+
+
+class MixesNot(hf.LlamaConfig):
+    mixes = False
+
+
+class AsToldByItsConfig(hf.LlamaForCausalLM):
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = embeds - embeds.mean(1, keepdim=True) if self.config.mixes else embeds
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+
+
+def test_a_verdict_is_of_the_configs_class():
+    td.compile(AsToldByItsConfig(MixesNot(**BASE)).eval(), None, runtime="eager", max_length=64)
+    with pytest.raises(ValueError, match="tiny random twin"):
+        td.compile(AsToldByItsConfig(Mixes(**BASE)).eval(), None, runtime="eager", max_length=64)
+
+
 def test_an_answer_is_remembered(monkeypatch):
     target = build(type("Once", (hf.LlamaForCausalLM,), {}))
     td.compile(target, None, runtime="eager", max_length=64)
-    monkeypatch.setattr(verify, "build_twin", lambda model: pytest.fail("built twice"))
+    monkeypatch.setattr(check, "build_twin", lambda model: pytest.fail("built twice"))
     td.compile(target, None, runtime="eager", max_length=32)
 
 
@@ -514,7 +534,7 @@ def test_a_full_size_target_takes_a_second_at_most():
     with torch.device("meta"):
         target = hf.Qwen3MoeForCausalLM(config)
     before, started = torch.get_rng_state(), time.process_time()
-    verify.verify_class(target, PLAN, "eager")
+    check.verify_class(target, PLAN, "eager")
     assert time.process_time() - started < 1.5
     assert torch.equal(torch.get_rng_state(), before)
     assert target.config.hidden_size == config.hidden_size
@@ -545,13 +565,13 @@ def test_check_sees_a_window_that_is_off_by_one(monkeypatch):
 
 
 def make_wider(monkeypatch):
-    init = verify.Target.__init__
+    init = check.Target.__init__
 
     def wider(self, model):
         init(self, model)
         self._windows = tuple(window and window + 1 for window in self._windows)
 
-    monkeypatch.setattr(verify.Target, "__init__", wider)
+    monkeypatch.setattr(check.Target, "__init__", wider)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
