@@ -23,7 +23,12 @@ def pytest_unconfigure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.nodeid.removeprefix("tests/") in HEAVY:
-            item.add_marker(pytest.mark.heavy)
+def pytest_collection_modifyitems(config, items):
+    found = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for case in HEAVY & found.keys():
+        found[case].add_marker(pytest.mark.heavy)
+    files = {case.partition("::")[0] for case in found}
+    whole = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
+    lost = [case for case in HEAVY - found.keys() if whole and case.partition("::")[0] in files]
+    if lost:
+        raise pytest.UsageError(f"tests/support/heavy.py names cases that are not there: {lost}")

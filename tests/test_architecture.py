@@ -158,10 +158,10 @@ def test_every_shape_letter_is_in_the_glossary():
                 assert not single or axis in known or set(axis) <= letters, f"{name}: {shape}: {axis}"
 
 
-def test_every_heavy_case_is_there():
+def test_the_files_of_heavy_cases_are_there():
+    # The cases themselves are looked for whenever their file is collected, in conftest.py.
     for case in HEAVY:
-        path, _, name = case.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / path).read_text(), case
+        assert (ROOT / "tests" / case.partition("::")[0]).exists(), case
 
 
 def test_no_circle():

@@ -48,11 +48,11 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--topology", default="v5p:2x2x1", help="generation and shape; one chip of it is used (%(default)s)"
     )
-    for names, letter, shown in (
-        (("--block-size", "--block"), "W", "rows of the draft pass (the drafter's own)"),
-        (("--verify-width", "--verify"), "M", "rows of the verify pass (the whole block)"),
+    for name, short, letter, shown in (
+        ("--block-size", "block", "W", "rows of the draft pass (the drafter's own)"),
+        ("--verify-width", "verify", "M", "rows of the verify pass (the whole block)"),
     ):
-        parser.add_argument(*names, dest=names[1][2:], type=int, metavar=letter, help=shown)
+        parser.add_argument(name, f"--{short}", dest=short, type=int, metavar=letter, help=shown)
     parser.add_argument("--context", type=int, default=4096, metavar="N", help="tokens per row (%(default)s)")
     parser.add_argument(
         "--batch-size", "--batch", dest="batch", type=int, default=1, metavar="B", help="rows (%(default)s)"
