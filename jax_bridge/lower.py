@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
-from jax_bridge._torchax import call_torch
+from jax_bridge._torchax import call_torch, torchax
 from jax_bridge.layout import unwrap
 from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
@@ -56,12 +56,12 @@ def lower_begin(pair: Pair) -> Callable:
 
 def lower_prefill(pair: Pair) -> Callable:
     """``(params, state, chunk) -> state``."""
-    return lower(partial(prefill, pair))
+    return _lower_pass(prefill, pair)
 
 
 def lower_rounds(pair: Pair) -> Callable:
     """``(params, state) -> state``: rounds on the device until all rows are done or the chunk is full."""
-    step = lower(partial(decode_round, pair))
+    step = _lower_pass(decode_round, pair)
 
     def rounds(params: Any, state: Any) -> Any:
         def unfinished(carry):
@@ -75,6 +75,32 @@ def lower_rounds(pair: Pair) -> Callable:
         return jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 
     return rounds
+
+
+def _lower_pass(step: Callable, pair: Pair) -> Callable:
+    """`lower` of a pass of the models, which may keep nothing of it.
+
+    Raises:
+        ValueError: while it is traced; a forward has put a tensor into a module, by name.
+    """
+    lowered = lower(partial(step, pair))
+
+    def run(params: Any, *args: Any) -> Any:
+        before = [(module, dict(vars(module))) for module in pair.modules()]
+        found = lowered(params, *args)
+        for module, attributes in before:
+            kept = [name for name, value in vars(module).items() if isinstance(value, torchax.tensor.Tensor)]
+            if kept:
+                vars(module).clear()
+                vars(module).update(attributes)
+                raise ValueError(
+                    f"target={type(module).__name__}: its forward keeps a tensor in {kept[0]}, which a "
+                    "compiled program cannot follow; compute it in each forward, or pass runtime='eager'."
+                )
+        return found
+
+    run.__name__ = lowered.__name__
+    return run
 
 
 @contextmanager

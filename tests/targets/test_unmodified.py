@@ -634,3 +634,25 @@ def test_autocast_is_followed_or_refused():
         with refuses(ValueError, "torch.autocast is on", "cast the models"):
             td.generate(model, None, ids, max_new_tokens=3)
         td.generate(model, None, ids, max_new_tokens=3, runtime="eager")
+
+
+class KeepsATensor(transformers.LlamaForCausalLM):
+    """Its forward makes a table once, and keeps it."""
+
+    table = None
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        if self.table is None:
+            self.table = torch.ones(embeds.shape[-1], device=embeds.device)
+        return super().forward(inputs_embeds=embeds * self.table, position_ids=position_ids, **more)
+
+
+def test_a_tensor_that_a_forward_keeps_is_refused_on_xla_alone():
+    target = randomise(KeepsATensor(transformers.LlamaConfig(**BASE)), 0)
+    wanted = own_text(target, PROMPT, 8)
+    engines = {name: td.compile(target, None, runtime=name, max_length=64) for name in ("eager", "xla")}
+    assert run(engines["eager"], [PROMPT], max_new_tokens=8)[0] == [wanted]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="KeepsATensor: its forward keeps a tensor in table"):
+            run(engines["xla"], [PROMPT], max_new_tokens=8)
