@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
-from jax_bridge._torchax import call_torch, torchax
+from jax_bridge._torchax import call_torch
 from jax_bridge.layout import unwrap
 from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
@@ -78,26 +78,20 @@ def lower_rounds(pair: Pair) -> Callable:
 
 
 def _lower_pass(step: Callable, pair: Pair) -> Callable:
-    """`lower` of a pass of the models, which may keep nothing of it.
+    """`lower` of a pass of the models, whose attributes are as they were when it has been traced.
 
-    Raises:
-        ValueError: while it is traced; a forward has put a tensor into a module, by name.
+    A tensor that a forward keeps is the trace's; another program would take it for its own.
     """
     lowered = lower(partial(step, pair))
 
     def run(params: Any, *args: Any) -> Any:
         before = [(module, dict(vars(module))) for module in pair.modules()]
-        found = lowered(params, *args)
-        for module, attributes in before:
-            kept = [name for name, value in vars(module).items() if isinstance(value, torchax.tensor.Tensor)]
-            if kept:
+        try:
+            return lowered(params, *args)
+        finally:
+            for module, attributes in before:
                 vars(module).clear()
                 vars(module).update(attributes)
-                raise ValueError(
-                    f"target={type(module).__name__}: its forward keeps a tensor in {kept[0]}, which a "
-                    "compiled program cannot follow; compute it in each forward, or pass runtime='eager'."
-                )
-        return found
 
     run.__name__ = lowered.__name__
     return run

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers as hf
 from support import tiny
-from support.scripted import own_text
+from support.scripted import own_text, run
 from support.tiny import BASE, make_target, randomise
 from transformers.models.llama import modeling_llama
 
@@ -500,6 +500,24 @@ def test_imports_inside_a_function_are_followed(monkeypatch, tmp_path, line, val
     before = code_of(target)
     read.SHIFT = -0.3
     assert code_of(target) != before
+
+
+@pytest.mark.parametrize("line", ["from late_pk import SHIFT", "import late_pk"])
+def test_what_the_first_forward_imports_is_looked_at_later(monkeypatch, tmp_path, line):
+    value = "SHIFT" if "from" in line else "getattr(late_pk, 'SHIFT')"
+    files = {
+        "late_pk.py": "SHIFT = 0.3\n",
+        "late_helpers.py": f"def helper(embeds):\n    {line}\n    return embeds + {value}\n",
+    }
+    write_package(tmp_path, files)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("late_pk", "late_helpers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    target, _ = make_model(importlib.import_module("late_helpers").helper)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    sys.modules["late_pk"].SHIFT = -0.3
+    with pytest.raises(ValueError, match="its code, or a value that its code reads, was changed"):
+        run(engine, [PROMPT], max_new_tokens=4)
 
 
 INSTALLED = """

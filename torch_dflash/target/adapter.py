@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Target(nn.Module):
         own = model.config.get_text_config()._attn_implementation
         tried = build_skeleton(model)  # a forward may leave tensors of the meta device in it
         self.specs = trace_layers(tried, own if runs else None)
-        remember(self.model, model, tried)
+        remember(self.model, model, tried, partial(build_skeleton, model))
         self._windows = tuple(spec.window for spec in self.specs)
         self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
@@ -30,13 +31,15 @@ class _Kind:
     """What is not looked into, by its type; two tensors of one dtype that can be read by their values too."""
 
     def __init__(self, value: Any):
-        self._kind, self._held = type(value), digest(value)
-        self._dtype = None if self._held is None else value.dtype
+        self._kind, self._value = type(value), value if isinstance(value, torch.Tensor) else None
 
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, _Kind) or self._kind is not other._kind:
             return False
-        return self._dtype != other._dtype or self._held == other._held
+        mine, theirs = self._value, other._value
+        if mine is None or theirs is None or mine.dtype != theirs.dtype or mine.device != theirs.device:
+            return True
+        return digest(mine) == digest(theirs)
 
     def __hash__(self) -> int:
         return hash(self._kind)
@@ -61,22 +64,26 @@ def is_as_described(value: Any, description: Hashable) -> bool:
     return describe(value, _Kind) == description
 
 
-def written_in(skeleton: nn.Module, tried: nn.Module) -> dict[tuple[str, str], Any]:
+def written_in(
+    skeleton: nn.Module, tried: nn.Module, build: Callable[[], nn.Module]
+) -> dict[tuple[str, str], Any]:
     """What the first forward of ``tried``, built as ``skeleton`` was, has written, by module and name.
 
-    A constant is described. What another forward, which is run here, leaves otherwise is `VARIES`, and so is
-    what names the meta device.
+    A constant is described. What a further one from ``build`` has otherwise after other forwards is `VARIES`,
+    and so are objects that are not looked into, and what names the meta device.
     """
     before, once = _descriptions(skeleton), _descriptions(tried)
     changed = [key for key in once if once[key] != before.get(key)]
-    if not changed:
-        return {}
+    same = {key for key in changed if type(once[key]) is not _Kind and "'meta'" not in repr(once[key])}
+    if not same:
+        return dict.fromkeys(changed, VARIES)
+    other = build()
     try:
-        run_otherwise(tried)
+        for _ in run_otherwise(other):
+            told = _descriptions(other)
+            same = {key for key in same if told.get(key) == once[key]}
     except Exception:  # nothing that the first one asked for
         return dict.fromkeys(changed, VARIES)
-    twice = _descriptions(tried)
-    same = {key for key in changed if twice.get(key) == once[key] and "meta" not in repr(once[key])}
     return {key: once[key] if key in same else VARIES for key in changed}
 
 

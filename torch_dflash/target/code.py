@@ -77,12 +77,16 @@ def written_by(model: nn.Module) -> frozenset[Any]:
 
 @contextmanager
 def noting_writes(model: nn.Module) -> Iterator[None]:
-    """While open, forwards of the model's class run: what they write, as a cache, is none of its code."""
+    """While open, forwards of the model's class run; the names whose values they change are kept for it.
+
+    `code_of` leaves these names out, for this model and others of its class, as long as the process lives.
+    """
     known = written_by(model)
     before = code_of(model, known)
     yield
     changed = before ^ code_of(model, known)
-    _written[type(model)] = known | {entry[:2] for entry in changed if isinstance(entry, tuple)}
+    there = {entry[:2] for entry in before if isinstance(entry, tuple)}  # not what was imported meanwhile
+    _written[type(model)] = known | there & {entry[:2] for entry in changed if isinstance(entry, tuple)}
 
 
 def parts_of(config: Any) -> list[Any]:
@@ -173,7 +177,7 @@ def _named_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
         if whole in sys.modules:
             named[whole] = sys.modules[whole]
     for name, value in named.items():
-        yield from _with_attributes(name, value, names.attributes, _DEEP)
+        yield from _with_attributes(name, value, names.attributes | names.words, _DEEP)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     yield from ((name, cell.cell_contents) for name, cell in cells if cell != CellType())
     yield "defaults", function.__defaults__

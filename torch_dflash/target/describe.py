@@ -67,7 +67,7 @@ class _Walk:
             return kind, kind.__repr__(value) if kind in (float, complex) else value
         if kind is types.CodeType:
             return value
-        if issubclass(kind, type | Enum) or _is_builtin(value):
+        if issubclass(kind, type | Enum | torch.dtype) or _is_builtin(value):
             return Same(value)
         if id(value) in self._open:
             return "again"
@@ -123,6 +123,8 @@ def _contents(value: Any) -> Iterable[Any] | None:
     if issubclass(kind, MEMORY):
         held = digest(value)
         return None if held is None else [held]
+    if kind in (range, slice):
+        return [value.start, value.stop, value.step]
     if issubclass(kind, int):
         return [int.__index__(value)]
     for base in (float, complex, str, bytes):

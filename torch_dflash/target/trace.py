@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -144,17 +144,23 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerS
     return _specs(cache, skeleton, name)
 
 
-def run_otherwise(skeleton: Any) -> None:
-    """One more forward of a traced skeleton, of other rows, length and dtype; it may raise anything."""
+def run_otherwise(skeleton: Any) -> Iterator[None]:
+    """Two forwards of an unused skeleton, unlike `trace_layers`' in all that a call may choose.
+
+    Rows, length, dtype and whether a cache is used differ. They may raise anything.
+    """
     with torch.inference_mode(False):
-        _run(skeleton.to(torch.float64), RecordingCache(), rows=2, length=3)
+        skeleton = skeleton.to(torch.float64)
+        for rows, length, use_cache in ((2, 3, True), (1, 1, False)):
+            _run(skeleton, RecordingCache(), rows, length, use_cache)
+            yield
 
 
-def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int) -> None:
+def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int, use_cache: bool = True) -> None:
     ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
     position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
     with torch.no_grad(), remembered_in(cache):
-        skeleton(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=True)
+        skeleton(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=use_cache)
 
 
 def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -124,18 +124,24 @@ def _is_forwards(found: Any, description: Hashable, written: Any, now: Any) -> b
     return written is VARIES or is_as_described(found, written)
 
 
-def remember(skeleton: nn.Module, model: nn.Module, tried: nn.Module | None = None) -> _Described:
+def remember(
+    skeleton: nn.Module,
+    model: nn.Module,
+    tried: nn.Module | None = None,
+    build: Callable[[], nn.Module] | None = None,
+) -> _Described:
     """Describe a skeleton before its first forward, which may change it.
 
-    ``tried``: another one, after its first forward; it will have another.
+    ``tried``: another one, after its first forward; ``build`` makes a third, if it takes one to tell what
+    forwards write.
     """
-    known = _describe_all(skeleton, model, tried)
+    written = {} if tried is None or build is None else written_in(skeleton, tried, build)
+    known = _describe_all(skeleton, model, written)
     object.__setattr__(skeleton, "_described", known)  # goes with the skeleton
     return known
 
 
-def _describe_all(skeleton: nn.Module, model: nn.Module, tried: nn.Module | None) -> _Described:
-    written = {} if tried is None else written_in(skeleton, tried)
+def _describe_all(skeleton: nn.Module, model: nn.Module, written: dict[tuple[str, str], Any]) -> _Described:
     modules = {
         name: _describe_one(module, {key for at, key in written if at == name} - vars(module).keys())
         for name, module in skeleton.named_modules()
