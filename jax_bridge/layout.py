@@ -2,8 +2,9 @@
 
 torch keeps a linear layer's weight as [out, in]. XLA's CPU products of two and more rows in float32 are
 faster with [in, out] (`benchmarks/weight_layout.py`). A weight that is kept so is `Transposed`: programs take
-it as it is and `unwrap` it, so shapes and names stay those of the model. XLA's own array layouts would do
-without this class, but its CPU compiler copies such arguments into the usual order on every call.
+it as it is and unwrap it (`jax_bridge.forms`), so shapes and names stay those of the model. XLA's own array
+layouts would do without this form, but its CPU compiler copies such arguments into the usual order on every
+call.
 
 On a TPU they are the means: a matrix lies there by rows, as torch keeps it, and programs take it so.
 """
@@ -11,8 +12,7 @@ On a TPU they are the means: a matrix lies there by rows, as torch keeps it, and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -20,66 +20,83 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 from torch import nn
 
+from jax_bridge.arrays import to_jax
+from jax_bridge.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized, readable
 
-@runtime_checkable
-class StoredWeight(Protocol):
-    """A weight that a device keeps in a form of its own: a pytree of arrays, which programs take as it is.
+HALVES = (torch.bfloat16, torch.float16)
 
-    Attributes:
-        shape: as the model names it.
-        dtype: of the entries that `unwrap` gives.
+
+class Form(NamedTuple):
+    """How a weight is kept: ``kind`` (None: as it is), its products' type, whether its rows are read."""
+
+    kind: type[Transposed | Readable | Cast | Quantized] | None = None
+    dtype: torch.dtype | None = None
+    read: bool = False
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Which weights of a model may be kept in which form, by name.
+
+    Args:
+        linear: weights of linear layers, the output head's apart: a prompt's last chunk and plain decoding
+            multiply it with one row, where [out, in] is as fast, and where it is tied rows of it are read.
+        heads: the output head's. read: the embeddings', of which rows are read.
+        compute, quantize: as in `torch_dflash.compile`.
     """
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+    linear: frozenset[str] = frozenset()
+    heads: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
+    compute: str = "auto"
+    quantize: str | None = None
 
-    @property
-    def dtype(self) -> Any: ...
+    @classmethod
+    def of(cls, module: nn.Module, head: nn.Module | None, **arithmetic: Any) -> Forms:
+        """Of all weights of ``module``, of which ``head`` is the output head."""
+        tied = None if head is None else head.weight
+        parts = [(f"{name}.weight", part) for name, part in module.named_modules()]
+        linear = {name for name, part in parts if isinstance(part, nn.Linear) and part.weight is not tied}
+        read = {name for name, part in parts if isinstance(part, nn.Embedding)}
+        heads = {name for name, part in parts if tied is not None and getattr(part, "weight", None) is tied}
+        return cls(frozenset(linear), frozenset(heads), frozenset(read), **arithmetic)
 
-    def unwrap(self) -> jax.Array:
-        """The weight in the shape the model names. To be called where a program uses it."""
-        ...
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
-@dataclass(frozen=True, eq=False)
-class Transposed:
-    """A weight [out, in] kept as ``array`` [in, out]."""
-
-    array: Any  # a jax.Array, or what JAX puts in its place while it traces
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape[::-1]
-
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
-
-    def unwrap(self) -> jax.Array:
-        return self.array.T
-
-
-Weight = jax.Array | StoredWeight
-
-
-def linear_weights(module: nn.Module, head: nn.Module | None) -> frozenset[str]:
-    """Names of the weights that may be transposed: those of linear layers.
-
-    Not the output head's: a prompt's last chunk and plain decoding multiply it with one row, where [out, in]
-    is as fast or faster, and where it is tied the embedding reads its rows.
-    """
-    linear = ((name, part) for name, part in module.named_modules() if isinstance(part, nn.Linear))
-    tied = None if head is None else head.weight
-    return frozenset(f"{name}.weight" for name, part in linear if part.weight is not tied)
+    def choose(self, name: str, dtype: torch.dtype, device: Any) -> Form:
+        """The form of the weight ``name`` on ``device``; off the CPU each is kept as it is."""
+        if device.platform != "cpu" or not dtype.is_floating_point:
+            return Form()
+        read = name in self.read
+        if name in self.linear | self.heads:
+            if self.quantize is not None:
+                return Form(Quantized, dtype, read)
+            wanted = dtype if self.compute == "auto" else getattr(torch, self.compute)
+            if wanted != dtype:
+                return Form(Cast, wanted, read)
+        if name in self.linear and dtype == torch.float32:
+            return Form(Transposed)  # in bfloat16 a product of one row would be tens of times slower
+        return Form(Readable) if read and dtype in HALVES else Form()
 
 
-def transpose_pays(dtype: torch.dtype, device: Any) -> bool:
-    """Whether a linear weight of ``dtype`` is faster transposed on ``device``; measured for CPUs alone.
+def keep(tensor: torch.Tensor, form: Form) -> Weight:
+    """A host tensor on JAX's default device in its form, in memory that is the device's own."""
+    if form.kind is Quantized:
+        return quantized(tensor, keep(tensor, _table(tensor)) if form.read else None)
+    if form.kind is Cast:
+        array = _own(tensor.to(form.dtype))
+        return Cast(array, keep(tensor, _table(tensor)) if form.read else None, name_of(tensor.dtype))
+    if form.kind is Transposed:
+        return Transposed(_own(tensor.T))
+    return readable(_own(tensor)) if form.kind is Readable else _own(tensor)
 
-    In bfloat16 it is not: a product of one row becomes tens of times slower there.
-    """
-    return device.platform == "cpu" and dtype == torch.float32
+
+def _table(tensor: torch.Tensor) -> Form:
+    return Form(Readable) if tensor.dtype in HALVES else Form()
+
+
+def _own(tensor: torch.Tensor) -> jax.Array:
+    """One copy, in memory that JAX may keep, for a weight is never donated."""
+    own = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return row_major(to_jax(own, copy=False))
 
 
 def row_major_format(place: Sharding) -> Format:
@@ -97,11 +114,3 @@ def row_major(array: Any) -> jax.Array:
     if elsewhere or array.ndim != 2 or array.format.layout.major_to_minor == (0, 1):
         return array
     return jax.device_put(array, row_major_format(array.sharding))
-
-
-def unwrap(params: dict[str, Any]) -> dict[str, Any]:
-    """``params`` in the shapes the model names. To be called inside of a loop's body.
-
-    There XLA merges the transpose with the product; outside of the loop it would be a copy.
-    """
-    return {name: leaf.unwrap() if isinstance(leaf, StoredWeight) else leaf for name, leaf in params.items()}

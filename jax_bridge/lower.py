@@ -16,8 +16,9 @@ import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
-from jax_bridge.layout import unwrap
+from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
+from jax_bridge.state import widely
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
 
@@ -43,7 +44,8 @@ def lower(step: Callable) -> Callable:
     """torch's ``step(params, *args)`` in JAX, for parameters as a runtime holds them."""
 
     def lowered(params: Any, *args: Any) -> Any:
-        return call_torch(step, unwrap(params), *args)
+        with bound(params) as arrays:
+            return call_torch(step, arrays, *args)
 
     lowered.__name__ = getattr(getattr(step, "func", step), "__name__", "step")  # the program's, in profiles
     return lowered
@@ -54,12 +56,13 @@ def lower_begin(pair: Pair) -> Callable:
     return lower(partial(begin, pair))
 
 
-def lower_prefill(pair: Pair) -> Callable:
-    """``(params, state, chunk) -> state``."""
-    return _lower_pass(prefill, pair)
+def lower_prefill(pair: Pair, wide: bool = False) -> Callable:
+    """``(params, state, chunk) -> state``; ``wide``: with caches in float32 meanwhile (`widely`)."""
+    step = _lower_pass(prefill, pair)
+    return widely(step) if wide else step
 
 
-def lower_rounds(pair: Pair) -> Callable:
+def lower_rounds(pair: Pair, wide: bool = False) -> Callable:
     """``(params, state) -> state``: rounds on the device until all rows are done or the chunk is full."""
     step = _lower_pass(decode_round, pair)
 
@@ -74,7 +77,7 @@ def lower_rounds(pair: Pair) -> Callable:
 
         return jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 
-    return rounds
+    return widely(rounds) if wide else rounds
 
 
 def _lower_pass(step: Callable, pair: Pair) -> Callable:

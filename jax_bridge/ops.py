@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
 from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, call_torch, environment
+from jax_bridge.forms import Cast, Quantized, Readable, stored_as
 from jax_bridge.kernels.block_attention import block_attention_jax
 from jax_bridge.kernels.paged_attention import paged_attention_jax
+from jax_bridge.kernels.streamed import stream_dense
+from jax_bridge.products import linear_jax
 from jax_bridge.shared import once
-from torch_dflash.ops.attention import KeyValue, grouped_attention
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
+from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.paged_attention import paged_attention
 from torch_dflash.ops.windows import write_rows
 
@@ -61,13 +68,56 @@ def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
     return call_jax(attend, query, [tuple(part[:3]) for part in parts], sinks)
 
 
+def dense_attention_jax(query, key, value, start, sinks, mask, *, scale, window, softcap):
+    """`torch_dflash.ops.dense_attention`; on a TPU the plain form, which XLA lays out well there."""
+    rule: Any = {"scale": scale, "window": window, "softcap": softcap, "key": None, "value": None}
+
+    def asked(query, start, sinks):
+        return AttentionInputs(query=query, start=start, sinks=sinks, **rule)
+
+    def plain(query, key, value, start, sinks, mask):
+        return call_torch(dense_attention.plain, asked(query, start, sinks), key, value, mask)
+
+    def streamed(query, key, value, start, sinks, mask):
+        return stream_dense(asked(query, start, sinks), key, value)
+
+    return jax.lax.platform_dependent(query, key, value, start, sinks, mask, tpu=plain, default=streamed)
+
+
+def _dense_attention(inputs, key, value, mask):
+    rule = {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
+    attend = partial(once, dense_attention_jax, **rule)
+    return call_jax(attend, inputs.query, key, value, inputs.start, inputs.sinks, mask)
+
+
+def _linear(rows, weight, bias=None):
+    def multiply(rows, weight, bias):
+        kept = stored_as(weight)
+        return once(linear_jax, rows, kept if isinstance(kept, Cast | Quantized) else weight, bias)
+
+    return call_jax(multiply, rows, weight, bias)
+
+
+_embedding_of_torchax = environment()._ops[torch.ops.aten.embedding].func
+
+
+def _embedding(weight, ids, *how, **named):
+    def look_up(weight, ids):
+        kept = stored_as(weight)
+        table = kept.table if isinstance(kept, Cast | Quantized) else kept
+        if isinstance(table, Readable):
+            return table.look_up(ids)
+        return _embedding_of_torchax(weight, ids, *how, **named)
+
+    return call_jax(look_up, weight, ids)
+
+
 def _paged_attention(inputs, pages):
     return call_jax(paged_attention_jax, inputs, pages)
 
 
 def _block_attention(inputs, past, causal):
-    plain = partial(call_torch, block_attention.plain)
-    return call_jax(partial(block_attention_jax, plain, causal=causal), inputs, past)
+    return call_jax(partial(block_attention_jax, causal=causal), inputs, past)
 
 
 def _branch(condition, then, otherwise, *operands):
@@ -102,6 +152,7 @@ def _chunked(step, size, *rows):
 LOWERED = {
     write_rows: _write_rows,
     grouped_attention: _grouped_attention,
+    dense_attention: _dense_attention,
     paged_attention: _paged_attention,
     block_attention: _block_attention,
     branch: _branch,
@@ -111,3 +162,6 @@ LOWERED = {
 
 for _operation, _lowering in LOWERED.items():
     environment().override_op_definition(_operation, _lowering)
+
+environment().override_op_definition(F.linear, _linear)
+environment().override_op_definition(torch.ops.aten.embedding, _embedding)

@@ -14,7 +14,8 @@ import torch
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.compile_cache import keep_programs
-from jax_bridge.layout import Weight, linear_weights
+from jax_bridge.forms import Weight
+from jax_bridge.layout import Forms
 from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.state import check_alive, register_states, state_to_jax
 from jax_bridge.weights import Weights
@@ -30,17 +31,25 @@ Arrays = dict[str, Weight]
 class XlaRuntime:
     """Steps of one pair on JAX's default device (`torch_dflash.runtime.Runtime`)."""
 
-    def __init__(self, pair: Pair, plan: DecodePlan):
+    def __init__(self, pair: Pair, plan: DecodePlan, compute: str = "auto", quantize: str | None = None):
+        platform = jax.devices()[0].platform
+        if platform != "cpu" and (compute, quantize) != ("auto", None):
+            raise ValueError(
+                f"compute={compute!r}, quantize={quantize!r}: so far only CPUs have products in another "
+                f"type, and JAX's device is a {platform}; leave them out."
+            )
         register_states()
         keep_programs()
         self.plan = plan
-        self._weights = Weights(linear_weights(pair, pair.target.model.get_output_embeddings()))
+        head = pair.target.model.get_output_embeddings()
+        self._weights = Weights(Forms.of(pair, head, compute=compute, quantize=quantize))
         sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
         self._programs = Programs(plan.matmul_precision, sizes)
         self._rounds_started = False
+        wide = platform == "cpu"
         self._begin = lower_begin(pair)
-        self._prefill = lower_prefill(pair)
-        self._rounds = lower_rounds(pair)
+        self._prefill = lower_prefill(pair, wide)
+        self._rounds = lower_rounds(pair, wide)
         self._read = partial(call_torch, partial(news, plan))
 
     @property

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_bridge.arrays import to_jax, to_torch
+from torch_dflash.cache.dense import StaticLayer
+from torch_dflash.cache.paged import PagedLayer
+from torch_dflash.cache.ring import RingLayer
 from torch_dflash.pytrees import PYTREES
 
 _registered: set[type] = set()
@@ -40,6 +46,32 @@ def state_to_torch(state: Any, device="cpu") -> Any:
     """The same state, or part of one, with torch tensors of its own memory. Lossless; runs no model."""
     register_states()
     return to_torch(state, device=device)
+
+
+def widely(step: Callable) -> Callable:
+    """``step(params, state, ...) -> state`` with the caches in float32 while it runs, and as they were after.
+
+    XLA's CPU compiler has neither products nor updates of half-precision caches: it would convert all of each
+    in every round. Float32 holds what half precision does, so nothing else changes.
+    """
+
+    @wraps(step)
+    def wide(params: Any, state: Any, *args: Any) -> Any:
+        found = step(params, jax.tree.map(_widened, state, is_leaf=_is_cache), *args)
+        return jax.tree.map(lambda leaf, before: leaf.astype(before.dtype), found, state)
+
+    return wide
+
+
+def _is_cache(node: Any) -> bool:
+    return isinstance(node, StaticLayer | RingLayer | PagedLayer)
+
+
+def _widened(node: Any) -> Any:
+    def widen(leaf: Any) -> Any:
+        return leaf.astype(jnp.float32) if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf
+
+    return jax.tree.map(widen, node) if _is_cache(node) else node
 
 
 register_states()

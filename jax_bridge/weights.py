@@ -11,15 +11,15 @@ import jax
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from jax_bridge.arrays import to_jax
-from jax_bridge.layout import Transposed, Weight, row_major, transpose_pays
+from jax_bridge.forms import Weight
+from jax_bridge.layout import Form, Forms, keep
 from jax_bridge.probe import places, unchanged
 
 Fingerprint = tuple
 
 
 class _Converted(NamedTuple):
-    """What was made of a tensor. The array is weak: it lives while an engine uses it.
+    """What was made of a tensor. The weight is weak: it lives while an engine uses it.
 
     ``places`` is a view, so the storage is held: its address cannot be given to new values that would look
     unchanged.
@@ -28,8 +28,8 @@ class _Converted(NamedTuple):
     mark: Fingerprint
     places: torch.Tensor
     bits: torch.Tensor
-    array: weakref.ref
-    transposed: bool
+    weight: weakref.ref
+    form: Form
 
 
 # By live tensor, weakly, so that engines of one model (lengths, batch sizes) use the same arrays.
@@ -45,34 +45,31 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
 
 
-def _known(tensor: torch.Tensor, transpose: bool) -> _Converted | None:
+def _known(tensor: torch.Tensor, form: Form) -> _Converted | None:
     """What was made of this tensor, if an engine still uses it and no counted write came since."""
     known = _converted.get(tensor)
-    if known is None or known.transposed != transpose or known.array() is None:
+    if known is None or known.form != form or known.weight() is None:
         return None
     return known if known.mark == fingerprint(tensor) else None
 
 
-def _convert(tensor: torch.Tensor, transpose: bool) -> jax.Array:
+def _convert(tensor: torch.Tensor, form: Form) -> Weight:
     mark, at = fingerprint(tensor), places(tensor)
     bits = at.flatten().clone()
-    # One copy, in memory that JAX may keep, for a weight is never donated.
-    source = tensor.detach().T if transpose else tensor.detach()
-    own = source.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    array = row_major(to_jax(own, copy=False))
-    _converted[tensor] = _Converted(mark, at, bits, weakref.ref(array), transpose)
-    return array
+    weight = keep(tensor.detach(), form)
+    _converted[tensor] = _Converted(mark, at, bits, weakref.ref(weight), form)
+    return weight
 
 
 class Weights:
     """The arrays one engine uses, by name.
 
     Args:
-        linear: names of the weights whose layout may be chosen (`jax_bridge.layout`).
+        forms: which weights may be kept in which form (`jax_bridge.layout`).
     """
 
-    def __init__(self, linear: frozenset[str]):
-        self._linear = linear
+    def __init__(self, forms: Forms):
+        self._forms = forms
         self._arrays: dict[str, Weight] = {}
 
     def refresh(self, tensors: dict[str, Any]) -> dict[str, Weight]:
@@ -98,19 +95,16 @@ class Weights:
                         "ordinary tensor (dequantise it), or pass runtime='eager'."
                     )
             self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
-            transposes = {
-                name: name in self._linear and transpose_pays(leaf.dtype, device)
-                for name, leaf in torches.items()
-            }
-            known = {name: _known(leaf, transposes[name]) for name, leaf in torches.items()}
+            forms = {name: self._forms.choose(name, leaf.dtype, device) for name, leaf in torches.items()}
+            known = {name: _known(leaf, forms[name]) for name, leaf in torches.items()}
             doubted = _doubted(known)
             for name, tensor in torches.items():
                 made = known[name]
-                array = made.array() if made is not None and _part(name) not in doubted else None
-                if array is None:
+                weight = made.weight() if made is not None and _part(name) not in doubted else None
+                if weight is None:
                     self._arrays.pop(name, None)  # freed before its successor: the device holds one copy
-                    array = _convert(tensor, transposes[name])
-                self._arrays[name] = Transposed(array) if transposes[name] else array
+                    weight = _convert(tensor, forms[name])
+                self._arrays[name] = weight
             return dict(self._arrays)
 
     def forget(self, tensors: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ import torch
 
 RUNTIMES = ("xla", "eager")
 CACHES = ("static", "paged")
+COMPUTE = ("auto", "float32", "bfloat16")
+QUANTIZE = (None, "int8")
 PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
 INT32_MAX = 2**31 - 1
 
@@ -68,6 +70,20 @@ def check_precision(matmul_precision: Any) -> None:
     if not isinstance(matmul_precision, str) or matmul_precision not in PRECISIONS:
         known = ", ".join(map(repr, PRECISIONS))
         raise ValueError(f"matmul_precision={matmul_precision!r}: choose one of {known}.")
+
+
+def check_arithmetic(compute: Any, quantize: Any, runtime: str) -> None:
+    """Raise ``ValueError`` unless products are computed in a type that ``runtime`` has."""
+    for name, value, known in (("compute", compute, COMPUTE), ("quantize", quantize, QUANTIZE)):
+        if value not in known:
+            choices = ", ".join(map(repr, known))
+            raise ValueError(f"{name}={value!r}: choose one of {choices}.")
+        if value != known[0] and runtime != "xla":
+            raise ValueError(
+                f"{name}={value!r}: runtime={runtime!r} has no such products; use runtime='xla'."
+            )
+    if quantize is not None and compute != "auto":
+        raise ValueError(f"compute={compute!r} beside quantize={quantize!r}: leave one of the two out.")
 
 
 def check_blocks(drafter: Any, **widths: Any) -> None:

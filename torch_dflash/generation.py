@@ -37,6 +37,8 @@ def compile(
     filters: bool = True,
     prefill_chunk_size: int = 512,
     matmul_precision: str = "highest",
+    compute: str = "auto",
+    quantize: str | None = None,
     cache: str = "static",
     page_size: int = 64,
     pool_pages: int | None = None,
@@ -57,6 +59,10 @@ def compile(
         filters: compile top-k, top-p and min-p in.
         prefill_chunk_size: largest piece of a prompt, a power of two.
         matmul_precision: XLA matmul precision; "highest" keeps fp32 exact on TPU and GPU.
+        compute: the type of linear products, on a CPU: "auto" (the weights' own), "float32" or "bfloat16"
+            (sums in float32); norms, softmax and positions stay as they are.
+        quantize: "int8" keeps linear weights in 8 bits, a scale for each output row, and quantises rows as
+            they come; on a CPU. The text is that of plain decoding in the same arithmetic.
         cache: the target's: "static" (dense) or "paged", whose rows share pages as they grow.
         page_size: positions in a page, a multiple of 16.
         pool_pages: pages in all; unset: as many as a dense cache takes. With fewer, rows may have to wait for
@@ -78,6 +84,8 @@ def compile(
         filters=filters,
         prefill_chunk_size=prefill_chunk_size,
         matmul_precision=matmul_precision,
+        compute=compute,
+        quantize=quantize,
         cache=cache,
         page_size=page_size,
         pool_pages=pool_pages,
@@ -125,9 +133,9 @@ def generate(
         return_dict_in_generate: return ``.sequences`` and ``.stats``.
         runtime: as in `compile`.
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
-            ``prefill_chunk_size``, ``matmul_precision`` and ``verify`` as in `compile`;
-            ``generation_config`` or any field of one. Other arguments of transformers' are taken where they
-            ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
+            ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize`` and ``verify`` as in
+            `compile`; ``generation_config`` or any field of one. Other arguments of transformers' are
+            taken where they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 
     Returns:
         LongTensor [B, T + new]: prompt, new tokens (stop id included), padding; or `GenerateOutput`.

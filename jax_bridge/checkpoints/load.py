@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from jax_bridge.arrays import to_jax
 from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import find_source, match
-from jax_bridge.layout import Transposed, Weight, linear_weights, row_major, transpose_pays
+from jax_bridge.forms import Readable, Transposed, Weight, readable
+from jax_bridge.layout import Form, Forms, row_major
 from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
@@ -112,7 +113,7 @@ def load(
     check_sizes(fields, stored, source)
     model = empty_model(source, dtype)
     parts = match(model, stored, source)
-    linear = frozenset() if mesh is not None else linear_weights(model, model.get_output_embeddings())
+    forms = Forms() if mesh is not None else Forms.of(model, model.get_output_embeddings())
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
@@ -122,7 +123,8 @@ def load(
             for part in parts.get(name, ()):
                 if name not in arrays:
                     wanted = _dtype(model, name, part, tensor, dtype)
-                    arrays[name] = _put(part.read(), wanted, place, name in linear)
+                    form = forms.choose(name, wanted, next(iter(place.device_set)))
+                    arrays[name] = _put(part.read(), wanted, place, form)
                 else:
                     _check_tied(parts[name][0], part)
                 bar.update(part.nbytes)
@@ -180,17 +182,18 @@ def _dtype(
     return torch.float32 if any(f".{module}." in f".{name}." for module in kept) else wanted
 
 
-def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, linear: bool) -> Weight:
-    """``tensor``, a view of a file, on the device: cast, and transposed where that pays."""
-    transpose = linear and transpose_pays(dtype, next(iter(place.device_set)))
-    source = tensor.T if transpose else tensor
+def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, form: Form) -> Weight:
+    """``tensor``, a view of a file, on the device: cast, and in its form."""
+    source = tensor.T if form.kind is Transposed else tensor
     # Never the mapped file's own memory, which may change and which JAX may keep whatever it is told.
     tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
     del source
     # Waited for, or host copies would pile up.
     array = jax.device_put(_host_view(tensor), place)
     array = row_major(array).block_until_ready()
-    return Transposed(array) if transpose else array
+    if form.kind is Readable:
+        return readable(array)
+    return Transposed(array) if form.kind is Transposed else array
 
 
 def _host_view(tensor: torch.Tensor) -> Any:

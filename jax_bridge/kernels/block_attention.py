@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,21 +12,20 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running
+from jax_bridge.kernels.streamed import stream_past
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.paged_attention import LANES
 
 BLOCK_KEYS = 512
 
 
-def block_attention_jax(
-    plain: Callable, inputs: AttentionInputs, past: Any, causal: bool
-) -> Float[Array, "B W Q D"]:
-    """`torch_dflash.ops.block_attention`; ``plain`` is what platforms other than TPU run."""
+def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Float[Array, "B W Q D"]:
+    """`torch_dflash.ops.block_attention`: by platform, the Pallas kernel or a loop in plain jnp."""
     arrays, rule = inputs[:4], {"scale": inputs.scale, "window": inputs.window}
     kernel = partial(pallas_block_attention, **rule, causal=causal)
 
     def other(*arrays: Any) -> Any:
-        return plain(AttentionInputs(*arrays[:-1], **rule), arrays[-1], causal)
+        return stream_past(AttentionInputs(*arrays[:-1], **rule), arrays[-1], causal)
 
     return jax.lax.platform_dependent(*arrays, past, tpu=kernel, default=other)
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.kernels.online_softmax import LOWEST
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
+from jax_bridge.kernels.streamed import Block, Running, stream
 from torch_dflash.plan import TILE
 
 BLOCK_KEYS = 512
@@ -69,42 +69,21 @@ def jnp_paged_attention(
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
     at = start[:, None] + jnp.arange(rows, dtype=start.dtype)
 
-    def add_block(block, carry):
-        top, total, sums = carry
-        numbers = jax.lax.dynamic_slice_in_dim(table, block * block_pages, block_pages, axis=1)
+    def read(number: Any) -> Block:
+        numbers = jax.lax.dynamic_slice_in_dim(table, number * block_pages, block_pages, axis=1)
         pages = pool[numbers]  # [B, pages, G, page, KV]
         kv = pages.transpose(0, 2, 1, 3, 4).reshape(*query.shape[:2], -1, pool.shape[3])
-        position = block * block_pages * page + jnp.arange(kv.shape[2], dtype=start.dtype)
+        position = number * block_pages * page + jnp.arange(kv.shape[2], dtype=start.dtype)
         # Behind a row's end lie other rows' pages, and what is not finite there would pass a weight of zero.
         kv = jnp.where((position < start[:, None] + rows)[:, None, :, None], kv, 0)
-        score = jnp.einsum("bghmd,bgkd->bghmk", query, kv[..., :k_dim], preferred_element_type=jnp.float32)
-        score = score * scale
-        if softcap is not None:
-            score = jnp.tanh(score / softcap) * softcap
         seen = position <= at[:, :, None]
         if window is not None:
             seen = seen & (position > at[:, :, None] - window)
-        score = jnp.where(seen[:, None, None], score, LOWEST)
-        peak = jnp.maximum(top, score.max(axis=-1))
-        weight = jnp.where(seen[:, None, None], jnp.exp(score - peak[..., None]), 0)
-        fade = jnp.exp(top - peak)
-        moved = jnp.einsum(
-            "bghmk,bgkd->bghmd",
-            weight.astype(kv.dtype),
-            kv[..., k_dim:],
-            preferred_element_type=jnp.float32,
-        )
-        return peak, total * fade + weight.sum(axis=-1), sums * fade[..., None] + moved
+        return Block(kv[..., :k_dim], kv[..., k_dim:], seen)
 
-    shape = query.shape[:-1]
-    top = jnp.full(shape, LOWEST, jnp.float32)
-    if sinks is not None:
-        top = jnp.broadcast_to(sinks[None, :, :, None], shape).astype(jnp.float32)
-    total = jnp.where(top > LOWEST, 1.0, 0.0)  # a sink takes part in the softmax, without a value
-    sums = jnp.zeros((*shape, pool.shape[3] - k_dim), jnp.float32)
     blocks = (jnp.max(start) + rows + block_pages * page - 1) // (block_pages * page)
-    _, total, sums = jax.lax.fori_loop(0, blocks, add_block, (top, total, sums))
-    return (sums / total[..., None]).astype(query.dtype), pool
+    running = Running.begin(query, pool.shape[3] - k_dim, sinks)
+    return stream(running, query, read, 0, blocks, scale, softcap).result().astype(query.dtype), pool
 
 
 def _write(pool: Array, fresh: Array, table: Array, start: Array) -> Array:

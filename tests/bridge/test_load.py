@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.layout import Transposed, unwrap
+from jax_bridge.forms import Transposed, unwrap
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.storage import weight_files
 
@@ -271,7 +271,7 @@ MESH = """
 import sys
 import jax, numpy as np
 import jax_bridge as jb, torch_dflash as td
-from jax_bridge.layout import unwrap
+from jax_bridge.forms import unwrap
 folder = "FOLDER"
 mesh = jax.make_mesh((2, 2), ("data", "model"))
 spread, whole = jb.load(folder, mesh), jb.load(folder)

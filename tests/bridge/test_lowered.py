@@ -10,14 +10,21 @@ import torch
 import torch_dflash as td
 from jax_bridge.ops import LOWERED
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
-from torch_dflash.ops import attention, block_attention, control_flow, paged_attention, windows
+from torch_dflash.ops import (
+    attention,
+    block_attention,
+    control_flow,
+    dense_attention,
+    paged_attention,
+    windows,
+)
 from torch_dflash.ops.lowerable import OPERATIONS, lowerable
 
 
 def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
-    modules = (attention, block_attention, control_flow, paged_attention, windows)
+    modules = (attention, block_attention, control_flow, dense_attention, paged_attention, windows)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 

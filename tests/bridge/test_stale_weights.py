@@ -13,7 +13,7 @@ from torch import nn
 
 import torch_dflash as td
 from jax_bridge.arrays import to_torch
-from jax_bridge.layout import Transposed
+from jax_bridge.layout import Forms, Transposed
 from jax_bridge.probe import SAMPLES, places
 from jax_bridge.weights import Weights
 
@@ -110,7 +110,7 @@ WRITES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_way_of_writing_a_weight_is_seen(write, dtype):
-    model, weights = Model(dtype), Weights(frozenset({"target.wide"}))
+    model, weights = Model(dtype), Weights(Forms(frozenset({"target.wide"})))
     before = converted(weights, model.tensors())
     assert not changed(before, refreshed(weights, model.tensors())[0])
     WRITES[write](model)
@@ -120,14 +120,14 @@ def test_every_way_of_writing_a_weight_is_seen(write, dtype):
 
 @pytest.mark.parametrize("name", ["transposed", "gaps", "scalar", "one"])
 def test_weights_of_any_layout_and_size_are_looked_at(name):
-    model, weights = Model(), Weights(frozenset())
+    model, weights = Model(), Weights(Forms())
     converted(weights, model.tensors())
     getattr(model, name).data.mul_(1.5)
     converted(weights, model.tensors())
 
 
 def test_what_is_not_a_number_is_unchanged_as_long_as_its_bits_are():
-    model, weights = Model(), Weights(frozenset())
+    model, weights = Model(), Weights(Forms())
     model.norm.data.fill_(torch.nan)
     before, after = (weights.refresh(model.tensors()) for _ in range(2))
     assert not changed(before, after)
@@ -135,7 +135,7 @@ def test_what_is_not_a_number_is_unchanged_as_long_as_its_bits_are():
 
 def test_one_silent_write_puts_its_whole_model_in_doubt_and_no_other():
     """In bfloat16 a small step moves few elements, and Adam none of a row without a gradient."""
-    target, drafter, weights = Model(), Model(), Weights(frozenset())
+    target, drafter, weights = Model(), Model(), Weights(Forms())
     before = weights.refresh(target.tensors() | drafter.tensors("proposer"))
     target.wide.data.mul_(1.5)
     target.stack.data[3, 5, 7] += 1  # alone, it would not be seen
@@ -145,7 +145,7 @@ def test_one_silent_write_puts_its_whole_model_in_doubt_and_no_other():
 
 
 def test_a_counted_write_converts_its_weight_alone():
-    model, weights = Model(), Weights(frozenset())
+    model, weights = Model(), Weights(Forms())
     before = weights.refresh(model.tensors())
     no_grad(model.wide)
     after = converted(weights, model.tensors())
@@ -153,7 +153,7 @@ def test_a_counted_write_converts_its_weight_alone():
 
 
 def test_engines_of_one_model_see_what_another_has_seen():
-    model, one, two = Model(), Weights(frozenset()), Weights(frozenset())
+    model, one, two = Model(), Weights(Forms()), Weights(Forms())
     assert not changed(one.refresh(model.tensors()), two.refresh(model.tensors()))
     fused(model)
     assert not changed(converted(one, model.tensors()), converted(two, model.tensors()))
@@ -164,7 +164,7 @@ def test_inference_tensors_are_looked_at_in_every_row(dtype):
     with torch.inference_mode():
         model = Model(dtype).requires_grad_(False)
     assert model.tall.is_inference()
-    weights = Weights(frozenset())
+    weights = Weights(Forms())
     converted(weights, model.tensors())
     rows = [(name, row) for name in ("wide", "tall") for row in range(0, getattr(model, name).shape[0], 7)]
     for name, row in rows:
@@ -194,7 +194,7 @@ def test_places_are_spread_over_rows_and_columns():
 
 def test_a_row_written_behind_torchs_back_is_seen_after_forgetting():
     """The documented limit: neither counted nor sampled. torch's own way to count it works, too."""
-    model, weights = Model(), Weights(frozenset())
+    model, weights = Model(), Weights(Forms())
     before = weights.refresh(model.tensors())
     model.tall.data[5] += 1
     assert weights.refresh(model.tensors())["target.tall"] is before["target.tall"]
@@ -206,7 +206,7 @@ def test_a_row_written_behind_torchs_back_is_seen_after_forgetting():
 
 
 def test_freed_weights_are_freed():
-    model, weights = Model(), Weights(frozenset())
+    model, weights = Model(), Weights(Forms())
     weights.refresh(model.tensors())
     storages = [
         torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in model.parameters()

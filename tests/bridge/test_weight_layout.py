@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import layout, lower, weights
 from jax_bridge.checkpoints import load as loading
-from jax_bridge.layout import StoredWeight, Transposed, linear_weights, row_major, transpose_pays, unwrap
+from jax_bridge.forms import StoredWeight, Transposed, unwrap
+from jax_bridge.layout import Form, Forms, row_major
 from torch_dflash.decode import RowRequests
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
@@ -85,7 +87,7 @@ def test_no_program_copies_a_turned_weight(engine, pair, monkeypatch):
     # Transposed back outside of the loop, each weight is copied on every call: the search sees that.
     runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())
     state = runtime.begin(params, RowRequests.idle(engine.plan))
-    monkeypatch.setattr(lower, "unwrap", lambda params: params)
+    monkeypatch.setattr(lower, "bound", nullcontext)
     outside = jax.jit(lambda params, state: runtime._rounds(unwrap(params), state))
     with lower.tracing("highest"):
         assert copies(outside.lower(params, state).compile())
@@ -95,17 +97,18 @@ def test_what_is_turned_depends_on_type_and_device():
     class Device:
         platform = "tpu"
 
-    cpu = jax.devices("cpu")[0]
-    assert transpose_pays(torch.float32, cpu)
-    assert not transpose_pays(torch.bfloat16, cpu) and not transpose_pays(torch.float16, cpu)
-    assert not transpose_pays(torch.float32, Device())
+    cpu, forms = jax.devices("cpu")[0], Forms(frozenset({"a"}))
+    assert forms.choose("a", torch.float32, cpu) == Form(Transposed)
+    assert forms.choose("b", torch.float32, cpu) == Form()
+    for dtype, device in ((torch.bfloat16, cpu), (torch.float16, cpu), (torch.float32, Device())):
+        assert forms.choose("a", dtype, device) == Form()
 
 
 def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):
     layer = nn.Linear(4, 6, bias=False)
-    names = linear_weights(nn.ModuleDict({"a": layer}), None)
-    assert names == {"a.weight"}
-    first, second = weights.Weights(names), weights.Weights(frozenset())
+    forms = Forms.of(nn.ModuleDict({"a": layer}), None)
+    assert forms.linear == {"a.weight"}
+    first, second = weights.Weights(forms), weights.Weights(Forms())
     transposed, plain = (one.refresh({"a.weight": layer.weight})["a.weight"] for one in (first, second))
     assert isinstance(transposed, Transposed)
     assert transposed.array.shape == (4, 6) and transposed.shape == (6, 4)
@@ -119,7 +122,7 @@ def test_programs_take_matrices_as_they_lie(family, source, tmp_path, monkeypatc
         place = Format(Layout(major_to_minor=(1, 0)), array.sharding)
         return jax.device_put(array, place) if array.ndim == 2 else array
 
-    for module in (weights, loading):
+    for module in (layout, loading):
         monkeypatch.setattr(module, "row_major", by_columns)
     target, drafter = make_pair(family, agree=6.0)
     given = target

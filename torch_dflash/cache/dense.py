@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
+from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.windows import clear_rows, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
@@ -42,7 +43,8 @@ class StaticLayer:
     def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, StaticLayer]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self."""
         layer = self.write(inputs.key, inputs.value, inputs.start, view.count)
-        return attend_densely(inputs, layer.key, layer.value, view.mask(inputs, layer.key.shape[2])), layer
+        mask = view.mask(inputs, layer.key.shape[2])
+        return dense_attention(inputs, layer.key, layer.value, mask), layer
 
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
         """The position each slot holds when ``length`` [B] are committed, -1 for none."""
@@ -66,7 +68,7 @@ class LatentLayer(StaticLayer):
     def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, LatentLayer]:
         """Write the rows, hand out the whole buffers; consumes self."""
         layer = self.write(key, value, view.start, view.count)
-        return layer.key, layer.value, LatentLayer(layer.key, layer.value)
+        return layer.key.to(key.dtype), layer.value.to(value.dtype), LatentLayer(layer.key, layer.value)
 
     def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, LatentLayer]:
         """Attend causally to the rows, which are of all positions."""

@@ -38,6 +38,11 @@ class Engine:
     def __init__(self, target: Any, drafter: Any, options: EngineOptions | None = None):
         self.options = options = options or EngineOptions()
         arrays = arrays_of(target, options.runtime)
+        if arrays is not None and (options.compute, options.quantize) != ("auto", None):
+            raise ValueError(
+                f"compute={options.compute!r}, quantize={options.quantize!r}: jb.load keeps weights as they "
+                "are; load the model with transformers for this."
+            )
         model = model_of(target)
         check_target(model)
         with noting_writes(model):
@@ -50,7 +55,7 @@ class Engine:
                 verify_class(model, self.plan, options.runtime)
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
-        self.runtime: Runtime = _make_runtime(options.runtime, self.pair, self.plan)
+        self.runtime: Runtime = _make_runtime(options, self.pair, self.plan)
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -184,9 +189,9 @@ def _put_new(streamer, progress: Progress, shown: int) -> int:
     return end
 
 
-def _make_runtime(name: str, pair: Pair, plan: DecodePlan) -> Runtime:
-    if name == "eager":
+def _make_runtime(options: EngineOptions, pair: Pair, plan: DecodePlan) -> Runtime:
+    if options.runtime == "eager":
         return EagerRuntime(pair, plan)
     from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
 
-    return XlaRuntime(pair, plan)
+    return XlaRuntime(pair, plan, options.compute, options.quantize)

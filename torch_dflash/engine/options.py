@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch_dflash.checks import check_cache, check_counts, check_flag, check_precision, check_runtime
+from torch_dflash.checks import (
+    check_arithmetic,
+    check_cache,
+    check_counts,
+    check_flag,
+    check_precision,
+    check_runtime,
+)
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.plan import DecodePlan
 
@@ -35,6 +42,8 @@ class EngineOptions:
     filters: bool = True
     prefill_chunk_size: int = _of_a_call(LARGEST_CHUNK)
     matmul_precision: str = _of_a_call("highest")
+    compute: str = _of_a_call("auto")
+    quantize: str | None = _of_a_call(None)
     cache: str = _of_a_call("static")
     page_size: int = _of_a_call(64)
     pool_pages: int | None = None
@@ -50,6 +59,7 @@ class EngineOptions:
         check_flag(verify=self.verify, filters=self.filters)
         check_cache(self.cache)
         check_precision(self.matmul_precision)
+        check_arithmetic(self.compute, self.quantize, self.runtime)
         if self.prefill_chunk_size != bucket(self.prefill_chunk_size):
             raise ValueError(
                 f"prefill_chunk_size={self.prefill_chunk_size}: must be a power of two of at least 16."

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
@@ -127,8 +128,9 @@ class Target(nn.Module):
             count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
                 to the last of them alone.
         """
-        kept = (leaf for leaf in pytree.tree_leaves(cache) if leaf.is_floating_point())
-        check_dtype("target", next(kept, self).dtype, self.dtype)
+        kept = next((leaf for leaf in pytree.tree_leaves(cache) if leaf.is_floating_point()), None)
+        if kept is not None and not has_torch_function((kept,)):  # a lowered cache may be wider
+            check_dtype("target", kept.dtype, self.dtype)
         view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said)
         position = positions(start, ids.shape[1])
         outputs: dict[int, Tensor] = {}

@@ -1,0 +1,207 @@
+"""The forms in which a device keeps weights: pytrees of arrays, which programs take as they are.
+
+A program that is `bound` to weights uses the arrays that the model names. Where it multiplies with one or
+reads its rows, `stored_as` says in which form it is kept, and the form does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import torch
+from jaxtyping import Array, Float
+
+from jax_bridge.arrays import to_jax
+
+
+@runtime_checkable
+class StoredWeight(Protocol):
+    """A weight that a device keeps in a form of its own: a pytree of arrays, which programs take as it is.
+
+    Attributes:
+        shape: as the model names it.
+        dtype: of the entries that `unwrap` gives.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def unwrap(self) -> jax.Array:
+        """The weight in the shape the model names. To be called where a program uses it."""
+        ...
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Transposed:
+    """A weight [out, in] kept as ``array`` [in, out]."""
+
+    array: Any  # a jax.Array, or what JAX puts in its place while it traces
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[::-1]
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def unwrap(self) -> jax.Array:
+        return self.array.T
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "bits"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Readable:
+    """An embedding [V, H] in half precision, and its bits as integers, of which rows are read.
+
+    XLA's CPU compiler has no gather of half-precision numbers: it would convert all of them at each call.
+    """
+
+    array: Any
+    bits: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def unwrap(self) -> jax.Array:
+        return self.array
+
+    def look_up(self, ids: jax.Array) -> jax.Array:
+        """Rows of the embedding."""
+        return jax.lax.bitcast_convert_type(jnp.take(self.bits, ids, axis=0), self.dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "table"], meta_fields=["dtype"])
+@dataclass(frozen=True, eq=False)
+class Cast:
+    """A linear weight [out, in] whose products are computed in the type of ``array``, sums in float32.
+
+    ``table``: the weight as it is, where rows of it are read too (a tied head); None where they are not.
+    """
+
+    array: Any
+    table: Any
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def unwrap(self) -> jax.Array:
+        return self.array.astype(self.dtype) if self.table is None else plain(self.table)
+
+    def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
+        """``rows @ weight.T`` in float32."""
+        return dot(rows.astype(self.array.dtype), self.array, jnp.float32)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["integers", "scale", "table"], meta_fields=["dtype"])
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A linear weight as ``integers`` [out, in] of 8 bits times ``scale`` [out]; ``table`` as in `Cast`.
+
+    Rows are quantised as they come, each by its largest entry. The sums are integers, so a row's result does
+    not depend on the rows beside it.
+    """
+
+    integers: Any
+    scale: Any
+    table: Any
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.integers.shape
+
+    def unwrap(self) -> jax.Array:
+        if self.table is not None:
+            return plain(self.table)
+        return (self.integers * self.scale[:, None]).astype(self.dtype)
+
+    def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
+        """``rows @ weight.T`` in float32."""
+        rows = rows.astype(jnp.float32)
+        top = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
+        own = jnp.where(top > 0, top, 1) / 127
+        sums = dot(jnp.round(rows / own).astype(jnp.int8), self.integers, jnp.int32)
+        return sums.astype(jnp.float32) * own * self.scale
+
+
+Weight = jax.Array | StoredWeight
+_bound: ContextVar[dict[int, StoredWeight] | None] = ContextVar("bound", default=None)
+
+
+def readable(array: jax.Array) -> Readable:
+    """An embedding on the device with its bits beside it."""
+    return Readable(array, jax.lax.bitcast_convert_type(array, jnp.uint16))
+
+
+def quantized(weight: torch.Tensor, table: Any) -> Quantized:
+    """A torch weight [out, in] in 8 bits, each row by its largest entry."""
+    wide = weight.detach().float().cpu()
+    top = wide.abs().amax(dim=1, keepdim=True)
+    scale = torch.where(top > 0, top, 1) / 127
+    integers = torch.round(wide / scale).to(torch.int8)
+    return Quantized(to_jax(integers), to_jax(scale[:, 0]), table, name_of(weight.dtype))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A torch dtype's name, as JAX knows it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(weight: Weight) -> jax.Array:
+    """A weight in the shape the model names."""
+    return weight.unwrap() if isinstance(weight, StoredWeight) else weight
+
+
+def dot(rows: Array, weight: Array, sums: Any) -> Array:
+    """``rows`` [N, in] times a weight [out, in], summed in the type ``sums``.
+
+    On some CPUs a product of one row in a narrow type is ten times slower than one of two.
+    """
+    narrow = rows.shape[0] == 1 and rows.dtype != jnp.float32
+    wide = jnp.concatenate([rows, rows]) if narrow else rows
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(wide, weight, dims, preferred_element_type=sums)[: rows.shape[0]]
+
+
+def unwrap(params: dict[str, Any]) -> dict[str, Any]:
+    """``params`` in the shapes the model names. To be called inside of a loop's body.
+
+    There XLA merges the transpose with the product; outside of the loop it would be a copy.
+    """
+    return {name: plain(leaf) for name, leaf in params.items()}
+
+
+@contextmanager
+def bound(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`unwrap`; while open, `stored_as` knows in which form each of these arrays is kept."""
+    arrays = unwrap(params)
+    kept = {id(arrays[name]): leaf for name, leaf in params.items() if isinstance(leaf, StoredWeight)}
+    token = _bound.set(kept)
+    try:
+        yield arrays
+    finally:
+        _bound.reset(token)
+
+
+def stored_as(array: Any) -> StoredWeight | None:
+    """The form in which a weight of the program that is being traced is kept, None for an array's own."""
+    return (_bound.get() or {}).get(id(array))

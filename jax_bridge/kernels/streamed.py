@@ -1,0 +1,143 @@
+"""Attention in plain jnp whose cost follows the context: keys come a block at a time, in a loop.
+
+What every platform without a kernel of its own runs. The loop ends at the longest row's last key, so a long
+buffer costs no more than a short one, and no more than one block's scores exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_bridge.kernels.online_softmax import LOWEST
+
+BLOCK_KEYS = 256
+
+
+class Block(NamedTuple):
+    """Keys and values of one block, and which of them each row sees."""
+
+    key: Float[Array, "B G keys D"]
+    value: Float[Array, "B G keys Dv"]
+    seen: Bool[Array, "B M keys"]
+
+
+class Running(NamedTuple):
+    """Per query row: the largest score, the weights' sum, and the weighted values, all in float32."""
+
+    top: Float[Array, "B G heads M"]
+    total: Float[Array, "B G heads M"]
+    sums: Float[Array, "B G heads M Dv"]
+
+    @classmethod
+    def begin(cls, query: Array, v_dim: int, sinks: Array | None = None) -> Running:
+        """Nothing seen yet, or ``sinks`` [G, heads]: they take part in the softmax, without a value."""
+        shape = query.shape[:-1]
+        top = jnp.full(shape, LOWEST, jnp.float32)
+        if sinks is not None:
+            top = jnp.broadcast_to(sinks[None, :, :, None], shape).astype(jnp.float32)
+        total = jnp.where(top > LOWEST, 1.0, 0.0)
+        return cls(top, total, jnp.zeros((*shape, v_dim), jnp.float32))
+
+    def add(self, query: Array, block: Block, scale: float, softcap: float | None = None) -> Running:
+        """Take in a block for ``query`` [B, G, heads, M, D]."""
+        score = jnp.einsum("bghmd,bgkd->bghmk", query, block.key, preferred_element_type=jnp.float32)
+        score = score * scale
+        if softcap is not None:
+            score = jnp.tanh(score / softcap) * softcap
+        seen = block.seen[:, None, None]
+        score = jnp.where(seen, score, LOWEST)
+        peak = jnp.maximum(self.top, score.max(axis=-1))
+        weight = jnp.where(seen, jnp.exp(score - peak[..., None]), 0)
+        fade = jnp.exp(self.top - peak)
+        own = weight.astype(block.value.dtype)
+        gained = jnp.einsum("bghmk,bgkd->bghmd", own, block.value, preferred_element_type=jnp.float32)
+        return Running(peak, self.total * fade + weight.sum(-1), self.sums * fade[..., None] + gained)
+
+    def result(self) -> Float[Array, "B G heads M Dv"]:
+        """The attention's output."""
+        return self.sums / self.total[..., None]
+
+
+def stream(
+    running: Running,
+    query: Float[Array, "B G heads M D"],
+    read: Callable[[Any], Block],
+    first: Int[Array, ""] | int,
+    end: Int[Array, ""],
+    scale: float,
+    softcap: float | None = None,
+) -> Running:
+    """``running`` after the blocks ``first`` to ``end - 1``, each of which ``read`` gives by its number."""
+
+    def add(block: Any, running: Running) -> Running:
+        return running.add(query, read(block), scale, softcap)
+
+    return jax.lax.fori_loop(first, end, add, running)
+
+
+def dense_block(key: Array, value: Array, number: Any, keys: int) -> tuple[Array, Array, Array, Array]:
+    """Block ``number`` of ``keys`` slots of buffers [B, G, S, D]: (key, value, its slots, which are new).
+
+    Where the last block would run over the end it begins earlier; what the block before had is not new.
+    """
+    at = jnp.minimum(number * keys, key.shape[2] - keys)
+    slot = at + jnp.arange(keys, dtype=jnp.int32)
+    key, value = (jax.lax.dynamic_slice_in_dim(buffer, at, keys, axis=2) for buffer in (key, value))
+    return key, value, slot, slot >= number * keys
+
+
+def stream_dense(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q Dv"]:
+    """`torch_dflash.ops.dense_attention` of arrays: causal, to buffers that hold the rows themselves."""
+    query, start, window = inputs.query, inputs.start, inputs.window
+    batch, heads, rows, dim = query.shape
+    groups, slots = key.shape[1:3]
+    keys = min(BLOCK_KEYS, slots)
+    grouped = query.reshape(batch, groups, heads // groups, rows, dim)
+    at = (start[:, None] + jnp.arange(rows, dtype=start.dtype))[:, :, None]
+
+    def read(number: Any) -> Block:
+        *held, slot, new = dense_block(key, value, number, keys)
+        seen = new & (slot <= at)
+        return Block(held[0], held[1], seen if window is None else seen & (slot > at - window))
+
+    first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // keys
+    end = jnp.minimum(jnp.max(start) + rows, slots)
+    sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
+    running = Running.begin(grouped, value.shape[3], sinks)
+    running = stream(running, grouped, read, first, -(-end // keys), inputs.scale, inputs.softcap)
+    return _rows_first(running, query)
+
+
+def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"]:
+    """`torch_dflash.ops.block_attention` of arrays: the block itself, then the context's slots in use."""
+    query, start, window = inputs.query, inputs.start, inputs.window
+    batch, heads, rows, dim = query.shape
+    groups, slots = past.key.shape[1:3]
+    keys = min(BLOCK_KEYS, slots)
+    grouped = query.reshape(batch, groups, heads // groups, rows, dim)
+    row = jnp.arange(rows, dtype=start.dtype)
+    gap = row[:, None] - row
+    inside = gap >= 0 if causal else gap == gap
+    inside = inside if window is None else inside & (jnp.abs(gap) < window)
+    at = (start[:, None] + row)[:, :, None]
+
+    def read(number: Any) -> Block:
+        *held, slot, new = dense_block(past.key, past.value, number, keys)
+        position = jnp.take(past.position, slot, axis=1)[:, None]
+        seen = new & (position >= 0)
+        return Block(held[0], held[1], seen if window is None else seen & (at - position < window))
+
+    own = Block(inputs.key, inputs.value, jnp.broadcast_to(inside, (batch, rows, rows)))
+    running = Running.begin(grouped, past.value.shape[3]).add(grouped, own, inputs.scale)
+    used = jnp.max(jnp.where(past.position >= 0, jnp.arange(1, slots + 1, dtype=jnp.int32), 0))
+    return _rows_first(stream(running, grouped, read, 0, -(-used // keys), inputs.scale), query)
+
+
+def _rows_first(running: Running, query: Array) -> Float[Array, "B M Q Dv"]:
+    batch, heads, rows, _ = query.shape
+    return running.result().reshape(batch, heads, rows, -1).swapaxes(1, 2).astype(query.dtype)

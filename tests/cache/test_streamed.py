@@ -1,0 +1,105 @@
+"""Attention in a loop over blocks of keys: it says what the plain form says, and reads what is in use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import jax_bridge as jb
+from jax_bridge.kernels import streamed
+from torch_dflash.ops.attention import AttentionInputs, visible
+from torch_dflash.ops.block_attention import Past, block_attention
+from torch_dflash.ops.dense_attention import dense_attention
+from torch_dflash.ops.windows import positions
+
+BATCH, HEADS, GROUPS, ROWS, DIM, SLOTS = 3, 6, 2, 4, 8, 40
+START = [0, 13, 36]  # an empty row, one in the middle, one that fills its buffer
+RULES = {
+    "causal": {},
+    "a window": {"window": 5},
+    "soft caps": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0])},
+    "all": {"window": 7, "softcap": 3.0, "sinks": torch.linspace(-1, 1, HEADS)},
+}
+
+
+def asked(seed: int = 0, start: list[int] = START, **rule) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(BATCH, HEADS, ROWS, DIM, generator=generator)
+    key, value = torch.randn(2, BATCH, GROUPS, ROWS, DIM, generator=generator)
+    at = torch.tensor(start, dtype=torch.int32)
+    return AttentionInputs(query, key, value, at, DIM**-0.5, **rule)
+
+
+def buffers(seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, BATCH, GROUPS, SLOTS, DIM, generator=generator)
+
+
+def plain(inputs: AttentionInputs, key, value) -> torch.Tensor:
+    at, slots = positions(inputs.start, ROWS), torch.arange(SLOTS)[None]
+    return dense_attention(inputs, key, value, visible(at, slots, inputs.window, causal=True))
+
+
+def in_blocks(inputs: AttentionInputs, key, value) -> torch.Tensor:
+    return jb.to_torch(streamed.stream_dense(*jb.to_jax((inputs, key, value))))
+
+
+@pytest.mark.parametrize("keys", [8, 16, 64])  # whole blocks, a last one that begins earlier, one alone
+@pytest.mark.parametrize("rule", RULES)
+def test_dense_buffers(rule, keys, monkeypatch):
+    monkeypatch.setattr(streamed, "BLOCK_KEYS", keys)
+    inputs, (key, value) = asked(**RULES[rule]), buffers()
+    torch.testing.assert_close(in_blocks(inputs, key, value), plain(inputs, key, value), atol=2e-6, rtol=1e-5)
+
+
+def test_a_half_precision_query_meets_wider_buffers():
+    inputs, (key, value) = asked(), buffers()
+    half = inputs._replace(query=inputs.query.bfloat16())
+    exact = plain(inputs._replace(query=half.query.float()), key, value)
+    out = in_blocks(half, key, value)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, exact.bfloat16(), atol=0, rtol=2**-7)
+
+
+def test_what_lies_behind_the_longest_row_is_not_read(monkeypatch):
+    monkeypatch.setattr(streamed, "BLOCK_KEYS", 8)
+    inputs, (key, value) = asked(start=[0, 1, 2]), buffers()
+    wanted = plain(inputs, key, value)
+    value[:, :, 8:] = torch.nan  # one that is read passes even a weight of zero
+    torch.testing.assert_close(in_blocks(inputs, key, value), wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_a_window_skips_what_lies_before_it(monkeypatch):
+    monkeypatch.setattr(streamed, "BLOCK_KEYS", 8)
+    inputs, (key, value) = asked(start=[34, 35, 36], window=6), buffers()
+    wanted = plain(inputs, key, value)
+    value[:, :, :24] = torch.nan
+    torch.testing.assert_close(in_blocks(inputs, key, value), wanted, atol=2e-6, rtol=1e-5)
+
+
+def test_a_slot_that_is_taken_in_twice_shows(monkeypatch):
+    monkeypatch.setattr(streamed, "BLOCK_KEYS", 16)
+    inputs, (key, value) = asked(), buffers()
+    honest = streamed.dense_block
+
+    def greedy(*args):
+        *held, slot, new = honest(*args)
+        return *held, slot, new | True
+
+    monkeypatch.setattr(streamed, "dense_block", greedy)
+    assert not torch.allclose(in_blocks(inputs, key, value), plain(inputs, key, value), atol=1e-3)
+
+
+@pytest.mark.parametrize("keys", [8, 16, 64])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_context_of_a_drafted_block(window, causal, keys, monkeypatch):
+    """A ring's slots stand in any order, and some hold nothing."""
+    monkeypatch.setattr(streamed, "BLOCK_KEYS", keys)
+    inputs, (key, value) = asked(start=[0, 13, 60], window=window), buffers()
+    slot = torch.arange(SLOTS, dtype=torch.int32)
+    held = [torch.full_like(slot, -1), torch.where(slot < 13, slot, -1), (slot + 7) % SLOTS + 20]
+    past = Past(key, value, torch.stack(held))
+    got = jb.to_torch(streamed.stream_past(*jb.to_jax((inputs, past)), causal))
+    torch.testing.assert_close(got, block_attention(inputs, past, causal), atol=2e-6, rtol=1e-5)

@@ -1,0 +1,129 @@
+"""Products in another type: the text is that of plain decoding in the same arithmetic."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from support.scripted import run
+from support.tiny import make_pair
+from torch import nn
+
+import jax_bridge as jb
+import torch_dflash as td
+from jax_bridge.forms import Cast, Quantized, Readable, plain, quantized
+from jax_bridge.layout import Form, keep
+from jax_bridge.products import linear_jax
+
+PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
+ARITHMETIC = {
+    "int8": ("float32", {"quantize": "int8"}),
+    "float32 in bfloat16": ("float32", {"compute": "bfloat16"}),
+    "bfloat16": ("bfloat16", {}),
+    "bfloat16 in float32": ("bfloat16", {"compute": "float32"}),
+    "bfloat16 in int8": ("bfloat16", {"quantize": "int8"}),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's embedding is its head
+@pytest.mark.parametrize("case", ARITHMETIC)
+def test_drafting_says_what_plain_decoding_says(case, family):
+    dtype, options = ARITHMETIC[case]
+    target, drafter = (model.to(getattr(torch, dtype)) for model in make_pair(family, agree=6.0))
+    options = options | {"max_length": 96, "batch_size": 3, "filters": False}
+    texts, stats = run(td.compile(target, drafter, **options), PROMPTS, max_new_tokens=40)
+    assert texts == run(td.compile(target, None, **options), PROMPTS, max_new_tokens=40)[0]
+    assert stats.mean_acceptance_length > 1.2
+
+
+def test_each_linear_weight_is_multiplied_in_the_type_asked_for():
+    pair = make_pair("qwen3")
+    for kind, options in ((Quantized, {"quantize": "int8"}), (Cast, {"compute": "bfloat16"})):
+        engine = td.compile(*pair, max_length=64, **options)
+        params = engine.runtime.refresh(engine.tensors())
+        linear = [
+            f"{prefix}.{name}.weight"
+            for prefix, model in (("target.model", pair[0]), ("proposer.drafter", pair[1]))
+            for name, part in model.named_modules()
+            if isinstance(part, nn.Linear) and name != "lm_head"
+        ]
+        head = "target.model.model.embed_tokens.weight"
+        assert {name for name, leaf in params.items() if isinstance(leaf, kind)} == {*linear, head}
+        # Rows of a tied head are read as they are.
+        assert torch.equal(jb.to_torch(plain(params[head])), pair[0].model.embed_tokens.weight)
+
+
+def test_a_changed_weight_is_quantised_anew():
+    target, _ = make_pair("llama")
+    engine = td.compile(target, None, max_length=64, quantize="int8")
+    name = "target.model.model.layers.0.mlp.up_proj.weight"
+    before = engine.runtime.refresh(engine.tensors())[name]
+    with torch.no_grad():
+        target.model.layers[0].mlp.up_proj.weight.mul_(2)
+    after = engine.runtime.refresh(engine.tensors())[name]
+    np.testing.assert_array_equal(before.integers, after.integers)
+    np.testing.assert_allclose(2 * before.scale, after.scale)
+
+
+ROWS, WEIGHT = torch.randn(3, 40), torch.randn(24, 40) * torch.rand(24, 1)
+
+
+def by_hand(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The definition, in float64: both sides in steps of a 127th of each row's largest entry."""
+    own, scale = (x.double().abs().amax(dim=1, keepdim=True) / 127 for x in (rows, weight))
+    return (rows.double() / own).round() @ (weight.double() / scale).round().T * own * scale.T
+
+
+def test_int8_is_by_row_of_both_sides():
+    kept = quantized(WEIGHT, None)
+    wanted = by_hand(ROWS, WEIGHT)
+    got = jb.to_torch(linear_jax(jb.to_jax(ROWS), kept)).double()
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    error = (got - ROWS.double() @ WEIGHT.double().T).abs().max() / got.abs().max()
+    assert 0 < error < 0.02
+    # A scale of the columns, or none at all for the rows, would be far off.
+    for wrong in (by_hand(ROWS, WEIGHT.T.contiguous().view(24, 40)), wanted * 2):
+        assert not torch.allclose(got, wrong, atol=0.1)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    kept = quantized(WEIGHT, None)
+    together = linear_jax(jb.to_jax(ROWS), kept)
+    alone = [linear_jax(jb.to_jax(ROWS[row : row + 1]), kept) for row in range(3)]
+    np.testing.assert_array_equal(together, jnp.concatenate(alone))
+
+
+def test_zeros_stay_zeros():
+    kept = quantized(torch.zeros(4, 8), None)
+    assert not np.asarray(linear_jax(jnp.zeros((2, 8)), kept)).any()
+    assert not np.asarray(linear_jax(jnp.ones((1, 8)), kept)).any()
+
+
+def test_a_half_precision_table_is_read_bit_by_bit():
+    table = torch.randn(50, 8).bfloat16()
+    kept = keep(table, Form(Readable))
+    rows = kept.look_up(jnp.array([[3, 0], [49, 3]]))
+    assert torch.equal(jb.to_torch(rows), table[torch.tensor([[3, 0], [49, 3]])])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compute": "float16"}, "compute='float16': choose one of 'auto', 'float32', 'bfloat16'"),
+        ({"quantize": "int4"}, "quantize='int4': choose one of None, 'int8'"),
+        ({"quantize": "int8", "runtime": "eager"}, "quantize='int8': runtime='eager' has no such products"),
+        ({"compute": "bfloat16", "runtime": "eager"}, "compute='bfloat16': runtime='eager' has no such"),
+        ({"compute": "bfloat16", "quantize": "int8"}, "compute='bfloat16' beside quantize='int8'"),
+    ],
+)
+def test_what_no_product_is_built_for_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        td.compile(make_pair("llama")[0], None, **options)
+
+
+def test_a_loaded_target_keeps_its_weights(tmp_path):
+    target, drafter = make_pair("llama")
+    target.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"quantize='int8': jb\.load keeps weights as they are"):
+        td.compile(jb.load(tmp_path), drafter, quantize="int8")
