@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import torch_dflash as td
-from jax_bridge import weights
+from jax_bridge.layout import Form, Forms
 from torch_dflash.cli.provenance import write_json
 
 # [in, out]: SmolLM2-135M's projections and head, then Qwen3-4B's feed-forward.
@@ -82,7 +82,8 @@ def steps(repeats: int) -> list[dict]:
     for name, given in (("dflash", drafter), ("plain", None)):
         rounds, prompts = {}, {}
         for layout, pays in (("out_in", False), ("in_out", True)):
-            with mock.patch.object(weights, "pays", lambda dtype, device, pays=pays: pays):
+            choose = Forms.choose if pays else lambda *asked: Form()
+            with mock.patch.object(Forms, "choose", choose):
                 engine = td.compile(target, given, max_length=256, rounds_per_chunk=1, filters=False)
                 params = engine.runtime.refresh(engine.tensors())
                 states = [engine.start(ids, **options)]
