@@ -7,6 +7,8 @@ import torch
 
 import jax_bridge as jb
 from jax_bridge.kernels import streamed
+from torch_dflash.cache.dense import LatentLayer, StaticLayer
+from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, visible
 from torch_dflash.ops.block_attention import Past, block_attention
 from torch_dflash.ops.dense_attention import dense_attention
@@ -60,6 +62,23 @@ def test_a_half_precision_query_meets_wider_buffers():
     out = in_blocks(half, key, value)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, exact.bfloat16(), atol=0, rtol=2**-7)
+
+
+@pytest.mark.parametrize("kind", [StaticLayer, LatentLayer])
+def test_what_a_wider_buffer_keeps_is_rounded_as_a_narrow_one_rounds(kind):
+    """Else the text would depend on where a program ends, and its caches become narrow."""
+    inputs, (key, value) = asked(), buffers()
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = kind(key.to(dtype), value.to(dtype))
+        view = CacheView((layer,), (None,), inputs.start, dtype=torch.bfloat16)
+        view.update(inputs.key, inputs.value, 0)
+        if kind is StaticLayer:
+            view.attend(0, inputs._replace(query=inputs.query.to(dtype)))
+        kept.append(view.states[0])
+    at = START[1]
+    for wide, narrow in zip(*(vars(layer).values() for layer in kept), strict=True):
+        assert torch.equal(wide[1, :, at : at + ROWS], narrow[1, :, at : at + ROWS].float())
 
 
 def test_what_lies_behind_the_longest_row_is_not_read(monkeypatch):

@@ -67,8 +67,8 @@ class LatentLayer(StaticLayer):
 
     def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, LatentLayer]:
         """Write the rows, hand out the whole buffers; consumes self."""
-        layer = self.write(key, value, view.start, view.count)
-        return layer.key.to(key.dtype), layer.value.to(value.dtype), LatentLayer(layer.key, layer.value)
+        layer = self.write(view.rounded(key), view.rounded(value), view.start, view.count)
+        return view.rounded(layer.key), view.rounded(layer.value), LatentLayer(layer.key, layer.value)
 
     def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, LatentLayer]:
         """Attend causally to the rows, which are of all positions."""

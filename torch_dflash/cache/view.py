@@ -24,6 +24,8 @@ class CacheView(Cache):
         table: page numbers [B, row_pages], where the layers are paged.
         count: of a prompt chunk, how many rows of each sequence are real.
         said: the answer to how many tokens are cached. Rows differ, so nothing may depend on it.
+        dtype: what keys and values are rounded to as they are kept; a program may keep them in a wider one
+            meanwhile; unset: the buffers'.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class CacheView(Cache):
         table: Int[Tensor, "B row_pages"] | None = None,
         count: Int[Tensor, " B"] | None = None,
         said: int = 0,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__(layers=[])
-        self.said = said
+        self.said, self.dtype = said, dtype
         self.states, self.windows = list(states), windows
         self.start, self.table, self.count = start, table, count
         self._masks: dict[int | None, Tensor] = {}
@@ -47,7 +50,7 @@ class CacheView(Cache):
 
     def attend(self, layer_idx: int, inputs: AttentionInputs, *_: Any) -> Float[Tensor, "B M Q Dv"]:
         """The layer's attention of these rows; their K and V are kept, as `finite_values` has them."""
-        key, value = finite_values(inputs.key, inputs.value)
+        key, value = finite_values(self.rounded(inputs.key), self.rounded(inputs.value))
         inputs = inputs._replace(key=key, value=value, window=self.windows[layer_idx])
         out, self.states[layer_idx] = self.states[layer_idx].attend(inputs, self)
         return out
@@ -59,6 +62,10 @@ class CacheView(Cache):
             slot = torch.arange(slots, device=at.device, dtype=at.dtype)[None]
             self._masks[inputs.window] = visible(at, slot, inputs.window, causal=True)
         return self._masks[inputs.window]
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Keys or values in the type in which they are kept between programs."""
+        return rows if self.dtype is None else rows.to(self.dtype)
 
     def get_seq_length(self, layer_idx=0):
         return self.said  # positions and masks are always given, so no model may derive them from here

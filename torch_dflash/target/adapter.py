@@ -131,7 +131,7 @@ class Target(nn.Module):
         kept = next((leaf for leaf in pytree.tree_leaves(cache) if leaf.is_floating_point()), None)
         if kept is not None and not has_torch_function((kept,)):  # a lowered cache may be wider
             check_dtype("target", kept.dtype, self.dtype)
-        view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said)
+        view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said, self.dtype)
         position = positions(start, ids.shape[1])
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
