@@ -21,6 +21,7 @@ from jax_bridge.shared import sharing
 from jax_bridge.state import widely
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
+from torch_dflash.target.skeleton import forgetting
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
@@ -81,20 +82,15 @@ def lower_rounds(pair: Pair, wide: bool = False) -> Callable:
 
 
 def _lower_pass(step: Callable, pair: Pair) -> Callable:
-    """`lower` of a pass of the models, whose attributes are as they were when it has been traced.
+    """`lower` of a pass of the models, whose modules' attributes are as they were when it has been traced.
 
     A tensor that a forward keeps is the trace's; another program would take it for its own.
     """
     lowered = lower(partial(step, pair))
 
     def run(params: Any, *args: Any) -> Any:
-        before = [(module, dict(vars(module))) for module in pair.modules()]
-        try:
+        with forgetting(pair):
             return lowered(params, *args)
-        finally:
-            for module, attributes in before:
-                vars(module).clear()
-                vars(module).update(attributes)
 
     run.__name__ = lowered.__name__
     return run

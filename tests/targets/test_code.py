@@ -520,6 +520,26 @@ def test_what_the_first_forward_imports_is_looked_at_later(monkeypatch, tmp_path
         run(engine, [PROMPT], max_new_tokens=4)
 
 
+class Counts:
+    """An object of which a helper's forward makes an attribute."""
+
+
+COUNTS = Counts()
+
+
+def noting_calls(embeds):
+    COUNTS.calls = getattr(COUNTS, "calls", 0) + 1
+    return embeds + 0.3
+
+
+def test_a_name_that_the_first_forward_makes_is_its_own():
+    vars(COUNTS).clear()
+    target, _ = make_model(noting_calls)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    texts = [run(engine, [PROMPT], max_new_tokens=4)[0] for _ in range(3)]
+    assert texts == [[own_text(target, PROMPT, 4)]] * 3
+
+
 INSTALLED = """
 import transformers as hf
 from installed_pk import consts

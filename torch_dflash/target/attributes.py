@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ IGNORED = frozenset(
     "_gradient_checkpointing_func hf_device_map hf_quantizer".split()
 )
 _BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
+_META = re.compile(r"(?<![A-Za-z])meta(?![A-Za-z])")
 ABSENT, VARIES = object(), object()
 
 
@@ -43,6 +45,10 @@ class _Kind:
 
     def __hash__(self) -> int:
         return hash(self._kind)
+
+    @property
+    def is_tensor(self) -> bool:
+        return self._value is not None
 
 
 def says_something(name: str) -> bool:
@@ -69,12 +75,12 @@ def written_in(
 ) -> dict[tuple[str, str], Any]:
     """What the first forward of ``tried``, built as ``skeleton`` was, has written, by module and name.
 
-    A constant is described. What a further one from ``build`` has otherwise after other forwards is `VARIES`,
-    and so are objects that are not looked into, and what names the meta device.
+    A constant is described, and so is a tensor. What a further one from ``build`` has otherwise after other
+    forwards is `VARIES`, and so are other objects that are not looked into, and what names the meta device.
     """
     before, once = _descriptions(skeleton), _descriptions(tried)
     changed = [key for key in once if once[key] != before.get(key)]
-    same = {key for key in changed if type(once[key]) is not _Kind and "'meta'" not in repr(once[key])}
+    same = {key for key in changed if not _is_opaque(once[key]) and not _META.search(repr(once[key]))}
     if not same:
         return dict.fromkeys(changed, VARIES)
     other = build()
@@ -85,6 +91,10 @@ def written_in(
     except Exception:  # nothing that the first one asked for
         return dict.fromkeys(changed, VARIES)
     return {key: once[key] if key in same else VARIES for key in changed}
+
+
+def _is_opaque(description: Hashable) -> bool:
+    return type(description) is _Kind and not description.is_tensor
 
 
 def _descriptions(module: nn.Module) -> dict[tuple[str, str], Hashable]:

@@ -82,11 +82,17 @@ def noting_writes(model: nn.Module) -> Iterator[None]:
     `code_of` leaves these names out, for this model and others of its class, as long as the process lives.
     """
     known = written_by(model)
-    before = code_of(model, known)
+    before, loaded = code_of(model, known), set(sys.modules)
     yield
-    changed = before ^ code_of(model, known)
-    there = {entry[:2] for entry in before if isinstance(entry, tuple)}  # not what was imported meanwhile
-    _written[type(model)] = known | there & {entry[:2] for entry in changed if isinstance(entry, tuple)}
+    changed = {entry[:2] for entry in before ^ code_of(model, known) if isinstance(entry, tuple)}
+    imported = tuple(sys.modules.keys() - loaded)
+    brought = {entry for entry in changed if _is_of(entry[1], imported)}  # no write of the forward's own
+    _written[type(model)] = known | (changed - brought)
+
+
+def _is_of(name: str, modules: tuple[str, ...]) -> bool:
+    """Whether what code names so is one of ``modules``, or an attribute of one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def parts_of(config: Any) -> list[Any]:

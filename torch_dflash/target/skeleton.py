@@ -30,6 +30,20 @@ def remembered_in(cache: Any) -> Iterator[None]:
         _memory.reset(token)
 
 
+@contextmanager
+def forgetting(root: torch.nn.Module) -> Iterator[None]:
+    """Afterwards the attributes of ``root`` and of the modules in it are what they were, whatever ran."""
+    before = [(module, dict(vars(module))) for module in root.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            own = vars(module)
+            for name in own.keys() - attributes.keys():
+                del own[name]
+            own.update(attributes)  # never emptied: another thread may read it
+
+
 def _attention(module, query, key, value, attention_mask=None, scaling=None, **more):
     """transformers' attention interface: [B, Q, M, D] -> [B, M, Q, Dv].
 

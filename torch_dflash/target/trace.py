@@ -145,13 +145,13 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerS
 
 
 def run_otherwise(skeleton: Any) -> Iterator[None]:
-    """Two forwards of an unused skeleton, unlike `trace_layers`' in all that a call may choose.
+    """Forwards of an unused skeleton, which differ from `trace_layers`' in rows, length, dtype and cache.
 
-    Rows, length, dtype and whether a cache is used differ. They may raise anything.
+    They may raise anything.
     """
     with torch.inference_mode(False):
         skeleton = skeleton.to(torch.float64)
-        for rows, length, use_cache in ((2, 3, True), (1, 1, False)):
+        for rows, length, use_cache in ((2, 3, True), (1, 1, False), (3, 2, True)):
             _run(skeleton, RecordingCache(), rows, length, use_cache)
             yield
 
