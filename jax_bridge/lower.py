@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
 from jax_bridge.state import widely
+from torch_dflash.checks import check_dtype
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
 from torch_dflash.target.skeleton import forgetting
@@ -60,7 +61,7 @@ def lower_begin(pair: Pair) -> Callable:
 def lower_prefill(pair: Pair, wide: bool = False) -> Callable:
     """``(params, state, chunk) -> state``; ``wide``: with caches in float32 meanwhile (`widely`)."""
     step = _lower_pass(prefill, pair)
-    return widely(step) if wide else step
+    return _checked(widely(step), pair) if wide else step
 
 
 def lower_rounds(pair: Pair, wide: bool = False) -> Callable:
@@ -78,7 +79,25 @@ def lower_rounds(pair: Pair, wide: bool = False) -> Callable:
 
         return jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 
-    return widely(rounds) if wide else rounds
+    return _checked(widely(rounds), pair) if wide else rounds
+
+
+def _checked(step: Callable, pair: Pair) -> Callable:
+    """``step`` for caches in the target's own type: inside of it they are wide, whatever the target is in."""
+    table = pair.target.model.get_input_embeddings().weight
+    name = next(name for name, weight in pair.named_parameters() if weight is table)
+
+    @wraps(step)
+    def run(params: Any, state: Any, *args: Any) -> Any:
+        floats = (
+            leaf.dtype for leaf in jax.tree.leaves(state.cache) if jnp.issubdtype(leaf.dtype, jnp.floating)
+        )
+        kept, own = next(floats, None), jnp.dtype(params[name].dtype)
+        if kept is not None:
+            check_dtype("target", getattr(torch, str(kept)), getattr(torch, str(own)))
+        return step(params, state, *args)
+
+    return run
 
 
 def _lower_pass(step: Callable, pair: Pair) -> Callable:
