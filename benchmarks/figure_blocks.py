@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from family_tables import tables, verdict
+from figure_cpu import cpu_first_token, cpu_products, cpu_steps
 from figure_text import RESULTS, command, item, result, spread, table
 
 from torch_dflash.train.export.card import acceptance_table
@@ -211,43 +212,6 @@ def weight_layout_products() -> str:
         f"to {usual[-1]['ratio']:.2f} at one row (but {odd['ratio']:.2f} for one shape, ",
         f"{odd['in']} x {odd['out']}).",
     )
-
-
-def cpu_products() -> str:
-    """One pass's products by type and layout, and what reading the weights takes."""
-    found = result("cpu_products")
-    rows: dict[tuple[str, str], list[str]] = {}
-    for one in found["products"]:
-        rows.setdefault((one["form"], one["layout"]), []).append(f"{one['fastest_ms']:.1f}")
-    counts = sorted({one["rows"] for one in found["products"]})
-    head = ["type", "layout", *(f"{count} rows" if count > 1 else "1 row" for count in counts)]
-    name = found["provenance"]["hardware"].removeprefix("CPU: ")
-    said = f"On {name}, whose memory this process reads at {found['read_gb_per_s']:.0f} GB/s."
-    return table(head, *([*key, *cells] for key, cells in rows.items())) + f"\n\n{said}"
-
-
-def cpu_steps() -> str:
-    """Steps and rounds by type and capacity, beside transformers."""
-    rows = []
-    for one in result("cpu_steps")["rows"]:
-        if "token_ms" in one:
-            size = f"{one['size']:,}" if one["size"] else ""
-            round_ms = f"{one['round_ms']:.1f}" if "round_ms" in one else ""
-            rows.append([one["dtype"], one["method"], size, round_ms, f"{one['token_ms']:.1f}"])
-    return table(["type", "method", "`max_length`", "step or round", "token"], *rows)
-
-
-def cpu_first_token() -> str:
-    """Time to the first token by length of the prompt."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    sizes = []
-    for one in result("cpu_steps")["rows"]:
-        if "first token" in one["method"]:
-            whose = "transformers" if "transformers" in one["method"] else "torch-dflash"
-            cells.setdefault((one["dtype"], whose), []).append(f"{one['first_token_ms']:.0f}")
-            sizes += [one["size"]] if one["size"] not in sizes else []
-    head = ["type", "by", *(f"{size:,} tokens" for size in sizes)]
-    return table(head, *([*key, *values] for key, values in cells.items()))
 
 
 def scan_aot() -> str:
