@@ -65,6 +65,7 @@ class Transposed:
 class Readable:
     """An embedding [V, H] in half precision, and its bits as integers, of which rows are read.
 
+    The two share their memory.
     XLA's CPU compiler has no gather of half-precision numbers: it would convert all of them at each call.
     """
 
@@ -87,10 +88,9 @@ class Readable:
         return jax.lax.bitcast_convert_type(jnp.take(self.bits, ids, axis=0), self.dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "table"], meta_fields=["dtype"])
 @dataclass(frozen=True, eq=False)
-class Cast:
-    """A linear weight [out, in] whose products are computed in the type of ``array``, sums in float32.
+class Multiplier:
+    """A linear weight [out, in] that is multiplied in a way of its own: `product`.
 
     ``table``: the weight as it is, where rows of it are read too (a tied head); None where they are not.
     """
@@ -104,52 +104,52 @@ class Cast:
         return self.array.shape
 
     def unwrap(self) -> jax.Array:
-        return self.array.astype(self.dtype) if self.table is None else plain(self.table)
+        return self.entries().astype(self.dtype) if self.table is None else plain(self.table)
+
+    def entries(self) -> jax.Array:
+        """The weight, as far as ``array`` tells it."""
+        return self.array
+
+    def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
+        """``rows @ weight.T`` in float32."""
+        raise NotImplementedError
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "table"], meta_fields=["dtype"])
+@dataclass(frozen=True, eq=False)
+class Cast(Multiplier):
+    """Products are computed in the type of ``array``, sums in float32."""
 
     def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
         """``rows @ weight.T`` in float32."""
         return dot(rows.astype(self.array.dtype), self.array, jnp.float32)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["integers", "scale", "table"], meta_fields=["dtype"])
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "table", "scale"], meta_fields=["dtype"])
 @dataclass(frozen=True, eq=False)
-class Quantized:
-    """A linear weight as ``integers`` [out, in] of 8 bits times ``scale`` [out]; ``table`` as in `Cast`.
+class Quantized(Multiplier):
+    """``array`` has integers of 8 bits, which ``scale`` [out] multiplies.
 
     Rows are quantised as they come, each by its largest entry. The sums are integers, so a row's result does
     not depend on the rows beside it.
     """
 
-    integers: Any
     scale: Any
-    table: Any
-    dtype: Any
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.integers.shape
-
-    def unwrap(self) -> jax.Array:
-        if self.table is not None:
-            return plain(self.table)
-        return (self.integers * self.scale[:, None]).astype(self.dtype)
+    def entries(self) -> jax.Array:
+        return self.array * self.scale[:, None]
 
     def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
         """``rows @ weight.T`` in float32."""
         rows = rows.astype(jnp.float32)
         top = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
         own = jnp.where(top > 0, top, 1) / 127
-        sums = dot(jnp.round(rows / own).astype(jnp.int8), self.integers, jnp.int32)
+        sums = dot(jnp.round(rows / own).astype(jnp.int8), self.array, jnp.int32)
         return sums.astype(jnp.float32) * own * self.scale
 
 
 Weight = jax.Array | StoredWeight
 _bound: ContextVar[dict[int, StoredWeight] | None] = ContextVar("bound", default=None)
-
-
-def readable(array: jax.Array) -> Readable:
-    """An embedding on the device with its bits beside it."""
-    return Readable(array, jax.lax.bitcast_convert_type(array, jnp.uint16))
 
 
 def quantized(weight: torch.Tensor, table: Any) -> Quantized:
@@ -158,7 +158,7 @@ def quantized(weight: torch.Tensor, table: Any) -> Quantized:
     top = wide.abs().amax(dim=1, keepdim=True)
     scale = torch.where(top > 0, top, 1) / 127
     integers = torch.round(wide / scale).to(torch.int8)
-    return Quantized(to_jax(integers), to_jax(scale[:, 0]), table, name_of(weight.dtype))
+    return Quantized(to_jax(integers), table, name_of(weight.dtype), to_jax(scale[:, 0]))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from torch import nn
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized, readable
+from jax_bridge.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -77,26 +77,36 @@ class Forms:
         return Form(Readable) if read and dtype in HALVES else Form()
 
 
-def keep(tensor: torch.Tensor, form: Form) -> Weight:
-    """A host tensor on JAX's default device in its form, in memory that is the device's own."""
-    if form.kind is Quantized:
-        return quantized(tensor, keep(tensor, _table(tensor)) if form.read else None)
-    if form.kind is Cast:
-        array = _own(tensor.to(form.dtype))
-        return Cast(array, keep(tensor, _table(tensor)) if form.read else None, name_of(tensor.dtype))
+def keep(tensor: torch.Tensor, form: Form, dtype: torch.dtype | None = None, place: Any = None) -> Weight:
+    """A tensor on the device in its form, in memory that is the device's own.
+
+    Args:
+        tensor: anywhere; a mapped file's is not kept, for it may change.
+        form: as `Forms` chose it.
+        dtype: what the weight is cast to; unset: its own.
+        place: a JAX device or sharding; unset: JAX's default device.
+    """
     if form.kind is Transposed:
-        return Transposed(_own(tensor.T))
-    return readable(_own(tensor)) if form.kind is Readable else _own(tensor)
+        return Transposed(_own(tensor.T, dtype, place))
+    if form.kind in (None, Readable):
+        array = _own(tensor, dtype, place)
+        if form.kind is None:
+            return array
+        host = torch.from_dlpack(array).view(torch.int16)
+        return Readable(array, to_jax(host, copy=False))
+    tensor = tensor.to(dtype or tensor.dtype)
+    half = tensor.dtype in HALVES
+    table = keep(tensor, Form(Readable if half else None), place=place) if form.read else None
+    if form.kind is Quantized:
+        return quantized(tensor, table)
+    return Cast(_own(tensor, form.dtype, place), table, name_of(tensor.dtype))
 
 
-def _table(tensor: torch.Tensor) -> Form:
-    return Form(Readable) if tensor.dtype in HALVES else Form()
-
-
-def _own(tensor: torch.Tensor) -> jax.Array:
-    """One copy, in memory that JAX may keep, for a weight is never donated."""
-    own = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return row_major(to_jax(own, copy=False))
+def _own(tensor: torch.Tensor, dtype: torch.dtype | None, place: Any) -> jax.Array:
+    """One copy, in memory that JAX may keep, for a weight is never donated. Waited for, or copies pile up."""
+    kind = dtype or tensor.dtype
+    own = tensor.to("cpu", kind, copy=True, memory_format=torch.contiguous_format)
+    return row_major(to_jax(own, copy=False, device=place)).block_until_ready()
 
 
 def row_major_format(place: Sharding) -> Format:

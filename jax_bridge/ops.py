@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, call_torch, environment
-from jax_bridge.forms import Cast, Quantized, Readable, stored_as
+from jax_bridge.forms import Multiplier, Readable, stored_as
 from jax_bridge.kernels.block_attention import block_attention_jax
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
@@ -93,7 +93,7 @@ def _dense_attention(inputs, key, value, mask):
 def _linear(rows, weight, bias=None):
     def multiply(rows, weight, bias):
         kept = stored_as(weight)
-        return once(linear_jax, rows, kept if isinstance(kept, Cast | Quantized) else weight, bias)
+        return once(linear_jax, rows, kept if isinstance(kept, Multiplier) else weight, bias)
 
     return call_jax(multiply, rows, weight, bias)
 
@@ -104,7 +104,7 @@ _embedding_of_torchax = environment()._ops[torch.ops.aten.embedding].func
 def _embedding(weight, ids, *how, **named):
     def look_up(weight, ids):
         kept = stored_as(weight)
-        table = kept.table if isinstance(kept, Cast | Quantized) else kept
+        table = kept.table if isinstance(kept, Multiplier) else kept
         if isinstance(table, Readable):
             return table.look_up(ids)
         return _embedding_of_torchax(weight, ids, *how, **named)

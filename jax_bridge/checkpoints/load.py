@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
@@ -17,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from jax_bridge.arrays import to_jax
 from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import find_source, match
-from jax_bridge.forms import Readable, Transposed, Weight, readable
-from jax_bridge.layout import Form, Forms, row_major
+from jax_bridge.forms import Weight
+from jax_bridge.layout import Forms, keep
 from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
@@ -124,7 +123,7 @@ def load(
                 if name not in arrays:
                     wanted = _dtype(model, name, part, tensor, dtype)
                     form = forms.choose(name, wanted, next(iter(place.device_set)))
-                    arrays[name] = _put(part.read(), wanted, place, form)
+                    arrays[name] = keep(part.read(), form, wanted, place)
                 else:
                     _check_tied(parts[name][0], part)
                 bar.update(part.nbytes)
@@ -180,29 +179,6 @@ def _dtype(
     if wanted == torch.float16:
         kept += list(model._keep_in_fp32_modules or ())
     return torch.float32 if any(f".{module}." in f".{name}." for module in kept) else wanted
-
-
-def _put(tensor: torch.Tensor, dtype: torch.dtype, place: Sharding, form: Form) -> Weight:
-    """``tensor``, a view of a file, on the device: cast, and in its form."""
-    source = tensor.T if form.kind is Transposed else tensor
-    # Never the mapped file's own memory, which may change and which JAX may keep whatever it is told.
-    tensor = torch.empty(source.shape, dtype=dtype).copy_(source)
-    del source
-    # Waited for, or host copies would pile up.
-    array = jax.device_put(_host_view(tensor), place)
-    array = row_major(array).block_until_ready()
-    if form.kind is Readable:
-        return readable(array)
-    return Transposed(array) if form.kind is Transposed else array
-
-
-def _host_view(tensor: torch.Tensor) -> Any:
-    """``tensor`` as JAX takes it without a copy of its own; DLPack makes one of what a file has unaligned."""
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
-    if tensor.dtype in (torch.float32, torch.float16):
-        return tensor.numpy()
-    return to_jax(tensor)  # narrowed or refused
 
 
 def _check_tied(kept: Stored | Stacked, other: Stored | Stacked) -> None:
