@@ -22,7 +22,6 @@ from jax_bridge.state import widely
 from torch_dflash.checks import check_dtype
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
-from torch_dflash.target.skeleton import forgetting
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
@@ -105,14 +104,7 @@ def _lower_pass(step: Callable, pair: Pair) -> Callable:
 
     A tensor that a forward keeps is the trace's; another program would take it for its own.
     """
-    lowered = lower(partial(step, pair))
-
-    def run(params: Any, *args: Any) -> Any:
-        with forgetting(pair):
-            return lowered(params, *args)
-
-    run.__name__ = lowered.__name__
-    return run
+    return lower(partial(step, pair))
 
 
 @contextmanager

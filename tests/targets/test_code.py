@@ -540,6 +540,60 @@ def test_a_name_that_the_first_forward_makes_is_its_own():
     assert texts == [[own_text(target, PROMPT, 4)]] * 3
 
 
+LATE = {  # what a helper imports as it runs, what this holds, and what is changed there
+    "function": ("late_pk.SHIFT", "SHIFT = 0.3\ndef shifted(e):\n    return e + SHIFT\n"),
+    "table": ("late_pk.TABLE", "TABLE = {'a': 0.3}\ndef shifted(e):\n    return e + TABLE['a']\n"),
+    "class": ("late_pk.Box.a", "class Box:\n    a = 0.3\ndef shifted(e):\n    return e + Box().a\n"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_the_imported_code_reads_is_looked_at_later(monkeypatch, tmp_path, case):
+    place, text = LATE[case]
+    helper = "def helper(embeds):\n    from late_pk import shifted\n    return shifted(embeds)\n"
+    write_package(tmp_path, {"late_pk.py": text, "late_helpers.py": helper})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("late_pk", "late_helpers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    target, _ = make_model(importlib.import_module("late_helpers").helper)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    holder, name = sys.modules["late_pk"], place.split(".")[-1]
+    setattr(holder.Box if case == "class" else holder, name, {"a": -0.3} if case == "table" else -0.3)
+    with pytest.raises(ValueError, match="its code, or a value that its code reads, was changed"):
+        run(engine, [PROMPT], max_new_tokens=4)
+    td.compile(target, None, runtime="eager", max_length=64)
+
+
+def test_an_alias_of_a_package_that_imports_its_parts_late_is_followed(monkeypatch, tmp_path):
+    lazy = "import importlib\ndef __getattr__(name):\n    return importlib.import_module(f'lazy_pk.{name}')\n"
+    helper = "import lazy_pk as p\ndef helper(embeds):\n    return embeds + p.consts.SHIFT\n"
+    files = {"lazy_pk/__init__.py": lazy, "lazy_pk/consts.py": "SHIFT = 0.3\n", "lazy_helpers.py": helper}
+    write_package(tmp_path, files)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("lazy_pk", "lazy_pk.consts", "lazy_helpers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    target, _ = make_model(importlib.import_module("lazy_helpers").helper)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    sys.modules["lazy_pk.consts"].SHIFT = -0.3
+    with pytest.raises(ValueError, match="its code, or a value that its code reads, was changed"):
+        run(engine, [PROMPT], max_new_tokens=4)
+
+
+def test_a_verdict_is_of_the_values_that_late_imports_read(monkeypatch, tmp_path):
+    text = "MIX = 0.0\ndef shifted(e):\n    return e + MIX * e.mean(1, keepdim=True)\n"
+    helper = "def helper(embeds):\n    from mix_pk import shifted\n    return shifted(embeds)\n"
+    write_package(tmp_path, {"mix_pk.py": text, "mix_helpers.py": helper})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mix_pk", "mix_helpers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    target, _ = make_model(importlib.import_module("mix_helpers").helper)
+    for _ in range(2):
+        td.compile(target, None, runtime="eager", max_length=64)
+    sys.modules["mix_pk"].MIX = 3.0
+    with pytest.raises(ValueError, match="a tiny random twin of it is decoded otherwise"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
 INSTALLED = """
 import transformers as hf
 from installed_pk import consts

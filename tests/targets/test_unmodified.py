@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
-from torch_dflash.target.skeleton import build_skeleton, forgetting
+from torch_dflash.target.skeleton import build_skeleton
 from torch_dflash.target.unmodified import check_unmodified
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -634,88 +634,3 @@ def test_autocast_is_followed_or_refused():
         with refuses(ValueError, "torch.autocast is on", "cast the models"):
             td.generate(model, None, ids, max_new_tokens=3)
         td.generate(model, None, ids, max_new_tokens=3, runtime="eager")
-
-
-class KeepsATensor(transformers.LlamaForCausalLM):
-    """Its forward makes a table once, and keeps it."""
-
-    table = None
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        embeds = self.get_input_embeddings()(input_ids)
-        if self.table is None:
-            self.table = torch.ones(embeds.shape[-1], device=embeds.device)
-        return super().forward(inputs_embeds=embeds * self.table, position_ids=position_ids, **more)
-
-
-def test_a_tensor_that_a_forward_keeps_is_made_in_each_program():
-    target = randomise(KeepsATensor(transformers.LlamaConfig(**BASE)), 0)
-    wanted = own_text(target, PROMPT, 8)
-    for runtime in ("eager", "xla"):
-        engine = td.compile(target, None, runtime=runtime, max_length=64)
-        for _ in range(2):
-            assert run(engine, [PROMPT], max_new_tokens=8)[0] == [wanted]
-
-
-class KeepsItsFirstRow(KeepsATensor):
-    """What it keeps depends on the call, so that a compiled program would keep another."""
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        if self.table is None:
-            self.table = 1 + self.get_input_embeddings()(input_ids)[0, 0].detach()
-        return super().forward(input_ids, position_ids=position_ids, **more)
-
-
-def test_a_kept_tensor_that_depends_on_the_call_is_refused_on_xla():
-    target = randomise(KeepsItsFirstRow(transformers.LlamaConfig(**BASE)), 0)
-    with pytest.raises(ValueError, match="a tiny random twin"):
-        td.compile(target, None, runtime="xla", max_length=64)
-
-
-def test_a_number_in_place_of_a_kept_tensor_is_refused():
-    target = randomise(KeepsATensor(transformers.LlamaConfig(**BASE)), 0)
-    engine = td.compile(target, None, runtime="eager", max_length=64)
-    target.table = -3.0
-    with pytest.raises(ValueError, match="table"):
-        run(engine, [PROMPT], max_new_tokens=4)
-
-
-def test_attributes_stay_readable_while_a_pass_is_traced():
-    root = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with forgetting(root):
-        root.kept, root[0].in_features = torch.ones(1), 3
-        del root[0].out_features
-    assert not hasattr(root, "kept") and (root[0].in_features, root[0].out_features) == (2, 2)
-
-
-class Notes(transformers.LlamaForCausalLM):
-    """Its forward notes how it was called, as many do, and reads none of it."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.prefills, self.kind = 0, self.lm_head.weight.dtype
-
-    def forward(self, input_ids=None, position_ids=None, use_cache=None, **more):
-        self.prefills += input_ids.shape[1] > 1
-        self.ids_kind, self.where = input_ids.dtype, f"{input_ids.device}:causal"
-        self.is_decoding = input_ids.shape[1] == 1
-        self.phase, self.uses_cache = "decode" if self.is_decoding else "prefill", use_cache
-        if not hasattr(self, "least"):
-            self.least = torch.finfo(self.dtype).min
-        found = super().forward(input_ids, position_ids=position_ids, use_cache=use_cache, **more)
-        self.last, self.last_hidden = found.past_key_values, found.logits
-        return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("runtime", ["eager", "xla"])
-def test_notes_of_a_call_are_let_be(runtime, dtype):
-    target = randomise(Notes(transformers.LlamaConfig(**BASE)), 0).to(dtype)
-    ids = torch.tensor([PROMPT])
-    target.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    engine = td.compile(target, None, runtime=runtime, max_length=64)
-    first, _ = run(engine, [PROMPT], max_new_tokens=8)
-    target(ids)
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == first
-    if dtype == torch.float32:
-        assert first == [own_text(target, PROMPT, 8)]

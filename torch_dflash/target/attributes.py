@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.target.describe import describe, digest
+from torch_dflash.target.origins import is_authors
 from torch_dflash.target.trace import run_otherwise
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
@@ -25,7 +26,7 @@ IGNORED = frozenset(
     "_gradient_checkpointing_func hf_device_map hf_quantizer".split()
 )
 _BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
-_META = re.compile(r"(?<![A-Za-z])meta(?![A-Za-z])")
+_OF_A_PASS = re.compile(r"(?<![A-Za-z])meta(?![A-Za-z])|torch\.dtype")
 ABSENT, VARIES = object(), object()
 
 
@@ -76,18 +77,20 @@ def written_in(
     """What the first forward of ``tried``, built as ``skeleton`` was, has written, by module and name.
 
     A constant is described, and so is a tensor. What a further one from ``build`` has otherwise after other
-    forwards is `VARIES`, and so are other objects that are not looked into, and what names the meta device.
+    forwards is `VARIES`, and so are other objects that are not looked into, and what names the meta device or
+    a type.
     """
     before, once = _descriptions(skeleton), _descriptions(tried)
-    changed = [key for key in once if once[key] != before.get(key)]
-    same = {key for key in changed if not _is_opaque(once[key]) and not _META.search(repr(once[key]))}
-    if not same:
+    changed = {key for key in once if once[key] != before.get(key)}
+    same = {key for key in changed if not _is_opaque(once[key]) and not _OF_A_PASS.search(repr(once[key]))}
+    if not same and not any(is_authors(type(module)) for module in tried.modules()):
         return dict.fromkeys(changed, VARIES)
     other = build()
     try:
         for _ in run_otherwise(other):
             told = _descriptions(other)
             same = {key for key in same if told.get(key) == once[key]}
+            changed |= {key for key in told if told[key] != before.get(key)}
     except Exception:  # nothing that the first one asked for
         return dict.fromkeys(changed, VARIES)
     return {key: once[key] if key in same else VARIES for key in changed}

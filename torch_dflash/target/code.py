@@ -28,6 +28,7 @@ from torch_dflash.target.origins import (
 
 _COMMON = (activations, masking_utils, modeling_rope_utils)  # what modelling files of transformers call
 _DEEP = 4  # a.b.c.d
+_OF = ":"  # in names, between a module and what it holds
 _MOST = 10_000  # things in a value that may run
 _BUILDERS = ("__init__", "_init_weights")  # these have run
 _NOTES = (  # that transformers makes in a class
@@ -84,15 +85,12 @@ def noting_writes(model: nn.Module) -> Iterator[None]:
     known = written_by(model)
     before, loaded = code_of(model, known), set(sys.modules)
     yield
+    there = {entry[:2] for entry in before if isinstance(entry, tuple)}
+    holders, imported = {holder for holder, _ in there}, sys.modules.keys() - loaded
     changed = {entry[:2] for entry in before ^ code_of(model, known) if isinstance(entry, tuple)}
-    imported = tuple(sys.modules.keys() - loaded)
-    brought = {entry for entry in changed if _is_of(entry[1], imported)}  # no write of the forward's own
-    _written[type(model)] = known | (changed - brought)
-
-
-def _is_of(name: str, modules: tuple[str, ...]) -> bool:
-    """Whether what code names so is one of ``modules``, or an attribute of one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
+    # What is new may have come with a module that was imported meanwhile: then it is no write.
+    made = {entry for entry in changed if entry[0] in holders and _OF not in entry[1]}
+    _written[type(model)] = known | changed & there | {entry for entry in made if entry[1] not in imported}
 
 
 def parts_of(config: Any) -> list[Any]:
@@ -199,13 +197,15 @@ def _absolute(name: str, package: Any) -> str | None:
 
 def _with_attributes(where: str, value: Any, names: frozenset[str], depth: int) -> Iterator[tuple[str, Any]]:
     yield where, value
-    if depth == 0 or issubclass(type(value), ModuleType) and not module_is_authors(value):
+    in_module = issubclass(type(value), ModuleType)
+    if depth == 0 or in_module and not module_is_authors(value):
         return
     mode = {"training"} if issubclass(type(value), nn.Module) else set()  # no text depends on it here
     for name in names - mode:
         for held in (vars_of(value), vars(type(value))):
             if name in held:
-                yield from _with_attributes(f"{where}.{name}", held[name], names, depth - 1)
+                inner = f"{where}{_OF if in_module else '.'}{name}"
+                yield from _with_attributes(inner, held[name], names, depth - 1)
 
 
 def _inside(value: Any) -> Iterator[Any]:

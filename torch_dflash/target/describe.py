@@ -67,6 +67,8 @@ class _Walk:
             return kind, kind.__repr__(value) if kind in (float, complex) else value
         if kind is types.CodeType:
             return value
+        if kind is torch.dtype:
+            return kind, repr(value)
         if issubclass(kind, type | Enum) or _is_builtin(value):
             return Same(value)
         if id(value) in self._open:

@@ -30,20 +30,6 @@ def remembered_in(cache: Any) -> Iterator[None]:
         _memory.reset(token)
 
 
-@contextmanager
-def forgetting(root: torch.nn.Module) -> Iterator[None]:
-    """Afterwards the attributes of ``root`` and of the modules in it are what they were, whatever ran."""
-    before = [(module, dict(vars(module))) for module in root.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            own = vars(module)
-            for name in own.keys() - attributes.keys():
-                del own[name]
-            own.update(attributes)  # never emptied: another thread may read it
-
-
 def _attention(module, query, key, value, attention_mask=None, scaling=None, **more):
     """transformers' attention interface: [B, Q, M, D] -> [B, M, Q, Dv].
 
@@ -90,4 +76,15 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
             f"{type(model).__name__} cannot be built from its config alone ({error}); pass a model whose "
             "class takes just a config, as those of transformers do."
         ) from error
+    _take_types(skeleton, model)
     return skeleton.eval().requires_grad_(False)
+
+
+def _take_types(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Types that a constructor noted are those of the weights as they were loaded."""
+    live = dict(model.named_modules())
+    for name, module in skeleton.named_modules():
+        for key, value in list(vars(module).items()):
+            found = vars(live[name]).get(key) if name in live else None
+            if isinstance(value, torch.dtype) and isinstance(found, torch.dtype):
+                setattr(module, key, found)

@@ -43,8 +43,9 @@ class Refusal(ValueError):
 class RecordingCache(Cache):
     """Notes what each layer hands over; run once on meta tensors to learn shapes and masks."""
 
-    def __init__(self):
+    def __init__(self, said: int = 0):
         super().__init__(layers=[])
+        self.said = said  # the answer to how many tokens are cached
         self.start = torch.zeros(1, dtype=torch.int32, device="meta")
         self.shapes: dict[int, tuple[int, int, int]] = {}
         self.masks: dict[int, Callable] = {}
@@ -99,7 +100,7 @@ class RecordingCache(Cache):
         return rows, 0
 
     def get_seq_length(self, layer_idx=0):
-        return 0
+        return self.said
 
 
 def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[LayerSpec, ...]:
@@ -151,8 +152,13 @@ def run_otherwise(skeleton: Any) -> Iterator[None]:
     """
     with torch.inference_mode(False):
         skeleton = skeleton.to(torch.float64)
-        for rows, length, use_cache in ((2, 3, True), (1, 1, False), (3, 2, True)):
-            _run(skeleton, RecordingCache(), rows, length, use_cache)
+        for rows, length, use_cache, said in (
+            (2, 3, True, 0),
+            (1, 1, False, 0),
+            (3, 2, True, 0),
+            (1, 1, True, 7),
+        ):
+            _run(skeleton, RecordingCache(said), rows, length, use_cache)
             yield
 
 

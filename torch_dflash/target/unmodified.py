@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -62,7 +63,8 @@ def settings(config: Any) -> dict[str, Any]:
         if isinstance(value, PreTrainedConfig):
             found[name] = settings(value)
         else:
-            found[name] = value if is_plain(value) else describe(value, type)
+            said = is_plain(value) or isinstance(value, torch.dtype)
+            found[name] = value if said else describe(value, type)
     return found
 
 
@@ -101,8 +103,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         for key, value, description in described:
             found = own.get(key, ABSENT)
             if not _is_plainly(found, value) and not is_as_described(found, description):
-                now = vars(twin).get(key, ABSENT)
-                if not _is_forwards(found, description, known.written.get((name, key)), now):
+                if not _is_forwards(found, known.written.get((name, key))):
                     _refuse(f"{_where(model, name)}.{key}", _show(found), _show(value))
         if own["_forward_pre_hooks"] or own["_forward_hooks"] or not of_class.isdisjoint(own):
             _refuse_hooks(_where(model, name), module)
@@ -114,14 +115,9 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
         _refuse(_where(model, name), "absent", _describe(known.modules[name].module))
 
 
-def _is_forwards(found: Any, description: Hashable, written: Any, now: Any) -> bool:
-    """Whether a forward keeps this for itself: the constant that it writes, or what changes as it runs.
-
-    ``now``: what stands in the skeleton, whose forward may have run since.
-    """
-    if written is None:
-        return not is_as_described(now, description)
-    return written is VARIES or is_as_described(found, written)
+def _is_forwards(found: Any, written: Any) -> bool:
+    """Whether a forward keeps this for itself: the constant that it writes, or what changes as it runs."""
+    return written is VARIES or written is not None and is_as_described(found, written)
 
 
 def remember(

@@ -1,0 +1,213 @@
+"""What a target's forward keeps for itself: made anew in each pass, and no reason to refuse the target."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from support.scripted import own_text, run
+from support.tiny import BASE, randomise
+
+import torch_dflash as td
+from torch_dflash.target.forgetting import forgetting, holders_of
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+class KeepsATensor(transformers.LlamaForCausalLM):
+    """Its forward makes a table once, and keeps it."""
+
+    table = None
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        if self.table is None:
+            self.table = torch.ones(embeds.shape[-1], device=embeds.device)
+        return super().forward(inputs_embeds=embeds * self.table, position_ids=position_ids, **more)
+
+
+def test_a_tensor_that_a_forward_keeps_is_made_in_each_program():
+    target = randomise(KeepsATensor(transformers.LlamaConfig(**BASE)), 0)
+    wanted = own_text(target, PROMPT, 8)
+    for runtime in ("eager", "xla"):
+        engine = td.compile(target, None, runtime=runtime, max_length=64)
+        for _ in range(2):
+            assert run(engine, [PROMPT], max_new_tokens=8)[0] == [wanted]
+
+
+class KeepsItsFirstRow(KeepsATensor):
+    """What it keeps depends on the call, so that a compiled program would keep another."""
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        if self.table is None:
+            self.table = 1 + self.get_input_embeddings()(input_ids)[0, 0].detach()
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_kept_tensor_that_depends_on_the_call_is_refused(runtime):
+    target = randomise(KeepsItsFirstRow(transformers.LlamaConfig(**BASE)), 0)
+    with pytest.raises(ValueError, match="a tiny random twin"):
+        td.compile(target, None, runtime=runtime, max_length=64)
+
+
+class Memo:
+    """An object in which a forward keeps things."""
+
+
+class KeepsInside(transformers.LlamaForCausalLM):
+    """Its forward keeps tensors in a dict, a list and an object; what is in a dict in a dict, too."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.memo, self.rows, self.held = {"inner": {}}, [], Memo()
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        table = torch.full((embeds.shape[-1],), 1.1, device=embeds.device)
+        self.memo["inner"].setdefault("table", table)
+        self.held.table = getattr(self.held, "table", table)
+        self.rows = [*self.rows, table][:1]
+        scale = self.memo["inner"]["table"] * self.held.table * self.rows[0]
+        return super().forward(inputs_embeds=embeds * scale, position_ids=position_ids, **more)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_tensors_kept_in_collections_and_objects_are_made_in_each_program(runtime):
+    target = randomise(KeepsInside(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(target, None, runtime=runtime, max_length=64)
+    texts = [run(engine, [PROMPT], max_new_tokens=8)[0] for _ in range(2)]
+    assert texts == [[own_text(target, PROMPT, 8)]] * 2
+
+
+def test_a_number_in_place_of_a_kept_tensor_is_refused():
+    target = randomise(KeepsATensor(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    target.table = -3.0
+    with pytest.raises(ValueError, match="table"):
+        run(engine, [PROMPT], max_new_tokens=4)
+
+
+class Reads:
+    """Reads an attribute in the moment in which it is dropped itself, as another thread might."""
+
+    def __init__(self, root, found):
+        self.root, self.found = root, found
+
+    def __del__(self):
+        self.found.append((vars(self.root).get("size"), vars(self.root).get("names")))
+
+
+def test_what_was_there_stays_readable_while_the_rest_is_taken_back():
+    root, found = torch.nn.Linear(2, 2), []
+    root.size, root.names = 3, {"a": [1, 2], "b": {4}}
+    with forgetting(holders_of(root)):
+        root.late, root.size = Reads(root, found), 5
+        root.names["a"].append(7)
+        root.names["b"] |= {5}
+        root.names["c"] = torch.ones(1)
+        del root.in_features
+    assert len(found) == 1 and found[0][0] is not None and found[0][1] is root.names
+    assert (root.size, root.names, root.in_features) == (3, {"a": [1, 2], "b": {4}}, 2)
+    assert not hasattr(root, "late")
+
+
+class Notes(transformers.LlamaForCausalLM):
+    """Its forward notes how it was called, as many do, and reads none of it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.prefills, self.steps, self.kind = 0, 0, self.lm_head.weight.dtype
+        self.was_decoding = False
+
+    def forward(self, input_ids=None, position_ids=None, use_cache=None, **more):
+        self.prefills += input_ids.shape[1] > 1
+        self.steps += input_ids.shape[1] == 1
+        self.was_decoding = input_ids.shape[1] == 1
+        past = more.get("past_key_values")
+        self.first_pass = past is None or past.get_seq_length() == 0
+        self.ids_kind, self.where = input_ids.dtype, f"{input_ids.device}:causal"
+        self.is_decoding = input_ids.shape[1] == 1
+        self.phase, self.uses_cache = "decode" if self.is_decoding else "prefill", use_cache
+        if not hasattr(self, "least"):
+            self.least = torch.finfo(self.dtype).min
+        found = super().forward(input_ids, position_ids=position_ids, use_cache=use_cache, **more)
+        self.last, self.last_hidden = found.past_key_values, found.logits
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_notes_of_a_call_are_let_be(runtime, dtype):
+    target = randomise(Notes(transformers.LlamaConfig(**BASE)), 0).to(dtype)
+    ids = torch.tensor([PROMPT])
+    target.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    engine = td.compile(target, None, runtime=runtime, max_length=64)
+    first, _ = run(engine, [PROMPT], max_new_tokens=8)
+    target(ids)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == first
+    if dtype == torch.float32:
+        assert first == [own_text(target, PROMPT, 8)]
+
+
+class Kinds(transformers.LlamaForCausalLM):
+    """Rounds embeddings to types that it noted as it was built, in its class and in its config."""
+
+    compute = torch.float32
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.kind = self.lm_head.weight.dtype
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        for kind in (self.kind, self.compute, self.config.narrow):
+            embeds = ((embeds + 100).to(kind) - 100).to(embeds.dtype)
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+@pytest.mark.parametrize("place", ["kind", "compute", "config.narrow"])
+def test_a_type_that_is_changed_while_an_engine_uses_it_is_seen(place):
+    target = randomise(Kinds(transformers.LlamaConfig(**BASE, narrow=torch.float32)), 0)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+    *holder, name = place.split(".")
+    setattr(target.config if holder else target, name, torch.bfloat16)
+    with pytest.raises(ValueError, match=rf"{place} is torch.bfloat16, .* torch.float32"):
+        run(engine, [PROMPT], max_new_tokens=8)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_type_noted_as_the_model_was_loaded_is_honoured(tmp_path, runtime):
+    randomise(Kinds(transformers.LlamaConfig(**BASE)), 0).save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(**BASE, narrow=torch.float32)
+    target = Kinds.from_pretrained(tmp_path, config=config, dtype=torch.bfloat16)
+    assert target.kind is torch.bfloat16
+    engine = td.compile(target, None, runtime=runtime, max_length=64)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+
+
+class FrozenTable(torch.nn.Module):
+    """An embedding that is not trained: its table is a buffer."""
+
+    def __init__(self, count: int, size: int):
+        super().__init__()
+        self.register_buffer("weight", torch.randn(count, size))
+
+    def forward(self, ids):
+        return torch.nn.functional.embedding(ids, self.weight)
+
+
+class Frozen(transformers.LlamaForCausalLM):
+    """Has such an embedding."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.embed_tokens = FrozenTable(config.vocab_size, config.hidden_size)
+
+
+def test_an_embedding_may_be_no_parameter():
+    torch.manual_seed(0)
+    target = Frozen(transformers.LlamaConfig(**BASE)).eval()
+    engine = td.compile(target, None, runtime="xla", max_length=64)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
