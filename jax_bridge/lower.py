@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +18,6 @@ import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
 from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
-from jax_bridge.state import widely
-from torch_dflash.checks import check_dtype
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
 
@@ -57,20 +55,22 @@ def lower_begin(pair: Pair) -> Callable:
     return lower(partial(begin, pair))
 
 
-def lower_prefill(pair: Pair, wide: bool = False) -> Callable:
-    """``(params, state, chunk) -> state``; ``wide``: with caches in float32 meanwhile (`widely`)."""
-    step = _lower_pass(prefill, pair)
-    return _checked(widely(step), pair) if wide else step
+def lower_prefill(pair: Pair) -> Callable:
+    """``(params, state, chunk) -> state``."""
+    return lower(partial(prefill, pair))
 
 
-def lower_rounds(pair: Pair, wide: bool = False) -> Callable:
-    """``(params, state) -> state``: rounds on the device until all rows are done or the chunk is full."""
-    step = _lower_pass(decode_round, pair)
+def lower_rounds(pair: Pair, width: int | None = None) -> Callable:
+    """``(params, state, most) -> state``: ``most`` rounds on the device, fewer when all rows are done.
 
-    def rounds(params: Any, state: Any) -> Any:
+    ``most``: unset: the plan's ``rounds_per_chunk``; ``width``: as in `decode_round`.
+    """
+    step = lower(partial(decode_round, pair, width=width))
+
+    def rounds(params: Any, state: Any, most: Any = pair.plan.rounds_per_chunk) -> Any:
         def unfinished(carry):
             count, state = carry
-            return (count < pair.plan.rounds_per_chunk) & ~jnp.all(state.done)
+            return (count < most) & ~jnp.all(state.done)
 
         def one_round(carry):
             count, state = carry
@@ -78,33 +78,7 @@ def lower_rounds(pair: Pair, wide: bool = False) -> Callable:
 
         return jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 
-    return _checked(widely(rounds), pair) if wide else rounds
-
-
-def _checked(step: Callable, pair: Pair) -> Callable:
-    """``step`` for caches in the target's own type: inside of it they are wide, whatever the target is in."""
-    table = pair.target.model.get_input_embeddings().weight
-    name = next(name for name, weight in pair.named_parameters() if weight is table)
-
-    @wraps(step)
-    def run(params: Any, state: Any, *args: Any) -> Any:
-        floats = (
-            leaf.dtype for leaf in jax.tree.leaves(state.cache) if jnp.issubdtype(leaf.dtype, jnp.floating)
-        )
-        kept, own = next(floats, None), jnp.dtype(params[name].dtype)
-        if kept is not None:
-            check_dtype("target", getattr(torch, str(kept)), getattr(torch, str(own)))
-        return step(params, state, *args)
-
-    return run
-
-
-def _lower_pass(step: Callable, pair: Pair) -> Callable:
-    """`lower` of a pass of the models, whose modules' attributes are as they were when it has been traced.
-
-    A tensor that a forward keeps is the trace's; another program would take it for its own.
-    """
-    return lower(partial(step, pair))
+    return rounds
 
 
 @contextmanager
@@ -145,6 +119,11 @@ class Programs:
             self._compiled[key] = program
             _counter.value = compilations() + self._uncounted.pop(key, 0)
         return program
+
+    def shapes(self, step: Callable, args: tuple) -> Any:
+        """Shapes and types of what ``step`` makes of arguments shaped like ``args``."""
+        with self._lock, tracing(self._precision):
+            return jax.eval_shape(step, *args)
 
     def start(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> None:
         """Trace a program that `get` will ask for next, and let XLA compile it meanwhile."""

@@ -13,6 +13,7 @@ import torch
 
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
+from jax_bridge.border import Border
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Forms
@@ -22,7 +23,7 @@ from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar, quiet
-from torch_dflash.runtime import News, news
+from torch_dflash.runtime import News, Turn, news
 from torch_dflash.state import DecodeState, PromptChunk
 
 Arrays = dict[str, Weight]
@@ -31,7 +32,14 @@ Arrays = dict[str, Weight]
 class XlaRuntime:
     """Steps of one pair on JAX's default device (`torch_dflash.runtime.Runtime`)."""
 
-    def __init__(self, pair: Pair, plan: DecodePlan, compute: str = "auto", quantize: str | None = None):
+    def __init__(
+        self,
+        pair: Pair,
+        plan: DecodePlan,
+        compute: str = "auto",
+        quantize: str | None = None,
+        widths: tuple[int, ...] = (),
+    ):
         platform = jax.devices()[0].platform
         if platform != "cpu" and (compute, quantize) != ("auto", None):
             raise ValueError(
@@ -46,10 +54,9 @@ class XlaRuntime:
         sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
         self._programs = Programs(plan.matmul_precision, sizes)
         self._rounds_started = False
-        wide = platform == "cpu"
-        self._begin = lower_begin(pair)
-        self._prefill = lower_prefill(pair, wide)
-        self._rounds = lower_rounds(pair, wide)
+        self._border = Border(lower_begin(pair), plan, self._programs, wide=platform == "cpu")
+        self._prefill = lower_prefill(pair)
+        self._rounds = {width: lower_rounds(pair, width) for width in widths or (plan.verify_width,)}
         self._read = partial(call_torch, partial(news, plan))
 
     @property
@@ -67,7 +74,7 @@ class XlaRuntime:
 
     def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
         """An empty state on the device."""
-        return self._run("begin", self._begin, (params, to_jax(rows)))
+        return self._run("begin", self._border.begin, (params, to_jax(rows)))
 
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
@@ -76,7 +83,8 @@ class XlaRuntime:
             # Decoding follows. Its program is compiled while this one is, and while the prompt is read.
             self._rounds_started = True
             self._programs.start("prefill", self._prefill, args, donate=(1,))
-            self._programs.start("rounds", self._rounds, (params, state), donate=(1,))
+            for width in self._rounds:
+                self._programs.start(*self._chunk(params, state, Turn(width, 1)))
         return self._run("prefill", self._prefill, args, donate=(1,))
 
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
@@ -85,10 +93,10 @@ class XlaRuntime:
         table = state.page_table if page_table is None else put(page_table)
         return replace(state, page_table=table, done=put(done))
 
-    def advance(self, params: Arrays, state: DecodeState) -> DecodeState:
+    def advance(self, params: Arrays, state: DecodeState, turn: Turn | None = None) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""
         check_alive(state)
-        return self._run("rounds", self._rounds, (params, state), donate=(1,))
+        return self._run(*self._chunk(params, state, turn or Turn.of(self.plan)))
 
     def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
         """Fetch what the host does not have, in one transfer."""
@@ -106,9 +114,17 @@ class XlaRuntime:
         """A state of torch tensors as device arrays that may be donated."""
         return state_to_jax(state)
 
+    def take_in(self, params: Arrays, state: DecodeState) -> DecodeState:
+        """A state that a user held as the steps keep it; consumes it."""
+        return self._border.take_in(params, state)
+
+    def hand_out(self, params: Arrays, state: DecodeState) -> DecodeState:
+        """A state for a user, its caches in the models' types."""
+        return self._border.hand_out(params, state)
+
     def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
-        count = len(buckets) + 3
+        count = len(buckets) + len(self._rounds) + 2
         with quiet(), progress_bar(progress, total=count, unit="program", desc="begin") as bar:
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
@@ -120,12 +136,18 @@ class XlaRuntime:
                     self._programs.start("prefill", self._prefill, (params, state, chunk), donate=(1,))
                     self._programs.start("prefill", self._prefill, (params, state, coming), donate=(1,))
                 state = self.prefill(params, state, chunk)
-            _next(bar, "rounds")
-            state = self.advance(params, state)
+            for width in self._rounds:
+                _next(bar, f"rounds of {width}")
+                state = self.advance(params, state, Turn(width, 1))
             _next(bar, "read")
             zeros = np.zeros(self.plan.batch_size, np.int32)
             self.read(state, zeros, zeros)
             bar.update()
+
+    def _chunk(self, params: Arrays, state: DecodeState, turn: Turn) -> tuple:
+        """What `Programs` needs to know of a chunk."""
+        width, args = turn.width, (params, state, np.int32(turn.rounds))
+        return f"rounds of {width}", self._rounds[width], args, (1,)
 
     def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         return self._programs.get(name, step, args, donate)(*args)

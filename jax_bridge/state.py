@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import jax
@@ -48,30 +46,24 @@ def state_to_torch(state: Any, device="cpu") -> Any:
     return to_torch(state, device=device)
 
 
-def widely(step: Callable) -> Callable:
-    """``step(params, state, ...) -> state`` with the caches in float32 while it runs, and as they were after.
+def widened(state: Any) -> Any:
+    """``state`` with its caches in float32, as it stays while a CPU decodes.
 
     XLA's CPU compiler has neither products nor updates of half-precision caches: it would convert all of each
     in every round. Float32 holds what half precision does, so nothing else changes.
     """
 
-    @wraps(step)
-    def wide(params: Any, state: Any, *args: Any) -> Any:
-        found = step(params, jax.tree.map(_widened, state, is_leaf=_is_cache), *args)
-        return jax.tree.map(lambda leaf, before: leaf.astype(before.dtype), found, state)
+    def widen(leaf: Any) -> Any:
+        return leaf.astype(jnp.float32) if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf
 
-    return wide
+    def of_a_cache(node: Any) -> Any:
+        return jax.tree.map(widen, node) if _is_cache(node) else node
+
+    return jax.tree.map(of_a_cache, state, is_leaf=_is_cache)
 
 
 def _is_cache(node: Any) -> bool:
     return isinstance(node, StaticLayer | RingLayer | PagedLayer)
-
-
-def _widened(node: Any) -> Any:
-    def widen(leaf: Any) -> Any:
-        return leaf.astype(jnp.float32) if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf
-
-    return jax.tree.map(widen, node) if _is_cache(node) else node
 
 
 register_states()

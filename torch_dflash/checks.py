@@ -29,6 +29,16 @@ def check_counts(least: int = 1, **values: Any) -> None:
             raise ValueError(f"{name}={value!r}: must be an integer of at least {least}.")
 
 
+def check_width(verify_width: Any) -> None:
+    """Raise ``ValueError`` unless ``verify_width`` is a count of rows, "auto" or None."""
+    if (
+        verify_width is not None
+        and verify_width != "auto"
+        and (not is_count(verify_width) or verify_width < 1)
+    ):
+        raise ValueError(f'verify_width={verify_width!r}: must be an integer of at least 1, or "auto".')
+
+
 def row_list(value: Any) -> Any:
     """``value`` as a list if it may hold one entry per row, else as it is."""
     if isinstance(value, torch.Tensor | np.ndarray):

@@ -89,9 +89,13 @@ def prefill(pair: Pair, params: Params, state: DecodeState, chunk: PromptChunk) 
     return pair.run(_prefill, params, state, chunk)
 
 
-def decode_round(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
-    """Draft, verify, accept, commit: every live row gains between 1 and M tokens."""
-    return pair.run(_decode_round, params, state)
+def decode_round(pair: Pair, params: Params, state: DecodeState, width: int | None = None) -> DecodeState:
+    """Draft, verify, accept, commit: every live row gains between 1 and M tokens.
+
+    ``width``: rows M of this round's verify pass, at most the plan's ``verify_width`` (None: as many). Rounds
+    of every width share one state; with 1 nothing is drafted, and the proposer still takes the row in.
+    """
+    return pair.run(_decode_round, params, state, width or pair.plan.verify_width)
 
 
 def reset(
@@ -122,12 +126,20 @@ def draft(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
     return known_chain(drafted, pair.plan, target.vocab_size), pstate
 
 
-def verify(pair: Pair, state: DecodeState, drafted: Draft) -> Verified:
+def skip(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
+    """In place of `draft`: (no draft, the proposer's state, ready to take rows in)."""
+    target, own = pair.target, (state.anchor.clone(), state.length.clone())
+    pstate = pair.proposer.skip(state.proposer, *own, target.embed, target.head)
+    return Draft(tokens=state.anchor[:, None][:, :0], valid=torch.zeros_like(state.length)), pstate
+
+
+def verify(pair: Pair, state: DecodeState, drafted: Draft, width: int | None = None) -> Verified:
     """The target's pass over the anchor and the first M - 1 drafted tokens, and what it picks after each."""
     plan = pair.plan
-    ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : plan.verify_width - 1]], dim=1)
+    width = width or plan.verify_width
+    ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : width - 1]], dim=1)
     out = pair.target(ids, state.length, state.cache, pair.proposer.taps, state.page_table)
-    following = positions(state.committed, plan.verify_width)
+    following = positions(state.committed, width)
     text = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
     logits = process(plan.processors, text, following, out.logits)
     picks = pick_tokens(logits, following, state.sampling, plan.filters)
@@ -152,9 +164,9 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
     )
 
 
-def _decode_round(pair: Pair, state: DecodeState) -> DecodeState:
-    drafted, pstate = draft(pair, state)
-    seen = verify(pair, state, drafted)
+def _decode_round(pair: Pair, state: DecodeState, width: int) -> DecodeState:
+    drafted, pstate = (draft if width > 1 else skip)(pair, state)
+    seen = verify(pair, state, drafted, width)
     return commit(pair, state, drafted, pstate, seen)
 
 

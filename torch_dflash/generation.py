@@ -31,7 +31,7 @@ def compile(
     max_length: int = 1024,
     batch_size: int = 1,
     block_size: int | None = None,
-    verify_width: int | None = None,
+    verify_width: int | str | None = None,
     rounds_per_chunk: int | None = None,
     stop_slots: int = 8,
     filters: bool = True,
@@ -53,7 +53,9 @@ def compile(
         max_length: most positions a row may fill, prompt and new tokens.
         batch_size: rows; a request with fewer is padded.
         block_size: drafted block, the anchor included; unset: the trained one.
-        verify_width: how much of the block is verified, the anchor included; unset: all of it.
+        verify_width: how much of the block is verified, the anchor included; unset: all of it. "auto": as
+            much as gains most tokens a second here, by what rounds cost and how much of the drafts is
+            accepted, from none (plain decoding) to all; compiles a program for each power of two.
         rounds_per_chunk: rounds between host reads; unset: 16 for "xla", 1 for "eager".
         stop_slots: most stop ids a row may have.
         filters: compile top-k, top-p and min-p in.

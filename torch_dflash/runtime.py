@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -43,6 +44,18 @@ def news(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) ->
     )
 
 
+class Turn(NamedTuple):
+    """One chunk: ``rounds``, at most the plan's ``rounds_per_chunk``, of ``width`` verified rows each."""
+
+    width: int
+    rounds: int
+
+    @classmethod
+    def of(cls, plan: DecodePlan) -> Turn:
+        """As many rounds, and as wide ones, as ``plan`` allows."""
+        return cls(plan.verify_width, plan.rounds_per_chunk)
+
+
 @dataclass
 class Progress:
     """The host's view of a state, filled by what each read brings. Fields as in `DecodeState`.
@@ -70,6 +83,11 @@ class Progress:
     def committed(self) -> np.ndarray:
         """Tokens that each row holds, the anchor included."""
         return self.length + 1
+
+    def accepted_since(self, rounds: np.ndarray) -> list[list[int]]:
+        """Of each row, the tokens that each of its rounds after the first ``rounds`` [B] committed."""
+        rows = zip(self.accepted, rounds, self.rounds, strict=True)
+        return [row[since:last].tolist() for row, since, last in rows]
 
     def add(self, found: News) -> None:
         """Take in what a read has brought."""
@@ -106,8 +124,8 @@ class Runtime(Protocol):
         """Set which rows rest and, where the cache is paged, the page tables; consumes ``state``."""
         ...
 
-    def advance(self, params: Any, state: Any) -> Any:
-        """Up to ``plan.rounds_per_chunk`` rounds, fewer when every row is done."""
+    def advance(self, params: Any, state: Any, turn: Turn | None = None) -> Any:
+        """The rounds of ``turn`` (unset: `Turn.of` the plan), fewer when every row is done."""
         ...
 
     def read(self, state: Any, known: np.ndarray, rounds: np.ndarray) -> News:
@@ -120,6 +138,18 @@ class Runtime(Protocol):
 
     def place(self, state: DecodeState) -> Any:
         """A state of torch tensors, as `fetch` gives one, on this side of the border; consumes it."""
+        ...
+
+    def take_in(self, params: Any, state: DecodeState) -> Any:
+        """A state that a user held as the steps keep it; consumes it.
+
+        Raises:
+            ValueError: it was consumed before, or a model was cast since it was made.
+        """
+        ...
+
+    def hand_out(self, params: Any, state: Any) -> DecodeState:
+        """A state of the steps for a user, in the models' types; consumes it."""
         ...
 
     def warmup(self, params: Any, buckets: list[int], progress: bool | None) -> None:
@@ -156,11 +186,12 @@ class EagerRuntime:
         table = state.page_table if page_table is None else tensor(page_table)
         return replace(state, page_table=table, done=tensor(done))
 
-    def advance(self, params: Params, state: DecodeState) -> DecodeState:
-        for _ in range(self.plan.rounds_per_chunk):
+    def advance(self, params: Params, state: DecodeState, turn: Turn | None = None) -> DecodeState:
+        turn = turn or Turn.of(self.plan)
+        for _ in range(turn.rounds):
             if state.done.all():
                 break
-            state = _checked(self._step(decode_round, params, state))
+            state = _checked(self._step(partial(decode_round, width=turn.width), params, state))
         return state
 
     def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
@@ -173,6 +204,12 @@ class EagerRuntime:
 
     def place(self, state: DecodeState) -> DecodeState:
         return state  # every step moves what it is given to its parameters' device
+
+    def take_in(self, params: Params, state: DecodeState) -> DecodeState:
+        return state
+
+    def hand_out(self, params: Params, state: DecodeState) -> DecodeState:
+        return state
 
     def warmup(self, params: Params, buckets: list[int], progress: bool | None) -> None:
         """Nothing to compile."""

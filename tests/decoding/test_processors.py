@@ -13,6 +13,7 @@ from support.tiny import make_pair
 import torch_dflash as td
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.width import Widths
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1], [6, 6, 2, 6, 6]]
 NEW, PENALTY = 24, 1.7
@@ -54,7 +55,7 @@ def texts(engine, *processors):
     request = engine.read(*pad(PROMPTS), {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None})
     generation = Generation.begin(runtime, plan, params, request)
     while not generation.over:
-        generation.step(16)
+        generation.step(16, Widths((plan.verify_width,), plan.rounds_per_chunk))
     seen = look(runtime, generation.state)
     rows = [seen.tokens[row, len(prompt) :][:NEW].tolist() for row, prompt in enumerate(PROMPTS)]
     return rows, int(seen.rounds.max())

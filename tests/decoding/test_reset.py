@@ -21,6 +21,7 @@ from torch_dflash.decode import reset
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.prompts import prompt_chunks
 from torch_dflash.engine.read import row_requests
+from torch_dflash.runtime import Turn
 
 NEW = 10
 OLD, OTHER, NEXT = [3, 1, 4, 1, 5], [2, 7, 1, 8], [6, 6, 2]
@@ -81,7 +82,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     generation = Generation.begin(runtime, engine.plan, params, ask(engine, [OLD, OTHER]))
     generation.prepare(64)
     for _ in range(2):
-        generation.advance()
+        generation.advance(Turn.of(engine.plan))
 
     rows = torch.tensor([True, False])
     requests = row_requests(ask(engine, [NEXT, OTHER]), engine.plan)
@@ -94,7 +95,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     for chunk in prompt_chunks([torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64):
         fresh.state = runtime.prefill(params, fresh.state, chunk)
     while not look(runtime, fresh.state).done.all():
-        fresh.advance()
+        fresh.advance(Turn.of(engine.plan))
     seen = look(runtime, fresh.state)
     texts = [seen.tokens[row, : seen.length[row] + 1].tolist() for row in (0, 1)]
     assert texts == [NEXT + own_text(target, NEXT, NEW), OTHER + own_text(target, OTHER, NEW)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from torch_dflash.engine.prompts import prompt_chunks
 from torch_dflash.engine.read import row_requests
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.scheduler import READ, Scheduler
+from torch_dflash.engine.width import Widths
 from torch_dflash.plan import DecodePlan
-from torch_dflash.runtime import Progress, Runtime
+from torch_dflash.runtime import Progress, Runtime, Turn
 from torch_dflash.state import DecodeState
 
 
@@ -50,8 +52,11 @@ class Generation:
         """Whether every row has ended."""
         return self.scheduler.over
 
-    def prepare(self, largest_chunk: int) -> None:
-        """Do what the scheduler decides for the next chunk: give pages, read the prompts that are due."""
+    def prepare(self, largest_chunk: int) -> bool:
+        """Do what the scheduler decides for the next chunk: give pages, read the prompts that are due.
+
+        Returns whether a prompt was read.
+        """
         step = self.scheduler.next_step()
         if step.done is not None:
             self.state = self.runtime.assign(self.state, step.page_table, step.done)
@@ -59,18 +64,27 @@ class Generation:
             due = [prompt if row in step.prefill else prompt[:0] for row, prompt in enumerate(self.rows)]
             for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, self.plan.slots):
                 self.state = self.runtime.prefill(self.params, self.state, chunk)
+        return bool(step.prefill)
 
-    def advance(self) -> None:
+    def advance(self, turn: Turn) -> None:
         """One chunk of rounds, without a host read."""
-        self.state = self.runtime.advance(self.params, self.state)
+        self.state = self.runtime.advance(self.params, self.state, turn)
 
-    def step(self, largest_chunk: int) -> Progress:
+    def step(self, largest_chunk: int, widths: Widths) -> Progress:
         """Prompts, then rounds (the first step reads prompts alone), then the one host read."""
-        self.prepare(largest_chunk)
+        prompts = self.prepare(largest_chunk)
         if self._progress is None:
             self._progress = Progress.empty(self.plan, self.scheduler.lengths)
-        else:
-            self.advance()
-        self._progress.add(self.runtime.read(self.state, self._progress.known, self._progress.rounds))
-        self.scheduler.update(self._progress.length, self._progress.done)
-        return self._progress
+            return self._read(self._progress)
+        turn, rounds = widths.next(), self._progress.rounds
+        compiled, started = self.runtime.compilations, time.perf_counter()
+        self.advance(turn)
+        progress = self._read(self._progress)
+        alone = not prompts and self.runtime.compilations == compiled
+        widths.note(turn, time.perf_counter() - started if alone else None, progress.accepted_since(rounds))
+        return progress
+
+    def _read(self, progress: Progress) -> Progress:
+        progress.add(self.runtime.read(self.state, progress.known, progress.rounds))
+        self.scheduler.update(progress.length, progress.done)
+        return progress

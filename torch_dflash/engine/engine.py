@@ -20,6 +20,7 @@ from torch_dflash.engine.outputs import GenerateOutput, collect
 from torch_dflash.engine.read import check_fits, read_request
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.scheduler import Scheduler
+from torch_dflash.engine.width import Widths
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
@@ -30,7 +31,7 @@ from torch_dflash.target.weights import arrays_of, model_of
 
 
 class Engine:
-    """Built once for a pair and a capacity, then immutable: any thread may call it, each call has its state.
+    """Built once for a pair and a capacity: any thread may call it, each call has its state.
 
     Made by `torch_dflash.compile`; see there for the arguments.
     """
@@ -55,7 +56,8 @@ class Engine:
                 verify_class(model, self.plan, options.runtime)
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
-        self.runtime: Runtime = _make_runtime(options, self.pair, self.plan)
+        self._widths = options.widths(self.plan)
+        self.runtime: Runtime = _make_runtime(options, self.pair, self.plan, self._widths)
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -140,9 +142,10 @@ class Engine:
                 f"pool_pages={self.plan.pool_pages}: pages for {len(due)} of {len(request.rows)} rows at "
                 "once; compile with more, or call generate, where rows wait for each other."
             )
-        generation = Generation.begin(self.runtime, self.plan, self._params(), request)
+        params = self._params()
+        generation = Generation.begin(self.runtime, self.plan, params, request)
         generation.prepare(self.options.prefill_chunk_size)
-        return generation.state
+        return self.runtime.hand_out(params, generation.state)
 
     def advance(self, state: DecodeState) -> DecodeState:
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
@@ -150,12 +153,14 @@ class Engine:
         Raises:
             ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
         """
+        params = self._params()
+        state, turn = self.runtime.take_in(params, state), self._widths.settled()
         if self.plan.cache == "static":
-            return self.runtime.advance(self._params(), state)
-        generation = Generation.resume(self.runtime, self.plan, self._params(), state)
+            return self.runtime.hand_out(params, self.runtime.advance(params, state, turn))
+        generation = Generation.resume(self.runtime, self.plan, params, state)
         generation.prepare(self.options.prefill_chunk_size)
-        generation.advance()
-        return generation.state
+        generation.advance(turn)
+        return self.runtime.hand_out(params, generation.state)
 
     def read(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
         """A call's arguments as a request that this engine can serve.
@@ -179,7 +184,7 @@ class Engine:
     def _steps(self, request: Request, params: Any) -> Iterator[Progress]:
         generation = Generation.begin(self.runtime, self.plan, params, request)
         while not generation.over:
-            yield generation.step(self.options.prefill_chunk_size)
+            yield generation.step(self.options.prefill_chunk_size, self._widths)
 
 
 def _put_new(streamer, progress: Progress, shown: int) -> int:
@@ -189,9 +194,9 @@ def _put_new(streamer, progress: Progress, shown: int) -> int:
     return end
 
 
-def _make_runtime(options: EngineOptions, pair: Pair, plan: DecodePlan) -> Runtime:
+def _make_runtime(options: EngineOptions, pair: Pair, plan: DecodePlan, widths: Widths) -> Runtime:
     if options.runtime == "eager":
         return EagerRuntime(pair, plan)
     from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
 
-    return XlaRuntime(pair, plan, options.compute, options.quantize)
+    return XlaRuntime(pair, plan, options.compute, options.quantize, widths.widths)

@@ -12,8 +12,10 @@ from torch_dflash.checks import (
     check_flag,
     check_precision,
     check_runtime,
+    check_width,
 )
 from torch_dflash.engine.prompts import bucket
+from torch_dflash.engine.width import Widths, ladder
 from torch_dflash.plan import DecodePlan
 
 LARGEST_CHUNK = 512
@@ -36,7 +38,7 @@ class EngineOptions:
     max_length: int = 1024
     batch_size: int = 1
     block_size: int | None = _of_a_call(None)
-    verify_width: int | None = _of_a_call(None)
+    verify_width: int | str | None = _of_a_call(None)
     rounds_per_chunk: int | None = _of_a_call(None)
     stop_slots: int = 8
     filters: bool = True
@@ -51,8 +53,9 @@ class EngineOptions:
 
     def __post_init__(self):
         check_runtime(self.runtime)
-        for name in ("max_length", "batch_size", "block_size", "rounds_per_chunk", "verify_width"):
+        for name in ("max_length", "batch_size", "block_size", "rounds_per_chunk"):
             check_counts(**{name: getattr(self, name)})
+        check_width(self.verify_width)
         check_counts(prefill_chunk_size=self.prefill_chunk_size, page_size=self.page_size)
         check_counts(pool_pages=self.pool_pages)
         check_counts(least=0, stop_slots=self.stop_slots)
@@ -71,7 +74,7 @@ class EngineOptions:
             batch_size=self.batch_size,
             capacity=self.max_length,
             block_size=width,
-            verify_width=width if self.verify_width is None else self.verify_width,
+            verify_width=self.verify_width if isinstance(self.verify_width, int) else width,
             stop_slots=self.stop_slots,
             # A chunk ends in one host read: worth batching on a device, free in eager mode.
             rounds_per_chunk=self.rounds_per_chunk or (16 if self.runtime == "xla" else 1),
@@ -81,6 +84,11 @@ class EngineOptions:
             page_size=self.page_size,
             pool_pages=self.pool_pages,
         )
+
+    def widths(self, plan: DecodePlan) -> Widths:
+        """How many rows the rounds of ``plan`` verify."""
+        widest = plan.verify_width
+        return Widths(ladder(widest) if self.verify_width == "auto" else (widest,), plan.rounds_per_chunk)
 
 
 OF_AN_ENGINE = tuple(option.name for option in fields(EngineOptions))

@@ -65,7 +65,9 @@ class Proposer(nn.Module):
     def observe(
         self, pstate: Any, features: Tensor | None, ids: Tensor, next_ids: Tensor, count: Tensor
     ) -> Any:
-        """Take in the first ``count`` [B] of the M rows of a round that `propose` has begun.
+        """Take in the first ``count`` [B] of the M rows of a round that `propose` or `skip` has begun.
+
+        M may differ from round to round, up to the plan's ``verify_width``.
 
         ``ids`` [B, M] are the tokens the features [B, M, n*H] belong to (the anchor and what was accepted),
         ``next_ids`` [B, M] the tokens after them (accepted and bonus; the bonus has no feature yet).
@@ -78,6 +80,10 @@ class Proposer(nn.Module):
         ``embed(ids)`` gives raw target embeddings, ``head(hidden)`` target logits.
         """
         raise NotImplementedError(f"{type(self).__name__}: write propose.")
+
+    def skip(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> Any:
+        """``pstate`` as `propose` would leave it, in a round that verifies no draft; arguments as there."""
+        return self.propose(pstate, anchor, length, embed, head)[1]
 
     def cost(self, plan: DecodePlan, context: int) -> Cost:
         """What a draft costs with ``context`` committed tokens in every row."""

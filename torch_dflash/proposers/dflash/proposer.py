@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -91,7 +92,12 @@ class DFlashProposer(Proposer):
 
     def observe(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
-        return replace(pstate, context=context, buffered=count)  # `propose` has emptied the buffer
+        context = F.pad(context, (0, 0, 0, pstate.context.shape[1] - context.shape[1]))  # of a narrow round
+        return replace(pstate, context=context, buffered=count)  # `propose` or `skip` has emptied the buffer
+
+    def skip(self, pstate, anchor, length, embed, head) -> DFlashState:
+        pstate = self._append(pstate, pstate.context, pstate.buffered)
+        return replace(pstate, buffered=torch.zeros_like(pstate.buffered))
 
     def cost(self, plan, context) -> Cost:
         cached = flops = 0

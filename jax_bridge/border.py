@@ -1,0 +1,83 @@
+"""Between the state that a user holds and the one that the steps keep: on a CPU its caches are wider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import torch
+
+from jax_bridge.arrays import to_jax
+from jax_bridge.lower import Programs
+from jax_bridge.state import check_alive, widened
+from torch_dflash.checks import check_dtype
+from torch_dflash.decode import RowRequests
+from torch_dflash.plan import DecodePlan
+from torch_dflash.state import DecodeState
+
+
+class Border:
+    """What `jax_bridge.state.widened` makes of a state, and its way back.
+
+    Args:
+        begin: ``(params, rows) -> state`` in the models' types.
+        plan: the states'.
+        programs: where conversions are compiled.
+        wide: whether the steps keep caches in float32.
+    """
+
+    def __init__(self, begin: Callable, plan: DecodePlan, programs: Programs, wide: bool):
+        self._begin, self._plan, self._programs, self._wide = begin, plan, programs, wide
+        self._known: dict[Any, DecodeState] = {}
+
+    def begin(self, params: Any, rows: RowRequests) -> DecodeState:
+        """An empty state as the steps keep it. To be traced."""
+        state = self._begin(params, rows)
+        return widened(state) if self._wide else state
+
+    def take_in(self, params: Any, state: DecodeState) -> DecodeState:
+        """A user's state as the steps keep it; consumes it.
+
+        Raises:
+            ValueError: it was consumed before, or a model was cast to another type since it was made.
+        """
+        check_alive(state)
+        own = self._empty(params)
+        for what, kept, now in (
+            ("target", state.cache, own.cache),
+            ("drafter", state.proposer, own.proposer),
+        ):
+            for pair in zip(jax.tree.leaves(kept), jax.tree.leaves(now), strict=False):
+                check_dtype(what, *(getattr(torch, str(leaf.dtype)) for leaf in pair))
+        return self._cast(state, jax.eval_shape(widened, own)) if self._wide else state
+
+    def hand_out(self, params: Any, state: DecodeState) -> DecodeState:
+        """A state of the steps in the models' types; consumes it."""
+        return self._cast(state, self._empty(params)) if self._wide else state
+
+    def _empty(self, params: Any) -> DecodeState:
+        """Shapes and types of an empty state of models in these types."""
+        key = tuple((name, str(leaf.dtype)) for name, leaf in params.items())
+        if key not in self._known:
+            rows = to_jax(RowRequests.idle(self._plan))
+            self._known[key] = self._programs.shapes(self._begin, (params, rows))
+        return self._known[key]
+
+    def _cast(self, state: DecodeState, like: DecodeState) -> DecodeState:
+        leaves, kind = jax.tree.flatten(state)
+        wanted = [leaf.dtype for leaf in jax.tree.leaves(like)]
+        other = [at for at, leaf in enumerate(leaves) if leaf.dtype != wanted[at]]
+        if other:
+            given, types = [leaves[at] for at in other], [wanted[at] for at in other]
+            name = f"the state in {', '.join(sorted(map(str, set(types))))}"
+            made = self._programs.get(name, partial(_converted, types), (given,))(given)
+            for at, new in zip(other, made, strict=True):
+                leaves[at].delete()
+                leaves[at] = new
+        return jax.tree.unflatten(kind, leaves)
+
+
+def _converted(types: list, arrays: list[jax.Array]) -> list[jax.Array]:
+    return [array.astype(kind) for array, kind in zip(arrays, types, strict=True)]
