@@ -20,6 +20,7 @@ from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
+from torch_dflash.target.forgetting import forgetting
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
@@ -57,7 +58,7 @@ def lower_begin(pair: Pair) -> Callable:
 
 def lower_prefill(pair: Pair) -> Callable:
     """``(params, state, chunk) -> state``."""
-    return lower(partial(prefill, pair))
+    return _lower_pass(partial(prefill, pair), pair)
 
 
 def lower_rounds(pair: Pair, width: int | None = None) -> Callable:
@@ -65,7 +66,7 @@ def lower_rounds(pair: Pair, width: int | None = None) -> Callable:
 
     ``most``: unset: the plan's ``rounds_per_chunk``; ``width``: as in `decode_round`.
     """
-    step = lower(partial(decode_round, pair, width=width))
+    step = _lower_pass(partial(decode_round, pair, width=width), pair)
 
     def rounds(params: Any, state: Any, most: Any = pair.plan.rounds_per_chunk) -> Any:
         def unfinished(carry):
@@ -79,6 +80,18 @@ def lower_rounds(pair: Pair, width: int | None = None) -> Callable:
         return jax.lax.while_loop(unfinished, one_round, (jnp.int32(0), state))[1]
 
     return rounds
+
+
+def _lower_pass(step: Callable, pair: Pair) -> Callable:
+    """`lower` of a pass of the models, which leaves no tensor of its trace in them (`forgetting`)."""
+    lowered = lower(step)
+
+    def run(params: Any, *args: Any) -> Any:
+        with forgetting(pair):
+            return lowered(params, *args)
+
+    run.__name__ = lowered.__name__
+    return run
 
 
 @contextmanager

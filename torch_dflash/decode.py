@@ -24,7 +24,6 @@ from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import pick_tokens
 from torch_dflash.state import DecodeState, Draft, PromptChunk, Sampling
 from torch_dflash.target.adapter import Target
-from torch_dflash.target.forgetting import forgetting, holders_of
 
 Params = dict[str, Tensor]
 
@@ -42,7 +41,6 @@ class Pair(nn.Module):
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan
-        self._holders = holders_of(self)
         self._lock = threading.Lock()  # functional_call swaps weights in and out of these modules
 
     def forward(self, step, *args):
@@ -50,7 +48,7 @@ class Pair(nn.Module):
 
     def run(self, step, params: Params, *args):
         """``step(self, *args)`` with ``params`` in place of the weights; one thread at a time."""
-        with self._lock, torch.no_grad(), forgetting(self._holders):
+        with self._lock, torch.no_grad():
             return torch.func.functional_call(self, params, (step, *args))
 
 

@@ -594,6 +594,27 @@ def test_a_verdict_is_of_the_values_that_late_imports_read(monkeypatch, tmp_path
         td.compile(target, None, runtime="eager", max_length=64)
 
 
+WRITING = {
+    "count": "calls = 0\ndef shifted(e):\n    global calls\n    calls += 1\n    return e + 0.3\n",
+    "cache": "seen = {}\ndef shifted(e):\n    seen[tuple(e.shape)] = 1\n    return e + 0.3\n",
+    "class": "class S:\n    n = 0\ndef shifted(e):\n    S.n += 1\n    return e + 0.3\n",
+    "empty": "class S:\n    pass\ndef shifted(e):\n    S.n = getattr(S, 'n', 0) + 1\n    return e + 0.3\n",
+}
+
+
+@pytest.mark.parametrize("case", WRITING)
+def test_what_code_that_is_imported_late_writes_is_its_own(monkeypatch, tmp_path, case):
+    helper = "def helper(embeds):\n    from late_pk import shifted\n    return shifted(embeds)\n"
+    write_package(tmp_path, {"late_pk.py": WRITING[case], "late_helpers.py": helper})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("late_pk", "late_helpers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    target, _ = make_model(importlib.import_module("late_helpers").helper)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    texts = [run(engine, [PROMPT], max_new_tokens=4)[0] for _ in range(3)]
+    assert texts == [[own_text(target, PROMPT, 4)]] * 3
+
+
 INSTALLED = """
 import transformers as hf
 from installed_pk import consts

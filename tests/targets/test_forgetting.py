@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -9,7 +14,7 @@ from support.scripted import own_text, run
 from support.tiny import BASE, randomise
 
 import torch_dflash as td
-from torch_dflash.target.forgetting import forgetting, holders_of
+from torch_dflash.target.forgetting import forgetting
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -88,6 +93,97 @@ def test_a_number_in_place_of_a_kept_tensor_is_refused():
         run(engine, [PROMPT], max_new_tokens=4)
 
 
+@dataclass(slots=True)
+class Slots:
+    """An object without a dict."""
+
+    table: Any = None
+
+
+def in_entry(memo, table):
+    return memo.setdefault("table", table)
+
+
+def in_attribute(memo, table):
+    memo.table = table if memo.table is None else memo.table
+    return memo.table
+
+
+PLACES = {
+    "ordered": (OrderedDict, in_entry),
+    "default": (lambda: defaultdict(dict), in_entry),
+    "tuple": (lambda: ({},), lambda memo, table: in_entry(memo[0], table)),
+    "namespace": (lambda: SimpleNamespace(table=None), in_attribute),
+    "slots": (Slots, in_attribute),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_collections_and_objects_of_other_kinds_keep_no_tensor_of_a_program(place):
+    make, get = PLACES[place]
+
+    class Keeps(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.memo = make()
+
+        def forward(self, input_ids=None, position_ids=None, **more):
+            embeds = self.get_input_embeddings()(input_ids)
+            table = get(self.memo, torch.full((embeds.shape[-1],), 1.1, device=embeds.device))
+            return super().forward(inputs_embeds=embeds * table, position_ids=position_ids, **more)
+
+    target = randomise(Keeps(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(target, None, runtime="xla", max_length=64)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+
+
+class Mixes(transformers.LlamaForCausalLM):
+    """Reads hidden states, for which transformers hangs hooks into its modules."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, use_cache=None, **more):
+        asked = {"past_key_values": past_key_values, "use_cache": use_cache, "output_hidden_states": True}
+        mask = more.get("attention_mask")
+        out = self.model(input_ids, position_ids=position_ids, attention_mask=mask, **asked)
+        logits = self.lm_head(out.last_hidden_state + out.hidden_states[2])
+        kind = transformers.modeling_outputs.CausalLMOutputWithPast
+        return kind(logits=logits, past_key_values=out.past_key_values)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_hooks_for_hidden_states_do_not_pile_up(runtime):
+    target = randomise(Mixes(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(target, None, runtime=runtime, max_length=64)
+    for _ in range(2):
+        assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+        assert len(engine.pair.target.model.model.layers[0]._forward_hooks) <= 1
+
+
+class Settings(transformers.LlamaForCausalLM):
+    """Keeps a setting beside a counter and a type that it fills in."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.state, self.memo = {"shift": 0.5, "steps": 0}, None
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        self.state["steps"] += input_ids.shape[1] == 1
+        if self.memo is None:
+            self.memo = {"kind": torch.float32, "shift": 0.25}
+        embeds = self.get_input_embeddings()(input_ids) + self.state["shift"] + self.memo["shift"]
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+@pytest.mark.parametrize("name", ["state", "memo"])
+def test_a_setting_beside_what_varies_is_looked_at(name):
+    target = randomise(Settings(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    for _ in range(2):
+        assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+    getattr(target, name)["shift"] = -3.0
+    with pytest.raises(ValueError, match=rf"Settings.{name} is .*-3.0"):
+        run(engine, [PROMPT], max_new_tokens=8)
+
+
 class Reads:
     """Reads an attribute in the moment in which it is dropped itself, as another thread might."""
 
@@ -101,14 +197,15 @@ class Reads:
 def test_what_was_there_stays_readable_while_the_rest_is_taken_back():
     root, found = torch.nn.Linear(2, 2), []
     root.size, root.names = 3, {"a": [1, 2], "b": {4}}
-    with forgetting(holders_of(root)):
+    with forgetting(root):
         root.late, root.size = Reads(root, found), 5
         root.names["a"].append(7)
         root.names["b"] |= {5}
         root.names["c"] = torch.ones(1)
         del root.in_features
     assert len(found) == 1 and found[0][0] is not None and found[0][1] is root.names
-    assert (root.size, root.names, root.in_features) == (3, {"a": [1, 2], "b": {4}}, 2)
+    # What is no tensor may be another's, too.
+    assert (root.size, root.names, root.in_features) == (3, {"a": [1, 2, 7], "b": {4, 5}}, 2)
     assert not hasattr(root, "late")
 
 
@@ -158,10 +255,11 @@ class Kinds(transformers.LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.kind = self.lm_head.weight.dtype
+        self.inside = {"kinds": (self.kind, torch.float32)}
 
     def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids)
-        for kind in (self.kind, self.compute, self.config.narrow):
+        for kind in (self.kind, self.compute, self.config.narrow, *self.inside["kinds"]):
             embeds = ((embeds + 100).to(kind) - 100).to(embeds.dtype)
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.code import code_of
+from torch_dflash.target.forgetting import forgetting
 from torch_dflash.target.tested import is_tested
 from torch_dflash.target.trace import trace_layers
 from torch_dflash.target.weights import collect_tensors
@@ -88,17 +89,19 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str) -> Non
         if len(_known) >= MOST_KNOWN:
             _known.clear()
         _known[key] = _fault_of_writes(target) if runtime == "xla" else None
-        _known[key] = _known[key] or _fault_of_twin(target, *shape)
+        # Programs find nothing of an earlier pass. Eager passes do, and the live model has another past.
+        for keeps in (False,) if runtime == "xla" else (False, True):
+            _known[key] = _known[key] or _fault_of_twin(target, *shape, keeps=keeps)
     if _known[key] is not None:
         raise ValueError(f"target={type(target).__name__}: {_known[key]}")
 
 
-def _fault_of_twin(target: PreTrainedModel, cache: str, width: int, rows: int) -> str | None:
+def _fault_of_twin(target: PreTrainedModel, cache: str, width: int, rows: int, *, keeps: bool) -> str | None:
     try:
         twin = build_twin(target)
         ids = _ids(VOCAB, rows, PROMPT + sum(_kept(width)[:-1]) + width)
         ids[:1] = _own_text(twin, ids[:1, :PROMPT], ids.shape[1])
-        agreement, odd = compare(twin, Target(twin), ids, cache, width), _unlike_forward(twin, ids[:1])
+        agreement, odd = compare(twin, Target(twin), ids, cache, width, keeps), _unlike_forward(twin, ids[:1])
         odd = _sampled_otherwise(twin, ids[:1, :PROMPT]) if odd is None else odd
     except Exception as error:  # a class that is not known may do anything
         reason = str(error).partition("\n")[0]
@@ -178,8 +181,13 @@ def _sampled_otherwise(twin: Any, ids: Tensor) -> int | None:
     return None if all(said) else ids.shape[1] + said.index(False)
 
 
-def compare(model: Any, skeleton: Target, ids: Tensor, cache: str, width: int) -> Agreement:
-    """`Agreement` on rows of tokens [B, length], in blocks of ``width``; ``skeleton`` is the model's."""
+def compare(
+    model: Any, skeleton: Target, ids: Tensor, cache: str, width: int, keeps: bool = True
+) -> Agreement:
+    """`Agreement` on rows of tokens [B, length], in blocks of ``width``; ``skeleton`` is the model's.
+
+    ``keeps``: whether a pass finds what the one before left in attributes; compiled programs do not.
+    """
     device, (rows, length) = model.device, ids.shape
     ids = ids.to(device)
     ends = length - sum(_kept(width)[:-1]) - width
@@ -190,7 +198,7 @@ def compare(model: Any, skeleton: Target, ids: Tensor, cache: str, width: int) -
         again = [_own_logits(model, ids[:1, :-3], first), _own_cached_logits(model, ids[:1], first)]
         with _rounded(model):
             again.append(_own_logits(model, ids[:1], first))
-        ours = _cached_logits(model, skeleton, ids, read, cache, width)
+        ours = _cached_logits(model, skeleton, ids, read, cache, width, keeps)
     for row, at, logits in ours:
         theirs = own[row][at - first : at - first + len(logits)].float()
         gaps = (logits.float() - theirs).abs().amax(dim=1).nan_to_num(nan=torch.inf)
@@ -232,7 +240,7 @@ def _rounded(model: Any) -> Iterator[None]:
 
 
 def _cached_logits(
-    model: Any, skeleton: Target, ids: Tensor, read: Tensor, cache: str, width: int
+    model: Any, skeleton: Target, ids: Tensor, read: Tensor, cache: str, width: int, keeps: bool
 ) -> list[tuple[int, int, Tensor]]:
     """(row, first position, logits [R, V]) of the last prompt token and of each block's rows."""
     rows, length = ids.shape
@@ -250,7 +258,8 @@ def _cached_logits(
         nonlocal layers
         at = positions(start, many)
         given = ids.gather(1, at.clamp(max=length - 1).long())
-        out = pair.run(lambda pair: pair.target(given, start, layers, (), table, count), params)
+        with nullcontext() if keeps else forgetting(pair):
+            out = pair.run(lambda pair: pair.target(given, start, layers, (), table, count), params)
         layers = out.cache
         return out.logits
 

@@ -46,8 +46,8 @@ class Engine:
             )
         model = model_of(target)
         check_target(model)
-        with noting_writes(model):
-            skeleton = Target(model)
+        with noting_writes(model) as traced:
+            skeleton = Target(model, traced)
             check_context(model, options.max_length)
             proposer = make_proposer(model, drafter, options.block_size)
             self.plan = options.plan(proposer.width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,12 +41,13 @@ class Target(nn.Module):
 
     Args:
         model: a live causal LM; only its class and a copy of its config are used.
+        traced: is called after the first of several forwards.
 
     Raises:
         TypeError: not a transformers causal LM. ValueError: something tracing cannot do, by name.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, traced: Callable[[], None] = lambda: None):
         super().__init__()
         check_target(model)
         check_static_rope(model.config)
@@ -56,6 +57,7 @@ class Target(nn.Module):
         own = model.config.get_text_config()._attn_implementation
         tried = build_skeleton(model)  # a forward may leave tensors of the meta device in it
         self.specs = trace_layers(tried, own if runs else None)
+        traced()
         remember(self.model, model, tried, partial(build_skeleton, model))
         self._windows = tuple(spec.window for spec in self.specs)
         self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ IGNORED = frozenset(
     "_gradient_checkpointing_func hf_device_map hf_quantizer".split()
 )
 _BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
-_OF_A_PASS = re.compile(r"(?<![A-Za-z])meta(?![A-Za-z])|torch\.dtype")
+_META = re.compile(r"(?<![A-Za-z])meta(?![A-Za-z])")
 ABSENT, VARIES = object(), object()
+_LARGE = 10_000
 
 
 class _Kind:
@@ -59,8 +61,12 @@ def says_something(name: str) -> bool:
 
 def attributes(module: nn.Module, added: Iterable[str] = ()) -> list[tuple[str, Any, Hashable]]:
     """A module's own attributes that may decide something: names, values, descriptions; ``added``: absent."""
+    return [(name, value, describe(value, _Kind)) for name, value in _deciding(module, added)]
+
+
+def _deciding(module: nn.Module, added: Iterable[str] = ()) -> list[tuple[str, Any]]:
     return [
-        (name, value, describe(value, _Kind))
+        (name, value)
         for name, value in (dict.fromkeys(added, ABSENT) | vars(module)).items()
         if says_something(name) and not isinstance(value, PreTrainedConfig | GenerationConfig)
     ]
@@ -68,41 +74,72 @@ def attributes(module: nn.Module, added: Iterable[str] = ()) -> list[tuple[str, 
 
 def is_as_described(value: Any, description: Hashable) -> bool:
     """Whether a value is what `attributes` or `written_in` have described."""
-    return describe(value, _Kind) == description
+    return _fits(describe(value, _Kind), description)
 
 
 def written_in(
     skeleton: nn.Module, tried: nn.Module, build: Callable[[], nn.Module]
 ) -> dict[tuple[str, str], Any]:
-    """What the first forward of ``tried``, built as ``skeleton`` was, has written, by module and name.
+    """What forwards of ``tried``, built as ``skeleton`` was, and of a further one write, by module and name.
 
-    A constant is described, and so is a tensor. What a further one from ``build`` has otherwise after other
-    forwards is `VARIES`, and so are other objects that are not looked into, and what names the meta device or
-    a type.
+    A constant is described, and so is a tensor. The parts of a value that other forwards have otherwise are
+    `VARIES`, and so are other objects that are not looked into, and words that name the meta device. What is
+    large, and the first forward leaves alone, is taken for a table.
     """
     before, once = _descriptions(skeleton), _descriptions(tried)
     changed = {key for key in once if once[key] != before.get(key)}
-    same = {key for key in changed if not _is_opaque(once[key]) and not _OF_A_PASS.search(repr(once[key]))}
-    if not same and not any(is_authors(type(module)) for module in tried.modules()):
-        return dict.fromkeys(changed, VARIES)
-    other = build()
-    try:
+    seen = [once]
+    if changed or any(is_authors(type(module)) for module in tried.modules()):
+        other, large = build(), {key for key in before.keys() - changed if _is_large(before[key])}
         for _ in run_otherwise(other):
-            told = _descriptions(other)
-            same = {key for key in same if told.get(key) == once[key]}
-            changed |= {key for key in told if told[key] != before.get(key)}
-    except Exception:  # nothing that the first one asked for
-        return dict.fromkeys(changed, VARIES)
-    return {key: once[key] if key in same else VARIES for key in changed}
+            seen.append(_descriptions(other, large))
+            changed |= {key for key in seen[-1] if seen[-1][key] != before.get(key)}
+    return {key: reduce(_common, (_lasting(told.get(key, ABSENT)) for told in seen)) for key in changed}
+
+
+def _fits(found: Hashable, pattern: Hashable) -> bool:
+    if pattern is VARIES or found == pattern:
+        return True
+    if type(found) is not tuple or type(pattern) is not tuple or len(found) != len(pattern):
+        return False
+    return all(map(_fits, found, pattern))
+
+
+def _common(one: Hashable, other: Hashable) -> Hashable:
+    """What two descriptions say alike, part by part."""
+    if one == other:
+        return one
+    if type(one) is not tuple or type(other) is not tuple or len(one) != len(other):
+        return VARIES
+    plain = one[:1] and isinstance(one[0], type)  # a number, a word: of any kind, if it varies
+    return VARIES if plain else tuple(map(_common, one, other))
+
+
+def _lasting(description: Hashable) -> Hashable:
+    """A description without what is a pass's own."""
+    if type(description) is tuple:
+        return tuple(map(_lasting, description))
+    passing = type(description) is str and _META.search(description)
+    return VARIES if passing or _is_opaque(description) else description
 
 
 def _is_opaque(description: Hashable) -> bool:
     return type(description) is _Kind and not description.is_tensor
 
 
-def _descriptions(module: nn.Module) -> dict[tuple[str, str], Hashable]:
+def _is_large(description: Hashable) -> bool:
+    left, seen = [description], 0
+    while left and seen < _LARGE:
+        held = left.pop()
+        seen += 1
+        left += held if type(held) is tuple else ()
+    return seen == _LARGE
+
+
+def _descriptions(module: nn.Module, without: Iterable[Any] = ()) -> dict[tuple[str, str], Hashable]:
     return {
-        (name, key): description
+        (name, key): describe(value, _Kind)
         for name, inner in module.named_modules()
-        for key, _, description in attributes(inner)
+        for key, value in _deciding(inner)
+        if (name, key) not in without
     }

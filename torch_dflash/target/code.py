@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import resolve_name
@@ -77,20 +77,26 @@ def written_by(model: nn.Module) -> frozenset[Any]:
 
 
 @contextmanager
-def noting_writes(model: nn.Module) -> Iterator[None]:
+def noting_writes(model: nn.Module) -> Iterator[Callable[[], None]]:
     """While open, forwards of the model's class run; the names whose values they change are kept for it.
 
     `code_of` leaves these names out, for this model and others of its class, as long as the process lives.
+    What is called after the first forward tells that all is imported: what changes later is a write.
     """
     known = written_by(model)
     before, loaded = code_of(model, known), set(sys.modules)
-    yield
+    snapshots = []
+    yield lambda: snapshots.append(code_of(model, known))
+    after = code_of(model, known)
+    first = snapshots[0] if snapshots else after
     there = {entry[:2] for entry in before if isinstance(entry, tuple)}
     holders, imported = {holder for holder, _ in there}, sys.modules.keys() - loaded
-    changed = {entry[:2] for entry in before ^ code_of(model, known) if isinstance(entry, tuple)}
+    changed = {entry[:2] for entry in before ^ first if isinstance(entry, tuple)}
     # What is new may have come with a module that was imported meanwhile: then it is no write.
     made = {entry for entry in changed if entry[0] in holders and _OF not in entry[1]}
-    _written[type(model)] = known | changed & there | {entry for entry in made if entry[1] not in imported}
+    made = {entry for entry in made if entry[1] not in imported}
+    later = {entry[:2] for entry in first ^ after if isinstance(entry, tuple)}
+    _written[type(model)] = known | changed & there | made | later
 
 
 def parts_of(config: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Every pass finds in a skeleton what its constructor made: what a forward keeps for itself is taken back."""
+"""Every program finds in a skeleton what its constructor made: what a trace leaves there is taken back."""
 
 from __future__ import annotations
 
@@ -7,68 +7,91 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from torch_dflash.target.describe import vars_of
-from torch_dflash.target.origins import is_authors
+from torch_dflash.target.describe import PLAIN, parts, state_of
+
+_DEEP = 8
 
 
 @contextmanager
-def forgetting(holders: list[Any]) -> Iterator[None]:
-    """Afterwards `holders_of` a model hold what they did, whatever ran.
+def forgetting(root: nn.Module) -> Iterator[None]:
+    """Afterwards modules have the attributes and hooks they had, and what these hold keeps no new tensor.
 
-    A tensor that a forward left there would be a trace's, or of another call.
+    A tensor that stayed there would be a trace's, or of another call. Counters and the like in collections
+    and objects stay: others may use them, too.
     """
-    before = [(holder, holder.copy()) for holder in holders]
+    modules = [vars(module) for module in root.modules()]
+    hooks = [own[name] for own in modules for name in ("_forward_hooks", "_forward_pre_hooks")]
+    attributes = [(own, dict(own)) for own in (*modules, *hooks)]
+    held = [(holder, dict(_entries(holder))) for holder in _holders(modules)]
     try:
         yield
     finally:
-        for holder, kept in before:
-            _restore(holder, kept)
+        for own, kept in attributes:
+            for name in own.keys() - kept.keys():
+                del own[name]
+            own.update(kept)  # never emptied: another thread may read it
+        for holder, kept in held:
+            _take_back(holder, kept)
 
 
-def holders_of(root: nn.Module) -> list[Any]:
-    """Where a forward may keep something: the modules' attributes, and what these hold in turn.
-
-    That is collections, and the attributes of objects of somebody's own classes. torch's own collections are
-    left out: it refuses new weights by name, and hooks are ours.
-    """
-    found: list[Any] = [vars(module) for module in root.modules()]
-    seen = set(map(id, found))
-    for holder in found:  # grows meanwhile
-        values = (
-            [value for name, value in holder.items() if name not in _TORCHS]
-            if type(holder) is dict
-            else holder
-        )
-        for value in values:
-            inner = value if type(value) in _KINDS else _own_vars(value)
-            if inner is not None and id(inner) not in seen:
-                seen.add(id(inner))
-                found.append(inner)
-    return found
+def _holders(modules: list[dict[str, Any]]) -> Iterator[Any]:
+    """The collections and objects that attributes hold, and those in them."""
+    left = [value for own in modules for name, value in own.items() if name not in _TORCHS]
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if id(value) not in seen and (inner := _inside(value)) is not None:
+            seen.add(id(value))
+            left += [held for held in inner if type(held) not in PLAIN]
+            if not isinstance(value, tuple | frozenset):
+                yield value
 
 
-def _own_vars(value: Any) -> dict[str, Any] | None:
-    kind = type(value)
-    if kind.__module__ == "builtins" or issubclass(kind, nn.Module | type) or not is_authors(kind):
-        return None
-    return vars_of(value)
+def _inside(value: Any) -> list[Any] | None:
+    """What lies in a collection or an object of somebody's own; None for what is not looked into."""
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        return list(dict.values(value) if isinstance(value, dict) else value)
+    return None if callable(value) or parts(value) is None else [held for _, held in state_of(value)]
 
 
-def _restore(holder: Any, kept: Any) -> None:
-    """Never empties a dict or a set: another thread may read it."""
+def _entries(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """Keys and values, places and entries, or names and attributes; a set's entries are their own keys."""
     if isinstance(holder, dict):
-        for name in holder.keys() - kept.keys():
-            del holder[name]
-        holder.update(kept)
-    elif isinstance(holder, set):
-        holder |= kept
-        holder &= kept
-    elif len(holder) != len(kept) or any(a is not b for a, b in zip(holder, kept, strict=True)):
-        holder.clear()
-        holder.extend(kept)
+        return iter(list(dict.items(holder)))
+    if isinstance(holder, list | deque):
+        return enumerate(list(holder))
+    if isinstance(holder, set):
+        return iter([(id(value), value) for value in holder])
+    return iter(list(state_of(holder)))
 
 
-_KINDS = (dict, list, set, deque)
+def _take_back(holder: Any, kept: dict[Any, Any]) -> None:
+    """Entries that hold a tensor and are not among ``kept`` go, or are again what stood in their place."""
+    new = [
+        (key, value) for key, value in _entries(holder) if kept.get(key) is not value and _has_tensor(value)
+    ]
+    for key, value in reversed(new):
+        if isinstance(holder, set):
+            set.discard(holder, value)
+        elif isinstance(holder, dict):
+            dict.__setitem__(holder, key, kept[key]) if key in kept else dict.__delitem__(holder, key)
+        elif isinstance(holder, list | deque):
+            if key in kept:
+                holder[key] = kept[key]
+            else:
+                del holder[key]
+        elif key in kept:
+            object.__setattr__(holder, key, kept[key])
+        else:
+            object.__delattr__(holder, key)
+
+
+def _has_tensor(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    return depth < _DEEP and any(_has_tensor(held, depth + 1) for held in _inside(value) or ())
+
+
 _TORCHS = frozenset(vars(nn.Module()))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.target.describe import PLAIN, describe, parts
 from torch_dflash.target.experts import EXPERTS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
@@ -84,7 +86,34 @@ def _take_types(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
     """Types that a constructor noted are those of the weights as they were loaded."""
     live = dict(model.named_modules())
     for name, module in skeleton.named_modules():
+        theirs = vars(live[name]) if name in live else {}
         for key, value in list(vars(module).items()):
-            found = vars(live[name]).get(key) if name in live else None
-            if isinstance(value, torch.dtype) and isinstance(found, torch.dtype):
-                setattr(module, key, found)
+            if key in _TORCHS or not _names_a_type(value):
+                continue
+            one, other = describe(value), describe(theirs.get(key))
+            if one != other and _typeless(one) == _typeless(other):
+                setattr(module, key, copy.deepcopy(theirs[key]))
+
+
+def _names_a_type(value: Any) -> bool:
+    """Whether a dtype is among the first parts of a value."""
+    left = [value]
+    for _ in range(_MOST):
+        if not left:
+            return False
+        held = left.pop(0)
+        if type(held) is torch.dtype:
+            return True
+        if type(held) not in PLAIN and not callable(held):
+            left += islice(parts(held) or (), _MOST)
+    return False
+
+
+def _typeless(description: Any) -> Any:
+    if type(description) is not tuple:
+        return description
+    return torch.dtype if description[:1] == (torch.dtype,) else tuple(map(_typeless, description))
+
+
+_MOST = 1000
+_TORCHS = frozenset(vars(torch.nn.Module()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -146,25 +147,32 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerS
 
 
 def run_otherwise(skeleton: Any) -> Iterator[None]:
-    """Forwards of an unused skeleton, which differ from `trace_layers`' in rows, length, dtype and cache.
+    """Forwards of an unused skeleton, which differ from `trace_layers`' in rows, length, dtypes and cache.
 
-    They may raise anything.
+    One that fails shows nothing.
     """
     with torch.inference_mode(False):
         skeleton = skeleton.to(torch.float64)
-        for rows, length, use_cache, said in (
-            (2, 3, True, 0),
-            (1, 1, False, 0),
-            (3, 2, True, 0),
-            (1, 1, True, 7),
-        ):
-            _run(skeleton, RecordingCache(said), rows, length, use_cache)
-            yield
+        for rows, length, use_cache, said in _OTHERWISE:
+            with suppress(Exception):
+                _run(skeleton, RecordingCache(said), rows, length, use_cache, torch.int64)
+                yield
 
 
-def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int, use_cache: bool = True) -> None:
-    ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
-    position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
+# Rows, length, whether there is a cache, and how many tokens that claims to hold.
+_OTHERWISE = (2, 3, True, 0), (1, 1, False, 0), (3, 2, True, 0), (1, 40, True, 0), (1, 1, True, 7)
+
+
+def _run(
+    skeleton: Any,
+    cache: RecordingCache,
+    rows: int,
+    length: int,
+    use_cache: bool = True,
+    kind: torch.dtype = torch.int32,
+) -> None:
+    ids = torch.zeros(rows, length, dtype=kind, device="meta")
+    position = torch.arange(length, dtype=kind, device="meta").expand(rows, length)
     with torch.no_grad(), remembered_in(cache):
         skeleton(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=use_cache)
 

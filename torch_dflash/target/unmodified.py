@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from torch_dflash.target.attributes import (
     ABSENT,
     IGNORED,
-    VARIES,
     attributes,
     is_as_described,
     says_something,
@@ -117,7 +116,7 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
 
 def _is_forwards(found: Any, written: Any) -> bool:
     """Whether a forward keeps this for itself: the constant that it writes, or what changes as it runs."""
-    return written is VARIES or written is not None and is_as_described(found, written)
+    return written is not None and is_as_described(found, written)
 
 
 def remember(
