@@ -84,6 +84,11 @@ def test_xla_gives_the_same_text(pair, capsys):
     assert "compiling" in err
 
 
+def test_the_width_may_be_chosen_while_decoding(pair, capsys):
+    assert generate(pair, "--prompt", "hello", "--verify-width", "auto") == 0
+    assert capsys.readouterr().out == wanted(pair, chat("hello")) + "\n"
+
+
 def test_raw_system_and_template_options(pair, capsys, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("two\nlines\n")
@@ -248,6 +253,7 @@ def errors(pair, tmp_path):
         ([*prompt, "--drafter", "none", "--block-size", "4"], ["block_size=4 without a drafter"]),
         ([*prompt, "--drafter", "ngram", "--block-size", "1"], ["--drafter ngram", "width=1", "from 2"]),
         ([*prompt, "--verify-width", "99"], ["verify_width=99", "block_size=6"]),
+        ([*prompt, "--verify-width", "wide"], ["verify_width='wide'", '"auto"']),
     ]
 
 

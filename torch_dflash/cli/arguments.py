@@ -56,6 +56,11 @@ def check_options(arguments: argparse.Namespace) -> None:
     template_options(arguments)
 
 
+def rows_or_auto(text: str) -> int | str:
+    """The value of ``--verify-width``, to be checked: a number, or a word such as "auto"."""
+    return int(text) if text.lstrip("-").isdecimal() else text
+
+
 def check_device(arguments: argparse.Namespace) -> None:
     """Refuse --device where XLA would not heed it."""
     if arguments.device and arguments.runtime == "xla":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.arguments import check_room, prompt_room
+from torch_dflash.cli.arguments import check_room, prompt_room, rows_or_auto
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, fail
 from torch_dflash.cli.provenance import write_json
@@ -33,7 +33,9 @@ def add_parser(commands) -> None:
     parser = commands.add_parser("demo", help="ask the pair that comes with the library a question")
     parser.add_argument("--question", default=QUESTION)
     parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--verify-width", type=int, help="rows verified, the anchor included (default: all)")
+    parser.add_argument(
+        "--verify-width", type=rows_or_auto, help="rows verified, the anchor included, or auto (default: all)"
+    )
     parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
     parser.add_argument("--json", metavar="FILE", help="write the table with its provenance")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw the acceptance length of every round")
@@ -55,14 +57,15 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     """Refuse what needs no model to be refused."""
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {arguments.max_new_tokens}: must be an integer of at least 1.")
-    if arguments.verify_width is not None and arguments.verify_width < 2:
-        raise UserError(f"--verify-width {arguments.verify_width}: the anchor and a draft need at least 2.")
+    rows = arguments.verify_width
+    if rows not in (None, "auto") and (isinstance(rows, str) or rows < 2):
+        raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
     check_outputs(json=arguments.json, png=arguments.png)
 
 
 def _answer(arguments: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any) -> int:
     block = drafter.config.block_size
-    width = block if arguments.verify_width is None else arguments.verify_width
+    width = arguments.verify_width if isinstance(arguments.verify_width, int) else block
     if width > block:
         raise UserError(f"--verify-width {width}: the drafter's blocks have {block} rows; lower it.")
     room = prompt_room(arguments.max_new_tokens, target)

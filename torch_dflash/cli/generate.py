@@ -20,6 +20,7 @@ from torch_dflash.cli.arguments import (
     check_room,
     prompt_room,
     read_input,
+    rows_or_auto,
     template_options,
 )
 from torch_dflash.cli.encode import StdoutStreamer, encode
@@ -74,7 +75,7 @@ def add_parser(commands) -> None:
     add("--no-verify", dest="verify", action="store_false", help="decode a class that is not tested, unseen")
     add("--device", help="torch device of --runtime eager, such as cuda")
     add("--block-size", type=int, metavar="W", help="drafted block, the anchor included")
-    add("--verify-width", type=int, metavar="M", help="how much of the block is verified")
+    add("--verify-width", type=rows_or_auto, metavar="M", help="how much of the block is verified, or auto")
     add(
         "--batch-size",
         type=int,
