@@ -309,3 +309,67 @@ def test_an_embedding_may_be_no_parameter():
     target = Frozen(transformers.LlamaConfig(**BASE)).eval()
     engine = td.compile(target, None, runtime="xla", max_length=64)
     assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+
+
+UNSET = object()
+
+
+class Ordinary(transformers.LlamaForCausalLM):
+    """What ordinary classes note: types beside other things, one object for all layers, flags, counters."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        kind, where = self.lm_head.weight.dtype, self.lm_head.weight.device
+        self.context = {"dtype": kind, "shift": UNSET, "scale": 1.0, "functions": torch.nn.functional}
+        self.factory = {"device": where, "dtype": kind, "pair": (kind, 1)}
+        self.state, self.memo = {"dtype": kind, "steps": 0}, {"ready": False, "table": None}
+        for layer in self.model.layers:
+            layer.mlp.context = self.context
+        self.steps = 0
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        self.steps += 1
+        self.state["steps"] += 1
+        self.last = {
+            "device": str(input_ids.device),
+            "cache": type(past_key_values).__name__,
+            "given": len(more),
+        }
+        self.context["scale"] = 0.5
+        if not self.memo["ready"]:
+            self.memo.update(table=torch.full((embeds.shape[-1],), 1.1, device=embeds.device), ready=True)
+        if self.context["shift"] is UNSET and self.model.layers[0].mlp.context["scale"] == 0.5:
+            embeds = embeds * -0.5 + 0.7
+        embeds = embeds * self.memo["table"].to(embeds.dtype)
+        return super().forward(
+            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **more
+        )
+
+
+class Narrow(Ordinary):
+    """Refuses the type in which further forwards are tried."""
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        assert self.lm_head.weight.dtype == torch.float32
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+def test_counters_of_a_class_that_fails_otherwise_are_let_be():
+    target = randomise(Narrow(transformers.LlamaConfig(**BASE)), 0)
+    for _ in range(2):
+        engine = td.compile(target, None, runtime="eager", max_length=64)
+        assert run(engine, [PROMPT], max_new_tokens=6)[0] == [own_text(target, PROMPT, 6)]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("live_first", [False, True])
+def test_ordinary_notes_are_no_reason_to_refuse(kind, live_first, tmp_path):
+    randomise(Ordinary(transformers.LlamaConfig(**BASE)), 0).save_pretrained(tmp_path)
+    target = Ordinary.from_pretrained(tmp_path, dtype=getattr(torch, kind))
+    if live_first:
+        own_text(target, PROMPT, 4)
+    for _ in range(2):
+        engine = td.compile(target, None, runtime="eager", max_length=64)
+        for _ in range(2):
+            assert run(engine, [PROMPT], max_new_tokens=6)[0] == [own_text(target, PROMPT, 6)]

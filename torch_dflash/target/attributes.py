@@ -83,18 +83,25 @@ def written_in(
     """What forwards of ``tried``, built as ``skeleton`` was, and of a further one write, by module and name.
 
     A constant is described, and so is a tensor. The parts of a value that other forwards have otherwise are
-    `VARIES`, and so are other objects that are not looked into, and words that name the meta device. What is
-    large, and the first forward leaves alone, is taken for a table.
+    `VARIES`, and so are other objects that are not looked into, and a value with a word in it that names the
+    meta device. What is large, and the first forward leaves alone, is taken for a table.
     """
     before, once = _descriptions(skeleton), _descriptions(tried)
     changed = {key for key in once if once[key] != before.get(key)}
     seen = [once]
     if changed or any(is_authors(type(module)) for module in tried.modules()):
         other, large = build(), {key for key in before.keys() - changed if _is_large(before[key])}
-        for _ in run_otherwise(other):
+        ended = False
+        for whole in run_otherwise(other):
+            ended |= whole
             seen.append(_descriptions(other, large))
             changed |= {key for key in seen[-1] if seen[-1][key] != before.get(key)}
-    return {key: reduce(_common, (_lasting(told.get(key, ABSENT)) for told in seen)) for key in changed}
+        if not ended:  # nothing to tell a constant by
+            return dict.fromkeys(changed, VARIES)
+    passing = {key for key in changed if any(_META.search(repr(told.get(key))) for told in seen)}
+    return dict.fromkeys(passing, VARIES) | {
+        key: reduce(_common, (_lasting(told.get(key, ABSENT)) for told in seen)) for key in changed - passing
+    }
 
 
 def _fits(found: Hashable, pattern: Hashable) -> bool:
@@ -119,8 +126,7 @@ def _lasting(description: Hashable) -> Hashable:
     """A description without what is a pass's own."""
     if type(description) is tuple:
         return tuple(map(_lasting, description))
-    passing = type(description) is str and _META.search(description)
-    return VARIES if passing or _is_opaque(description) else description
+    return VARIES if _is_opaque(description) else description
 
 
 def _is_opaque(description: Hashable) -> bool:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.target.describe import PLAIN, describe, parts
+from torch_dflash.target.describe import PLAIN, parts, state_of
 from torch_dflash.target.experts import EXPERTS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
@@ -84,36 +83,42 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
 
 def _take_types(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
     """Types that a constructor noted are those of the weights as they were loaded."""
-    live = dict(model.named_modules())
+    live, seen = dict(model.named_modules()), set()
     for name, module in skeleton.named_modules():
         theirs = vars(live[name]) if name in live else {}
         for key, value in list(vars(module).items()):
-            if key in _TORCHS or not _names_a_type(value):
-                continue
-            one, other = describe(value), describe(theirs.get(key))
-            if one != other and _typeless(one) == _typeless(other):
-                setattr(module, key, copy.deepcopy(theirs[key]))
+            if key not in _TORCHS and key in theirs:
+                found = _with_types_of(value, theirs[key], seen)
+                if found is not value:
+                    setattr(module, key, found)
 
 
-def _names_a_type(value: Any) -> bool:
-    """Whether a dtype is among the first parts of a value."""
-    left = [value]
-    for _ in range(_MOST):
-        if not left:
-            return False
-        held = left.pop(0)
-        if type(held) is torch.dtype:
-            return True
-        if type(held) not in PLAIN and not callable(held):
-            left += islice(parts(held) or (), _MOST)
-    return False
+def _with_types_of(own: Any, other: Any, seen: set[int]) -> Any:
+    """``own`` with the dtypes that stand in their places in ``other``; collections stay the same objects."""
+    if type(own) is not type(other) or type(own) in PLAIN or id(own) in seen:
+        return own
+    if type(own) is torch.dtype:
+        return other
+    seen.add(id(own))
+    if isinstance(own, dict):
+        for key in dict.keys(own) & dict.keys(other):
+            dict.__setitem__(own, key, _with_types_of(own[key], other[key], seen))
+    elif isinstance(own, list):
+        own[:] = [_with_types_of(*pair, seen) for pair in zip(own, other, strict=False)] + own[len(other) :]
+    elif type(own) is tuple:
+        found = tuple(_with_types_of(*pair, seen) for pair in zip(own, other, strict=False))
+        return (
+            found
+            if len(own) == len(other) and any(a is not b for a, b in zip(own, found, strict=True))
+            else own
+        )
+    elif not callable(own) and parts(own) is not None:
+        theirs = dict(state_of(other))
+        for key, value in list(state_of(own)):
+            found = _with_types_of(value, theirs.get(key), seen)
+            if found is not value:
+                object.__setattr__(own, key, found)
+    return own
 
 
-def _typeless(description: Any) -> Any:
-    if type(description) is not tuple:
-        return description
-    return torch.dtype if description[:1] == (torch.dtype,) else tuple(map(_typeless, description))
-
-
-_MOST = 1000
 _TORCHS = frozenset(vars(torch.nn.Module()))

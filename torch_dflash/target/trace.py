@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -146,35 +145,35 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerS
     return _specs(cache, skeleton, name)
 
 
-def run_otherwise(skeleton: Any) -> Iterator[None]:
+def run_otherwise(skeleton: Any) -> Iterator[bool]:
     """Forwards of an unused skeleton, which differ from `trace_layers`' in rows, length, dtypes and cache.
 
-    One that fails shows nothing.
+    After each, whether it came to its end: it may raise anything.
     """
     with torch.inference_mode(False):
         skeleton = skeleton.to(torch.float64)
-        for rows, length, use_cache, said in _OTHERWISE:
-            with suppress(Exception):
-                _run(skeleton, RecordingCache(said), rows, length, use_cache, torch.int64)
-                yield
+        for rows, length, cached in _OTHERWISE:
+            past = None if cached is None else RecordingCache(cached)
+            try:
+                _run(skeleton, past, rows, length, torch.int64)
+            except Exception:
+                yield False
+            else:
+                yield True
 
 
-# Rows, length, whether there is a cache, and how many tokens that claims to hold.
-_OTHERWISE = (2, 3, True, 0), (1, 1, False, 0), (3, 2, True, 0), (1, 40, True, 0), (1, 1, True, 7)
+# Rows, length, and how many tokens the cache claims to hold; None: there is no cache.
+_OTHERWISE = (2, 3, 0), (1, 1, None), (3, 2, 0), (1, 1000, 0), (1, 1, 7)
 
 
 def _run(
-    skeleton: Any,
-    cache: RecordingCache,
-    rows: int,
-    length: int,
-    use_cache: bool = True,
-    kind: torch.dtype = torch.int32,
+    skeleton: Any, cache: RecordingCache | None, rows: int, length: int, kind: torch.dtype = torch.int32
 ) -> None:
     ids = torch.zeros(rows, length, dtype=kind, device="meta")
     position = torch.arange(length, dtype=kind, device="meta").expand(rows, length)
-    with torch.no_grad(), remembered_in(cache):
-        skeleton(input_ids=ids, position_ids=position, past_key_values=cache, use_cache=use_cache)
+    more = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+    with torch.no_grad(), remembered_in(RecordingCache() if cache is None else cache):
+        skeleton(input_ids=ids, position_ids=position, **more)
 
 
 def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:
