@@ -41,10 +41,18 @@ class Border:
         """A user's state as the steps keep it; consumes it.
 
         Raises:
-            ValueError: it was consumed before, or a model was cast to another type since it was made.
+            ValueError: it was consumed before, is of another plan or proposer, or a model was cast to another
+            type since it was made. TypeError: it holds torch tensors.
         """
         check_alive(state)
         own = self._empty(params)
+        if jax.tree.structure(state) != jax.tree.structure(own):
+            raise ValueError(
+                "the state is one of another plan or proposer than this engine's; go on with the engine that "
+                "made it, or with one compiled alike."
+            )
+        if any(isinstance(leaf, torch.Tensor) for leaf in jax.tree.leaves(state)):
+            raise TypeError("the state holds torch tensors; pass jax_bridge.state_to_jax(state).")
         for what, kept, now in (
             ("target", state.cache, own.cache),
             ("drafter", state.proposer, own.proposer),

@@ -129,6 +129,7 @@ class XlaRuntime:
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
+            state = self.take_in(params, self.hand_out(params, state))
             chunks = [to_jax(idle_chunk(self.plan, width)) for width in buckets]
             for width, chunk, coming in zip(buckets, chunks, [*chunks[1:], None], strict=True):
                 _next(bar, f"prefill {width}")

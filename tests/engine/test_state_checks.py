@@ -206,3 +206,26 @@ def test_tied_weights_that_were_copied_say_how_to_tie_them():
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight * 2)
     with refuses(ValueError, "lm_head.weight is tied by the config", "holds its own weight"):
         td.generate(target, None, ids, max_new_tokens=3, runtime="eager")
+
+
+def test_a_state_of_another_plan_or_side_is_refused_by_name():
+    pair = make_pair("llama")
+    options = {"max_length": 48, "batch_size": 2}
+    engine = td.compile(*pair, **options)
+    ids, mask = ragged_prompts(2)
+    asked = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    plain = td.compile(pair[0], None, **options).start(ids, mask, **asked)
+    with pytest.raises(ValueError, match="another plan or proposer"):
+        engine.advance(plain)
+    eager = td.compile(*pair, runtime="eager", **options).start(ids, mask, **asked)
+    with pytest.raises(TypeError, match="state_to_jax"):
+        engine.advance(eager)
+
+
+def test_taking_a_state_out_compiles_nothing_after_warm_up():
+    pair = [model.to(torch.bfloat16) for model in make_pair("llama")]
+    engine = td.compile(*pair, max_length=48, batch_size=2).warmup()
+    compiled = engine.runtime.compilations
+    state = engine.start(*ragged_prompts(2), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    engine.advance(engine.advance(state))
+    assert engine.runtime.compilations == compiled
