@@ -138,7 +138,7 @@ class XlaRuntime:
                     self._programs.start("prefill", self._prefill, (params, state, coming), donate=(1,))
                 state = self.prefill(params, state, chunk)
             for width in self._rounds:
-                _next(bar, f"rounds of {width}")
+                _next(bar, self._name(width))
                 state = self.advance(params, state, Turn(width, 1))
             _next(bar, "read")
             zeros = np.zeros(self.plan.batch_size, np.int32)
@@ -147,8 +147,11 @@ class XlaRuntime:
 
     def _chunk(self, params: Arrays, state: DecodeState, turn: Turn) -> tuple:
         """What `Programs` needs to know of a chunk."""
-        width, args = turn.width, (params, state, np.int32(turn.rounds))
-        return f"rounds of {width}", self._rounds[width], args, (1,)
+        args = params, state, np.int32(turn.rounds)
+        return self._name(turn.width), self._rounds[turn.width], args, (1,)
+
+    def _name(self, width: int) -> str:
+        return "rounds" if len(self._rounds) == 1 else f"rounds of {width}"
 
     def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         return self._programs.get(name, step, args, donate)(*args)

@@ -18,7 +18,7 @@ from jax_bridge.runtime import XlaRuntime
 from jax_bridge.selftest import reference_hidden
 from torch_dflash.cli import main
 from torch_dflash.ops import block_attention
-from torch_dflash.runtime import EagerRuntime
+from torch_dflash.runtime import EagerRuntime, Turn
 from torch_dflash.selftest import losslessness as texts
 from torch_dflash.selftest import timing
 from torch_dflash.selftest.backend import Case, EagerBackend
@@ -141,12 +141,8 @@ def test_a_round_too_few_per_read_fails(eager, monkeypatch):
     assert statuses(hidden_costs(eager, eager.backend))["one host read a chunk"] == PASS
     advance = EagerRuntime.advance
 
-    def hasty(self, params, state):
-        self.plan, plan = type("Plan", (), {"rounds_per_chunk": 1}), self.plan
-        try:
-            return advance(self, params, state)
-        finally:
-            self.plan = plan
+    def hasty(self, params, state, turn):
+        return advance(self, params, state, Turn(turn.width, 1))
 
     monkeypatch.setattr(EagerRuntime, "advance", hasty)
     assert statuses(hidden_costs(eager, eager.backend))["one host read a chunk"] == FAIL
@@ -169,9 +165,9 @@ def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, m
     def kept(self, name, step, args, donate=()):
         return run(self, name, step, args, () if name == "rounds" else donate)
 
-    def compiling(self, params, state):
+    def compiling(self, params, state, turn):
         jax.jit(lambda array: array * 3)(state.length)  # another function every time
-        return advance(self, params, state)
+        return advance(self, params, state, turn)
 
     with monkeypatch.context() as patch:
         programs = engine.runtime._programs

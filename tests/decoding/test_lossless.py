@@ -133,9 +133,9 @@ def test_every_chunk_of_a_prompt_reaches_the_drafter(family):
     for one in (chunked, whole):
         taken = []
         step = one.runtime.advance
-        one.runtime.advance = lambda params, state, taken=taken, step=step: (
+        one.runtime.advance = lambda params, state, turn, taken=taken, step=step: (
             taken.append([(layer.key.clone(), layer.value.clone()) for layer in state.proposer.layers]),
-            step(params, state),
+            step(params, state, turn),
         )[1]
         check(family, one, rows=[0])
         del one.runtime.advance
