@@ -165,7 +165,7 @@ def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, m
     def kept(self, name, step, args, donate=()):
         return run(self, name, step, args, () if name == "rounds" else donate)
 
-    def compiling(self, params, state, turn):
+    def compiling(self, params, state, turn=None):
         jax.jit(lambda array: array * 3)(state.length)  # another function every time
         return advance(self, params, state, turn)
 
