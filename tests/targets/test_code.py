@@ -477,6 +477,14 @@ def write_package(folder, files):
         path.write_text(text)
 
 
+def helper_of(monkeypatch, folder, module, *others):
+    """``helper`` of a module in ``folder``, imported anew; ``others``: what it is to import anew itself."""
+    monkeypatch.syspath_prepend(str(folder))
+    for name in (module, *others):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(module).helper
+
+
 @pytest.mark.parametrize(
     ("line", "value"),
     [
@@ -510,10 +518,7 @@ def test_what_the_first_forward_imports_is_looked_at_later(monkeypatch, tmp_path
         "late_helpers.py": f"def helper(embeds):\n    {line}\n    return embeds + {value}\n",
     }
     write_package(tmp_path, files)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("late_pk", "late_helpers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    target, _ = make_model(importlib.import_module("late_helpers").helper)
+    target, _ = make_model(helper_of(monkeypatch, tmp_path, "late_helpers", "late_pk"))
     engine = td.compile(target, None, runtime="eager", max_length=64)
     sys.modules["late_pk"].SHIFT = -0.3
     with pytest.raises(ValueError, match="its code, or a value that its code reads, was changed"):
@@ -552,10 +557,7 @@ def test_what_the_imported_code_reads_is_looked_at_later(monkeypatch, tmp_path, 
     place, text = LATE[case]
     helper = "def helper(embeds):\n    from late_pk import shifted\n    return shifted(embeds)\n"
     write_package(tmp_path, {"late_pk.py": text, "late_helpers.py": helper})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("late_pk", "late_helpers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    target, _ = make_model(importlib.import_module("late_helpers").helper)
+    target, _ = make_model(helper_of(monkeypatch, tmp_path, "late_helpers", "late_pk"))
     engine = td.compile(target, None, runtime="eager", max_length=64)
     holder, name = sys.modules["late_pk"], place.split(".")[-1]
     setattr(holder.Box if case == "class" else holder, name, {"a": -0.3} if case == "table" else -0.3)
@@ -569,10 +571,7 @@ def test_an_alias_of_a_package_that_imports_its_parts_late_is_followed(monkeypat
     helper = "import lazy_pk as p\ndef helper(embeds):\n    return embeds + p.consts.SHIFT\n"
     files = {"lazy_pk/__init__.py": lazy, "lazy_pk/consts.py": "SHIFT = 0.3\n", "lazy_helpers.py": helper}
     write_package(tmp_path, files)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("lazy_pk", "lazy_pk.consts", "lazy_helpers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    target, _ = make_model(importlib.import_module("lazy_helpers").helper)
+    target, _ = make_model(helper_of(monkeypatch, tmp_path, "lazy_helpers", "lazy_pk", "lazy_pk.consts"))
     engine = td.compile(target, None, runtime="eager", max_length=64)
     sys.modules["lazy_pk.consts"].SHIFT = -0.3
     with pytest.raises(ValueError, match="its code, or a value that its code reads, was changed"):
@@ -583,10 +582,7 @@ def test_a_verdict_is_of_the_values_that_late_imports_read(monkeypatch, tmp_path
     text = "MIX = 0.0\ndef shifted(e):\n    return e + MIX * e.mean(1, keepdim=True)\n"
     helper = "def helper(embeds):\n    from mix_pk import shifted\n    return shifted(embeds)\n"
     write_package(tmp_path, {"mix_pk.py": text, "mix_helpers.py": helper})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("mix_pk", "mix_helpers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    target, _ = make_model(importlib.import_module("mix_helpers").helper)
+    target, _ = make_model(helper_of(monkeypatch, tmp_path, "mix_helpers", "mix_pk"))
     for _ in range(2):
         td.compile(target, None, runtime="eager", max_length=64)
     sys.modules["mix_pk"].MIX = 3.0
@@ -606,10 +602,7 @@ WRITING = {
 def test_what_code_that_is_imported_late_writes_is_its_own(monkeypatch, tmp_path, case):
     helper = "def helper(embeds):\n    from late_pk import shifted\n    return shifted(embeds)\n"
     write_package(tmp_path, {"late_pk.py": WRITING[case], "late_helpers.py": helper})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("late_pk", "late_helpers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    target, _ = make_model(importlib.import_module("late_helpers").helper)
+    target, _ = make_model(helper_of(monkeypatch, tmp_path, "late_helpers", "late_pk"))
     engine = td.compile(target, None, runtime="eager", max_length=64)
     texts = [run(engine, [PROMPT], max_new_tokens=4)[0] for _ in range(3)]
     assert texts == [[own_text(target, PROMPT, 4)]] * 3

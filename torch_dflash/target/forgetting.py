@@ -38,7 +38,7 @@ def forgetting(root: nn.Module) -> Iterator[None]:
 
 def _holders(modules: list[dict[str, Any]]) -> Iterator[Any]:
     """The collections and objects that attributes hold, and those in them."""
-    left = [value for own in modules for name, value in own.items() if name not in _TORCHS]
+    left = [value for own in modules for name, value in own.items() if name not in TORCHS]
     seen: set[int] = set()
     while left:
         value = left.pop()
@@ -94,4 +94,5 @@ def _has_tensor(value: Any, depth: int = 0) -> bool:
     return depth < _DEEP and any(_has_tensor(held, depth + 1) for held in _inside(value) or ())
 
 
-_TORCHS = frozenset(vars(nn.Module()))
+TORCHS = frozenset(vars(nn.Module()))
+"""The attributes that torch gives every module."""

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.target.describe import PLAIN, parts, state_of
 from torch_dflash.target.experts import EXPERTS
+from torch_dflash.target.forgetting import TORCHS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
@@ -87,7 +88,7 @@ def _take_types(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
     for name, module in skeleton.named_modules():
         theirs = vars(live[name]) if name in live else {}
         for key, value in list(vars(module).items()):
-            if key not in _TORCHS and key in theirs:
+            if key not in TORCHS and key in theirs:
                 found = _with_types_of(value, theirs[key], seen)
                 if found is not value:
                     setattr(module, key, found)
@@ -107,11 +108,8 @@ def _with_types_of(own: Any, other: Any, seen: set[int]) -> Any:
         own[:] = [_with_types_of(*pair, seen) for pair in zip(own, other, strict=False)] + own[len(other) :]
     elif type(own) is tuple:
         found = tuple(_with_types_of(*pair, seen) for pair in zip(own, other, strict=False))
-        return (
-            found
-            if len(own) == len(other) and any(a is not b for a, b in zip(own, found, strict=True))
-            else own
-        )
+        changed = len(own) == len(other) and any(a is not b for a, b in zip(own, found, strict=True))
+        return found if changed else own
     elif not callable(own) and parts(own) is not None:
         theirs = dict(state_of(other))
         for key, value in list(state_of(own)):
@@ -119,6 +117,3 @@ def _with_types_of(own: Any, other: Any, seen: set[int]) -> Any:
             if found is not value:
                 object.__setattr__(own, key, found)
     return own
-
-
-_TORCHS = frozenset(vars(torch.nn.Module()))
