@@ -46,7 +46,7 @@ class Border:
         """
         check_alive(state)
         own = self._empty(params)
-        if jax.tree.structure(state) != jax.tree.structure(own):
+        if jax.tree.structure(state) != jax.tree.structure(own) or _shapes(state) != _shapes(own):
             raise ValueError(
                 "the state is one of another plan or proposer than this engine's; go on with the engine that "
                 "made it, or with one compiled alike."
@@ -82,9 +82,14 @@ class Border:
             name = f"the state in {', '.join(sorted(map(str, set(types))))}"
             made = self._programs.get(name, partial(_converted, types), (given,))(given)
             for at, new in zip(other, made, strict=True):
-                leaves[at].delete()
+                if isinstance(leaves[at], jax.Array):
+                    leaves[at].delete()
                 leaves[at] = new
         return jax.tree.unflatten(kind, leaves)
+
+
+def _shapes(state: DecodeState) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in jax.tree.leaves(state)]
 
 
 def _converted(types: list, arrays: list[jax.Array]) -> list[jax.Array]:

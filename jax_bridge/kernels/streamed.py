@@ -15,7 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST
 
-BLOCK_KEYS = 256
+MOST_KEYS, FEWEST_KEYS = 256, 64
+"""Keys of a block: few, or its copies leave the caches of a CPU; more, where each brings little work."""
+BLOCK_BYTES = 6 << 20
+FEW_ROWS = 64
 
 
 class Block(NamedTuple):
@@ -45,8 +48,7 @@ class Running(NamedTuple):
 
     def add(self, query: Array, block: Block, scale: float, softcap: float | None = None) -> Running:
         """Take in a block for ``query`` [B, G, heads, M, D]."""
-        score = jnp.einsum("bghmd,bgkd->bghmk", query, block.key, preferred_element_type=jnp.float32)
-        score = score * scale
+        score = _scores(query, block.key) * scale
         if softcap is not None:
             score = jnp.tanh(score / softcap) * softcap
         seen = block.seen[:, None, None]
@@ -54,13 +56,38 @@ class Running(NamedTuple):
         peak = jnp.maximum(self.top, score.max(axis=-1))
         weight = jnp.where(seen, jnp.exp(score - peak[..., None]), 0)
         fade = jnp.exp(self.top - peak)
-        own = weight.astype(block.value.dtype)
-        gained = jnp.einsum("bghmk,bgkd->bghmd", own, block.value, preferred_element_type=jnp.float32)
+        gained = _flat_product("bgrk,bgkd->bgrd", weight.astype(block.value.dtype), block.value)
         return Running(peak, self.total * fade + weight.sum(-1), self.sums * fade[..., None] + gained)
 
     def result(self) -> Float[Array, "B G heads M Dv"]:
         """The attention's output."""
         return self.sums / self.total[..., None]
+
+
+def _scores(query: Array, key: Array) -> Float[Array, "B G heads M keys"]:
+    """Few rows go second: XLA's CPU compiler is three times slower at them first, with keys by rows."""
+    if query.shape[2] * query.shape[3] > FEW_ROWS:
+        return _flat_product("bgrd,bgkd->bgrk", query, key)
+    flat = query.reshape(*query.shape[:2], -1, query.shape[-1])
+    turned = jnp.einsum("bgkd,bgrd->bgkr", key, flat, preferred_element_type=jnp.float32)
+    return turned.swapaxes(2, 3).reshape(*query.shape[:-1], -1)
+
+
+def _flat_product(spec: str, rows: Array, keyed: Array) -> Array:
+    """``rows`` [B, G, heads, M, X] as rows of one product for each K/V head."""
+    flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
+    out = jnp.einsum(spec, flat, keyed, preferred_element_type=jnp.float32)
+    return out.reshape(*rows.shape[:-1], -1)
+
+
+def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:
+    """How many keys a block has for ``query``; a power of two."""
+    batch, groups, heads, rows, dim = query.shape
+    each = 4 * batch * groups * (heads * rows + dim + v_dim)  # bytes: its scores, itself and its value
+    keys = FEWEST_KEYS
+    while rows >= FEW_ROWS and keys < MOST_KEYS and 2 * keys * each <= BLOCK_BYTES:
+        keys *= 2
+    return keys
 
 
 def stream(
@@ -96,8 +123,8 @@ def stream_dense(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q D
     query, start, window = inputs.query, inputs.start, inputs.window
     batch, heads, rows, dim = query.shape
     groups, slots = key.shape[1:3]
-    keys = min(BLOCK_KEYS, slots)
     grouped = query.reshape(batch, groups, heads // groups, rows, dim)
+    keys = min(fitting_keys(grouped, value.shape[3]), slots)
     at = (start[:, None] + jnp.arange(rows, dtype=start.dtype))[:, :, None]
 
     def read(number: Any) -> Block:
@@ -118,8 +145,8 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
     query, start, window = inputs.query, inputs.start, inputs.window
     batch, heads, rows, dim = query.shape
     groups, slots = past.key.shape[1:3]
-    keys = min(BLOCK_KEYS, slots)
     grouped = query.reshape(batch, groups, heads // groups, rows, dim)
+    keys = min(fitting_keys(grouped, past.value.shape[3]), slots)
     row = jnp.arange(rows, dtype=start.dtype)
     gap = row[:, None] - row
     inside = gap >= 0 if causal else gap == gap

@@ -238,3 +238,23 @@ def test_write_rows_lowers_to_the_same_writes(batch, dtype):
             by_hand[row].narrow(dim - 1, at, 6).copy_(rows[row])
         assert torch.equal(written, by_hand)
         assert torch.equal(write_rows(buffer, rows, start, dim), by_hand)
+
+
+@pytest.mark.parametrize("there", [16, 32])
+def test_a_state_of_other_pages_is_refused(there):
+    here = 48 - there
+    target = make_pair()[0]
+    ids = torch.tensor([[3, 1, 4]])
+    mine, theirs = (
+        td.compile(target, None, max_length=96, cache="paged", page_size=size) for size in (here, there)
+    )
+    with pytest.raises(ValueError, match="another plan"):
+        mine.advance(theirs.start(ids, max_new_tokens=4))
+
+
+def test_a_state_of_numpy_arrays_goes_on():
+    target = make_pair()[0].bfloat16()
+    engine = td.compile(target, None, max_length=64, rounds_per_chunk=4)
+    states = [engine.start(torch.tensor([[3, 1, 4]]), max_new_tokens=4) for _ in range(2)]
+    found = [engine.advance(state) for state in (states[0], jax.device_get(states[1]))]
+    assert jb.state_to_torch(found[0]).tokens.tolist() == jb.state_to_torch(found[1]).tokens.tolist()

@@ -50,7 +50,7 @@ def in_blocks(inputs: AttentionInputs, key, value) -> torch.Tensor:
 @pytest.mark.parametrize("keys", [8, 16, 64])  # whole blocks, a last one that begins earlier, one alone
 @pytest.mark.parametrize("rule", RULES)
 def test_dense_buffers(rule, keys, monkeypatch):
-    monkeypatch.setattr(streamed, "BLOCK_KEYS", keys)
+    monkeypatch.setattr(streamed, "fitting_keys", lambda *_: keys)
     inputs, (key, value) = asked(**RULES[rule]), buffers()
     torch.testing.assert_close(in_blocks(inputs, key, value), plain(inputs, key, value), atol=2e-6, rtol=1e-5)
 
@@ -82,7 +82,7 @@ def test_what_a_wider_buffer_keeps_is_rounded_as_a_narrow_one_rounds(kind):
 
 
 def test_what_lies_behind_the_longest_row_is_not_read(monkeypatch):
-    monkeypatch.setattr(streamed, "BLOCK_KEYS", 8)
+    monkeypatch.setattr(streamed, "fitting_keys", lambda *_: 8)
     inputs, (key, value) = asked(start=[0, 1, 2]), buffers()
     wanted = plain(inputs, key, value)
     value[:, :, 8:] = torch.nan  # one that is read passes even a weight of zero
@@ -90,7 +90,7 @@ def test_what_lies_behind_the_longest_row_is_not_read(monkeypatch):
 
 
 def test_a_window_skips_what_lies_before_it(monkeypatch):
-    monkeypatch.setattr(streamed, "BLOCK_KEYS", 8)
+    monkeypatch.setattr(streamed, "fitting_keys", lambda *_: 8)
     inputs, (key, value) = asked(start=[34, 35, 36], window=6), buffers()
     wanted = plain(inputs, key, value)
     value[:, :, :24] = torch.nan
@@ -98,7 +98,7 @@ def test_a_window_skips_what_lies_before_it(monkeypatch):
 
 
 def test_a_slot_that_is_taken_in_twice_shows(monkeypatch):
-    monkeypatch.setattr(streamed, "BLOCK_KEYS", 16)
+    monkeypatch.setattr(streamed, "fitting_keys", lambda *_: 16)
     inputs, (key, value) = asked(), buffers()
     honest = streamed.dense_block
 
@@ -115,7 +115,7 @@ def test_a_slot_that_is_taken_in_twice_shows(monkeypatch):
 @pytest.mark.parametrize("window", [None, 6])
 def test_the_context_of_a_drafted_block(window, causal, keys, monkeypatch):
     """A ring's slots stand in any order, and some hold nothing."""
-    monkeypatch.setattr(streamed, "BLOCK_KEYS", keys)
+    monkeypatch.setattr(streamed, "fitting_keys", lambda *_: keys)
     inputs, (key, value) = asked(start=[0, 13, 60], window=window), buffers()
     slot = torch.arange(SLOTS, dtype=torch.int32)
     held = [torch.full_like(slot, -1), torch.where(slot < 13, slot, -1), (slot + 7) % SLOTS + 20]

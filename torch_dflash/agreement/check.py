@@ -88,15 +88,15 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str) -> Non
     if key not in _known:
         if len(_known) >= MOST_KNOWN:
             _known.clear()
-        _known[key] = _fault_of_writes(target) if runtime == "xla" else None
+        fault = _fault_of_writes(target) if runtime == "xla" else None
         # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
         # may be missed, and must not decide the text.
         trials = [(True, False), (False, True)] if runtime == "eager" else [(False, False)]
         for keeps, may_raise in trials:
-            fault = _known[key] or _fault_of_twin(target, *shape, keeps=keeps, may_raise=may_raise)
-            _known[key] = fault
-    if _known[key] is not None:
-        raise ValueError(f"target={type(target).__name__}: {_known[key]}")
+            fault = fault or _fault_of_twin(target, *shape, keeps=keeps, may_raise=may_raise)
+        _known[key] = fault
+    if (fault := _known[key]) is not None:
+        raise ValueError(f"target={type(target).__name__}: {fault}")
 
 
 def _fault_of_twin(

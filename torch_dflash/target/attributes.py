@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.target.describe import describe, digest
-from torch_dflash.target.origins import is_authors
+from torch_dflash.target.origins import Same, is_authors
 from torch_dflash.target.trace import run_otherwise
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
@@ -99,9 +99,12 @@ def written_in(
         if not ended:  # nothing to tell a constant by
             return dict.fromkeys(changed, VARIES)
     passing = {key for key in changed if any(_META.search(repr(told.get(key))) for told in seen)}
-    return dict.fromkeys(passing, VARIES) | {
+    written = dict.fromkeys(passing, VARIES) | {
         key: reduce(_common, (_lasting(told.get(key, ABSENT)) for told in seen)) for key in changed - passing
     }
+    # A collection that only an uncommon pass makes longer may hold settings beside: changed, it is refused.
+    kept = {key for key in before if once.get(key) == before[key] and not _is_constant(before[key])}
+    return {key: told for key, told in written.items() if key not in kept or not _hides(told)}
 
 
 def _fits(found: Hashable, pattern: Hashable) -> bool:
@@ -118,8 +121,20 @@ def _common(one: Hashable, other: Hashable) -> Hashable:
         return one
     if type(one) is not tuple or type(other) is not tuple or len(one) != len(other):
         return VARIES
-    plain = one[:1] and isinstance(one[0], type)  # a number, a word: of any kind, if it varies
-    return VARIES if plain else tuple(map(_common, one, other))
+    # A number, a word: of any kind, if it varies.
+    return VARIES if _is_constant(one) else tuple(map(_common, one, other))
+
+
+def _hides(description: Hashable) -> bool:
+    """Whether a collection in it is of any length, so that nothing is said of its parts."""
+    if type(description) is not tuple:
+        return description is VARIES
+    whole = description[1:] == (VARIES,) and type(description[0]) is Same
+    return whole or any(_hides(part) for part in description if part is not VARIES)
+
+
+def _is_constant(description: Hashable) -> bool:
+    return type(description) is tuple and isinstance(next(iter(description), None), type)
 
 
 def _lasting(description: Hashable) -> Hashable:

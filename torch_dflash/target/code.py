@@ -95,8 +95,10 @@ def noting_writes(model: nn.Module) -> Iterator[Callable[[], None]]:
     # What is new may have come with a module that was imported meanwhile: then it is no write.
     made = {entry for entry in changed if entry[0] in holders and _OF not in entry[1]}
     made = {entry for entry in made if entry[1] not in imported}
+    # Later passes may be the first to import something: of what is new then, nothing is taken for a write.
+    early = {entry[:2] for entry in first if isinstance(entry, tuple)}
     later = {entry[:2] for entry in first ^ after if isinstance(entry, tuple)}
-    _written[type(model)] = known | changed & there | made | later
+    _written[type(model)] = known | changed & there | made | later & early
 
 
 def parts_of(config: Any) -> list[Any]:

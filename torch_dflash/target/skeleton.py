@@ -14,9 +14,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.target.describe import PLAIN, parts, state_of
 from torch_dflash.target.experts import EXPERTS
 from torch_dflash.target.forgetting import TORCHS
+from torch_dflash.target.types import with_types_of
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
@@ -83,37 +83,15 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
 
 
 def _take_types(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Types that a constructor noted are those of the weights as they were loaded."""
-    live, seen = dict(model.named_modules()), set()
+    """Types that a constructor noted are those of the weights as they were loaded.
+
+    What holds one is copied: a constructor may have handed out what others hold, too.
+    """
+    live, made = dict(model.named_modules()), {}
     for name, module in skeleton.named_modules():
         theirs = vars(live[name]) if name in live else {}
         for key, value in list(vars(module).items()):
             if key not in TORCHS and key in theirs:
-                found = _with_types_of(value, theirs[key], seen)
+                found = with_types_of(value, theirs[key], made)
                 if found is not value:
                     setattr(module, key, found)
-
-
-def _with_types_of(own: Any, other: Any, seen: set[int]) -> Any:
-    """``own`` with the dtypes that stand in their places in ``other``; collections stay the same objects."""
-    if type(own) is not type(other) or type(own) in PLAIN or id(own) in seen:
-        return own
-    if type(own) is torch.dtype:
-        return other
-    seen.add(id(own))
-    if isinstance(own, dict):
-        for key in dict.keys(own) & dict.keys(other):
-            dict.__setitem__(own, key, _with_types_of(own[key], other[key], seen))
-    elif isinstance(own, list):
-        own[:] = [_with_types_of(*pair, seen) for pair in zip(own, other, strict=False)] + own[len(other) :]
-    elif type(own) is tuple:
-        found = tuple(_with_types_of(*pair, seen) for pair in zip(own, other, strict=False))
-        changed = len(own) == len(other) and any(a is not b for a, b in zip(own, found, strict=True))
-        return found if changed else own
-    elif not callable(own) and parts(own) is not None:
-        theirs = dict(state_of(other))
-        for key, value in list(state_of(own)):
-            found = _with_types_of(value, theirs.get(key), seen)
-            if found is not value:
-                object.__setattr__(own, key, found)
-    return own

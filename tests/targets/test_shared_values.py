@@ -1,0 +1,236 @@
+"""What a target holds together with others, and what only some of its passes do."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+
+import pytest
+import torch
+import transformers
+from support.scripted import own_text, run
+from support.tiny import BASE, randomise
+
+import torch_dflash as td
+from torch_dflash.agreement import check
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+LATE = "imported_by_a_forward"
+
+
+def tiny(kind, **more) -> transformers.LlamaForCausalLM:
+    return randomise(kind(transformers.LlamaConfig(**BASE, **more)), 0)
+
+
+def compiled(target, **more) -> td.Engine:
+    return td.compile(target, None, runtime="eager", max_length=64, **more)
+
+
+def text(engine: td.Engine) -> list[int]:
+    return run(engine, [PROMPT], max_new_tokens=8)[0][0]
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A type that models of it share."""
+
+    dtype: torch.dtype
+
+
+@functools.cache
+def policy_for(dtype: torch.dtype) -> Policy:
+    return Policy(dtype)
+
+
+class Interned(transformers.LlamaForCausalLM):
+    """Rounds its embeddings to a type that it asked a global table for."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.policy = policy_for(self.lm_head.weight.dtype)
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = ((embeds + 100).to(self.policy.dtype) - 100).to(embeds.dtype)
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+def test_what_other_models_share_is_not_written(tmp_path):
+    other = tiny(Interned)
+    other.save_pretrained(tmp_path)
+    before = own_text(other, PROMPT, 8)
+    target = Interned.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert text(compiled(target)) == own_text(target, PROMPT, 8)
+    assert policy_for(torch.float32).dtype == torch.float32
+    assert own_text(other, PROMPT, 8) == before == own_text(tiny(Interned), PROMPT, 8)
+
+
+Pair = namedtuple("Pair", "dtype eps")
+HOLDERS = {
+    "namedtuple": lambda kind: Pair(kind, 1e-6),
+    "partial": lambda kind: functools.partial(torch.zeros, (1,), dtype=kind),
+    "set": lambda kind: {kind},
+    "closure": lambda kind: lambda x: x.to(kind),
+    "deque": lambda kind: deque([kind]),
+    "view": lambda kind: MappingProxyType({"dtype": kind}),
+    "chain": lambda kind: functools.reduce(lambda held, _: Memo(held), range(2000), Memo(None)),
+}
+
+
+class Memo:
+    """A link of a chain."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+
+class Holds(transformers.LlamaForCausalLM):
+    """Notes its type in a holder that its forward does not read."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.held = HOLDERS[config.holder](self.lm_head.weight.dtype)
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_type_may_be_noted_anywhere(holder, tmp_path):
+    tiny(Holds, holder=holder).save_pretrained(tmp_path)
+    target = Holds.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert text(compiled(target)) == own_text(target, PROMPT, 8)
+
+
+class Grows(transformers.LlamaForCausalLM):
+    """Scales from its longest pass on, as some do beyond the length that they were trained with."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = 1.0
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        if input_ids.shape[1] > 60:
+            self.scale = 3.0
+        embeds = self.get_input_embeddings()(input_ids) + (self.scale - 1)
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+@pytest.mark.parametrize("change", ["a long pass", "scale"])
+def test_what_only_some_passes_write_is_refused_once_it_differs(change):
+    target = tiny(Grows)
+    engine = compiled(target)
+    assert text(engine) == text(compiled(target))
+    if change == "a long pass":
+        target(torch.zeros(1, 64, dtype=torch.long))
+    else:
+        target.scale = -3.0
+    for again in (lambda: text(engine), lambda: compiled(target)):
+        with pytest.raises(ValueError, match="Undo the change"):
+            again()
+
+
+class NotesUncached(transformers.LlamaForCausalLM):
+    """Passes without a cache leave an entry beside a setting."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.info = {"shift": 0.0}
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
+        if past_key_values is None:
+            self.info["uncached"] = True
+        embeds = self.get_input_embeddings()(input_ids) + self.info["shift"]
+        more["past_key_values"] = past_key_values
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+def test_a_setting_is_not_hidden_by_an_entry_that_comes_beside_it():
+    target = tiny(NotesUncached)
+    engine = compiled(target, verify=False)
+    target.info |= {"shift": -3.0, "uncached": True}
+    with pytest.raises(ValueError, match="Undo the change"):
+        text(engine)
+    with pytest.raises(ValueError, match="no tiny twin"):
+        compiled(tiny(NotesUncached))
+
+
+class Longest(transformers.LlamaForCausalLM):
+    """Its class counts."""
+
+    longest = 0
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        Longest.longest = max(Longest.longest, input_ids.shape[1])
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+def test_an_engine_makes_no_pass_that_is_longer_than_its_twins():
+    compiled(tiny(Longest), verify=False)
+    assert Longest.longest < 16
+
+
+class RefusesDoubles(transformers.LlamaForCausalLM):
+    """Has no double precision."""
+
+    def to(self, *args, **named):
+        if torch.float64 in args:
+            raise TypeError("no double precision here")
+        return super().to(*args, **named)
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+def test_a_class_without_double_precision():
+    target = tiny(RefusesDoubles)
+    assert text(compiled(target)) == own_text(target, PROMPT, 8)
+
+
+class ImportsLate(transformers.LlamaForCausalLM):
+    """Imports a helper where passes are real."""
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids)
+        if embeds.device.type == "cpu":
+            import imported_by_a_forward
+
+            embeds = embeds + imported_by_a_forward.SHIFT
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+def test_what_a_trial_imports_is_looked_at_later(monkeypatch, tmp_path):
+    (tmp_path / f"{LATE}.py").write_text("SHIFT = 0.25\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, LATE, raising=False)
+    target = tiny(ImportsLate)
+    engine = compiled(target)
+    assert text(engine) == own_text(target, PROMPT, 8)
+    module: ModuleType = sys.modules[LATE]
+    monkeypatch.setattr(module, "SHIFT", 1.5)
+    with pytest.raises(ValueError, match="was changed"):
+        text(engine)
+
+
+class LikesSingles(transformers.LlamaForCausalLM):
+    """Computes something else where a pass has one row."""
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids) + 0.5 * (input_ids.shape[1] == 1)
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+def test_a_trial_that_did_not_end_says_nothing(monkeypatch):
+    target = tiny(LikesSingles)
+
+    def stop(*args, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(check, "compare", stop)
+        compiled(target)
+    with pytest.raises(ValueError, match="tiny random twin"):
+        compiled(target)
