@@ -19,6 +19,7 @@ from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
 from jax_bridge.products import linear_jax
 from jax_bridge.shared import once
+from jax_bridge.steady import layer_norm_jax, mean_jax, softmax_jax
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
@@ -112,6 +113,25 @@ def _embedding(weight, ids, *how, **named):
     return call_jax(look_up, weight, ids)
 
 
+def _mean(rows, dim=None, keepdim=False, *, dtype=None):
+    cast = rows if dtype is None else rows.to(dtype)
+    dim = tuple(dim) if isinstance(dim, list) else dim
+    return call_jax(partial(once, mean_jax, dim=dim, keepdim=keepdim), cast)
+
+
+def _softmax(rows, dim, *_):
+    return call_jax(partial(once, softmax_jax, dim=dim), rows)
+
+
+_layer_norm_of_torchax = environment()._ops[torch.ops.aten.native_layer_norm].func
+
+
+def _layer_norm(rows, shape, weight=None, bias=None, eps=1e-5):
+    if len(shape) != 1:
+        return call_jax(_layer_norm_of_torchax, rows, shape, weight, bias, eps)
+    return call_jax(partial(once, layer_norm_jax, eps=eps), rows, weight, bias)
+
+
 def _paged_attention(inputs, pages):
     return call_jax(paged_attention_jax, inputs, pages)
 
@@ -165,3 +185,6 @@ for _operation, _lowering in LOWERED.items():
 
 environment().override_op_definition(F.linear, _linear)
 environment().override_op_definition(torch.ops.aten.embedding, _embedding)
+environment().override_op_definition(torch.ops.aten.mean, _mean)
+environment().override_op_definition(torch.ops.aten._softmax, _softmax)
+environment().override_op_definition(torch.ops.aten.native_layer_norm, _layer_norm)

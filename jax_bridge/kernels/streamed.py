@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST
+from jax_bridge.steady import row_sum
 
 MOST_KEYS, FEWEST_KEYS = 256, 64
 """Keys of a block: few, or its copies leave the caches of a CPU; more, where each brings little work."""
 BLOCK_BYTES = 6 << 20
 FEW_ROWS = 64
+IN_FLOAT32: Any = {"preferred_element_type": jnp.float32}
 
 
 class Block(NamedTuple):
@@ -56,8 +58,10 @@ class Running(NamedTuple):
         peak = jnp.maximum(self.top, score.max(axis=-1))
         weight = jnp.where(seen, jnp.exp(score - peak[..., None]), 0)
         fade = jnp.exp(self.top - peak)
-        gained = _flat_product("bgrk,bgkd->bgrd", weight.astype(block.value.dtype), block.value)
-        return Running(peak, self.total * fade + weight.sum(-1), self.sums * fade[..., None] + gained)
+        gained = _gains(weight.astype(block.value.dtype), block.value)
+        return Running(
+            peak, self.total * fade + row_sum(weight)[..., 0], self.sums * fade[..., None] + gained
+        )
 
     def result(self) -> Float[Array, "B G heads M Dv"]:
         """The attention's output."""
@@ -67,17 +71,24 @@ class Running(NamedTuple):
 def _scores(query: Array, key: Array) -> Float[Array, "B G heads M keys"]:
     """Few rows go second: XLA's CPU compiler is three times slower at them first, with keys by rows."""
     if query.shape[2] * query.shape[3] > FEW_ROWS:
-        return _flat_product("bgrd,bgkd->bgrk", query, key)
-    flat = query.reshape(*query.shape[:2], -1, query.shape[-1])
-    turned = jnp.einsum("bgkd,bgrd->bgkr", key, flat, preferred_element_type=jnp.float32)
-    return turned.swapaxes(2, 3).reshape(*query.shape[:-1], -1)
+        return _flat_product(lambda rows: jnp.einsum("bgrd,bgkd->bgrk", rows, key, **IN_FLOAT32), query)
+
+    def turned(rows: Array) -> Array:
+        return jnp.einsum("bgkd,bgrd->bgkr", key, rows, **IN_FLOAT32).swapaxes(2, 3)
+
+    return _flat_product(turned, query)
 
 
-def _flat_product(spec: str, rows: Array, keyed: Array) -> Array:
-    """``rows`` [B, G, heads, M, X] as rows of one product for each K/V head."""
+def _gains(weight: Array, value: Array) -> Float[Array, "B G heads M Dv"]:
+    return _flat_product(lambda rows: jnp.einsum("bgrk,bgkd->bgrd", rows, value, **IN_FLOAT32), weight)
+
+
+def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
+    """``rows`` [B, G, heads, M, X] as rows of one product for each K/V head; two at least, for steadiness."""
     flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-    out = jnp.einsum(spec, flat, keyed, preferred_element_type=jnp.float32)
-    return out.reshape(*rows.shape[:-1], -1)
+    count = flat.shape[2]
+    out = product(flat if count > 1 else jnp.concatenate([flat, flat], axis=2))
+    return out[:, :, :count].reshape(*rows.shape[:-1], -1)
 
 
 def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:

@@ -25,28 +25,53 @@ def test_examples_run(example, capsys):
     assert "same text: False" not in said and "same tokens: False" not in said
 
 
-def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys, tmp_path):
-    """The demo on a tiny model: exit status 0, and 1 when a method's text is not plain decoding's."""
+@pytest.fixture
+def tiny_demo(monkeypatch):
+    """The demo's pair is a tiny one."""
     target, drafter = make_pair("qwen3", block_size=6)
-    monkeypatch.setattr(demo, "load_demo_pair", lambda: (target, drafter, NumberTokenizer(VOCAB)))
-    picture = tmp_path / "timeline.png"
-    arguments = ["demo", "--runtime", "eager", "--max-new-tokens", "12", "--png", str(picture)]
-    assert main(arguments) == 0
+    monkeypatch.setattr(demo, "load_demo_pair", lambda dtype: (target, drafter, NumberTokenizer(VOCAB)))
+    return drafter
+
+
+def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monkeypatch, capsys, tmp_path):
+    picture, figures = tmp_path / "timeline.png", tmp_path / "figures.json"
+    (tmp_path / "set.jsonl").write_text('{"turns": ["5 6 7"]}\n{"turns": ["8 9", "1"]}\n')
+    arguments = [
+        "demo",
+        "--runtime",
+        "eager",
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        "--question",
+        "1 2",
+    ]
+    more = ["--png", str(picture), "--json", str(figures), "--draw", "2", "--prompts", str(tmp_path)]
+    assert main([*arguments, *more]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert "n-gram lookup, W=6" in said and "acceptance length" in said and "verify round costs" in said
+    assert "same text" in said and "tokens per target pass" in said and "(median)" in said
+    found = json.loads(figures.read_text())
+    assert [one["kind"] for one in found["questions"]] == ["yours", "set", "set"]
+    rows = {row["method"]: row for row in found["rows"]}
+    assert rows["plain decoding"]["speedup"] == 1.0 and rows["DFlash"]["acceptance_length"] >= 1
+    assert all(row["same_text"] and row["new_tokens"] == 36 for row in rows.values())
+    assert "transformers' generate, float32" in rows and set(found["seconds"]) >= {
+        "load",
+        "compile",
+        "decode",
+    }
 
-    honest = td.Engine.generate
+    honest = td.Engine.stream
 
     def wrong(self, *args, **options):
-        output = honest(self, *args, **options)
-        if self.plan.block_size > 1 and isinstance(output, td.GenerateOutput):
-            output.sequences[0, -1] += 1
-        return output
+        for (piece,) in honest(self, *args, **options):
+            yield [[(token + 1) % VOCAB for token in piece] if self.plan.block_size > 1 else piece]
 
-    monkeypatch.setattr(td.Engine, "generate", wrong)
+    monkeypatch.setattr(td.Engine, "stream", wrong)
     assert main(arguments) == 1
-    assert "NO" in capsys.readouterr().out
+    assert "OTHER TEXT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -58,12 +83,12 @@ def test_the_demo_fails_loudly_when_a_text_differs(monkeypatch, capsys, tmp_path
         (("--verify-width", "0"), "--verify-width 0: the anchor and a draft need at least 2"),
         (("--verify-width", "99"), "--verify-width 99: the drafter's blocks have 6 rows"),
         (("--json", "/nonexistent/x.json"), "--json /nonexistent/x.json: its folder does not exist"),
+        (("--repeats", "0"), "--repeats 0: must be"),
+        (("--draw", "2", "--prompts", "/nonexistent"), "--draw 2: /nonexistent: 0 prompts in its *.jsonl"),
         (("--png", "/nonexistent/x.png"), "--png /nonexistent/x.png: its folder does not exist"),
     ],
 )
-def test_the_demo_refuses_in_one_line(line, words, monkeypatch, capsys):
-    target, drafter = make_pair("qwen3", block_size=6)
-    monkeypatch.setattr(demo, "load_demo_pair", lambda: (target, drafter, NumberTokenizer(VOCAB)))
+def test_the_demo_refuses_in_one_line(line, words, tiny_demo, capsys):
     assert main(["demo", "--runtime", "eager", *line]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"torch-dflash demo: {words}") and err.count("\n") == 1

@@ -28,6 +28,8 @@ def byte_tokenizer(template=None):
 class NumberTokenizer:
     """Enough of a tokenizer for pages and the demo: a prompt of four ids in, numbers out."""
 
+    eos_token_id = None
+
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 

@@ -6,7 +6,8 @@ import functools
 import sys
 from collections import deque, namedtuple
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from enum import Enum
+from types import MappingProxyType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,10 @@ class Policy:
     """A type that models of it share."""
 
     dtype: torch.dtype
+
+    def cast(self, rows):
+        """To the type."""
+        return rows.to(self.dtype)
 
 
 @functools.cache
@@ -76,6 +81,8 @@ HOLDERS = {
     "closure": lambda kind: lambda x: x.to(kind),
     "deque": lambda kind: deque([kind]),
     "view": lambda kind: MappingProxyType({"dtype": kind}),
+    "namespace": lambda kind: SimpleNamespace(dtype=kind),
+    "method": lambda kind: Policy(kind).cast,
     "chain": lambda kind: functools.reduce(lambda held, _: Memo(held), range(2000), Memo(None)),
 }
 
@@ -158,6 +165,38 @@ def test_a_setting_is_not_hidden_by_an_entry_that_comes_beside_it():
         compiled(tiny(NotesUncached))
 
 
+class Mode(Enum):
+    """A key of a counter."""
+
+    PLAIN = "plain"
+
+
+class Counts(transformers.LlamaForCausalLM):
+    """Keeps records of passes without a cache, and a counter in its class that begins in a later pass."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.counts, self.lengths = {Mode.PLAIN: 0}, []
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
+        if past_key_values is None:
+            self.counts[Mode.PLAIN] += 1
+            self.lengths.append(len(self.lengths))
+        elif past_key_values.get_seq_length() > 0:
+            type(self).steps = getattr(type(self), "steps", 0) + 1
+        more["past_key_values"] = past_key_values
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+def test_records_of_some_passes_are_let_be():
+    target = tiny(Counts)
+    engine = compiled(target)
+    for _ in range(2):
+        assert text(engine) == own_text(target, PROMPT, 8)
+        target(torch.tensor([PROMPT]), use_cache=False)
+    assert text(compiled(target)) == own_text(target, PROMPT, 8)
+
+
 class Longest(transformers.LlamaForCausalLM):
     """Its class counts."""
 
@@ -196,7 +235,7 @@ class ImportsLate(transformers.LlamaForCausalLM):
     def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids)
         if embeds.device.type == "cpu":
-            import imported_by_a_forward
+            import imported_by_a_forward  # pyright: ignore[reportMissingImports]
 
             embeds = embeds + imported_by_a_forward.SHIFT
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)

@@ -1,9 +1,8 @@
-"""``torch-dflash demo``: the pair that comes with the library answers a question, beside the baselines."""
+"""``torch-dflash demo``: the pair that comes with the library answers, plainly and with DFlash."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,136 +11,151 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.cli.arguments import check_room, prompt_room, rows_or_auto
+from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, fail
-from torch_dflash.cli.provenance import write_json
-from torch_dflash.cli.timeline import draw_timeline, stream_answer
+from torch_dflash.cli.provenance import hardware, write_json
+from torch_dflash.cli.timeline import Printer, draw_timeline
 from torch_dflash.cli.writable import check_outputs
+from torch_dflash.demo.contest import Method, has_native_dflash, ours, transformers_own
 from torch_dflash.demo.pair import load_demo_pair
-from torch_dflash.demo.target import DemoModelError
+from torch_dflash.demo.questions import QUESTIONS, draw
+from torch_dflash.demo.target import DemoModelError, load_demo_target
+from torch_dflash.engine.defaults import default_stop_ids
+from torch_dflash.plan import MIN_BUCKET
 
-QUESTION = (
-    "A baker bakes 36 rolls in the morning and half as many in the afternoon. She sells each roll for 2 "
-    "dollars. How much money does she make if she sells all of them?"
-)
-PLAIN = "plain decoding"
-REPEATS = 3
+DTYPES = ("bfloat16", "float32")
 
 
 def add_parser(commands) -> None:
     """Declare the subcommand."""
     parser = commands.add_parser("demo", help="ask the pair that comes with the library a question")
-    parser.add_argument("--question", default=QUESTION)
-    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--question", help="a question of your own, instead of those of --kind")
     parser.add_argument(
-        "--verify-width", type=rows_or_auto, help="rows verified, the anchor included, or auto (default: all)"
+        "--kind", choices=(*QUESTIONS, "all"), default="maths", help="the fixed questions asked"
     )
+    parser.add_argument("--draw", type=int, default=0, metavar="N", help="and N drawn from --prompts")
+    parser.add_argument("--prompts", type=Path, default=Path("data/eval"), metavar="DIR")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument(
+        "--verify-width", type=rows_or_auto, default="auto", help="rows verified, or auto (default)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the pair's weights")
+    parser.add_argument("--quantize", choices=("int8",), help="keep linear weights in 8 bits")
     parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
-    parser.add_argument("--json", metavar="FILE", help="write the table with its provenance")
+    parser.add_argument("--repeats", type=int, default=1, help="times each question is asked; medians")
+    parser.add_argument("--json", metavar="FILE", help="write the figures with their provenance")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw the acceptance length of every round")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer, compare, print. Exit status 1 if any text differs from plain decoding, 2 on wrong usage."""
+    """Answer, compare, print. Exit status 1 if our text differs from plain decoding, 2 on wrong usage."""
     try:
-        _check_arguments(arguments)
-        return _answer(arguments, *load_demo_pair())
+        questions = _check_arguments(arguments)
+        return _contest(arguments, questions)
     except (UserError, DemoModelError) as error:
         return fail("demo", error)
     except KeyboardInterrupt:
         return 130
 
 
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse what needs no model to be refused."""
-    if arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {arguments.max_new_tokens}: must be an integer of at least 1.")
+def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Refuse what needs no model to be refused; the questions, each with its kind."""
+    for name in ("max_new_tokens", "repeats"):
+        if getattr(arguments, name) < 1:
+            option = "--" + name.replace("_", "-")
+            raise UserError(f"{option} {getattr(arguments, name)}: must be an integer of at least 1.")
     rows = arguments.verify_width
-    if rows not in (None, "auto") and (isinstance(rows, str) or rows < 2):
+    if rows != "auto" and (isinstance(rows, str) or rows < 2):
         raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
     check_outputs(json=arguments.json, png=arguments.png)
+    kinds = list(QUESTIONS) if arguments.kind == "all" else [arguments.kind]
+    questions = [(kind, QUESTIONS[kind]) for kind in kinds]
+    if arguments.question is not None:
+        questions = [("yours", arguments.question)]
+    try:
+        return questions + (draw(arguments.prompts, arguments.draw) if arguments.draw else [])
+    except ValueError as error:
+        raise UserError(f"--draw {arguments.draw}: {error}") from None
 
 
-def _answer(arguments: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any) -> int:
+def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) -> int:
+    parts, dtype = Parts(), getattr(torch, arguments.dtype)
+    with parts.timed("load"):
+        target, drafter, tokenizer = load_demo_pair(dtype)
     block = drafter.config.block_size
-    width = arguments.verify_width if isinstance(arguments.verify_width, int) else block
-    if width > block:
-        raise UserError(f"--verify-width {width}: the drafter's blocks have {block} rows; lower it.")
-    room = prompt_room(arguments.max_new_tokens, target)
-    prompt = encode(tokenizer, [{"role": "user", "content": arguments.question}])
-    check_room(prompt, room)
-    ids = torch.tensor([prompt])
-    drafters = {PLAIN: None, f"n-gram lookup, W={width}": td.NGramProposer(width), "DFlash": drafter}
-    options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False}
-    options["max_length"] = ids.shape[1] + arguments.max_new_tokens
-    shown = {"verify_width": arguments.verify_width}
-
-    print(f"Q: {arguments.question}\n\nCompiling for runtime={arguments.runtime!r} ...", flush=True)
-    live = td.compile(target, drafter, rounds_per_chunk=1, **shown, **options)
-    call: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    live.generate(ids, max_new_tokens=2, do_sample=False)  # compiles what this question needs
-    print("A: ", end="", flush=True)
-    stream_answer(live, tokenizer, ids, sys.stdout.isatty(), **call)
-    if sys.stdout.isatty():
-        print("(green: drafted and accepted; the rest: the target's own, one token a round)")
-
-    engines = {
-        name: td.compile(target, drafts, **(shown if drafts is drafter else {}), **options)
-        for name, drafts in drafters.items()
-    }
-    outputs = _measure(engines, ids, call)
-    rows = _report(outputs)
-    print("\n" + _verify_cost(rows))
-    if arguments.json:
-        write_json(arguments.json, {"question": arguments.question, "rows": rows})
-    if arguments.png:
-        rounds = {name: runs[0].stats.acceptance_lengths[0] for name, runs in outputs.items()}
-        draw_timeline(arguments.png, {name: rounds[name] for name in rounds if name != PLAIN}, width)
-    return 0 if all(row["same_text"] for row in rows) else 1
-
-
-def _measure(engines: dict[str, td.Engine], ids, call: dict[str, Any]) -> dict[str, list[Any]]:
-    """Outputs by name: a discarded first run each, then ``REPEATS`` interleaved ones."""
-    for engine in engines.values():
-        engine.generate(ids, **call)
-    outputs: dict[str, list[Any]] = {name: [] for name in engines}
-    for _ in range(REPEATS):
-        for name, engine in engines.items():
-            outputs[name].append(engine.generate(ids, return_dict_in_generate=True, **call))
-    return outputs
-
-
-def _report(outputs: dict[str, list[Any]]) -> list[dict]:
-    """Print the table and return its rows."""
-    first = outputs[PLAIN][0].sequences
-    rows = []
-    print(f"\n{'':22}{'acceptance length':>18}{'tok/s':>8}{'vs plain':>10}{'ms/round':>10}  same text")
-    for name, runs in outputs.items():
-        stats = runs[0].stats
-        tpot = statistics.median(run.stats.time_per_output_token or float("nan") for run in runs)
-        row = {
-            "method": name,
-            "acceptance_length": stats.mean_acceptance_length,
-            "tokens_per_second": 1 / tpot,
-            "ms_per_round": tpot * (stats.new_tokens - 1) / max(stats.rounds, 1) * 1e3,
-            "new_tokens": stats.new_tokens,
-            "same_text": all(torch.equal(run.sequences, first) for run in runs),
-        }
-        rows.append(row)
-        row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
-        print(
-            f"{name:22}{row['acceptance_length']:>18.2f}{row['tokens_per_second']:>8.1f}"
-            f"{row['speedup']:>9.2f}x{row['ms_per_round']:>10.1f}  {'yes' if row['same_text'] else 'NO'}"
+    if isinstance(arguments.verify_width, int) and arguments.verify_width > block:
+        raise UserError(
+            f"--verify-width {arguments.verify_width}: the drafter's blocks have {block} rows; lower it."
         )
-    return rows
+    room, asked = prompt_room(arguments.max_new_tokens, target), []
+    for kind, question in questions:
+        ids = encode(tokenizer, [{"role": "user", "content": question}])
+        check_room(ids, room)
+        asked.append(Asked(kind, question, torch.tensor([ids])))
+    names = f"{type(target).__name__} and its drafter, {arguments.dtype}"
+    form = names + (f", products in {arguments.quantize}" if arguments.quantize else "")
+    print(f"{form}; runtime {arguments.runtime}; {hardware()}\n", flush=True)
+    methods = _methods(arguments, target, drafter, tokenizer, asked, parts)
+    for number, one in enumerate(asked):
+        print(f"Q ({one.kind}): {one.question}\n", flush=True)
+        with parts.timed("decode"):
+            for _ in range(arguments.repeats):
+                _ask(one, methods, tokenizer, arguments.max_new_tokens, show=number < len(QUESTIONS))
+    same = report(asked, arguments.dtype, parts)
+    if arguments.json:
+        options = {"dtype": arguments.dtype, "quantize": arguments.quantize, "runtime": arguments.runtime}
+        options |= {"verify_width": arguments.verify_width, "repeats": arguments.repeats}
+        write_json(arguments.json, options | {"threads": torch.get_num_threads()} | as_json(asked, parts))
+    if arguments.png:
+        pieces = asked[0].answers[DFLASH][0].pieces[1:]
+        draw_timeline(arguments.png, {DFLASH: list(map(len, pieces))}, block)
+    return 0 if same else 1
 
 
-def _verify_cost(rows: list[dict]) -> str:
-    """What this device's verify costs: the n-gram round has no draft pass, so it is the verify alone."""
-    plain, ngram, *_ = rows
-    cost = ngram["ms_per_round"] / plain["ms_per_round"]
-    return (
-        f"A verify round costs {cost:.1f} plain steps on this device. A TPU or GPU at batch 1 reads\n"
-        "the weights once for all rows and should stay near 1; a CPU does not: there, look at acceptance."
-    )
+def _methods(
+    arguments: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any, asked: list[Asked], parts: Parts
+) -> dict[str, Method]:
+    """What takes turns, warm: nothing compiles any more, and the costs of each width are known."""
+    stops, new = default_stop_ids(target, tokenizer), arguments.max_new_tokens
+    options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False, "rounds_per_chunk": 1}
+    options |= {"max_length": max(one.ids.shape[1] for one in asked) + new, "prefill_chunk_size": MIN_BUCKET}
+    options |= {"quantize": arguments.quantize}
+    plain = td.compile(target, None, **options)
+    drafting = td.compile(target, drafter, verify_width=arguments.verify_width, **options)
+    with parts.timed("compile"):
+        plain.warmup()
+        drafting.warmup()
+    methods = {
+        PLAIN: ours(plain, stops),
+        DFLASH: ours(drafting, stops),
+        TRANSFORMERS.format(arguments.dtype): transformers_own(target, stops),
+    }
+    if arguments.dtype != "float32":
+        with parts.timed("load"):
+            exact = load_demo_target(torch.float32, progress=False)[0]
+        methods[TRANSFORMERS.format("float32")] = transformers_own(exact, stops)
+    if has_native_dflash():
+        native = {"assistant_model": drafter, "speculation_type": "dflash"}
+        methods[NATIVE.format(arguments.dtype)] = transformers_own(target, stops, **native)
+    with parts.timed("warm up"):
+        for name, method in methods.items():
+            method(asked[0].ids, min(new, 16 if name == DFLASH else 3), lambda piece: None)
+    return methods
+
+
+def _ask(one: Asked, methods: dict[str, Method], tokenizer: Any, new: int, show: bool) -> None:
+    """Each method answers in turn; the first time, ours are shown as they come."""
+    for name, method in methods.items():
+        shown = show and name in (PLAIN, DFLASH) and not one.answers.get(name)
+        printer = Printer(tokenizer, colour=sys.stdout.isatty() and name == DFLASH)
+        if shown:
+            legend = " (green: drafted and accepted)" if sys.stdout.isatty() and name == DFLASH else ""
+            print(f"{name}{legend}:", flush=True)
+        one.answers.setdefault(name, []).append(
+            method(one.ids, new, printer if shown else lambda piece: None)
+        )
+        if shown:
+            printer.end()
+            print()

@@ -20,7 +20,7 @@ def provenance() -> dict:
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "hardware": _hardware(),
+        "hardware": hardware(),
     }
 
 
@@ -36,7 +36,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _hardware() -> str:
+def hardware() -> str:
+    """The accelerators of JAX, if it runs on some, or the processor by its name."""
     jax = sys.modules.get("jax")  # only if this process decodes with it
     if jax is not None and jax.devices()[0].platform != "cpu":
         return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"

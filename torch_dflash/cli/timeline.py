@@ -6,29 +6,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.text import TextStream
 from torch_dflash.storage.files import write_atomically
 
 GREEN, RESET = "\033[32m", "\033[0m"
 
 
-def stream_answer(engine: Engine, tokenizer: Any, ids: Any, colour: bool, **options: Any) -> None:
-    """Decode one row to stdout round by round.
+class Printer:
+    """Writes an answer to stdout piece by piece.
 
-    With ``colour``, accepted drafts are green; the target's own tokens (one a round) are not. The engine
-    should read after every round (``rounds_per_chunk=1``), or pieces of text hold several.
+    With ``colour``, accepted drafts are green; the target's own tokens (the last of each piece) are not.
     """
-    text = TextStream(tokenizer)
-    for number, (tokens,) in enumerate(engine.stream(ids, **options)):
-        for place, token in enumerate(tokens):
-            accepted = number > 0 and place + 1 < len(tokens)  # the first piece is prefill's token
-            piece = text.push([token])
-            if piece and colour and accepted:
-                piece = f"{GREEN}{piece}{RESET}"
-            sys.stdout.write(piece)
+
+    def __init__(self, tokenizer: Any, colour: bool):
+        self._text, self._colour = TextStream(tokenizer), colour
+
+    def __call__(self, piece: list[int]) -> None:
+        """Show what one target pass has brought."""
+        for place, token in enumerate(piece):
+            text = self._text.push([token])
+            accepted = self._colour and place + 1 < len(piece)
+            sys.stdout.write(f"{GREEN}{text}{RESET}" if text and accepted else text)
         sys.stdout.flush()
-    print(text.push([], final=True))
+
+    def end(self) -> None:
+        """Show what was held back, and end the line."""
+        print(self._text.push([], final=True), flush=True)
 
 
 def draw_timeline(path: Path, timelines: dict[str, list[int]], width: int) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.target.describe import describe, digest
-from torch_dflash.target.origins import Same, is_authors
+from torch_dflash.target.origins import is_authors
 from torch_dflash.target.trace import run_otherwise
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
@@ -28,7 +28,7 @@ IGNORED = frozenset(
 )
 _BOOKKEEPING = frozenset(vars(nn.Module())) | set(dir(PreTrainedModel))
 _META = re.compile(r"(?<![A-Za-z])meta(?![A-Za-z])")
-ABSENT, VARIES = object(), object()
+ABSENT, VARIES, LONGER = object(), object(), object()
 _LARGE = 10_000
 
 
@@ -103,12 +103,12 @@ def written_in(
         key: reduce(_common, (_lasting(told.get(key, ABSENT)) for told in seen)) for key in changed - passing
     }
     # A collection that only an uncommon pass makes longer may hold settings beside: changed, it is refused.
-    kept = {key for key in before if once.get(key) == before[key] and not _is_constant(before[key])}
+    kept = {key for key in before if once.get(key) == before[key]}
     return {key: told for key, told in written.items() if key not in kept or not _hides(told)}
 
 
 def _fits(found: Hashable, pattern: Hashable) -> bool:
-    if pattern is VARIES or found == pattern:
+    if pattern is VARIES or pattern is LONGER or found == pattern:
         return True
     if type(found) is not tuple or type(pattern) is not tuple or len(found) != len(pattern):
         return False
@@ -119,18 +119,17 @@ def _common(one: Hashable, other: Hashable) -> Hashable:
     """What two descriptions say alike, part by part."""
     if one == other:
         return one
-    if type(one) is not tuple or type(other) is not tuple or len(one) != len(other):
-        return VARIES
+    if type(one) is not tuple or type(other) is not tuple or LONGER in (one, other):
+        return LONGER if LONGER in (one, other) else VARIES
+    if len(one) != len(other):
+        return LONGER if one and other else VARIES  # what is empty hides nothing
     # A number, a word: of any kind, if it varies.
     return VARIES if _is_constant(one) else tuple(map(_common, one, other))
 
 
 def _hides(description: Hashable) -> bool:
     """Whether a collection in it is of any length, so that nothing is said of its parts."""
-    if type(description) is not tuple:
-        return description is VARIES
-    whole = description[1:] == (VARIES,) and type(description[0]) is Same
-    return whole or any(_hides(part) for part in description if part is not VARIES)
+    return description is LONGER or type(description) is tuple and any(map(_hides, description))
 
 
 def _is_constant(description: Hashable) -> bool:

@@ -92,13 +92,13 @@ def noting_writes(model: nn.Module) -> Iterator[Callable[[], None]]:
     there = {entry[:2] for entry in before if isinstance(entry, tuple)}
     holders, imported = {holder for holder, _ in there}, sys.modules.keys() - loaded
     changed = {entry[:2] for entry in before ^ first if isinstance(entry, tuple)}
-    # What is new may have come with a module that was imported meanwhile: then it is no write.
-    made = {entry for entry in changed if entry[0] in holders and _OF not in entry[1]}
-    made = {entry for entry in made if entry[1] not in imported}
-    # Later passes may be the first to import something: of what is new then, nothing is taken for a write.
+
     early = {entry[:2] for entry in first if isinstance(entry, tuple)}
     later = {entry[:2] for entry in first ^ after if isinstance(entry, tuple)}
-    _written[type(model)] = known | changed & there | made | later & early
+    # What is new may have come with a module that was imported meanwhile: then it is no write.
+    new = {name for name in changed | later if name[0] in holders and _OF not in name[1]}
+    made = {name for name in new if name[1] not in imported}
+    _written[type(model)] = known | changed & there | later & early | made
 
 
 def parts_of(config: Any) -> list[Any]:

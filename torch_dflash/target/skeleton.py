@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import itemgetter
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.target.describe import describe
 from torch_dflash.target.experts import EXPERTS
 from torch_dflash.target.forgetting import TORCHS
-from torch_dflash.target.types import with_types_of
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
@@ -65,33 +67,55 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
         part.output_router_logits = False  # a traced forward has none
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         config._experts_implementation = EXPERTS
+    asked = (getattr(config, "dtype", None), model.dtype, torch.float32)
+    noted, made = _types_noted(model), []
+    for dtype in dict.fromkeys(dtype for dtype in asked if dtype in _FLOATS):
+        skeleton = _construct(type(model), config, dtype)
+        other = sum(noted.get(key) != described for key, described in _types_noted(skeleton).items())
+        if not other:
+            return skeleton
+        made.append((other, skeleton))
+    return min(made, key=itemgetter(0))[1]
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_building = threading.Lock()
+
+
+def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """A model as `from_pretrained` makes one of this dtype: constructors note the default that they find."""
     try:
-        with torch.device("meta"):
-            skeleton = type(model)(config)
+        with _building, torch.device("meta"):
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                return kind(copy.deepcopy(config)).eval().requires_grad_(False)
+            finally:
+                torch.set_default_dtype(before)
     except KeyError as error:
         raise ValueError(
-            f"target={type(model).__name__}: it knows no attention implementation but its own "
+            f"target={kind.__name__}: it knows no attention implementation but its own "
             f"({error}), so that cannot be swapped; use a model with transformers' attention interface."
         ) from error
     except Exception as error:  # a class that is not known may do anything
         raise TypeError(
-            f"{type(model).__name__} cannot be built from its config alone ({error}); pass a model whose "
+            f"{kind.__name__} cannot be built from its config alone ({error}); pass a model whose "
             "class takes just a config, as those of transformers do."
         ) from error
-    _take_types(skeleton, model)
-    return skeleton.eval().requires_grad_(False)
 
 
-def _take_types(skeleton: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Types that a constructor noted are those of the weights as they were loaded.
+def _types_noted(model: PreTrainedModel) -> dict[tuple[str, str], Any]:
+    """The attributes that hold torch dtypes, described."""
+    told = {
+        (name, key): describe(value, type)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in TORCHS and not isinstance(value, PreTrainedConfig)
+    }
+    return {key: described for key, described in told.items() if _has_type(described)}
 
-    What holds one is copied: a constructor may have handed out what others hold, too.
-    """
-    live, made = dict(model.named_modules()), {}
-    for name, module in skeleton.named_modules():
-        theirs = vars(live[name]) if name in live else {}
-        for key, value in list(vars(module).items()):
-            if key not in TORCHS and key in theirs:
-                found = with_types_of(value, theirs[key], made)
-                if found is not value:
-                    setattr(module, key, found)
+
+def _has_type(described: Any) -> bool:
+    if type(described) not in (tuple, frozenset):
+        return described is torch.dtype
+    return any(map(_has_type, described))

@@ -1,0 +1,102 @@
+"""Rows of a pass do not depend on the rows beside them: one row alone and eight round alike."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny import make_pair
+
+import jax_bridge as jb
+import torch_dflash as td
+from jax_bridge import lower, steady
+from jax_bridge._torchax import call_torch
+from jax_bridge.kernels import streamed
+
+NORMS = {
+    "mean": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+    "softmax": lambda x: torch.softmax(x, dim=-1, dtype=torch.float32).to(x.dtype),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:], eps=1e-5),
+}
+
+
+def lowered(function, x: torch.Tensor) -> torch.Tensor:
+    return jb.to_torch(jax.jit(lambda x: call_torch(function, x))(jb.to_jax(x)))
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 128, 576, 1000])
+def test_halves_are_the_sum(size):
+    rows = torch.randn(3, 5, size)
+    got = jb.to_torch(steady.sum_of_halves(jb.to_jax(rows)))
+    torch.testing.assert_close(got.double(), rows.double().sum(-1, keepdim=True), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("norm", "size"),
+    [("mean", 64), ("mean", 576), ("layer norm", 64), ("layer norm", 576), ("softmax", 8), ("softmax", 64)],
+)
+def test_a_row_alone_is_what_it_is_among_others(norm, size, dtype):
+    rows = torch.randn(1, 8, size, dtype=dtype)
+    whole = lowered(NORMS[norm], rows)
+    for count in range(1, 8):
+        assert torch.equal(lowered(NORMS[norm], rows[:, :count]), whole[:, :count])
+    tolerance: Any = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.01}
+    torch.testing.assert_close(whole, NORMS[norm](rows), **tolerance)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6,), ()])
+@pytest.mark.parametrize("norm", ["mean", "softmax"])
+def test_other_axes_are_those_of_torch(norm, shape):
+    rows = torch.randn(shape)
+    for dim in range(len(shape)) if shape else [0]:
+        function = partial(torch.mean if norm == "mean" else torch.softmax, dim=dim)
+        torch.testing.assert_close(lowered(function, rows), function(rows))
+    torch.testing.assert_close(lowered(torch.mean, rows), rows.mean())
+
+
+def test_gradients_are_those_of_a_sum():
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((3, 10)), jnp.float32)
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: steady.row_sum(x * 2).sum())(rows), jnp.full((3, 10), 2.0)
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_attention_of_a_row_is_what_it_is_among_others(heads):
+    key, value = (jnp.asarray(torch.randn(1, 2, 64, 64).numpy()) for _ in range(2))
+    query = jnp.asarray(torch.randn(1, 2, heads, 8, 64).numpy())
+
+    def attend(query):
+        seen = jnp.ones((1, query.shape[3], 64), bool)
+        running = streamed.Running.begin(query, 64)
+        return jax.jit(lambda: running.add(query, streamed.Block(key, value, seen), 0.125).result())()
+
+    whole = attend(query)
+    for count in range(1, 8):
+        np.testing.assert_array_equal(attend(query[:, :, :, :count]), whole[:, :, :, :count])
+
+
+def float_sums() -> int:
+    """Sums of floats over an axis in the compiled rounds of a pair, others than halves."""
+    engine = td.compile(*(model.bfloat16() for model in make_pair("llama")), max_length=64, filters=False)
+    runtime: Any = engine.runtime
+    params = runtime.refresh(engine.tensors())
+    state = runtime.take_in(params, engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4))
+    with lower.tracing("highest"):
+        rounds = runtime._rounds[engine.plan.verify_width]
+        text = jax.jit(rounds, donate_argnums=1).lower(params, state).as_text()
+    return len(re.findall(r"stablehlo.reduce\([^\n]*stablehlo.add[^\n]*tensor<[^>]*(?:f32|bf16)>", text))
+
+
+def test_no_round_has_another_sum(monkeypatch):
+    assert float_sums() == 0
+    monkeypatch.setattr(steady, "sum_of_halves", lambda rows: rows.sum(axis=-1, keepdims=True))
+    assert float_sums() > 0

@@ -1,0 +1,110 @@
+"""What the demo found: a table, one line that anyone understands, and the same as data."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torch_dflash.demo.contest import Answer
+
+PLAIN, DFLASH = "plain decoding", "DFlash"
+TRANSFORMERS, NATIVE = "transformers' generate, {}", "transformers' DFlash, {}"
+
+
+@dataclass
+class Asked:
+    """A question, its ids [1, T], and by method the answers to it."""
+
+    kind: str
+    question: str
+    ids: torch.Tensor
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+
+    def seconds(self, name: str) -> float:
+        """Time per output token of a method, the median."""
+        return statistics.median(answer.time_per_output_token for answer in self.answers[name])
+
+    def same(self, name: str) -> bool:
+        """Whether a method said what its own kind of plain decoding says, each time."""
+        native, generate = (kind.partition(",")[0] for kind in (NATIVE, TRANSFORMERS))
+        plain = PLAIN if name == DFLASH else name.replace(native, generate)
+        wanted = self.answers[plain][0].tokens
+        return all(answer.tokens == wanted for answer in self.answers[name])
+
+
+class Parts:
+    """How long each part took, in seconds."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add what happens meanwhile to the part ``name``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def report(asked: list[Asked], dtype: str, parts: Parts) -> bool:
+    """Print everything; whether our texts are those of plain decoding."""
+    rows = _rows(asked)
+    print(f"{'':34}{'tokens a pass':>14}{'tok/s':>8}{'vs plain':>10}{'(quartiles)':>14}  same text")
+    for row in rows:
+        spread = "({:.2f}..{:.2f})".format(*row["quartiles"]) if len(asked) > 1 else ""
+        print(
+            f"{row['method']:34}{row['acceptance_length']:>14.2f}{row['tokens_per_second']:>8.1f}"
+            f"{row['speedup']:>9.2f}x{spread:>14}  {'yes' if row['same_text'] else 'NO'}"
+        )
+    ours = next(row for row in rows if row["method"] == DFLASH)
+    best = max((row for row in rows if "generate" in row["method"]), key=lambda row: row["speedup"])
+    text = "same text" if ours["same_text"] else "OTHER TEXT"
+    median = " (median)" if len(asked) > 1 else ""
+    print(
+        f"\nDFlash: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
+        f"{ours['acceptance_length']:.1f} tokens per target pass;\n"
+        f"{ours['speedup'] / best['speedup']:.2f} times as fast as {best['method']}."
+    )
+    print("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
+    return bool(ours["same_text"])
+
+
+def as_json(asked: list[Asked], parts: Parts) -> dict[str, Any]:
+    """The figures, of all questions together and of each."""
+    return {
+        "seconds": parts.seconds,
+        "rows": _rows(asked),
+        "questions": [{"kind": one.kind, "question": one.question, "rows": _rows([one])} for one in asked],
+    }
+
+
+def _rows(asked: list[Asked]) -> list[dict[str, Any]]:
+    """A method each: tokens a pass and tokens a second of all questions, the median of what is gained."""
+    rows = []
+    for name in asked[0].answers:
+        answers = [one.answers[name][0] for one in asked]
+        gained = sorted(one.seconds(PLAIN) / one.seconds(name) for one in asked)
+        quartiles = statistics.quantiles(gained, n=4, method="inclusive") if len(gained) > 1 else gained * 3
+        later = [len(piece) for answer in answers for piece in answer.pieces[1:]]
+        counts = [sum(map(len, answer.pieces[1:])) for answer in answers]
+        spent = sum(one.seconds(name) * count for one, count in zip(asked, counts, strict=True))
+        rows.append(
+            {
+                "method": name,
+                "acceptance_length": sum(later) / max(len(later), 1),
+                "tokens_per_second": sum(counts) / spent if spent else float("nan"),
+                "new_tokens": sum(len(answer.tokens) for answer in answers),
+                "speedup": statistics.median(gained),
+                "quartiles": [quartiles[0], quartiles[2]],
+                "same_text": all(one.same(name) for one in asked),
+            }
+        )
+    return rows

@@ -1,0 +1,100 @@
+"""Methods that answer the same question, and what each took: ours, and transformers' own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from torch_dflash.engine.engine import Engine
+
+Show = Callable[[list[int]], None]
+Method = Callable[[torch.Tensor, int, Show], "Answer"]
+"""``(prompt ids [1, T], most new tokens, what is called with each piece) -> Answer``."""
+
+
+@dataclass
+class Answer:
+    """An answer in pieces, as it came: the first with the prompt's pass, then one for each target pass.
+
+    ``times``: seconds from the call on.
+    """
+
+    started: float = field(default_factory=time.perf_counter)
+    pieces: list[list[int]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    def add(self, piece: list[int]) -> None:
+        """Note a piece that has come just now; nothing for an empty one."""
+        if piece:
+            self.pieces.append(piece)
+            self.times.append(time.perf_counter() - self.started)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole answer."""
+        return [token for piece in self.pieces for token in piece]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a target pass brings, the prompt's apart; NaN where there is no other."""
+        rounds = list(map(len, self.pieces[1:]))
+        return sum(rounds) / len(rounds) if rounds else float("nan")
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Seconds, after the first piece (TPOT); NaN where there is no other."""
+        count = sum(map(len, self.pieces[1:]))
+        return (self.times[-1] - self.times[0]) / count if count else float("nan")
+
+
+def ours(engine: Engine, stops: list[int]) -> Method:
+    """A compiled pair, which should read after each round (``rounds_per_chunk=1``)."""
+
+    def answer(ids: torch.Tensor, new: int, show: Show) -> Answer:
+        options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stops}
+        found = Answer()
+        for (piece,) in engine.stream(ids, torch.ones_like(ids), **options):
+            found.add(piece)
+            show(piece)
+        return found
+
+    return answer
+
+
+class _Pieces(BaseStreamer):
+    def __init__(self, answer: Answer, show: Show):
+        self.answer, self.show, self._prompt_seen = answer, show, False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            piece = value.flatten().tolist()
+            self.answer.add(piece)
+            self.show(piece)
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def transformers_own(target: Any, stops: list[int], **more: Any) -> Method:
+    """transformers' ``generate``, greedy; ``more``: its further arguments."""
+
+    def answer(ids: torch.Tensor, new: int, show: Show) -> Answer:
+        found = Answer()
+        options: Any = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stops or None}
+        options |= {"pad_token_id": stops[0] if stops else 0, "streamer": _Pieces(found, show)}
+        target.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
+        return found
+
+    return answer
+
+
+def has_native_dflash() -> bool:
+    """Whether this release of transformers drafts with DFlash itself."""
+    return hasattr(GenerationConfig(), "speculation_type")

@@ -1,0 +1,38 @@
+"""What the demo asks: three fixed questions, and more that are drawn from files of prompts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+QUESTIONS = {
+    "maths": "A baker bakes 36 rolls in the morning and half as many in the afternoon. She sells each "
+    "roll for 2 dollars. How much money does she make if she sells all of them?",
+    "code": "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "chat": "Why is the sky blue? Explain it to a child.",
+}
+
+
+def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
+    """``count`` first turns of the prompts in ``directory``, JSON lines of ``{"turns": [...]}``, by ``seed``.
+
+    Returns the file's name and the question of each. As many come from each file as can be.
+
+    Raises:
+        ValueError: there are fewer, or a line is something else.
+    """
+    files = sorted(directory.glob("*.jsonl"))
+    generator, decks = random.Random(seed), []
+    for path in files:
+        try:
+            turns = [json.loads(line)["turns"][0] for line in path.read_text().splitlines()]
+        except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
+            raise ValueError(f"{path}: each line must be an object with `turns` ({error}).") from error
+        decks.append([(path.stem, turn) for turn in generator.sample(turns, len(turns))])
+    drawn = [
+        deck[place] for place in range(max(map(len, decks), default=0)) for deck in decks if place < len(deck)
+    ]
+    if len(drawn) < count:
+        raise ValueError(f"{directory}: {len(drawn)} prompts in its *.jsonl, {count} are asked for.")
+    return drawn[:count]
