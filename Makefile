@@ -15,8 +15,11 @@ WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Modules are compiled as they are imported: of most that are installed none ever is.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
+QUIETLY := $(BIN)/python make/quietly.py
 # Stamps: empty files whose age says when a part of the environment was installed.
+WITH_DEMO := $(VENV)/.installed-demo
 INSTALLED := $(VENV)/.installed
 WITH_REFERENCE := $(VENV)/.installed-$(REFERENCE)
 WITH_DOCS := $(VENV)/.installed-docs
@@ -28,7 +31,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 COMPILE_FAST := XLA_FLAGS=--xla_backend_optimization_level=0
 
 help:
-	@echo "make demo      decode a real question with and without drafting"
+	@echo "make demo      a real pair answers a question, plainly and with DFlash"
 	@echo "make test      run the tests (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-heavy run the further cases that make test leaves out"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
@@ -41,7 +44,7 @@ help:
 
 install: $(INSTALLED)
 
-demo: $(INSTALLED)
+demo: $(WITH_DEMO)
 	$(BIN)/torch-dflash demo
 
 test: $(WITH_REFERENCE)
@@ -85,23 +88,27 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Order-only: the age of the interpreter's link says nothing about what is installed.
-$(INSTALLED): pyproject.toml | $(BIN)/python
-	$(PIP) install "$(TORCH)"
-	$(PIP) install -e ".[demo,train,dev]"
+$(WITH_DEMO): pyproject.toml | $(BIN)/python
+	@$(QUIETLY) "install torch" $(INSTALL) "$(TORCH)"
+	@$(QUIETLY) "install torch-dflash" $(INSTALL) -e ".[demo]"
+	@touch $@
+
+$(INSTALLED): $(WITH_DEMO)
+	@$(QUIETLY) "install what tests need" $(INSTALL) -e ".[demo,train,dev]"
 	@touch $@
 
 $(WITH_REFERENCE): $(INSTALLED)
-	$(PIP) install --no-deps "$(REFERENCE)"
+	@$(QUIETLY) "install $(REFERENCE)" $(INSTALL) --no-deps "$(REFERENCE)"
 	@touch $@
 
 $(WITH_DOCS): $(INSTALLED)
-	$(PIP) install -e ".[docs]"
+	@$(QUIETLY) "install what docs need" $(INSTALL) -e ".[docs]"
 	@touch $@
 
 # The compiler that the installed jax asks for, without the rest of its tpu extra. It lies in a
 # folder of its own: beside jax, every program would look for a TPU and print that there is none.
 $(WITH_LIBTPU): $(INSTALLED)
-	$(PIP) install --no-deps --upgrade --target "$(LIBTPU)" "$$($(BIN)/python -c \
+	@$(QUIETLY) "install libtpu" $(INSTALL) --no-deps --upgrade --target "$(LIBTPU)" "$$($(BIN)/python -c \
 	    'from importlib.metadata import requires; \
 	    print(next(r.split(";")[0].strip() for r in requires("jax") if r.startswith("libtpu")))')"
 	@touch $@

@@ -80,7 +80,7 @@ def test_eager_passes_with_timings(capsys, tmp_path, monkeypatch):
     names = {check["name"] for check in found["checks"]}
     assert "qwen3, sampled = plain: n-gram, batch 1" in names and len(names) == len(found["checks"])
     passes = [row["pass"] for row in found["timings"]]
-    verified = ["verify, M=8", "verify, M=16", "verify, M=16, paged"]
+    verified = [*(f"verify, M={rows}" for rows in (2, 4, 8, 16)), "verify, M=16, paged"]
     assert passes == ["plain step, M=1", *verified, "draft, W=16", "whole round, W=M=16"]
     for row in found["timings"]:
         assert 0 < row["fastest_ms"] <= row["ms"] <= row["slowest_ms"] and row["pass"] in out
@@ -253,3 +253,10 @@ def test_a_timed_round_does_what_its_name_says():
         assert set(moved) == {step is timing.decode_round}
         if step is timing.draft_pass:
             assert state.proposer.committed.tolist() == [14]
+
+
+def test_where_flatness_ends():
+    costs = {2: 1.0, 4: 1.05, 8: 1.3, 16: 1.0}
+    rows = [{"pass": f"verify, M={width}", "plain_steps": cost} for width, cost in costs.items()]
+    assert timing.flat_rows(rows) == 4
+    assert timing.flat_rows([{**row, "plain_steps": 2.0} for row in rows]) == 1

