@@ -11,8 +11,6 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from torch_dflash.engine.engine import Engine
-
 Show = Callable[[list[int]], None]
 Method = Callable[[torch.Tensor, int, Show], "Answer"]
 """``(prompt ids [1, T], most new tokens, what is called with each piece) -> Answer``."""
@@ -53,8 +51,8 @@ class Answer:
         return (self.times[-1] - self.times[0]) / count if count else float("nan")
 
 
-def ours(engine: Engine, stops: list[int]) -> Method:
-    """A compiled pair, which should read after each round (``rounds_per_chunk=1``)."""
+def ours(engine: Any, stops: list[int]) -> Method:
+    """A `torch_dflash.Engine`, which should read after each round (``rounds_per_chunk=1``)."""
 
     def answer(ids: torch.Tensor, new: int, show: Show) -> Answer:
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stops}
