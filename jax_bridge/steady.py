@@ -47,7 +47,7 @@ def mean_jax(rows: Array, dim: Any = None, keepdim: bool = False) -> Array:
     axes = (dim,) if isinstance(dim, int) else dim
     if rows.ndim == 0 or not axes or len(axes) > 1 or not _is_last(axes[0], rows):
         return jnp.mean(rows, axes if axes and rows.ndim else None, keepdims=keepdim)
-    out = (row_sum(rows.astype(jnp.float32)) / rows.shape[-1]).astype(rows.dtype)
+    out = (row_sum(_wide(rows)) / rows.shape[-1]).astype(rows.dtype)
     return out if keepdim else out[..., 0]
 
 
@@ -55,8 +55,9 @@ def softmax_jax(rows: Array, dim: int) -> Array:
     """``torch.softmax``; over the last axis it is steady."""
     if rows.ndim == 0 or not _is_last(dim, rows):
         return jax.nn.softmax(jnp.atleast_1d(rows), dim).reshape(rows.shape)
-    weights = jnp.exp(rows - jax.lax.stop_gradient(rows.max(axis=-1, keepdims=True)))
-    return weights / row_sum(weights)
+    wide = _wide(rows)
+    weights = jnp.exp(wide - jax.lax.stop_gradient(wide.max(axis=-1, keepdims=True)))
+    return (weights / row_sum(weights)).astype(rows.dtype)
 
 
 def layer_norm_jax(
@@ -64,15 +65,20 @@ def layer_norm_jax(
 ) -> tuple[Array, Array, Array]:
     """``torch.native_layer_norm`` over the last axis: the rows, their means and one over their deviations.
 
-    In float32, rounded once.
+    Computed in float32 at least, rounded once.
     """
-    wide = rows.astype(jnp.float32)
+    wide = _wide(rows)
     mean = mean_jax(wide, -1, keepdim=True)
     spread = jax.lax.rsqrt(mean_jax(jnp.square(wide - mean), -1, keepdim=True) + eps)
     out = (wide - mean) * spread
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
     return out.astype(rows.dtype), mean, spread
+
+
+def _wide(rows: Array) -> Array:
+    """In float32 at least, to be rounded once."""
+    return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
 
 def _is_last(dim: int, rows: Array) -> bool:

@@ -8,6 +8,7 @@ from collections import deque, namedtuple
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,45 @@ def test_a_type_may_be_noted_anywhere(holder, tmp_path):
     tiny(Holds, holder=holder).save_pretrained(tmp_path)
     target = Holds.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert text(compiled(target)) == own_text(target, PROMPT, 8)
+
+
+class NotesNumbers(transformers.LlamaForCausalLM):
+    """Notes numbers of the default dtype that it was built under; in bfloat16 there is no table of one."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.linspace(0, 1, 4, device="cpu").numpy().tolist()
+        self.third = torch.tensor(1 / 3, device="cpu").item()
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+def test_a_model_that_was_cast_after_it_was_built():
+    before = torch.get_default_dtype()
+    target = tiny(NotesNumbers).bfloat16()
+    assert text(compiled(target)) == own_text(target, PROMPT, 8)
+    assert torch.get_default_dtype() == before
+
+
+class BuildsAnother(transformers.LlamaForCausalLM):
+    """Compiles a helper as it is built."""
+
+    helper: Any = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        if BuildsAnother.helper is not None:
+            compiled(BuildsAnother.helper)
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        return super().forward(input_ids, position_ids=position_ids, **more)
+
+
+def test_a_constructor_may_compile_a_pair():
+    target = tiny(BuildsAnother)
+    BuildsAnother.helper = tiny(RefusesDoubles)
+    assert compiled(target, verify=False).plan.capacity == 64
 
 
 class Grows(transformers.LlamaForCausalLM):

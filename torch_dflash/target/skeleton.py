@@ -67,19 +67,33 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
         part.output_router_logits = False  # a traced forward has none
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         config._experts_implementation = EXPERTS
-    asked = (getattr(config, "dtype", None), model.dtype, torch.float32)
-    noted, made = _types_noted(model), []
-    for dtype in dict.fromkeys(dtype for dtype in asked if dtype in _FLOATS):
-        skeleton = _construct(type(model), config, dtype)
-        other = sum(noted.get(key) != described for key, described in _types_noted(skeleton).items())
-        if not other:
-            return skeleton
-        made.append((other, skeleton))
-    return min(made, key=itemgetter(0))[1]
+    asked = (torch.get_default_dtype(), getattr(config, "dtype", None), model.dtype)
+    dtypes = list(dict.fromkeys(dtype for dtype in asked if dtype in _FLOATS))
+    if len(dtypes) == 1:
+        return _construct(type(model), config, dtypes[0])
+    return _most_alike(model, config, dtypes)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_building = threading.Lock()
+_building = threading.RLock()
+
+
+def _most_alike(model: PreTrainedModel, config: Any, dtypes: list[torch.dtype]) -> PreTrainedModel:
+    """Of the skeletons under each default dtype the one whose attributes are most like the model's."""
+    noted, found, errors = _notes(model), [], []
+    for dtype in dtypes:
+        try:
+            skeleton = _construct(type(model), config, dtype)
+        except (TypeError, ValueError) as error:  # of this dtype, perhaps
+            errors.append(error)
+            continue
+        other = sum(noted.get(key) != described for key, described in _notes(skeleton).items())
+        if not other:
+            return skeleton
+        found.append((other, skeleton))
+    if not found:
+        raise errors[0]
+    return min(found, key=itemgetter(0))[1]
 
 
 def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -87,11 +101,13 @@ def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     try:
         with _building, torch.device("meta"):
             before = torch.get_default_dtype()
-            torch.set_default_dtype(dtype)
+            if dtype != before:
+                torch.set_default_dtype(dtype)
             try:
                 return kind(copy.deepcopy(config)).eval().requires_grad_(False)
             finally:
-                torch.set_default_dtype(before)
+                if dtype != before:
+                    torch.set_default_dtype(before)
     except KeyError as error:
         raise ValueError(
             f"target={kind.__name__}: it knows no attention implementation but its own "
@@ -104,18 +120,11 @@ def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
         ) from error
 
 
-def _types_noted(model: PreTrainedModel) -> dict[tuple[str, str], Any]:
-    """The attributes that hold torch dtypes, described."""
-    told = {
+def _notes(model: PreTrainedModel) -> dict[tuple[str, str], Any]:
+    """The attributes of all modules, described."""
+    return {
         (name, key): describe(value, type)
         for name, module in model.named_modules()
         for key, value in vars(module).items()
         if key not in TORCHS and not isinstance(value, PreTrainedConfig)
     }
-    return {key: described for key, described in told.items() if _has_type(described)}
-
-
-def _has_type(described: Any) -> bool:
-    if type(described) not in (tuple, frozenset):
-        return described is torch.dtype
-    return any(map(_has_type, described))
