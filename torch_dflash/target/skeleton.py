@@ -22,6 +22,8 @@ from torch_dflash.target.forgetting import TORCHS
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_building = threading.RLock()
 
 
 @contextmanager
@@ -67,15 +69,13 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
         part.output_router_logits = False  # a traced forward has none
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         config._experts_implementation = EXPERTS
-    asked = (torch.get_default_dtype(), getattr(config, "dtype", None), model.dtype)
+    with _building:
+        usual = torch.get_default_dtype()
+    asked = (usual, getattr(config, "dtype", None), model.dtype)
     dtypes = list(dict.fromkeys(dtype for dtype in asked if dtype in _FLOATS))
     if len(dtypes) == 1:
         return _construct(type(model), config, dtypes[0])
     return _most_alike(model, config, dtypes)
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_building = threading.RLock()
 
 
 def _most_alike(model: PreTrainedModel, config: Any, dtypes: list[torch.dtype]) -> PreTrainedModel:
@@ -97,7 +97,10 @@ def _most_alike(model: PreTrainedModel, config: Any, dtypes: list[torch.dtype]) 
 
 
 def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A model as `from_pretrained` makes one of this dtype: constructors note the default that they find."""
+    """A model as `from_pretrained` makes one of this dtype: constructors note the default that they find.
+
+    Other threads see a default as well, so it is set only where it is another.
+    """
     try:
         with _building, torch.device("meta"):
             before = torch.get_default_dtype()
