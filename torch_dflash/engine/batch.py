@@ -9,7 +9,7 @@ from torch_dflash.engine.prompts import prompt_chunks
 from torch_dflash.engine.read import row_requests
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.scheduler import READ, Scheduler
-from torch_dflash.engine.width import Widths
+from torch_dflash.engine.width import Pace, Widths
 from torch_dflash.plan import DecodePlan
 from torch_dflash.runtime import Progress, Runtime, Turn
 from torch_dflash.state import DecodeState
@@ -32,6 +32,7 @@ class Generation:
     ):
         self.runtime, self.plan, self.params = runtime, plan, params
         self.state, self.scheduler, self.rows = state, scheduler, rows
+        self.pace = Pace()
         self._progress: Progress | None = None
 
     @classmethod
@@ -76,12 +77,13 @@ class Generation:
         if self._progress is None:
             self._progress = Progress.empty(self.plan, self.scheduler.lengths)
             return self._read(self._progress)
-        turn, rounds = widths.next(), self._progress.rounds
+        turn, rounds = widths.next(self.pace), self._progress.rounds
         compiled, started = self.runtime.compilations, time.perf_counter()
         self.advance(turn)
         progress = self._read(self._progress)
         alone = not prompts and self.runtime.compilations == compiled
-        widths.note(turn, time.perf_counter() - started if alone else None, progress.accepted_since(rounds))
+        seconds = time.perf_counter() - started if alone else None
+        widths.note(turn, seconds, progress.accepted_since(rounds), self.pace)
         return progress
 
     def _read(self, progress: Progress) -> Progress:

@@ -20,7 +20,7 @@ from torch_dflash.engine.outputs import GenerateOutput, collect
 from torch_dflash.engine.read import check_fits, read_request
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.scheduler import Scheduler
-from torch_dflash.engine.width import Widths
+from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.runtime import EagerRuntime, Progress, Runtime
@@ -74,13 +74,17 @@ class Engine:
     def warmup(self, progress: bool | None = None) -> Engine:
         """Compile every prompt bucket and the decoding loop, so that no later call compiles.
 
+        With ``verify_width="auto"`` a few rounds of each width also show what it costs on this machine.
+
         ``progress``: show a bar with the name of what is compiled; None: where stderr is a terminal.
         """
         buckets, width = [], MIN_BUCKET
         while width <= min(self.options.prefill_chunk_size, self.plan.slots):  # as `chunk_widths` chooses
             buckets.append(width)
             width *= 2
-        self.runtime.warmup(self._params(), buckets, progress)
+        params = self._params()
+        self.runtime.warmup(params, buckets, progress)
+        self._measure_widths(params)
         return self
 
     def generate(
@@ -181,10 +185,22 @@ class Engine:
             )
         return self.runtime.refresh(self.tensors())
 
-    def _steps(self, request: Request, params: Any) -> Iterator[Progress]:
+    def _steps(self, request: Request, params: Any, pace: Pace | None = None) -> Iterator[Progress]:
         generation = Generation.begin(self.runtime, self.plan, params, request)
+        generation.pace = pace or generation.pace
         while not generation.over:
             yield generation.step(self.options.prefill_chunk_size, self._widths)
+
+    def _measure_widths(self, params: Any) -> None:
+        """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""
+        if self._widths.measured:
+            return
+        rows = [np.zeros(1, np.int32)] * self.plan.batch_size
+        request = Request.greedy(rows, self.plan.capacity - 1)
+        for _ in self._steps(request, params, Pace(ahead=UNLIMITED)):
+            if self._widths.measured:
+                break
+        self._widths.forget_text()
 
 
 def _put_new(streamer, progress: Progress, shown: int) -> int:

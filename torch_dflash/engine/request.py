@@ -38,6 +38,13 @@ class Request:
     pad_token_id: int
     rows: list[np.ndarray] = field(default_factory=list)
 
+    @classmethod
+    def greedy(cls, rows: list[np.ndarray], max_new_tokens: int) -> Request:
+        """The likeliest continuation of each row, to its full length."""
+        each = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0, "stop_ids": ()}
+        asked = {name: [value] * len(rows) for name, value in each.items()}
+        return cls([max_new_tokens] * len(rows), **asked, pad_token_id=0, rows=rows)
+
     @property
     def lengths(self) -> list[int]:
         """Tokens of each prompt."""

@@ -3,6 +3,9 @@
 What a round of each width costs on this machine is measured on the rounds themselves. How often each position
 of a draft is accepted is counted as the text goes on, for it changes with the text. Neither changes a token:
 a round of any width commits what the target picks.
+
+Drafting is a bet: a round that accepts nothing takes longer than a plain step. So each generation keeps an
+account of what it gained over plain decoding, and bets only what that and a small allowance can lose.
 """
 
 from __future__ import annotations
@@ -10,16 +13,24 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from torch_dflash.runtime import Turn
 
-TRIAL = 4
-"""Rounds of a chunk that measures what a width costs."""
-PROBE_EVERY = 64
-"""Rounds without a look at the whole draft, after which `PROBE` rounds look at it."""
-PROBE = 2
+PLAIN = 1
+"""The width of a round without a draft."""
+ALLOWANCE, SHARE = 1.0, 0.02
+"""What a generation may lose on plain decoding: so many plain rounds, and this part of its tokens' time."""
+LOOK_EVERY, LOOK = 64, 2
+"""Rounds of a generation between two looks at as much of the draft as it can afford, and rounds of a look."""
+TRIALS, TRIAL = 2, 2
+"""Chunks that measure what a width costs, and rounds of each."""
+UNKNOWN = 1.5
+"""Plain rounds that a round of a width takes for as long as nothing is measured."""
+UNLIMITED = 1e9
+"""A lead that no bet can lose."""
 KEPT = 9
 MEMORY = 0.98
 """What a count of accepted drafts is worth a round later: half after 34 rounds."""
@@ -33,8 +44,22 @@ def ladder(widest: int) -> tuple[int, ...]:
     return (*(width for width in powers if width < widest), widest)
 
 
+@dataclass
+class Pace:
+    """One generation held against plain decoding, in rounds of width 1, which commit a token each."""
+
+    ahead: float = 0.0
+    tokens: float = 0.0
+    since_look: int = LOOK_EVERY
+
+    @property
+    def stake(self) -> float:
+        """What the next chunk may lose."""
+        return ALLOWANCE + SHARE * self.tokens + self.ahead
+
+
 class Widths:
-    """Chooses the next chunk's rounds and their width. Threads may share one.
+    """Chooses the next chunk's rounds and their width. Threads may share one, each generation has its `Pace`.
 
     Args:
         widths: to choose from, ascending; with a single one nothing is measured.
@@ -44,22 +69,24 @@ class Widths:
     def __init__(self, widths: tuple[int, ...], rounds: int):
         self.widths, self._rounds = widths, rounds
         self._seconds: dict[int, deque[float]] = {width: deque(maxlen=KEPT) for width in widths}
-        self._accepted, self._tried = (np.full(widths[-1] - 1, value) for value in ASSUMED)
-        self._unseen = 0
         self._lock = threading.Lock()
+        self.forget_text()
 
-    def next(self) -> Turn:
-        """The next chunk."""
-        widest = self.widths[-1]
+    @property
+    def measured(self) -> bool:
+        """Whether the cost of every width is known."""
+        return len(self.widths) == 1 or not any(map(self._unknown, self.widths))
+
+    def forget_text(self) -> None:
+        """Drop what is known of drafts, and keep what rounds cost."""
+        self._accepted, self._tried = (np.full(self.widths[-1] - 1, value) for value in ASSUMED)
+
+    def next(self, pace: Pace) -> Turn:
+        """The next chunk of a generation."""
         if len(self.widths) == 1:
-            return Turn(widest, self._rounds)
+            return Turn(self.widths[0], self._rounds)
         with self._lock:
-            unknown = [width for width in self.widths if not self._seconds[width]]
-            if unknown:
-                return Turn(unknown[-1], min(TRIAL, self._rounds))
-            if self._unseen >= PROBE_EVERY:
-                return Turn(widest, min(PROBE, self._rounds))
-        return self.settled()
+            return self._next(pace)
 
     def settled(self) -> Turn:
         """A whole chunk of the width that is best as far as is known; the widest before any is measured."""
@@ -67,31 +94,63 @@ class Widths:
             known = [width for width in self.widths if self._seconds[width]]
             return Turn(max(known, key=self._speed, default=self.widths[-1]), self._rounds)
 
-    def note(self, turn: Turn, seconds: float | None, accepted: list[list[int]]) -> None:
+    def note(self, turn: Turn, seconds: float | None, accepted: list[list[int]], pace: Pace) -> None:
         """Take in what a chunk has shown.
 
         Args:
             turn: the chunk.
             seconds: what it took, its read included; None if it took something else besides.
             accepted: of each row, the tokens that each of its rounds committed.
+            pace: of the generation that the chunk belongs to.
         """
-        rounds = max(map(len, accepted), default=0)
+        rounds, tokens = max(map(len, accepted), default=0), sum(map(sum, accepted))
         if len(self.widths) == 1 or not rounds:
             return
         with self._lock:
             if seconds is not None:
                 self._seconds[turn.width].append(seconds / rounds)
-            self._unseen = 0 if turn.width == self.widths[-1] else self._unseen + rounds
             for row in accepted:
                 for count in row:
                     self._count(turn.width, count)
+            gained = rounds * tokens / sum(map(len, accepted))
+            pace.ahead += gained - rounds * self._cost(turn.width)
+            pace.tokens += gained
+            pace.since_look = 0 if turn.width == self.widths[-1] else pace.since_look + rounds
 
     def expected(self, width: int) -> float:
         """Tokens that a round of ``width`` commits, as far as is known."""
         return 1 + float(np.cumprod(self._accepted / self._tried)[: width - 1].sum())
 
+    def _next(self, pace: Pace) -> Turn:
+        if self._unknown(PLAIN):
+            return Turn(PLAIN, min(TRIAL, self._rounds))
+        affordable = [width for width in self.widths if self._cost(width) - 1 <= pace.stake]
+        unknown = [width for width in affordable if self._unknown(width)]
+        if unknown:
+            width, rounds = unknown[0], TRIAL
+        elif pace.since_look >= LOOK_EVERY and affordable[-1:] > [PLAIN]:
+            width, rounds = affordable[-1], LOOK
+            pace.since_look = 0
+        else:
+            width, rounds = max(affordable, key=self._speed, default=PLAIN), self._rounds
+        lost = self._cost(width) - 1  # a round, if nothing is accepted
+        most = int(pace.stake / lost) if lost > 0 and width != PLAIN else rounds
+        return Turn(width, min(rounds, most, self._rounds))
+
+    def _unknown(self, width: int) -> bool:
+        return len(self._seconds[width]) < TRIALS
+
+    def _cost(self, width: int) -> float:
+        """What a round takes, in rounds of width 1."""
+        if not (self._seconds[width] and self._seconds[PLAIN]):
+            return 1.0 if width == PLAIN else UNKNOWN
+        return self._typical(width) / self._typical(PLAIN)
+
+    def _typical(self, width: int) -> float:
+        return statistics.median_low(self._seconds[width])
+
     def _speed(self, width: int) -> float:
-        return self.expected(width) / statistics.median(self._seconds[width])
+        return self.expected(width) / self._typical(width)
 
     def _count(self, width: int, count: int) -> None:
         """Drafts 1 to ``count - 1`` were accepted, the next was not if there was one."""
