@@ -18,6 +18,8 @@ from jaxtyping import Array, Float
 @jax.custom_jvp
 def sum_of_halves(rows: Float[Array, "... n"]) -> Float[Array, "... one"]:
     """The sum over the last axis, which stays, as halves added to halves."""
+    if not rows.shape[-1]:
+        return jnp.zeros((*rows.shape[:-1], 1), rows.dtype)
     while (count := rows.shape[-1]) > 1:
         half = count // 2
         left, right, odd = jnp.split(rows, [half, 2 * half], axis=-1)
@@ -45,7 +47,7 @@ def row_sum(rows: Float[Array, "... n"]) -> Float[Array, "... one"]:
 def mean_jax(rows: Array, dim: Any = None, keepdim: bool = False) -> Array:
     """``torch.mean``; over the last axis it is steady."""
     axes = (dim,) if isinstance(dim, int) else dim
-    if rows.ndim == 0 or not axes or len(axes) > 1 or not _is_last(axes[0], rows):
+    if not axes or len(axes) > 1 or not _is_last(axes[0], rows):
         return jnp.mean(rows, axes if axes and rows.ndim else None, keepdims=keepdim)
     out = (row_sum(_wide(rows)) / rows.shape[-1]).astype(rows.dtype)
     return out if keepdim else out[..., 0]
@@ -53,7 +55,9 @@ def mean_jax(rows: Array, dim: Any = None, keepdim: bool = False) -> Array:
 
 def softmax_jax(rows: Array, dim: int) -> Array:
     """``torch.softmax``; over the last axis it is steady."""
-    if rows.ndim == 0 or not _is_last(dim, rows):
+    if not rows.size:
+        return rows
+    if not _is_last(dim, rows):
         return jax.nn.softmax(jnp.atleast_1d(rows), dim).reshape(rows.shape)
     wide = _wide(rows)
     weights = jnp.exp(wide - jax.lax.stop_gradient(wide.max(axis=-1, keepdims=True)))
@@ -82,4 +86,5 @@ def _wide(rows: Array) -> Array:
 
 
 def _is_last(dim: int, rows: Array) -> bool:
-    return dim % rows.ndim == rows.ndim - 1
+    """Whether ``dim`` is the last axis of an array of real numbers."""
+    return rows.ndim > 0 and dim in (-1, rows.ndim - 1) and jnp.issubdtype(rows.dtype, jnp.floating)

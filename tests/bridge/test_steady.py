@@ -62,6 +62,19 @@ def test_other_axes_are_those_of_torch(norm, shape):
     torch.testing.assert_close(lowered(torch.mean, rows), rows.mean())
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_of_nothing_are_those_of_torch(norm):
+    for shape in ((3, 0), (0, 4)):
+        assert lowered(NORMS[norm], torch.zeros(shape)).shape == NORMS[norm](torch.zeros(shape)).shape
+    assert lowered(partial(torch.mean, dim=-1), torch.zeros(3, 0)).isnan().all()
+
+
+def test_an_axis_that_is_not_there_is_refused():
+    for function in (torch.mean, torch.softmax):
+        with pytest.raises((ValueError, IndexError), match="out of"):
+            lowered(partial(function, dim=7), torch.zeros(3, 4))
+
+
 def test_a_half_precision_softmax_is_rounded_once():
     rows = torch.randn(50, 1024, dtype=torch.bfloat16)
     exact = torch.softmax(rows.double(), dim=-1)

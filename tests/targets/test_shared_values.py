@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque, namedtuple
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -72,64 +71,6 @@ def test_what_other_models_share_is_not_written(tmp_path):
     assert text(compiled(target)) == own_text(target, PROMPT, 8)
     assert policy_for(torch.float32).dtype == torch.float32
     assert own_text(other, PROMPT, 8) == before == own_text(tiny(Interned), PROMPT, 8)
-
-
-Pair = namedtuple("Pair", "dtype eps")
-HOLDERS = {
-    "namedtuple": lambda kind: Pair(kind, 1e-6),
-    "partial": lambda kind: functools.partial(torch.zeros, (1,), dtype=kind),
-    "set": lambda kind: {kind},
-    "closure": lambda kind: lambda x: x.to(kind),
-    "deque": lambda kind: deque([kind]),
-    "view": lambda kind: MappingProxyType({"dtype": kind}),
-    "namespace": lambda kind: SimpleNamespace(dtype=kind),
-    "method": lambda kind: Policy(kind).cast,
-    "chain": lambda kind: functools.reduce(lambda held, _: Memo(held), range(2000), Memo(None)),
-}
-
-
-class Memo:
-    """A link of a chain."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-
-class Holds(transformers.LlamaForCausalLM):
-    """Notes its type in a holder that its forward does not read."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.held = HOLDERS[config.holder](self.lm_head.weight.dtype)
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        return super().forward(input_ids, position_ids=position_ids, **more)
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_type_may_be_noted_anywhere(holder, tmp_path):
-    tiny(Holds, holder=holder).save_pretrained(tmp_path)
-    target = Holds.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert text(compiled(target)) == own_text(target, PROMPT, 8)
-
-
-class NotesNumbers(transformers.LlamaForCausalLM):
-    """Notes numbers of the default dtype that it was built under; in bfloat16 there is no table of one."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.table = torch.linspace(0, 1, 4, device="cpu").numpy().tolist()
-        self.third = torch.tensor(1 / 3, device="cpu").item()
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        return super().forward(input_ids, position_ids=position_ids, **more)
-
-
-def test_a_model_that_was_cast_after_it_was_built():
-    before = torch.get_default_dtype()
-    target = tiny(NotesNumbers).bfloat16()
-    assert text(compiled(target)) == own_text(target, PROMPT, 8)
-    assert torch.get_default_dtype() == before
 
 
 class BuildsAnother(transformers.LlamaForCausalLM):

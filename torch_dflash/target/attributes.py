@@ -33,7 +33,7 @@ _LARGE = 10_000
 
 
 class _Kind:
-    """What is not looked into, by its type; two tensors of one dtype that can be read by their values too."""
+    """What is not looked into, by its type; tensors by dtype, and by value if both can be read."""
 
     def __init__(self, value: Any):
         self._kind, self._value = type(value), value if isinstance(value, torch.Tensor) else None
@@ -42,8 +42,10 @@ class _Kind:
         if not isinstance(other, _Kind) or self._kind is not other._kind:
             return False
         mine, theirs = self._value, other._value
-        if mine is None or theirs is None or mine.dtype != theirs.dtype or mine.device != theirs.device:
+        if mine is None or theirs is None:
             return True
+        if mine.dtype != theirs.dtype or mine.device != theirs.device:
+            return mine.dtype == theirs.dtype
         return digest(mine) == digest(theirs)
 
     def __hash__(self) -> int:

@@ -16,9 +16,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.target.describe import describe
+from torch_dflash.target.describe import describe, digest
 from torch_dflash.target.experts import EXPERTS
 from torch_dflash.target.forgetting import TORCHS
+from torch_dflash.target.origins import is_authors
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
@@ -69,13 +70,24 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTra
         part.output_router_logits = False  # a traced forward has none
     if getattr(model, "_can_set_experts_implementation", lambda: False)():
         config._experts_implementation = EXPERTS
-    with _building:
-        usual = torch.get_default_dtype()
-    asked = (usual, getattr(config, "dtype", None), model.dtype)
-    dtypes = list(dict.fromkeys(dtype for dtype in asked if dtype in _FLOATS))
+    dtypes = _defaults(model)
     if len(dtypes) == 1:
         return _construct(type(model), config, dtypes[0])
     return _most_alike(model, config, dtypes)
+
+
+def _defaults(model: PreTrainedModel) -> list[torch.dtype]:
+    """The default dtypes that the model may have been built under, the likeliest first.
+
+    Of transformers' own classes hardly one asks, so the process's own comes first. An author's may ask in
+    a way that cannot be seen: a model of the dtype that its config names was most likely loaded in it.
+    """
+    with _building:
+        usual = torch.get_default_dtype()
+    named = getattr(model.config, "dtype", None)
+    loaded = named == model.dtype and any(is_authors(type(module)) for module in model.modules())
+    asked = (named, usual) if loaded else (usual, named, model.dtype)
+    return list(dict.fromkeys(dtype for dtype in asked if dtype in _FLOATS))
 
 
 def _most_alike(model: PreTrainedModel, config: Any, dtypes: list[torch.dtype]) -> PreTrainedModel:
@@ -109,7 +121,7 @@ def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
             try:
                 return kind(copy.deepcopy(config)).eval().requires_grad_(False)
             finally:
-                if dtype != before:
+                if torch.get_default_dtype() != before:
                     torch.set_default_dtype(before)
     except KeyError as error:
         raise ValueError(
@@ -124,10 +136,18 @@ def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _notes(model: PreTrainedModel) -> dict[tuple[str, str], Any]:
-    """The attributes of all modules, described."""
-    return {
-        (name, key): describe(value, type)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if key not in TORCHS and not isinstance(value, PreTrainedConfig)
-    }
+    """All modules' classes and the names of their buffers, and their attributes, described."""
+    found = {}
+    for name, module in model.named_modules():
+        found[name, ""] = type(module), tuple(module._buffers)
+        for key, value in vars(module).items():
+            if key not in TORCHS and not isinstance(value, PreTrainedConfig):
+                found[name, key] = describe(value, _sketch)
+    return found
+
+
+def _sketch(value: Any) -> Any:
+    """What is not looked into: a tensor by dtype, shape and readable numbers; the limits of a dtype."""
+    if isinstance(value, torch.Tensor):
+        return type(value), repr(value.dtype), tuple(value.shape), digest(value)
+    return repr(value) if isinstance(value, torch.finfo | torch.iinfo) else type(value)
