@@ -55,7 +55,7 @@ def compile(
         block_size: drafted block, the anchor included; unset: the trained one.
         verify_width: how much of the block is verified, the anchor included; unset: all of it. "auto": as
             much as gains most tokens a second here, by what rounds cost and how much of the drafts is
-            accepted, from none (plain decoding) to all; compiles a program for each power of two.
+            accepted, from none (plain decoding) to all; compiles a program for each of a few widths.
         rounds_per_chunk: rounds between host reads; unset: 16 for "xla", 1 for "eager".
         stop_slots: most stop ids a row may have.
         filters: compile top-k, top-p and min-p in.

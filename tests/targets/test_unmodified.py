@@ -576,11 +576,13 @@ def test_values_of_plain_tensors_and_arrays_are_compared(change, words):
         run(engine, [PROMPT], max_new_tokens=3)
 
 
-def test_plain_tensors_of_another_dtype_or_device_are_let_be():
+def test_plain_tensors_of_another_device_are_let_be_of_another_dtype_refused():
     model = randomise(Plain(transformers.LlamaConfig(**BASE)), 0)
     engine = td.compile(model, None, runtime="eager", max_length=64)
-    for other in (torch.ones(3, dtype=torch.bfloat16), torch.ones(3, device="meta")):
-        model.shift = other
+    model.shift = torch.ones(3, device="meta")
+    run(engine, [PROMPT], max_new_tokens=3)
+    model.shift = torch.zeros(3, dtype=torch.bfloat16)
+    with refuses(ValueError, "Plain.shift is a tensor", "should be "):
         run(engine, [PROMPT], max_new_tokens=3)
 
 

@@ -39,8 +39,11 @@ ASSUMED = (1.0, 2.0)
 
 
 def ladder(widest: int) -> tuple[int, ...]:
-    """The widths among which is chosen: 1, the powers of two below ``widest``, and ``widest``."""
-    powers = (1 << step for step in range(widest.bit_length()))
+    """The widths among which is chosen: 1, the powers of two from 4 on below ``widest``, and ``widest``.
+
+    A round of two rows drafts as long as one of four, and costs hardly less.
+    """
+    powers = (1 << step for step in (0, *range(2, widest.bit_length())))
     return (*(width for width in powers if width < widest), widest)
 
 
