@@ -61,12 +61,12 @@ def lower_prefill(pair: Pair) -> Callable:
     return _lower_pass(partial(prefill, pair), pair)
 
 
-def lower_rounds(pair: Pair, width: int | None = None) -> Callable:
+def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Callable:
     """``(params, state, most) -> state``: ``most`` rounds on the device, fewer when all rows are done.
 
-    ``most``: unset: the plan's ``rounds_per_chunk``; ``width``: as in `decode_round`.
+    ``most``: unset: the plan's ``rounds_per_chunk``; ``width``, ``fewest``: as in `decode_round`.
     """
-    step = _lower_pass(partial(decode_round, pair, width=width), pair)
+    step = _lower_pass(partial(decode_round, pair, width=width, fewest=fewest), pair)
 
     def rounds(params: Any, state: Any, most: Any = pair.plan.rounds_per_chunk) -> Any:
         def unfinished(carry):

@@ -87,13 +87,16 @@ def prefill(pair: Pair, params: Params, state: DecodeState, chunk: PromptChunk) 
     return pair.run(_prefill, params, state, chunk)
 
 
-def decode_round(pair: Pair, params: Params, state: DecodeState, width: int | None = None) -> DecodeState:
+def decode_round(
+    pair: Pair, params: Params, state: DecodeState, width: int | None = None, fewest: int = 1
+) -> DecodeState:
     """Draft, verify, accept, commit: every live row gains between 1 and M tokens.
 
     ``width``: rows M of this round's verify pass, at most the plan's ``verify_width`` (None: as many). Rounds
     of every width share one state; with 1 nothing is drafted, and the proposer still takes the row in.
+    ``fewest``: as in `verify`.
     """
-    return pair.run(_decode_round, params, state, width or pair.plan.verify_width)
+    return pair.run(_decode_round, params, state, width or pair.plan.verify_width, fewest)
 
 
 def reset(
@@ -131,17 +134,27 @@ def skip(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
     return Draft(tokens=state.anchor[:, None][:, :0], valid=torch.zeros_like(state.length)), pstate
 
 
-def verify(pair: Pair, state: DecodeState, drafted: Draft, width: int | None = None) -> Verified:
-    """The target's pass over the anchor and the first M - 1 drafted tokens, and what it picks after each."""
+def verify(
+    pair: Pair, state: DecodeState, drafted: Draft, width: int | None = None, fewest: int = 1
+) -> Verified:
+    """The target's pass over the anchor and the first M - 1 drafted tokens, and what it picks after each.
+
+    ``fewest``: rows of the pass at least; those behind the M are computed and dropped.
+    """
     plan = pair.plan
     width = width or plan.verify_width
     ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : width - 1]], dim=1)
-    out = pair.target(ids, state.length, state.cache, pair.proposer.taps, state.page_table)
+    spare = ids[:, -1:].expand(-1, max(fewest - width, 0))
+    rows = torch.cat([ids, spare], dim=1)
+    out = pair.target(rows, state.length, state.cache, pair.proposer.taps, state.page_table)
+    own = out.logits[:, :width]
     following = positions(state.committed, width)
     text = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
-    logits = process(plan.processors, text, following, out.logits)
-    picks = pick_tokens(logits, following, state.sampling, plan.filters)
-    return Verified(ids, out.logits, picks, out.features, out.cache)
+    picks = pick_tokens(
+        process(plan.processors, text, following, own), following, state.sampling, plan.filters
+    )
+    features = None if out.features is None else out.features[:, :width]
+    return Verified(ids, own, picks, features, out.cache)
 
 
 def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Verified) -> DecodeState:
@@ -162,9 +175,9 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
     )
 
 
-def _decode_round(pair: Pair, state: DecodeState, width: int) -> DecodeState:
+def _decode_round(pair: Pair, state: DecodeState, width: int, fewest: int) -> DecodeState:
     drafted, pstate = (draft if width > 1 else skip)(pair, state)
-    seen = verify(pair, state, drafted, width)
+    seen = verify(pair, state, drafted, width, fewest)
     return commit(pair, state, drafted, pstate, seen)
 
 

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny import make_pair
+from support.tiny import make_pair, make_target
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import lower, steady
 from jax_bridge._torchax import call_torch
 from jax_bridge.kernels import streamed
+from torch_dflash.decode import verify
+from torch_dflash.state import Draft
 
 NORMS = {
     "mean": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
@@ -120,3 +122,34 @@ def test_no_round_has_another_sum(monkeypatch):
     assert float_sums() == 0
     monkeypatch.setattr(steady, "sum_of_halves", lambda rows: rows.sum(axis=-1, keepdims=True))
     assert float_sums() > 0
+
+
+ARITHMETIC = {
+    "int8": ("float32", {"quantize": "int8"}),
+    "float32 in bfloat16": ("float32", {"compute": "bfloat16"}),
+    "bfloat16": ("bfloat16", {}),
+    "bfloat16 in int8": ("bfloat16", {"quantize": "int8"}),
+}
+
+
+@pytest.mark.parametrize("case", ARITHMETIC)
+def test_a_plain_round_rounds_as_a_wide_one(case):
+    dtype, options = ARITHMETIC[case]
+    target = make_target("llama", head_dim=64).to(getattr(torch, dtype))
+    engine = td.compile(target, td.NGramProposer(6), max_length=64, filters=False, **options)
+    runtime: Any = engine.runtime
+    params = runtime.refresh(engine.tensors())
+    state = runtime.take_in(params, engine.start(torch.tensor([[1, 2, 3, 4, 5]]), max_new_tokens=9))
+
+    def logits(width: int) -> np.ndarray:
+        def step(pair, state):
+            drafted = Draft(state.tokens[:, 1:6], torch.zeros_like(state.length))
+            return verify(pair, state, drafted, width, runtime.fewest_rows).logits[:, :1].float()
+
+        with lower.tracing("highest"):
+            lowered = lower.lower(lambda params, state: engine.pair.run(step, params, state))
+            return np.asarray(jax.jit(lowered)(params, state))
+
+    whole = logits(6)
+    for width in (1, 2, 4):
+        np.testing.assert_array_equal(logits(width), whole)

@@ -7,6 +7,7 @@ HEAVY = {
     "bridge/test_load.py::test_the_host_holds_one_tensor_beside_the_arrays",
     "bridge/test_load.py::test_tokens_are_those_of_from_pretrained[llama-50GB-stored1-dtype1]",
     "bridge/test_load.py::test_tokens_are_those_of_from_pretrained[qwen3-20KB-stored0-None]",
+    "bridge/test_steady.py::test_a_plain_round_rounds_as_a_wide_one[int8]",  # with full optimisation alone
     "cache/test_page_allocator.py::test_a_row_near_its_end_keeps_its_history_while_another_is_fed[llama-xla]",
     "cache/test_page_allocator.py::test_a_small_pool_says_the_same[gpt_oss-xla]",
     "cache/test_page_allocator.py::test_a_small_pool_says_the_same[llama-xla]",
