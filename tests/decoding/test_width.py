@@ -205,13 +205,12 @@ def test_a_warm_engine_knows_what_rounds_cost_and_nothing_of_texts(where):
 def test_a_text_that_becomes_easy_is_noticed():
     costs = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.6}
     widths, pace = warmed(costs), Pace()
-    turns = []
-    for chance in [False] * 20 + [True] * 60:
-        turns.append(turn := widths.next(pace))
-        widths.note(
-            turn, turn.rounds * costs[turn.width], [[turn.width if chance else 1] * turn.rounds], pace
-        )
-    assert turns[19].width == 1 and turns[-1].width == 8 and widths.settled().width == 8
+    for easy, best in ((False, 1), (True, 8)):
+        for _ in range(40):
+            turn = widths.next(pace)
+            count = turn.width if easy else 1
+            widths.note(turn, turn.rounds * costs[turn.width], [[count] * turn.rounds], pace)
+        assert widths.settled().width == best
 
 
 def test_a_chunk_that_compiled_or_read_a_prompt_is_not_timed():
