@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from family_tables import tables, verdict
-from figure_cpu import cpu_first_token, cpu_products, cpu_steps
+from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps
 from figure_text import RESULTS, command, item, result, spread, table
 
 from torch_dflash.train.export.card import acceptance_table
@@ -247,6 +247,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "aot-notes": lambda: "\n".join([aot_flatness(), aot_ragged(), aot_chunk(), aot_experts()]),
     "throughput": throughput,
     "embedded-fit": embedded_fit,
+    "cpu-distance": cpu_distance,
     "cpu-products": cpu_products,
     "cpu-steps": cpu_steps,
     "cpu-first-token": cpu_first_token,

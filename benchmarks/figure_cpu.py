@@ -40,3 +40,12 @@ def cpu_first_token() -> str:
             sizes += [one["size"]] if one["size"] not in sizes else []
     head = ["type", "by", *(f"{size:,} tokens" for size in sizes)]
     return table(head, *([*key, *values] for key, values in cells.items()))
+
+
+def cpu_distance() -> str:
+    """How far other arithmetics part from float32."""
+    rows = [
+        [one["arithmetic"], f"{100 * one['agreement']:.1f} %", f"{one['perplexity']:.3f}"]
+        for one in result("cpu_distance")["rows"]
+    ]
+    return table(["arithmetic", "same likeliest token", "perplexity"], *rows)

@@ -30,7 +30,14 @@ Arrays = dict[str, Weight]
 
 
 class XlaRuntime:
-    """Steps of one pair on JAX's default device (`torch_dflash.runtime.Runtime`)."""
+    """Steps of one pair on JAX's default device (`torch_dflash.runtime.Runtime`).
+
+    Args:
+        compute, quantize: as in `torch_dflash.compile`.
+        widths: of the rounds; unset: the plan's.
+        fewest_rows: of a verify pass. XLA's CPU compiler fuses sums of products in another way for arrays of
+            one row: where products are in another type than what is around them, that decides roundings.
+    """
 
     def __init__(
         self,
@@ -39,6 +46,7 @@ class XlaRuntime:
         compute: str = "auto",
         quantize: str | None = None,
         widths: tuple[int, ...] = (),
+        fewest_rows: int = 1,
     ):
         platform = jax.devices()[0].platform
         if platform != "cpu" and (compute, quantize) != ("auto", None):
@@ -48,7 +56,7 @@ class XlaRuntime:
             )
         register_states()
         keep_programs()
-        self.plan = plan
+        self.plan, self.fewest_rows = plan, fewest_rows
         head = pair.target.model.get_output_embeddings()
         self._weights = Weights(Forms.of(pair, head, compute=compute, quantize=quantize))
         sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
@@ -56,9 +64,6 @@ class XlaRuntime:
         self._rounds_started = False
         self._border = Border(lower_begin(pair), plan, self._programs, wide=platform == "cpu")
         self._prefill = lower_prefill(pair)
-        # XLA's CPU compiler fuses sums of products in another way for arrays of one row. Beside products in
-        # float32 that decides nothing but ties; before coarser ones, what their rows are rounded to.
-        self.fewest_rows = 1 if quantize is None and compute != "bfloat16" else 2
         self._rounds = {
             width: lower_rounds(pair, width, self.fewest_rows) for width in widths or (plan.verify_width,)
         }

@@ -128,6 +128,7 @@ ARITHMETIC = {
     "int8": ("float32", {"quantize": "int8"}),
     "float32 in bfloat16": ("float32", {"compute": "bfloat16"}),
     "bfloat16": ("bfloat16", {}),
+    "bfloat16 in float32": ("bfloat16", {"compute": "float32"}),
     "bfloat16 in int8": ("bfloat16", {"quantize": "int8"}),
 }
 

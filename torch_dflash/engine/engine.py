@@ -57,7 +57,7 @@ class Engine:
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
-        self.runtime: Runtime = _make_runtime(options, self.pair, self.plan, self._widths)
+        self.runtime: Runtime = _make_runtime(options, self.pair, self.plan, self._widths, model.dtype)
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -74,7 +74,8 @@ class Engine:
     def warmup(self, progress: bool | None = None) -> Engine:
         """Compile every prompt bucket and the decoding loop, so that no later call compiles.
 
-        With ``verify_width="auto"`` a few rounds of each width also show what it costs on this machine.
+        With ``verify_width="auto"`` a few rounds of each width also show what it costs on this machine, as
+        far as ``max_length`` has room for them.
 
         ``progress``: show a bar with the name of what is compiled; None: where stderr is a terminal.
         """
@@ -210,9 +211,14 @@ def _put_new(streamer, progress: Progress, shown: int) -> int:
     return end
 
 
-def _make_runtime(options: EngineOptions, pair: Pair, plan: DecodePlan, widths: Widths) -> Runtime:
+def _make_runtime(
+    options: EngineOptions, pair: Pair, plan: DecodePlan, widths: Widths, dtype: torch.dtype
+) -> Runtime:
     if options.runtime == "eager":
         return EagerRuntime(pair, plan)
     from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
 
-    return XlaRuntime(pair, plan, options.compute, options.quantize, widths.widths)
+    as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
+    return XlaRuntime(
+        pair, plan, options.compute, options.quantize, widths.widths, fewest_rows=1 if as_it_is else 2
+    )

@@ -82,7 +82,8 @@ class Widths:
 
     def forget_text(self) -> None:
         """Drop what is known of drafts, and keep what rounds cost."""
-        self._accepted, self._tried = (np.full(self.widths[-1] - 1, value) for value in ASSUMED)
+        with self._lock:
+            self._accepted, self._tried = (np.full(self.widths[-1] - 1, value) for value in ASSUMED)
 
     def next(self, pace: Pace) -> Turn:
         """The next chunk of a generation."""

@@ -72,8 +72,8 @@ def check_unmodified(skeleton: nn.Module, model: nn.Module) -> None:
 
     The skeleton runs instead of the model, so what a hook, a replaced module, an attribute or a config field
     changed after loading does to the model would silently not happen. Compared are the types of all modules,
-    their attributes (as `describe` sees them; of objects that it does not look into, the types, and of
-    tensors that both can be read, the values) and the configs' fields.
+    their attributes (as `describe` sees them; of objects that it does not look into, the types, of tensors
+    the dtypes, and the values where both can be read) and the configs' fields.
 
     Raises:
         ValueError: naming the first such module, attribute or field.
@@ -175,7 +175,7 @@ def _refuse_late(where: str, module: nn.Module, names: frozenset[str]) -> None:
 def _show(value: Any) -> str:
     """A value in a message: an object that does not print itself by what it holds."""
     if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)}"
+        return f"a tensor {tuple(value.shape)} in {value.dtype}"
     if value is ABSENT:
         return "absent"
     silent = type(value).__repr__ is object.__repr__

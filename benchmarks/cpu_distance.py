@@ -1,0 +1,117 @@
+"""How far the bundled target in bfloat16 and int8 parts from itself in float32, on a CPU.
+
+    python benchmarks/cpu_distance.py --answers 64 --json docs/results/cpu_distance.json
+
+Each answer is read behind its prompt in one pass, in every arithmetic. Of the answers' tokens two things are
+told: at how many the likeliest is the one that float32 has there, and the perplexity. The answers are drawn
+by a seed from those that the target itself gave, so its perplexity is low.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+import torch_dflash as td
+from jax_bridge.arrays import to_jax
+from jax_bridge.lower import lower, tracing
+from torch_dflash.cli.provenance import write_json
+from torch_dflash.decode import RowRequests
+from torch_dflash.demo.target import load_demo_target
+from torch_dflash.train.answers.data import encode_conversation, read_answers
+
+ANSWERS = Path(__file__).parents[1] / "data" / "train" / "answers"
+ROOM = 512
+ARITHMETIC: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "float32, products in bfloat16": (torch.float32, {"compute": "bfloat16"}),
+    "float32, products in int8": (torch.float32, {"quantize": "int8"}),
+    "bfloat16": (torch.bfloat16, {}),
+    "bfloat16, products in int8": (torch.bfloat16, {"quantize": "int8"}),
+}
+
+
+class Text(NamedTuple):
+    """Ids of a prompt and its answer, which begins at ``start``."""
+
+    ids: list[int]
+    start: int
+
+
+class Seen(NamedTuple):
+    """Of each token of the answers: the likeliest id there, and the log-probability of its own."""
+
+    likeliest: np.ndarray
+    log_probability: np.ndarray
+
+
+def draw(tokenizer: Any, count: int, seed: int) -> list[Text]:
+    """``count`` answers that fit the room, prompts included."""
+    answers = read_answers([ANSWERS])
+    random.Random(seed).shuffle(answers)
+    texts = []
+    for answer in answers:
+        prompt = encode_conversation(tokenizer, answer.messages)
+        if len(texts) < count and len(prompt) + len(answer.response_ids) <= ROOM:
+            texts.append(Text([*prompt, *answer.response_ids], len(prompt)))
+    return texts
+
+
+def look(target: Any, texts: list[Text], **options: Any) -> Seen:
+    """What the target, as an engine with these options computes it, says of the texts."""
+    engine = td.compile(target, None, max_length=ROOM, filters=False, **options)
+    runtime: Any = engine.runtime
+    params = runtime.refresh(engine.tensors())
+
+    def read(params: Any, state: Any, ids: Any) -> Any:
+        def step(pair: Any, state: Any, ids: Any) -> Any:
+            return pair.target(ids, state.length, state.cache).logits.float().log_softmax(dim=-1)
+
+        return engine.pair.run(step, params, state, ids)
+
+    def told() -> Iterator[Seen]:
+        program = jax.jit(lower(read))
+        for text in texts:
+            ids = torch.tensor([text.ids + [0] * (ROOM - len(text.ids))], dtype=torch.int32)
+            state = runtime.begin(params, RowRequests.idle(engine.plan))
+            found = np.asarray(program(params, state, to_jax(ids)))[0, text.start - 1 : len(text.ids) - 1]
+            said = np.asarray(text.ids[text.start :])
+            yield Seen(found.argmax(axis=1), found[np.arange(len(said)), said])
+
+    with tracing("highest"):
+        return Seen(*map(np.concatenate, zip(*told(), strict=True)))
+
+
+def main() -> None:
+    """Look at the answers in every arithmetic; print the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--answers", type=int, default=64, help="how many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    targets, rows, exact = {}, [], None
+    for name, (dtype, options) in ARITHMETIC.items():
+        if dtype not in targets:
+            targets[dtype] = load_demo_target(dtype, progress=False)
+        target, tokenizer = targets[dtype][:2]
+        seen = look(target, draw(tokenizer, asked.answers, asked.seed), **options)
+        exact = exact or seen
+        agreement = float((seen.likeliest == exact.likeliest).mean())
+        perplexity = math.exp(-float(seen.log_probability.mean()))
+        rows.append({"arithmetic": name, "agreement": agreement, "perplexity": perplexity})
+        print(f"{name:32} agreement {agreement:.4f}  perplexity {perplexity:.4f}", flush=True)
+    if asked.json:
+        of = {"answers": asked.answers, "seed": asked.seed, "tokens": len(exact.likeliest)}
+        write_json(asked.json, of | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
