@@ -1,6 +1,6 @@
 """How far the bundled target in bfloat16 and int8 parts from itself in float32, on a CPU.
 
-    python benchmarks/cpu_distance.py --answers 64 --json docs/results/cpu_distance.json
+    python benchmarks/cpu_distance.py --answers 32 --json docs/results/cpu_distance.json
 
 Each answer is read behind its prompt in one pass, in every arithmetic. Of the answers' tokens two things are
 told: at how many the likeliest is the one that float32 has there, and the perplexity. The answers are drawn
