@@ -13,6 +13,7 @@ import argparse
 import math
 import random
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,12 +58,12 @@ def draw(tokenizer: Any, count: int, seed: int) -> list[Text]:
     """``count`` answers that fit the room, prompts included."""
     answers = read_answers([ANSWERS])
     random.Random(seed).shuffle(answers)
-    texts = []
-    for answer in answers:
-        prompt = encode_conversation(tokenizer, answer.messages)
-        if len(texts) < count and len(prompt) + len(answer.response_ids) <= ROOM:
-            texts.append(Text([*prompt, *answer.response_ids], len(prompt)))
-    return texts
+    prompts = (encode_conversation(tokenizer, answer.messages) for answer in answers)
+    texts = (
+        Text([*prompt, *answer.response_ids], len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=False)
+    )
+    return list(islice((text for text in texts if len(text.ids) <= ROOM), count))
 
 
 def look(target: Any, texts: list[Text], **options: Any) -> Seen:
@@ -97,12 +98,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    targets, rows, exact = {}, [], None
+    targets = {dtype: load_demo_target(dtype, progress=False) for dtype in (torch.float32, torch.bfloat16)}
+    texts = draw(targets[torch.float32][1], asked.answers, asked.seed)
+    rows, exact = [], None
     for name, (dtype, options) in ARITHMETIC.items():
-        if dtype not in targets:
-            targets[dtype] = load_demo_target(dtype, progress=False)
-        target, tokenizer = targets[dtype][:2]
-        seen = look(target, draw(tokenizer, asked.answers, asked.seed), **options)
+        seen = look(targets[dtype][0], texts, **options)
         exact = exact or seen
         agreement = float((seen.likeliest == exact.likeliest).mean())
         perplexity = math.exp(-float(seen.log_probability.mean()))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.arithmetic import ARITHMETIC
 from support.tiny import make_pair, make_target
 
 import jax_bridge as jb
@@ -122,15 +123,6 @@ def test_no_round_has_another_sum(monkeypatch):
     assert float_sums() == 0
     monkeypatch.setattr(steady, "sum_of_halves", lambda rows: rows.sum(axis=-1, keepdims=True))
     assert float_sums() > 0
-
-
-ARITHMETIC = {
-    "int8": ("float32", {"quantize": "int8"}),
-    "float32 in bfloat16": ("float32", {"compute": "bfloat16"}),
-    "bfloat16": ("bfloat16", {}),
-    "bfloat16 in float32": ("bfloat16", {"compute": "float32"}),
-    "bfloat16 in int8": ("bfloat16", {"quantize": "int8"}),
-}
 
 
 @pytest.mark.parametrize("case", ARITHMETIC)

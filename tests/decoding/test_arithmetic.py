@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from support.arithmetic import ARITHMETIC
 from support.scripted import run
 from support.tiny import make_pair
 from torch import nn
@@ -18,13 +19,6 @@ from jax_bridge.layout import Form, keep
 from jax_bridge.products import linear_jax
 
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
-ARITHMETIC = {
-    "int8": ("float32", {"quantize": "int8"}),
-    "float32 in bfloat16": ("float32", {"compute": "bfloat16"}),
-    "bfloat16": ("bfloat16", {}),
-    "bfloat16 in float32": ("bfloat16", {"compute": "float32"}),
-    "bfloat16 in int8": ("bfloat16", {"quantize": "int8"}),
-}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's embedding is its head
