@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, call_torch, environment
+from jax_bridge.angles import cos_jax, sin_jax
 from jax_bridge.forms import Multiplier, Readable, stored_as
 from jax_bridge.kernels.block_attention import block_attention_jax
 from jax_bridge.kernels.paged_attention import paged_attention_jax
@@ -113,6 +114,19 @@ def _embedding(weight, ids, *how, **named):
     return call_jax(look_up, weight, ids)
 
 
+def _angles_of(operation: Any, function: Callable) -> Callable:
+    own = environment()._ops[operation].func
+
+    def apply(angles):
+        return call_jax(lambda array: function(array) if _is_real(array) else own(array), angles)
+
+    return apply
+
+
+def _is_real(array: Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
 def _mean(rows, dim=None, keepdim=False, *, dtype=None):
     cast = rows if dtype is None else rows.to(dtype)
     dim = tuple(dim) if isinstance(dim, list) else dim
@@ -185,6 +199,8 @@ for _operation, _lowering in LOWERED.items():
 
 environment().override_op_definition(F.linear, _linear)
 environment().override_op_definition(torch.ops.aten.embedding, _embedding)
+environment().override_op_definition(torch.ops.aten.cos, _angles_of(torch.ops.aten.cos, cos_jax))
+environment().override_op_definition(torch.ops.aten.sin, _angles_of(torch.ops.aten.sin, sin_jax))
 environment().override_op_definition(torch.ops.aten.mean, _mean)
 environment().override_op_definition(torch.ops.aten._softmax, _softmax)
 environment().override_op_definition(torch.ops.aten.native_layer_norm, _layer_norm)

@@ -20,6 +20,8 @@ MOST_KEYS, FEWEST_KEYS = 256, 64
 """Keys of a block: few, or its copies leave the caches of a CPU; more, where each brings little work."""
 BLOCK_BYTES = 6 << 20
 FEW_ROWS = 64
+FLOOR = LOWEST / 10
+"""No row's largest score is less, so that the weight of a key that is not seen is zero in every row."""
 IN_FLOAT32: Any = {"preferred_element_type": jnp.float32}
 
 
@@ -42,10 +44,10 @@ class Running(NamedTuple):
     def begin(cls, query: Array, v_dim: int, sinks: Array | None = None) -> Running:
         """Nothing seen yet, or ``sinks`` [G, heads]: they take part in the softmax, without a value."""
         shape = query.shape[:-1]
-        top = jnp.full(shape, LOWEST, jnp.float32)
+        top = jnp.full(shape, FLOOR, jnp.float32)
         if sinks is not None:
-            top = jnp.broadcast_to(sinks[None, :, :, None], shape).astype(jnp.float32)
-        total = jnp.where(top > LOWEST, 1.0, 0.0)
+            top = jnp.maximum(top, sinks[None, :, :, None].astype(jnp.float32))
+        total = jnp.where(top > FLOOR, 1.0, 0.0)
         return cls(top, total, jnp.zeros((*shape, v_dim), jnp.float32))
 
     def add(self, query: Array, block: Block, scale: float, softcap: float | None = None) -> Running:
@@ -53,10 +55,9 @@ class Running(NamedTuple):
         score = _scores(query, block.key) * scale
         if softcap is not None:
             score = jnp.tanh(score / softcap) * softcap
-        seen = block.seen[:, None, None]
-        score = jnp.where(seen, score, LOWEST)
+        score = jnp.where(block.seen[:, None, None], score, LOWEST)
         peak = jnp.maximum(self.top, score.max(axis=-1))
-        weight = jnp.where(seen, jnp.exp(score - peak[..., None]), 0)
+        weight = jnp.exp(score - peak[..., None])
         fade = jnp.exp(self.top - peak)
         gained = _gains(weight.astype(block.value.dtype), block.value)
         return Running(

@@ -11,7 +11,7 @@ import torch
 from support.tiny import make_pair
 
 import torch_dflash as td
-from jax_bridge import lower, ops
+from jax_bridge import angles, lower, ops
 from jax_bridge.forms import StoredWeight
 
 MOVES = ("copy", "transpose", "convert", "fusion", "concatenate", "pad", "gather", "slice", "bitcast-convert")
@@ -61,6 +61,15 @@ def moves(text: str, shapes: set) -> dict[str, list[str]]:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_chunk_copies_nothing(drafts, dtype):
     assert moves(*compiled(dtype, drafts)) == {}
+
+
+@pytest.mark.parametrize("function", ["cosine", "sine"])
+def test_angles_are_computed_once_a_pass(function, monkeypatch):
+    text, _ = compiled(torch.float32, False)
+    assert text.count(f" {function}(") == 1
+    monkeypatch.setattr(angles, "_once_a_pass", lambda function, array: function(array))
+    text, _ = compiled(torch.float32, False)
+    assert text.count(f" {function}(") > 2  # each layer's queries and keys
 
 
 def test_a_form_that_reads_every_slot_shows(monkeypatch):
