@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from support.scripted import Scripted, own_text, run
@@ -11,7 +13,7 @@ from support.tiny import make_pair
 import torch_dflash as td
 from torch_dflash.checks import check_width
 from torch_dflash.decode import draft
-from torch_dflash.engine.width import LOOK, LOOK_EVERY, TRIALS, UNLIMITED, Pace, Widths, ladder
+from torch_dflash.engine.width import KEPT, LOOK, LOOK_EVERY, TRIALS, UNLIMITED, Pace, Widths, ladder
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
 from torch_dflash.runtime import Turn
 
@@ -211,6 +213,29 @@ def test_a_text_that_becomes_easy_is_noticed():
             count = turn.width if easy else 1
             widths.note(turn, turn.rounds * costs[turn.width], [[count] * turn.rounds], pace)
         assert widths.settled().width == best
+
+
+@pytest.mark.parametrize("wrong", [1, 8])
+def test_a_cost_that_was_measured_wrongly_is_measured_again(wrong, monkeypatch):
+    """A hiccup while the engine warmed up: width 8 seems dear, or plain decoding seems slow."""
+
+    def begin() -> Widths:
+        widths = warmed(costs)
+        widths._seconds[wrong] = deque([8 * costs[wrong]] * TRIALS, KEPT)
+        return widths
+
+    costs = {1: 1.0, 4: 1.4, 8: 1.6}
+    chance, best = (0.9, 8) if wrong == 8 else (0.05, 1)
+    widths = begin()
+    for number in range(30):  # short texts, none of which could afford a look
+        _, turns = simulate(widths, costs, chance, 100, number)
+    assert share(turns, best) > 0.7
+    monkeypatch.setattr("torch_dflash.engine.width.STALE", UNLIMITED)
+    monkeypatch.setattr("torch_dflash.engine.width.STALE_PLAIN", UNLIMITED)
+    widths = begin()
+    for number in range(30):
+        _, turns = simulate(widths, costs, chance, 100, number)
+    assert share(turns, best) < 0.3
 
 
 def test_a_chunk_that_compiled_or_read_a_prompt_is_not_timed():

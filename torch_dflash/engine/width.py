@@ -32,6 +32,11 @@ UNKNOWN = 1.5
 UNLIMITED = 1e9
 """A lead that no bet can lose."""
 KEPT = 9
+STALE_PLAIN, STALE = 128, 512
+"""Rounds, of all generations, after which a round of width 1, or of another, shows its cost again.
+
+A machine is not always equally fast, and what a bet is worth is told by both costs.
+"""
 MEMORY = 0.98
 """What a count of accepted drafts is worth a round later: half after 34 rounds."""
 ASSUMED = (1.0, 2.0)
@@ -72,6 +77,7 @@ class Widths:
     def __init__(self, widths: tuple[int, ...], rounds: int):
         self.widths, self._rounds = widths, rounds
         self._seconds: dict[int, deque[float]] = {width: deque(maxlen=KEPT) for width in widths}
+        self._untimed = dict.fromkeys(widths, 0)  # rounds since one of a width was timed
         self._lock = threading.Lock()
         self.forget_text()
 
@@ -111,8 +117,7 @@ class Widths:
         if len(self.widths) == 1 or not rounds:
             return
         with self._lock:
-            if seconds is not None:
-                self._seconds[turn.width].append(seconds / rounds)
+            self._time(turn.width, rounds, seconds)
             for row in accepted:
                 for count in row:
                     self._count(turn.width, count)
@@ -128,6 +133,9 @@ class Widths:
     def _next(self, pace: Pace) -> Turn:
         if self._unknown(PLAIN):
             return Turn(PLAIN, min(TRIAL, self._rounds))
+        stale = [width for width in self.widths if self._is_stale(width)]
+        if stale:
+            return Turn(stale[0], 1)
         affordable = [width for width in self.widths if self._cost(width) - 1 <= pace.stake]
         unknown = [width for width in affordable if self._unknown(width)]
         if unknown:
@@ -140,6 +148,20 @@ class Widths:
         lost = self._cost(width) - 1  # a round, if nothing is accepted
         most = int(pace.stake / lost) if lost > 0 and width != PLAIN else rounds
         return Turn(width, min(rounds, most, self._rounds))
+
+    def _time(self, width: int, rounds: int, seconds: float | None) -> None:
+        """Take in what ``rounds`` of ``width`` took, if it is known."""
+        for each in self.widths:
+            self._untimed[each] += rounds
+        if seconds is None:
+            return
+        if self._is_stale(width):
+            self._seconds[width].clear()
+        self._seconds[width].append(seconds / rounds)
+        self._untimed[width] = 0
+
+    def _is_stale(self, width: int) -> bool:
+        return self._untimed[width] >= (STALE_PLAIN if width == PLAIN else STALE)
 
     def _unknown(self, width: int) -> bool:
         return len(self._seconds[width]) < TRIALS
