@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
 from torch_dflash.ops.dense_attention import dense_attention
-from torch_dflash.ops.windows import clear_rows, write_rows
+from torch_dflash.ops.windows import clear_rows, reach, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
 
@@ -66,9 +66,11 @@ class LatentLayer(StaticLayer):
     """A dense layer whose model computes keys and values anew from all it has cached."""
 
     def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, LatentLayer]:
-        """Write the rows, hand out the whole buffers; consumes self."""
+        """Write the rows, hand out the buffers as far as any row reaches; consumes self."""
         layer = self.write(view.rounded(key), view.rounded(value), view.start, view.count)
-        return view.rounded(layer.key), view.rounded(layer.value), LatentLayer(layer.key, layer.value)
+        seen = reach(view.start, key.shape[2], layer.key.shape[2])
+        own = LatentLayer(layer.key, layer.value)
+        return view.rounded(layer.key[:, :, :seen]), view.rounded(layer.value[:, :, :seen]), own
 
     def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, LatentLayer]:
         """Attend causally to the rows, which are of all positions."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from torch_dflash.ops.attention import AttentionInputs, finite_values, visible
-from torch_dflash.ops.windows import positions
+from torch_dflash.ops.windows import positions, reach
 
 
 class CacheView(Cache):
@@ -56,10 +56,14 @@ class CacheView(Cache):
         return out
 
     def mask(self, inputs: AttentionInputs, slots: int) -> Bool[Tensor, "B one M S"]:
-        """Which of ``slots`` dense positions each row sees, made once for all layers of a window."""
+        """Which dense positions each row sees, of ``slots`` as far as any row reaches.
+
+        Made once for all layers of a window.
+        """
         if inputs.window not in self._masks:
-            at = positions(self.start, inputs.query.shape[2])
-            slot = torch.arange(slots, device=at.device, dtype=at.dtype)[None]
+            rows = inputs.query.shape[2]
+            at, seen = positions(self.start, rows), reach(self.start, rows, slots)
+            slot = torch.arange(seen, device=at.device, dtype=at.dtype)[None]
             self._masks[inputs.window] = visible(at, slot, inputs.window, causal=True)
         return self._masks[inputs.window]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, visible
 from torch_dflash.ops.lowerable import lowerable
-from torch_dflash.ops.windows import positions
+from torch_dflash.ops.windows import WHOLE, positions
 
 
 class Past(NamedTuple):
@@ -18,6 +18,15 @@ class Past(NamedTuple):
     key: Float[Tensor, "B G S D"]
     value: Float[Tensor, "B G S D"]
     position: Int[Tensor, "B S"]
+
+    def used(self) -> Past:
+        """Up to the last slot that any row uses; all where the host could not know that without waiting."""
+        if self.position.device.type != "cpu":
+            return self
+        last = (self.position >= 0).any(dim=0).nonzero()
+        end = int(last[-1]) + 1 if len(last) else 0
+        end = min(-(-end // WHOLE) * WHOLE, self.position.shape[1])
+        return Past(self.key[:, :, :end], self.value[:, :, :end], self.position[:, :end])
 
 
 @lowerable
@@ -32,6 +41,7 @@ def block_attention(inputs: AttentionInputs, past: Past, causal: bool) -> Float[
         past: the context; all its positions are below ``inputs.start``.
         causal: whether a row is blind to the block's later rows.
     """
+    past = past.used()
     at, window = positions(inputs.start, inputs.query.shape[2]), inputs.window
     seen = visible(at, past.position, window, causal) & (past.position >= 0)[:, None, None]
     inside = visible(at, at, window, causal)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from torch_dflash.ops.lowerable import lowerable
 
+WHOLE = 64
+"""`reach` ends at a multiple of this, so that passes of few and of many rows multiply the same keys."""
+
 
 @lowerable
 def write_rows(
@@ -52,6 +55,17 @@ def read_rows(buffer: Tensor, start: Int[Tensor, " B"], width: int) -> Tensor:
 def positions(start: Int[Tensor, " B"], width: int) -> Int[Tensor, "B width"]:
     """``start[b] .. start[b] + width - 1`` of each row."""
     return start[:, None] + torch.arange(width, device=start.device, dtype=start.dtype)
+
+
+def reach(start: Int[Tensor, " B"], width: int, slots: int) -> int:
+    """How many of ``slots`` the rows ``start[b] .. start[b] + width - 1`` and all before them take.
+
+    Rounded up; all ``slots`` where the host could not know without waiting: off the CPU, and in programs.
+    """
+    if start.device.type != "cpu":
+        return slots
+    end = int(start.max()) + width
+    return min(-(-end // WHOLE) * WHOLE, slots)
 
 
 def clear_rows(buffer: Tensor, rows: Bool[Tensor, " B"]) -> Tensor:
