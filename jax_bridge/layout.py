@@ -1,10 +1,10 @@
 """How a weight lies in device memory: chosen where it is put there, once for all engines.
 
 torch keeps a linear layer's weight as [out, in]. XLA's CPU products of two and more rows in float32 are
-faster with [in, out] (`benchmarks/weight_layout.py`). A weight that is kept so is `Transposed`: programs take
-it as it is and unwrap it (`jax_bridge.forms`), so shapes and names stay those of the model. XLA's own array
-layouts would do without this form, but its CPU compiler copies such arguments into the usual order on every
-call.
+faster with [in, out] on some CPUs (`jax_bridge.measured`). A weight that is kept so is `Transposed`:
+programs take it as it is and unwrap it (`jax_bridge.forms`), so shapes and names stay those of the model.
+XLA's own array layouts would do without this form, but its CPU compiler copies such arguments into the usual
+order on every call.
 
 On a TPU they are the means: a matrix lies there by rows, as torch keeps it, and programs take it so.
 """
@@ -22,6 +22,7 @@ from torch import nn
 
 from jax_bridge.arrays import to_jax
 from jax_bridge.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized
+from jax_bridge.measured import lies_by_inputs
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -61,7 +62,7 @@ class Forms:
         heads = {name for name, part in parts if tied is not None and getattr(part, "weight", None) is tied}
         return cls(frozenset(linear), frozenset(heads), frozenset(read), **arithmetic)
 
-    def choose(self, name: str, dtype: torch.dtype, device: Any) -> Form:
+    def choose(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> Form:
         """The form of the weight ``name`` on ``device``; off the CPU each is kept as it is."""
         if device.platform != "cpu" or not dtype.is_floating_point:
             return Form()
@@ -72,7 +73,7 @@ class Forms:
             wanted = dtype if self.compute == "auto" else getattr(torch, self.compute)
             if wanted != dtype:
                 return Form(Cast, wanted, read)
-        if name in self.linear and dtype == torch.float32:
+        if name in self.linear and dtype == torch.float32 and lies_by_inputs(shape):
             return Form(Transposed)  # in bfloat16 a product of one row would be tens of times slower
         return Form(Readable) if read and dtype in HALVES else Form()
 

@@ -95,7 +95,10 @@ class Weights:
                         "ordinary tensor (dequantise it), or pass runtime='eager'."
                     )
             self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
-            forms = {name: self._forms.choose(name, leaf.dtype, device) for name, leaf in torches.items()}
+            forms = {
+                name: self._forms.choose(name, tuple(leaf.shape), leaf.dtype, device)
+                for name, leaf in torches.items()
+            }
             known = {name: _known(leaf, forms[name]) for name, leaf in torches.items()}
             doubted = _doubted(known)
             for name, tensor in torches.items():

@@ -122,7 +122,7 @@ def load(
             for part in parts.get(name, ()):
                 if name not in arrays:
                     wanted = _dtype(model, name, part, tensor, dtype)
-                    form = forms.choose(name, wanted, next(iter(place.device_set)))
+                    form = forms.choose(name, tuple(tensor.shape), wanted, next(iter(place.device_set)))
                     arrays[name] = keep(part.read(), form, wanted, place)
                 else:
                     _check_tied(parts[name][0], part)

@@ -97,10 +97,10 @@ def test_what_is_turned_depends_on_type_and_device():
         platform = "tpu"
 
     cpu, forms = jax.devices("cpu")[0], Forms(frozenset({"a"}))
-    assert forms.choose("a", torch.float32, cpu) == Form(Transposed)
-    assert forms.choose("b", torch.float32, cpu) == Form()
+    assert forms.choose("a", (6, 4), torch.float32, cpu) == Form(Transposed)
+    assert forms.choose("b", (6, 4), torch.float32, cpu) == Form()
     for dtype, device in ((torch.bfloat16, cpu), (torch.float16, cpu), (torch.float32, Device())):
-        assert forms.choose("a", dtype, device) == Form()
+        assert forms.choose("a", (6, 4), dtype, device) == Form()
 
 
 def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):

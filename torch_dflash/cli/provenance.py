@@ -10,6 +10,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from torch_dflash.storage.machine import processor
+
 PACKAGES = ("torch-dflash", "torch", "torchax", "jax", "jaxlib", "transformers")
 
 
@@ -41,7 +43,4 @@ def hardware() -> str:
     jax = sys.modules.get("jax")  # only if this process decodes with it
     if jax is not None and jax.devices()[0].platform != "cpu":
         return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
-    model = names[0].split(":")[1].strip() if names else platform.processor()
-    return f"CPU: {len(names) or '?'} x {model}"
+    return f"CPU: {processor()}"

@@ -1,0 +1,86 @@
+"""Which way round a float32 weight is multiplied faster on this CPU: measured once, kept on disk.
+
+On some CPUs a weight kept as [in, out] gains a third, on others it loses one (`benchmarks/weight_layout.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from torch_dflash.storage.files import StageError, write_json
+from torch_dflash.storage.folders import cache_root
+from torch_dflash.storage.machine import fingerprint
+
+FILE = "products.json"
+SMALLEST = 1 << 18
+"""Entries of the smallest weight that is measured; a smaller one is kept as [in, out]."""
+MOST = 1 << 23
+"""Entries that a measurement reads, which a CPU's inner caches do not hold: some rows of a larger weight."""
+ROWS = (1, 8)
+REPEATS = 4
+GAIN = 0.95
+"""A weight stays as torch keeps it where that takes at most this part of the time."""
+
+
+def lies_by_inputs(shape: tuple[int, ...]) -> bool:
+    """Whether a float32 weight [out, in] is to be kept as [in, out]."""
+    out, size = shape
+    return out * size < SMALLEST or _kept(min(out, max(1, MOST // size)), size)
+
+
+@cache
+def _kept(out: int, size: int) -> bool:
+    """`_measure`, once for all processes on machines like this one."""
+    path, name = cache_root() / FILE, f"[{out}, {size}]"
+    machine = f"{fingerprint()}, jaxlib {jaxlib.__version__}"
+    known = _read(path)
+    own = known.setdefault(machine, {})
+    if not isinstance(own.get(name), bool):
+        own[name] = _measure(out, size)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, known)
+        except (OSError, StageError):  # the next process measures again
+            pass
+    return own[name]
+
+
+def _read(path: Any) -> dict[str, dict]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    whole = isinstance(found, dict) and all(isinstance(own, dict) for own in found.values())
+    return found if whole else {}
+
+
+def _measure(out: int, size: int) -> bool:
+    """Time a plain step's and a round's product in both layouts, in turns."""
+    count = max(1, MOST // (out * size))
+    layouts = {"oi": (out, size), "io": (size, out)}
+    weights = {name: [jnp.full(shape, 0.5) for _ in range(count)] for name, shape in layouts.items()}
+    products = {name: jax.jit(partial(jnp.einsum, f"ri,{name}->ro")) for name in layouts}
+    seconds = dict.fromkeys(layouts, 0.0)
+    for rows in (jnp.ones((number, size)) for number in ROWS):
+        runs = {name: partial(_run, products[name], rows, weights[name]) for name in layouts}
+        best = {name: run() for name, run in runs.items()}  # compiles
+        for repeat in range(REPEATS):
+            for name, run in runs.items():
+                best[name] = min(run(), best[name] if repeat else float("inf"))
+        seconds = {name: seconds[name] + best[name] for name in layouts}
+    return seconds["oi"] > GAIN * seconds["io"]
+
+
+def _run(product: Callable, rows: jax.Array, weights: list[jax.Array]) -> float:
+    """Seconds that the products with all weights take."""
+    started = time.perf_counter()
+    jax.block_until_ready([product(rows, weight) for weight in weights])
+    return time.perf_counter() - started

@@ -1,0 +1,82 @@
+"""A weight's layout is measured once a machine and kept on disk."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+import torch
+from torch import nn
+
+from jax_bridge import measured
+from jax_bridge.forms import Transposed
+from jax_bridge.layout import Form, Forms
+
+SHAPE = (1024, 512)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(measured, "cache_root", lambda: tmp_path / "cache")
+    measured._kept.cache_clear()
+    yield tmp_path / "cache"
+    measured._kept.cache_clear()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The shapes that were measured; the answer is always no."""
+    shapes = []
+    monkeypatch.setattr(measured, "_measure", lambda *shape: bool(shapes.append(shape)))
+    return shapes
+
+
+def again(shape) -> bool:
+    """What the next process finds."""
+    measured._kept.cache_clear()
+    return measured.lies_by_inputs(shape)
+
+
+@pytest.mark.parametrize("faster, by_inputs", [("oi", False), ("io", True), (None, True)])
+def test_the_faster_layout_is_chosen(faster, by_inputs, folder, monkeypatch):
+    def run(product, rows, weights):
+        name = "oi" if weights[0].shape == SHAPE else "io"
+        assert rows.shape[0] in (1, 8) and sum(weight.size for weight in weights) == measured.MOST
+        assert product(rows, weights[0]).shape == (rows.shape[0], SHAPE[0])
+        return 1.0 if name == faster else 1.2 if faster else 1.0
+
+    monkeypatch.setattr(measured, "_run", run)
+    assert measured.lies_by_inputs(SHAPE) == by_inputs
+    weight = nn.Linear(*reversed(SHAPE), bias=False).weight
+    forms = Forms(frozenset({"a"}))
+    form = forms.choose("a", tuple(weight.shape), torch.float32, jax.devices("cpu")[0])
+    assert form == (Form(Transposed) if by_inputs else Form())
+
+
+def test_it_is_measured_once_for_all_processes(folder, asked, monkeypatch):
+    assert [measured.lies_by_inputs(SHAPE), measured.lies_by_inputs(SHAPE), again(SHAPE)] == [False] * 3
+    assert asked == [SHAPE]
+    monkeypatch.setattr(measured, "fingerprint", lambda: "another machine")
+    assert not again(SHAPE) and asked == [SHAPE, SHAPE]
+    assert len(json.loads((folder / measured.FILE).read_text())) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "{"])
+def test_a_damaged_file_is_measured_anew(content, folder, asked):
+    folder.mkdir()
+    (folder / measured.FILE).write_text(content)
+    assert not measured.lies_by_inputs(SHAPE) and not again(SHAPE)
+    assert asked == [SHAPE]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(folder, asked):
+    folder.write_text("a file")
+    assert not measured.lies_by_inputs(SHAPE) and not again(SHAPE)
+    assert asked == [SHAPE, SHAPE]
+
+
+def test_small_weights_are_not_measured_and_large_ones_in_part(folder, asked):
+    assert measured.lies_by_inputs((100, 100))
+    measured.lies_by_inputs((50_000, 4096))
+    assert asked == [(measured.MOST // 4096, 4096)]
