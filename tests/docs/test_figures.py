@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import runpy
 import shutil
@@ -114,3 +115,11 @@ def test_the_card_tells_what_the_log_and_the_answers_say():
     folder = ROOT / "data/train/answers"
     section = data_section(describe(read_answers([folder]), [folder]))
     assert section.partition("\n\n")[2] in card and section.partition(" tokens")[0] in card
+
+
+def test_the_prompts_of_several_turns_are_what_their_script_draws():
+    drawn = runpy.run_path(str(ROOT / "data/train/several_turns.py"))["conversations"]()
+    kept = ROOT / "data/train/prompts/several_turns.jsonl.gz"
+    assert gzip.decompress(kept.read_bytes()).decode() == drawn
+    turns = [len(prompt.turns) for prompt in read_prompts([kept])]
+    assert len(turns) == 2400 and set(turns) == {2, 3}
