@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.angles import cos_jax, sin_jax
 from jax_bridge.forms import Multiplier, Readable, stored_as
-from jax_bridge.kernels.block_attention import block_attention_jax
+from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
 from jax_bridge.products import linear_jax
@@ -70,26 +70,35 @@ def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
     return call_jax(attend, query, [tuple(part[:3]) for part in parts], sinks)
 
 
-def dense_attention_jax(query, key, value, start, sinks, mask, *, scale, window, softcap):
-    """`torch_dflash.ops.dense_attention`; on a TPU the plain form, which XLA lays out well there."""
-    rule: Any = {"scale": scale, "window": window, "softcap": softcap, "key": None, "value": None}
+def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap):
+    """`torch_dflash.ops.dense_attention`; ``inputs``: the arrays of its inputs, in their order."""
+    query, sinks = inputs[0], inputs[-1]
+    rule: Any = {"scale": scale, "window": window, "softcap": softcap}
 
-    def asked(query, start, sinks):
-        return AttentionInputs(query=query, start=start, sinks=sinks, **rule)
+    def asked(inputs):
+        return AttentionInputs(*inputs[:-1], sinks=inputs[-1], **rule)
 
-    def plain(query, key, value, start, sinks, mask):
-        return call_torch(dense_attention.plain, asked(query, start, sinks), key, value, mask)
+    def plain(inputs, key, value, mask):
+        return call_torch(dense_attention.plain, asked(inputs), key, value, mask)
 
-    def streamed(query, key, value, start, sinks, mask):
-        return stream_dense(asked(query, start, sinks), key, value)
+    def streamed(inputs, key, value, mask):
+        return stream_dense(asked(inputs), key, value)
 
-    return jax.lax.platform_dependent(query, key, value, start, sinks, mask, tpu=plain, default=streamed)
+    def kernel(inputs, key, value, mask):
+        return block_of_cache(asked(inputs), key, value)
+
+    few = query.shape[2] <= MOST_ROWS and sinks is None and softcap is None
+    known = few and key.shape == value.shape and key.dtype == query.dtype
+    return jax.lax.platform_dependent(
+        inputs, key, value, mask, tpu=kernel if known else plain, default=streamed
+    )
 
 
 def _dense_attention(inputs, key, value, mask):
     rule = {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
     attend = partial(once, dense_attention_jax, **rule)
-    return call_jax(attend, inputs.query, key, value, inputs.start, inputs.sinks, mask)
+    arrays = (inputs.query, inputs.key, inputs.value, inputs.start, inputs.sinks)
+    return call_jax(attend, arrays, key, value, mask)
 
 
 def _linear(rows, weight, bias=None):

@@ -73,6 +73,10 @@ class CompiledStep:
     hlo: str
     cost: dict[str, float]
 
+    def traffic_at(self, context: int) -> int:
+        """``traffic_bytes`` with so many slots of the static caches in use."""
+        return hbm_traffic(Program(self.hlo, context))
+
     @property
     def hbm_bytes(self) -> int:
         """HBM a chip needs to run it: what goes in, what comes out elsewhere, what it needs meanwhile."""

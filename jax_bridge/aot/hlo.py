@@ -53,9 +53,13 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """A scheduled HLO module by computation and instruction name."""
+    """A scheduled HLO module by computation and instruction name.
 
-    def __init__(self, hlo: str):
+    ``context``: slots in use of every static cache; None: all.
+    """
+
+    def __init__(self, hlo: str, context: int | None = None):
+        self.context = context
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
         for line in hlo.splitlines():

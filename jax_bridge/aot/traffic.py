@@ -7,6 +7,7 @@ Here only buffers outside VMEM count. The result is an estimate from the program
 - an update in place reads and writes what it updates, not the buffer;
 - a custom call (a Pallas kernel) reads its operands once and writes its results once; a result that lives in
   an operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
+- the kernel for static caches reads whole blocks of slots up to the last in use (`Program.context`);
 - an asynchronous pair moves what the operation it stands for moves, counted where it ends;
 - a weight that is fetched at the program's end for its next run is counted once: only a first run also
   fetches it at the top (a reading of XLA's marks, not measured);
@@ -19,6 +20,7 @@ from __future__ import annotations
 import re
 
 from jax_bridge.aot.hlo import Instruction, Program, all_bytes, array_bytes, hbm_bytes
+from jax_bridge.kernels.block_attention import BLOCK_KEYS
 
 _FREE = {
     "add-dependency",
@@ -35,6 +37,8 @@ _FREE = {
 }
 _SLICES = {"slice", "dynamic-slice"}
 _RESHAPED = {"bitcast", "convert", "copy", "reshape", "transpose"}  # element by element, as asked for
+CONTEXT = slice(-3, None)
+"""Operands of `pallas_block_attention`'s call: keys, values and positions of all slots."""
 Body = dict[str, Instruction]
 
 
@@ -62,7 +66,7 @@ def moved(program: Program, body: Body, at: Instruction) -> int:
     if at.op == "fusion":
         return _fusion(program, at, operands)
     if at.op == "custom-call":
-        return _custom_call(at, operands)
+        return _custom_call(program, at, operands)
     if at.op == "dynamic-update-slice":
         return hbm_bytes(operands[1]) + min(hbm_bytes(at.type), all_bytes(operands[1]))
     if at.op in _SLICES or at.op == "gather":
@@ -100,14 +104,19 @@ def _trips(program: Program, loop: Instruction) -> int:
     return int(limit.literal) if limit.op == "constant" else 1
 
 
-def _custom_call(at: Instruction, operands: list[str]) -> int:
+def _custom_call(program: Program, at: Instruction, operands: list[str]) -> int:
     if 'custom_call_target="AllocateBuffer"' in at.attributes:  # room, not a write
         return 0
     aliased = at.aliased_outputs()
     written = (
         size for place, (size, in_hbm) in enumerate(array_bytes(at.type)) if in_hbm * (place not in aliased)
     )
-    return sum(map(hbm_bytes, operands)) + sum(written)
+    read = list(map(hbm_bytes, operands))
+    if program.context is not None and at.name.startswith("block_attention"):
+        slots = int(re.findall(r"\d+", operands[-1].partition("{")[0])[-1])  # of the positions [B, 1, S]
+        used = min(slots, -(-program.context // BLOCK_KEYS) * BLOCK_KEYS)
+        read[CONTEXT] = [size * used // slots for size in read[CONTEXT]]
+    return sum(read) + sum(written)
 
 
 def _fusion(program: Program, at: Instruction, operands: list[str]) -> int:

@@ -14,9 +14,12 @@ from jaxtyping import Array, Float, Int
 from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running
 from jax_bridge.kernels.streamed import stream_past
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.block_attention import Past
 from torch_dflash.ops.paged_attention import LANES
 
 BLOCK_KEYS = 512
+MOST_ROWS = 64
+"""Rows of the widest block that is worth a kernel; a prompt's chunk has more work than reading."""
 
 
 def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Float[Array, "B W Q D"]:
@@ -28,6 +31,17 @@ def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Flo
         return stream_past(AttentionInputs(*arrays[:-1], **rule), arrays[-1], causal)
 
     return jax.lax.platform_dependent(*arrays, past, tpu=kernel, default=other)
+
+
+def block_of_cache(inputs: Any, key: Any, value: Any, **how: Any) -> Float[Array, "B M Q D"]:
+    """`torch_dflash.ops.dense_attention` of a few rows as a causal block: no slot behind them is read.
+
+    ``key``, ``value``: a cache [B, G, S, D] that holds the rows themselves; ``how``: as for the kernel.
+    """
+    slot = jnp.arange(key.shape[2], dtype=inputs.start.dtype)
+    held: Any = jnp.where(slot < inputs.start[:, None], slot, -1)
+    rule = {"scale": inputs.scale, "window": inputs.window, "causal": True}
+    return pallas_block_attention(*inputs[:4], past=Past(key, value, held), **rule, **how)
 
 
 def pallas_block_attention(

@@ -7,6 +7,7 @@ import pytest
 from jax_bridge.aot.hlo import Program, all_bytes, forbidden, hbm_bytes, read_aliases
 from jax_bridge.aot.traffic import hbm_traffic
 
+SHAPES = [("bf16", "2,8,2,128"), ("bf16", "2,8,2048,128"), ("s32", "2,1,2048")]
 PROGRAM = """\
 HloModule jit_step, input_output_alias={ {0}: (2, {}, may-alias), {1}: (0, {}, may-alias) }
 
@@ -247,3 +248,21 @@ def test_what_a_step_may_not_hold_is_named(line, found):
 def test_sizes_of_types():
     kind = "(bf16[2,3]{1,0:T(8,128)}, pred[4]{0:S(1)}, f8e4m3fn[8]{0}, s4[8]{0})"
     assert all_bytes(kind) == 12 + 4 + 8 + 4 and hbm_bytes(kind) == 12 + 8 + 4
+
+
+def test_the_kernel_for_static_caches_reads_the_blocks_in_use():
+    query, cache, at = (f"{kind}[{shape}]{{0:T(128)}}" for kind, shape in SHAPES)
+    call = f"""\
+HloModule step
+
+ENTRY %main (q: f32[1]) -> f32[1] {{
+  %s.1 = s32[2]{{0:T(128)S(6)}} parameter(0)
+  %q.1 = {query} parameter(1)
+  %k.1 = {cache} parameter(2)
+  %at.1 = {at} parameter(3)
+  ROOT %block_attention.3 = {query} custom-call(%s.1, %s.1, %q.1, %q.1, %q.1, %k.1, %k.1, %at.1)
+}}
+"""
+    rows, slots = 4 * 2 * 8 * 2 * 128 * 2, 2 * 2 * 8 * 2048 * 128 * 2 + 2 * 2048 * 4
+    for context, share in ((None, 1), (2048, 1), (9999, 1), (1100, 3 / 4), (1024, 1 / 2), (160, 1 / 4)):
+        assert hbm_traffic(Program(call, context)) == rows + slots * share

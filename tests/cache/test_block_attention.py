@@ -12,12 +12,16 @@ import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
+import jax_bridge as jb
 from jax_bridge._torchax import call_torch
 from jax_bridge.aot import compile as aot
 from jax_bridge.kernels import block_attention as kernel
 from jax_bridge.kernels import online_softmax
-from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.cache.dense import StaticLayer
+from torch_dflash.ops.attention import AttentionInputs, visible
 from torch_dflash.ops.block_attention import Past, block_attention
+from torch_dflash.ops.dense_attention import dense_attention
+from torch_dflash.ops.windows import positions
 
 
 @dataclass(frozen=True)
@@ -206,3 +210,39 @@ def test_the_kernel_compiles_for(topology, case):
     shape = TPU[case]
     scores = shape.batch * shape.groups * shape.heads * shape.width * shape.slots * 4
     assert compiled.temp_bytes < scores / 8
+
+
+@pytest.mark.parametrize("rows, dim, slots, window", [(1, 64, 96, None), (6, 64, 83, 7), (16, 128, 64, None)])
+def test_a_few_rows_of_a_static_cache(rows, dim, slots, window):
+    """On a TPU they are a causal block: the cache holds them, and what lies behind them is not read."""
+    random = np.random.default_rng(0)
+    query, key, value = (
+        torch.tensor(random.standard_normal((3, heads, rows, dim)), dtype=torch.float32)
+        for heads in (8, 2, 2)
+    )
+    past = torch.tensor(random.standard_normal((2, 3, 2, slots, dim)), dtype=torch.float32)
+    start = torch.tensor([0, 17, 32 - rows], dtype=torch.int32)
+    inputs = AttentionInputs(query, key, value, start, dim**-0.5, window)
+    cache = StaticLayer(*past).write(key, value, start)
+    seen = visible(positions(start, rows), torch.arange(slots)[None], window, causal=True)
+    wanted = dense_attention(inputs, cache.key, cache.value, seen)
+    cache.key[:, :, 32:] = cache.value[:, :, 32:] = torch.nan
+    how = {"block_keys": 16, "interpret": True}
+    got = kernel.block_of_cache(*jb.to_jax((inputs, cache.key, cache.value)), **how)
+    torch.testing.assert_close(jb.to_torch(got), wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limits, calls", [({}, 1), ({"softcap": 2.0}, 0), ({"sinks": True}, 0)])
+def test_what_the_kernel_does_not_know_stays_plain_on_a_tpu(limits, calls):
+    def attend(*arrays):
+        def torches(query, key, value, start, *buffers):
+            given = {"sinks": query[0, :, 0, 0]} if "sinks" in limits else limits
+            return dense_attention(AttentionInputs(query, key, value, start, 1.0, **given), *buffers)
+
+        return call_torch(torches, *arrays)
+
+    shapes = [(1, 4, 2, 128), (1, 2, 2, 128), (1, 2, 2, 128), (1,), *[(1, 2, 64, 128)] * 2, (1, 1, 2, 64)]
+    kinds = [jnp.float32] * 3 + [jnp.int32] + [jnp.float32] * 2 + [jnp.bool_]
+    arrays = [jnp.zeros(*given) for given in zip(shapes, kinds, strict=True)]
+    text = jax.jit(attend).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == calls

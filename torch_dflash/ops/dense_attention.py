@@ -22,7 +22,7 @@ def dense_attention(
     ends at the last in use.
 
     Args:
-        inputs: the rows'; their own ``key`` and ``value`` are not read.
+        inputs: the rows'; the plain form does not read their own ``key`` and ``value``.
         key, value: the buffers.
         mask: what ``inputs.start`` and ``inputs.window`` make visible, as it is shared between layers.
     """
