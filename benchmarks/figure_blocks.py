@@ -105,7 +105,20 @@ def aot_flatness() -> str:
     )
     return item(
         f"Verifying 64 rows instead of one moves {paged:.2f} times the bytes on pages, {static:.2f} times ",
-        "on the static cache, whose scores and weights go through HBM.",
+        "on the static cache.",
+    )
+
+
+def aot_context() -> str:
+    """What a round moves with a few tokens in a large static cache."""
+    found = result("context_aot")
+    lines = {line["context"]: line for line in found["results"]}
+    short, whole = lines[160], lines[found["capacity"]]
+    return item(
+        f"A static cache costs what its context is: with room for {found['capacity']:,} tokens a round ",
+        f"moves {short['hbm_bytes'] / 1e9:.2f} GB at 160 tokens and {whole['hbm_bytes'] / 1e9:.2f} GB when ",
+        f"it is full, {short['ratio']:.3f} and {whole['ratio']:.3f} of the floor ",
+        "([figures](results/context_aot.json), `benchmarks/context_aot.py`).",
     )
 
 
@@ -244,7 +257,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "families": lambda: tables(result("families")["families"]),
     "families-counts": families_counts,
     "aot": aot,
-    "aot-notes": lambda: "\n".join([aot_flatness(), aot_ragged(), aot_chunk(), aot_experts()]),
+    "aot-notes": lambda: "\n".join([aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts()]),
     "throughput": throughput,
     "embedded-fit": embedded_fit,
     "cpu-distance": cpu_distance,

@@ -232,6 +232,24 @@ def test_a_few_rows_of_a_static_cache(rows, dim, slots, window):
     torch.testing.assert_close(jb.to_torch(got), wanted, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize(
+    "groups, heads, dim", [(8, 4, 128), (1, 71, 64), (3, 3, 80), (16, 1, 256), (2, 7, 40)]
+)
+def test_a_few_rows_of_a_static_cache_compile_for_a_tpu(groups, heads, dim, rows):
+    shapes = [(2, groups * heads, rows, dim), *[(2, groups, rows, dim)] * 2, *[(2, groups, 1040, dim)] * 2]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+    def attend(query, key, value, past_key, past_value, start):
+        return kernel.block_of_cache(AttentionInputs(query, key, value, start, 1.0), past_key, past_value)
+
+    start = jax.ShapeDtypeStruct((2,), jnp.int32)
+    step = lambda *given: attend(*given[2:])  # noqa: E731
+    compiled = aot.compile_function(step, (), (), *arrays, start, topology="v5e:2x2")
+    assert compiled.hlo.count('custom_call_target="tpu_custom_call"') == 1
+
+
 @pytest.mark.parametrize("limits, calls", [({}, 1), ({"softcap": 2.0}, 0), ({"sinks": True}, 0)])
 def test_what_the_kernel_does_not_know_stays_plain_on_a_tpu(limits, calls):
     def attend(*arrays):

@@ -36,7 +36,7 @@ def add_parser(commands) -> None:
     )
     parser.add_argument("--draw", type=int, default=0, metavar="N", help="and N drawn from --prompts")
     parser.add_argument("--prompts", type=Path, default=Path("data/eval"), metavar="DIR")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument(
         "--verify-width", type=rows_or_auto, default="auto", help="rows verified, or auto (default)"
     )
