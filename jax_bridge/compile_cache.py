@@ -26,13 +26,14 @@ def keep_programs() -> None:
     config: Any = jax.config
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return
-    folder = cache_root() / FOLDER
+    folder: Any = FOLDER
     try:
+        folder = cache_root() / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         usable = os.access(folder, os.W_OK | os.X_OK)
         reason = "not writable"
-    except OSError as error:
-        usable, reason = False, error.strerror
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        usable, reason = False, getattr(error, "strerror", None) or str(error)
     if usable:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     else:

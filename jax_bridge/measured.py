@@ -1,6 +1,7 @@
 """Which way round a float32 weight is multiplied faster on this CPU: measured once, kept on disk.
 
 On some CPUs a weight kept as [in, out] gains a third, on others it loses one (`benchmarks/weight_layout.py`).
+The two round differently in the last bits: one process has one layout, two machines may have two.
 """
 
 from __future__ import annotations
@@ -8,15 +9,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 
+from jax_bridge.compile_cache import keep_programs
 from torch_dflash.storage.files import StageError, write_json
-from torch_dflash.storage.folders import cache_root
 from torch_dflash.storage.machine import fingerprint
 
 FILE = "products.json"
@@ -39,23 +42,30 @@ def lies_by_inputs(shape: tuple[int, ...]) -> bool:
 @cache
 def _kept(out: int, size: int) -> bool:
     """`_measure`, once for all processes on machines like this one."""
-    path, name = cache_root() / FILE, f"[{out}, {size}]"
-    machine = f"{fingerprint()}, jaxlib {jaxlib.__version__}"
-    known = _read(path)
+    name, machine = f"[{out}, {size}]", f"{fingerprint()}, jaxlib {jaxlib.__version__}"
+    file = _file()
+    known = _read(file)
     own = known.setdefault(machine, {})
     if not isinstance(own.get(name), bool):
-        own[name] = _measure(out, size)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, known)
-        except (OSError, StageError):  # the next process measures again
-            pass
+        # Beside other work a measurement may say anything: the exception has to be seen three times.
+        own[name] = any(_measure(out, size) for _ in range(3))
+        if file is not None:
+            with suppress(OSError, StageError):  # the next process measures again
+                write_json(file, known)
     return own[name]
 
 
-def _read(path: Any) -> dict[str, dict]:
+def _file() -> Path | None:
+    """Where programs are kept too, if they are kept on this machine."""
+    keep_programs()
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir
+    return Path(folder) / FILE if folder and Path(folder).is_dir() else None
+
+
+def _read(file: Path | None) -> dict[str, dict]:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(file.read_text()) if file else {}
     except (OSError, ValueError):
         return {}
     whole = isinstance(found, dict) and all(isinstance(own, dict) for own in found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -18,7 +19,8 @@ SHAPE = (1024, 512)
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(measured, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(measured, "_file", lambda: tmp_path / "cache" / measured.FILE)
+    (tmp_path / "cache").mkdir()
     measured._kept.cache_clear()
     yield tmp_path / "cache"
     measured._kept.cache_clear()
@@ -56,27 +58,45 @@ def test_the_faster_layout_is_chosen(faster, by_inputs, folder, monkeypatch):
 
 def test_it_is_measured_once_for_all_processes(folder, asked, monkeypatch):
     assert [measured.lies_by_inputs(SHAPE), measured.lies_by_inputs(SHAPE), again(SHAPE)] == [False] * 3
-    assert asked == [SHAPE]
+    assert asked == [SHAPE] * 3
     monkeypatch.setattr(measured, "fingerprint", lambda: "another machine")
-    assert not again(SHAPE) and asked == [SHAPE, SHAPE]
+    assert not again(SHAPE) and asked == [SHAPE] * 6
     assert len(json.loads((folder / measured.FILE).read_text())) == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "{"])
 def test_a_damaged_file_is_measured_anew(content, folder, asked):
-    folder.mkdir()
     (folder / measured.FILE).write_text(content)
     assert not measured.lies_by_inputs(SHAPE) and not again(SHAPE)
-    assert asked == [SHAPE]
+    assert asked == [SHAPE] * 3
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder, asked):
+    folder.rmdir()
     folder.write_text("a file")
     assert not measured.lies_by_inputs(SHAPE) and not again(SHAPE)
-    assert asked == [SHAPE, SHAPE]
+    assert asked == [SHAPE] * 6
+
+
+def test_one_measurement_beside_other_work_does_not_turn_a_weight(folder, monkeypatch):
+    said = iter([False, False, True])
+    monkeypatch.setattr(measured, "_measure", lambda *shape: next(said))
+    assert measured.lies_by_inputs(SHAPE)
+
+
+def test_it_is_kept_where_programs_are(tmp_path, monkeypatch):
+    config: Any = jax.config
+    kept = config.jax_compilation_cache_dir
+    monkeypatch.setattr(measured, "keep_programs", lambda: None)
+    try:
+        for place, file in ((tmp_path, tmp_path / measured.FILE), (None, None), ("gs://bucket/x", None)):
+            jax.config.update("jax_compilation_cache_dir", place and str(place))
+            assert measured._file() == file
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
 
 
 def test_small_weights_are_not_measured_and_large_ones_in_part(folder, asked):
     assert measured.lies_by_inputs((100, 100))
     measured.lies_by_inputs((50_000, 4096))
-    assert asked == [(measured.MOST // 4096, 4096)]
+    assert asked == [(measured.MOST // 4096, 4096)] * 3

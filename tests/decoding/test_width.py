@@ -238,6 +238,21 @@ def test_a_cost_that_was_measured_wrongly_is_measured_again(wrong, monkeypatch):
     assert share(turns, best) < 0.3
 
 
+@pytest.mark.parametrize("rounds", [16, 128, 1024])
+def test_showing_a_cost_again_leaves_every_width_measured(rounds):
+    costs = {1: 1.0, 4: 3.0, 8: 4.0}  # none of which pays
+    widths, pace, turns = Widths(ladder(8), rounds), Pace(since_look=-UNLIMITED), []
+    for width in costs:
+        widths._seconds[width].extend([costs[width]] * TRIALS)
+    for _ in range(300):
+        turn = widths.next(pace)
+        hiccup = 9.0 if turn.width == 8 and len(turns) % 2 else 1.0
+        widths.note(turn, turn.rounds * costs[turn.width] * hiccup, [[1] * turn.rounds], pace)
+        turns.append(turn)
+        assert widths.measured and widths._cost(8) == 4.0
+    assert share(turns, 1) > 0.99 and turns.count(Turn(1, rounds)) > 90
+
+
 def test_a_chunk_that_compiled_or_read_a_prompt_is_not_timed():
     widths, pace = Widths((1, 2), 16), Pace()
     for _ in range(TRIALS):

@@ -5,7 +5,8 @@ of a draft is accepted is counted as the text goes on, for it changes with the t
 a round of any width commits what the target picks.
 
 Drafting is a bet: a round that accepts nothing takes longer than a plain step. So each generation keeps an
-account of what it gained over plain decoding, and bets only what that and a small allowance can lose.
+account of what it gained over plain decoding, and bets only what that and a small allowance can lose. Apart
+from that, each width has a round now and then to show what it costs by now.
 """
 
 from __future__ import annotations
@@ -150,14 +151,20 @@ class Widths:
         return Turn(width, min(rounds, most, self._rounds))
 
     def _time(self, width: int, rounds: int, seconds: float | None) -> None:
-        """Take in what ``rounds`` of ``width`` took, if it is known."""
+        """Take in what ``rounds`` of ``width`` took, if it is known.
+
+        Of stale costs one is kept beside the new one, which may be a hiccup: the lower counts.
+        """
+        stale, known = self._is_stale(width), self._seconds[width]
         for each in self.widths:
             self._untimed[each] += rounds
         if seconds is None:
             return
-        if self._is_stale(width):
-            self._seconds[width].clear()
-        self._seconds[width].append(seconds / rounds)
+        if stale and known:
+            typical = self._typical(width)
+            known.clear()
+            known.append(typical)
+        known.append(seconds / rounds)
         self._untimed[width] = 0
 
     def _is_stale(self, width: int) -> bool:

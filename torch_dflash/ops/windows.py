@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_dflash.ops.lowerable import lowerable
 
 WHOLE = 64
-"""`reach` ends at a multiple of this, so that passes of few and of many rows multiply the same keys."""
+"""`reach` ends at a multiple of this, so that most passes of few and many rows multiply the same keys."""
 
 
 @lowerable
