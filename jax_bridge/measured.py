@@ -81,11 +81,10 @@ def _measure(out: int, size: int) -> bool:
     seconds = dict.fromkeys(layouts, 0.0)
     for rows in (jnp.ones((number, size)) for number in ROWS):
         runs = {name: partial(_run, products[name], rows, weights[name]) for name in layouts}
-        best = {name: run() for name, run in runs.items()}  # compiles
-        for repeat in range(REPEATS):
-            for name, run in runs.items():
-                best[name] = min(run(), best[name] if repeat else float("inf"))
-        seconds = {name: seconds[name] + best[name] for name in layouts}
+        for run in runs.values():
+            run()  # compiles
+        turns = [{name: run() for name, run in runs.items()} for _ in range(REPEATS)]
+        seconds = {name: seconds[name] + min(turn[name] for turn in turns) for name in layouts}
     return seconds["oi"] > GAIN * seconds["io"]
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 
 from jax_bridge.aot.hlo import Instruction, Program, all_bytes, array_bytes, hbm_bytes
-from jax_bridge.kernels.block_attention import BLOCK_KEYS
+from jax_bridge.kernels.block_attention import CONTEXT, NAME, slots_read
 
 _FREE = {
     "add-dependency",
@@ -37,8 +37,6 @@ _FREE = {
 }
 _SLICES = {"slice", "dynamic-slice"}
 _RESHAPED = {"bitcast", "convert", "copy", "reshape", "transpose"}  # element by element, as asked for
-CONTEXT = slice(-3, None)
-"""Operands of `pallas_block_attention`'s call: keys, values and positions of all slots."""
 Body = dict[str, Instruction]
 
 
@@ -112,9 +110,9 @@ def _custom_call(program: Program, at: Instruction, operands: list[str]) -> int:
         size for place, (size, in_hbm) in enumerate(array_bytes(at.type)) if in_hbm * (place not in aliased)
     )
     read = list(map(hbm_bytes, operands))
-    if program.context is not None and at.name.startswith("block_attention"):
+    if program.context is not None and at.name.startswith(NAME):
         slots = int(re.findall(r"\d+", operands[-1].partition("{")[0])[-1])  # of the positions [B, 1, S]
-        used = min(slots, -(-program.context // BLOCK_KEYS) * BLOCK_KEYS)
+        used = slots_read(program.context, slots)
         read[CONTEXT] = [size * used // slots for size in read[CONTEXT]]
     return sum(read) + sum(written)
 

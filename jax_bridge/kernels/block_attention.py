@@ -17,6 +17,9 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past
 from torch_dflash.ops.paged_attention import LANES
 
+NAME = "block_attention"
+CONTEXT = slice(-3, None)
+"""Operands of the kernel's call that hold all slots: keys, values, positions [B, 1, S]."""
 BLOCK_KEYS = 512
 MOST_ROWS = 64
 """Rows of the widest block that is worth a kernel; a prompt's chunk has more work than reading."""
@@ -46,6 +49,11 @@ def block_of_cache(inputs: Any, key: Any, value: Any, **how: Any) -> Float[Array
         rows = [jnp.concatenate([row, row], axis=2) for row in rows]
     out = pallas_block_attention(*rows, inputs.start, past=Past(key, value, held), **rule, **how)
     return out[:, :count]
+
+
+def slots_read(context: int, slots: int) -> int:
+    """How many of ``slots`` the kernel reads where ``context`` are in use: whole blocks."""
+    return min(slots, -(-context // BLOCK_KEYS) * BLOCK_KEYS)
 
 
 def pallas_block_attention(
@@ -117,7 +125,7 @@ def pallas_block_attention(
             bytes_accessed=2 * past.key.size * past.key.dtype.itemsize,
         ),
         interpret=interpret,
-        name="block_attention",
+        name=NAME,
     )
     shared = query.reshape(batch, groups, height, dim)
     out = call(start, used, shared, key, value, *context, past.position[:, None])

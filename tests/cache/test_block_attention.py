@@ -241,12 +241,11 @@ def test_a_few_rows_of_a_static_cache_compile_for_a_tpu(groups, heads, dim, rows
     shapes = [(2, groups * heads, rows, dim), *[(2, groups, rows, dim)] * 2, *[(2, groups, 1040, dim)] * 2]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
-    def attend(query, key, value, past_key, past_value, start):
+    def attend(weights, buffers, query, key, value, past_key, past_value, start):
         return kernel.block_of_cache(AttentionInputs(query, key, value, start, 1.0), past_key, past_value)
 
     start = jax.ShapeDtypeStruct((2,), jnp.int32)
-    step = lambda *given: attend(*given[2:])  # noqa: E731
-    compiled = aot.compile_function(step, (), (), *arrays, start, topology="v5e:2x2")
+    compiled = aot.compile_function(attend, (), (), *arrays, start, topology="v5e:2x2")
     assert compiled.hlo.count('custom_call_target="tpu_custom_call"') == 1
 
 

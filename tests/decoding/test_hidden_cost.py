@@ -203,7 +203,7 @@ def test_a_draft_costs_the_same_at_any_length(pair, monkeypatch):
 
     monkeypatch.setattr(DFlashProposer, "propose", counted)
     # Attention then multiplies every slot at any length, and nothing else may grow.
-    monkeypatch.setattr("torch_dflash.ops.block_attention.WHOLE", CAPACITY * 2)
+    monkeypatch.setattr("torch_dflash.ops.windows.WHOLE", CAPACITY * 2)
     eager = td.compile(*pair, runtime="eager", max_length=CAPACITY)
     run(eager, random_prompts(4), max_new_tokens=CAPACITY - 4)
     assert min(lengths) < 10 and max(lengths) > 140

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, visible
 from torch_dflash.ops.lowerable import lowerable
-from torch_dflash.ops.windows import WHOLE, positions
+from torch_dflash.ops.windows import last_used, positions
 
 
 class Past(NamedTuple):
@@ -21,12 +21,12 @@ class Past(NamedTuple):
 
     def used(self) -> Past:
         """Up to the last slot that any row uses; all where the host could not know that without waiting."""
-        if self.position.device.type != "cpu":
-            return self
-        last = (self.position >= 0).any(dim=0).nonzero()
-        end = int(last[-1]) + 1 if len(last) else 0
-        end = min(-(-end // WHOLE) * WHOLE, self.position.shape[1])
+        end = last_used(self.position, self.position.shape[1], self._end)
         return Past(self.key[:, :, :end], self.value[:, :, :end], self.position[:, :end])
+
+    def _end(self) -> int:
+        held = (self.position >= 0).any(dim=0).nonzero()
+        return int(held[-1]) + 1 if len(held) else 0
 
 
 @lowerable

@@ -6,6 +6,8 @@ element-wise scatter is two orders of magnitude slower on TPU), so `write_rows` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch_dflash.ops.lowerable import lowerable
 
 WHOLE = 64
-"""`reach` ends at a multiple of this, so that most passes of few and many rows multiply the same keys."""
+"""Attention ends at a multiple of so many slots: most passes of few and many rows multiply the same keys."""
 
 
 @lowerable
@@ -60,12 +62,17 @@ def positions(start: Int[Tensor, " B"], width: int) -> Int[Tensor, "B width"]:
 def reach(start: Int[Tensor, " B"], width: int, slots: int) -> int:
     """How many of ``slots`` the rows ``start[b] .. start[b] + width - 1`` and all before them take.
 
-    Rounded up; all ``slots`` where the host could not know without waiting: off the CPU, and in programs.
+    As `last_used` rounds them.
     """
-    if start.device.type != "cpu":
-        return slots
-    end = int(start.max()) + width
-    return min(-(-end // WHOLE) * WHOLE, slots)
+    return last_used(start, slots, lambda: int(start.max()) + width)
+
+
+def last_used(known: Tensor, slots: int, end: Callable[[], int]) -> int:
+    """The number of slots that ``end`` reads from ``known``, rounded up to a multiple of `WHOLE`.
+
+    All ``slots`` where the host could not know without waiting: off the CPU, and in programs.
+    """
+    return min(-(-end() // WHOLE) * WHOLE, slots) if known.device.type == "cpu" else slots
 
 
 def clear_rows(buffer: Tensor, rows: Bool[Tensor, " B"]) -> Tensor:
