@@ -26,9 +26,11 @@ from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
 from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.paged_attention import paged_attention
+from torch_dflash.ops.spread import spread
 from torch_dflash.ops.windows import write_rows
 
 UNROLLED_ROWS = 8
+FEW_IDS = 512
 
 
 def write_rows_jax(
@@ -163,6 +165,30 @@ def _block_attention(inputs, past, causal):
     return call_jax(partial(block_attention_jax, causal=causal), inputs, past)
 
 
+def spread_jax(ids: Array, values: Array, *, size: int) -> Array:
+    """`torch_dflash.ops.spread`: by comparing on a TPU, as long as ids are few, else by a scatter."""
+    scatter = partial(spread_by_scatter, size=size)
+    on_tpu = partial(spread_by_comparing, size=size) if ids.shape[2] <= FEW_IDS else scatter
+    return jax.lax.platform_dependent(ids, values, tpu=on_tpu, default=scatter)
+
+
+def spread_by_comparing(ids: Array, values: Array, *, size: int) -> Array:
+    """One pass over ids and vocabulary, in which nothing is stored."""
+    vocabulary = jnp.arange(size, dtype=ids.dtype)
+    return jnp.where(ids[..., None] == vocabulary, values[..., None], 0).sum(axis=2, dtype=values.dtype)
+
+
+def spread_by_scatter(ids: Array, values: Array, *, size: int) -> Array:
+    """Entry by entry."""
+    batch, rows = jnp.indices(ids.shape[:2], sparse=True)
+    empty = jnp.zeros((*ids.shape[:2], size), values.dtype)
+    return empty.at[batch[..., None], rows[..., None], ids].add(values)
+
+
+def _spread(ids, values, size):
+    return call_jax(partial(once, spread_jax, size=size), ids, values)
+
+
 def _branch(condition, then, otherwise, *operands):
     return call_jax(jax.lax.cond, condition, then, otherwise, *operands)
 
@@ -198,6 +224,7 @@ LOWERED = {
     dense_attention: _dense_attention,
     paged_attention: _paged_attention,
     block_attention: _block_attention,
+    spread: _spread,
     branch: _branch,
     chunked: _chunked,
 }

@@ -112,7 +112,7 @@ class XlaRuntime:
         """Fetch what the host does not have, in one transfer."""
         check_alive(state)
         # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
-        part = replace(state, sampling=None, cache=(), proposer=(), page_table=None)
+        part = replace(state, sampling=None, cache=(), proposer=(), rules=(), page_table=None)
         return jax.device_get(self._run("read", self._read, (part, jnp.asarray(known), jnp.asarray(rounds))))
 
     def fetch(self, part: Any) -> Any:

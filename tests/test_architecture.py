@@ -20,7 +20,8 @@ ONE_DOOR = "torch_dflash.engine.engine"
 
 # The rooms of torch_dflash, from the ground up: each may import those above its own line.
 FLOORS = [
-    "checks ops processors progress pytrees storage",
+    "checks ops progress pytrees storage",
+    "processors",
     "plan state",
     "accept cache sampling",
     "target",

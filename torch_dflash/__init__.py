@@ -19,6 +19,8 @@ from torch_dflash.generation import compile as compile
 from torch_dflash.generation import generate as generate
 from torch_dflash.integrations.transformers import dflash as dflash
 from torch_dflash.plan import DecodePlan as DecodePlan
+from torch_dflash.processors.host import HostProcessor as HostProcessor
+from torch_dflash.processors.own import BlockProcessor as BlockProcessor
 from torch_dflash.proposers.base import Proposer as Proposer
 from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
 from torch_dflash.cache.allocate import check_specs
 from torch_dflash.ops.windows import clear_rows, positions, write_rows
 from torch_dflash.plan import DecodePlan
-from torch_dflash.processors import process
+from torch_dflash.processors.interface import Text, process
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import pick_tokens
@@ -61,10 +62,13 @@ class RowRequests:
     stop_ids: Int[Tensor, "B E"]
     done: Bool[Tensor, " B"]
     sampling: Sampling
+    rules: tuple  # values for each processor of the plan
 
     @classmethod
     def idle(cls, plan: DecodePlan, device: Any = "cpu") -> RowRequests:
         """A request in which no row is used."""
+        unused = [None] * plan.batch_size, [0] * plan.batch_size
+        rules = tuple(processor.values(*unused) for processor in plan.processors)
         with torch.device(device):
             zeros, floats = torch.zeros(plan.batch_size, dtype=torch.int32), torch.zeros(plan.batch_size)
             return cls(
@@ -74,6 +78,7 @@ class RowRequests:
                 sampling=Sampling(
                     temperature=floats, top_k=zeros, top_p=floats + 1, min_p=floats, seed=zeros
                 ),
+                rules=pytree.tree_map(lambda leaf: leaf.to(device), rules),
             )
 
 
@@ -149,10 +154,8 @@ def verify(
     out = pair.target(rows, state.length, state.cache, pair.proposer.taps, state.page_table)
     own = out.logits[:, :width]
     following = positions(state.committed, width)
-    text = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
-    picks = pick_tokens(
-        process(plan.processors, text, following, own), following, state.sampling, plan.filters
-    )
+    tokens = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
+    picks = _pick(plan, state.rules, Text(tokens, following, ids), own, state.sampling)
     features = None if out.features is None else out.features[:, :width]
     return Verified(ids, own, picks, features, out.cache)
 
@@ -170,9 +173,20 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
         done=state.done | (stopped & (kept <= room)) | (kept >= room),
         cache=tuple(layer.commit(count) for layer in seen.cache),
         proposer=pair.proposer.observe(pstate, seen.features, seen.ids, seen.picks, count),
+        rules=tuple(
+            processor.observe(memory, seen.ids, count)
+            for processor, memory in zip(pair.plan.processors, state.rules, strict=True)
+        ),
         accepted=write_rows(state.accepted, kept[:, None].to(torch.uint8), state.rounds, dim=1),
         rounds=state.rounds + (~state.done).to(torch.int32),
     )
+
+
+def _pick(plan: DecodePlan, rules: tuple, text: Text, logits: Tensor, sampling: Sampling) -> Tensor:
+    """The token that is to stand after each row of ``text``."""
+    unscaled = process(plan.processors, rules, text, logits)
+    warp = partial(process, plan.processors, rules, text, scaled=True)
+    return pick_tokens(unscaled, text.length, sampling, plan.filters, warp)
 
 
 def _decode_round(pair: Pair, state: DecodeState, width: int, fewest: int) -> DecodeState:
@@ -193,8 +207,11 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     length = state.length + count
     # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
     tokens = write_rows(state.tokens, ids, state.length, dim=1, count=count)
-    logits = process(pair.plan.processors, tokens, length[:, None], out.logits)
-    pick = pick_tokens(logits, length[:, None], state.sampling, pair.plan.filters)[:, 0]
+    rules = tuple(
+        processor.read(memory, ids, count)
+        for processor, memory in zip(pair.plan.processors, state.rules, strict=True)
+    )
+    pick = _pick(pair.plan, rules, Text(tokens, length[:, None]), out.logits, state.sampling)[:, 0]
     ended = fed & (chunk.following < 0)
     bonus = torch.where(ended, pick, chunk.following)
 
@@ -210,6 +227,7 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         done=torch.where(ended, hit_stop | (length + 1 >= state.limit), state.done),
         cache=out.cache,
         proposer=proposer.ingest(state.proposer, out.features, ids, next_ids, count),
+        rules=rules,
     )
 
 
@@ -235,6 +253,7 @@ def _reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: R
         cache=tuple(layer.reset(rows) for layer in state.cache),
         page_table=cleared(state.page_table),
         proposer=pair.proposer.reset(state.proposer, rows),
+        rules=pytree.tree_map(chosen, _rules(pair, requests), state.rules),
         accepted=cleared(state.accepted),
         rounds=cleared(state.rounds),
     )
@@ -254,8 +273,18 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
         cache=pair.target.start(plan),
         page_table=_no_pages(plan, device),
         proposer=pair.proposer.start(plan, device),
+        rules=_rules(pair, rows),
         accepted=torch.zeros(shape, dtype=torch.uint8, device=device),
         rounds=zeros.clone(),
+    )
+
+
+def _rules(pair: Pair, rows: RowRequests) -> tuple:
+    """The memories of rows that have no token yet."""
+    size = pair.target.vocab_size
+    return tuple(
+        processor.start(values, size)
+        for processor, values in zip(pair.plan.processors, rows.rules, strict=True)
     )
 
 

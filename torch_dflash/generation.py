@@ -15,11 +15,15 @@ from torch_dflash.checks import (
 )
 from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.halts import read_criteria
+from torch_dflash.engine.one_by_one import one_by_one
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
-from torch_dflash.engine.read import read_request
+from torch_dflash.engine.read import read_request, repeated
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.request import UNSET, Request
+from torch_dflash.engine.rules import arranged, check_processors
+from torch_dflash.processors.interface import Processor
 from torch_dflash.target.weights import LoadedTarget, model_of
 
 
@@ -35,6 +39,7 @@ def compile(
     rounds_per_chunk: int | None = None,
     stop_slots: int = 8,
     filters: bool = True,
+    processors: tuple[str | Processor, ...] | None = None,
     prefill_chunk_size: int = 512,
     matmul_precision: str = "highest",
     compute: str = "auto",
@@ -59,6 +64,8 @@ def compile(
         rounds_per_chunk: rounds between host reads; unset: 16 for "xla", 1 for "eager".
         stop_slots: most stop ids a row may have.
         filters: compile top-k, top-p and min-p in.
+        processors: options that requests may use besides, such as "repetition_penalty", and rules of your own
+            (`BlockProcessor`); unset: what the model's ``generation_config`` asks for.
         prefill_chunk_size: largest piece of a prompt, a power of two.
         matmul_precision: XLA matmul precision; "highest" keeps fp32 exact on TPU and GPU.
         compute: the type of linear products, on a CPU: "auto" (the weights' own), "float32" or "bfloat16"
@@ -84,6 +91,7 @@ def compile(
         rounds_per_chunk=rounds_per_chunk,
         stop_slots=stop_slots,
         filters=filters,
+        processors=processors,
         prefill_chunk_size=prefill_chunk_size,
         matmul_precision=matmul_precision,
         compute=compute,
@@ -110,9 +118,11 @@ def generate(
     seed: int | list[int] | None = None,
     eos_token_id: Any = UNSET,
     pad_token_id: int | None = None,
+    processors: tuple[Processor, ...] | None = None,
     runtime: str = "xla",
     return_dict_in_generate: bool = False,
     streamer=None,
+    stopping_criteria: Any = None,
     **options: Any,
 ) -> torch.LongTensor | GenerateOutput:
     """Generate exactly the target's own tokens, drafted in blocks.
@@ -121,7 +131,8 @@ def generate(
     may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``,
     ``eos_token_id`` as a list of lists) take one value or one per row.
 
-    Honoured: lengths, stop ids, temperature, top-k, top-p, min-p. Refused by name: all else that changes it.
+    Honoured: lengths, stop ids, sampling and its filters, penalties, bans, biases, forced ids. Refused by
+    name: all else that changes the text.
 
     Args:
         target: a transformers causal LM, or what `jax_bridge.load` gave.
@@ -132,6 +143,9 @@ def generate(
         seed: in [-2**63, 2**64); row b of a batch uses ``seed + b``; unset: drawn from torch's generator.
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
+        processors: rules of your own (`BlockProcessor`, `HostProcessor`), after the options'.
+        stopping_criteria: transformers', or functions of (ids [B, T], None): asked on the host. Others than
+            stop strings and a time are asked once a token, so that nothing is drafted; ``runtime="eager"``.
         return_dict_in_generate: return ``.sequences`` and ``.stats``.
         runtime: as in `compile`.
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
@@ -154,16 +168,21 @@ def generate(
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
     }
+    check_processors(processors)
+    input_ids, attention_mask = repeated(target, input_ids, attention_mask, options)
     request = read_request(target, input_ids, attention_mask, options)
+    request.halts.extend(read_criteria(stopping_criteria or (), request.pad_token_id))
+    built |= one_by_one(request, processors or (), runtime)
     check_streamer(streamer, len(request.rows))
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
     rows = len(request.rows)
     engine_options = EngineOptions(
-        max_length=_capacity(request, model_of(target)),
+        max_length=_capacity(request, model_of(target), built.get("prefill_chunk_size", 0)),
         # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
         batch_size=rows if runtime == "eager" else 1 << (rows - 1).bit_length(),
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
+        processors=arranged([*request.processors, *(processors or ())]),
         runtime=runtime,
         **built,
     )
@@ -172,8 +191,11 @@ def generate(
     return output if return_dict_in_generate else output.sequences
 
 
-def _capacity(request: Request, target: PreTrainedModel) -> int:
-    """The room of an engine that holds the longest row, or ``ValueError`` where the target has none."""
+def _capacity(request: Request, target: PreTrainedModel, chunk: int) -> int:
+    """The room of an engine that holds the longest row, or ``ValueError`` where the target has none.
+
+    With room for a ``chunk``, prompts up to it are read at once.
+    """
     needed = max(request.limits)
     context = context_of(target)
     if needed > context:
@@ -183,4 +205,4 @@ def _capacity(request: Request, target: PreTrainedModel) -> int:
             f"{request.max_new_tokens[row]} exceed the target's max_position_embeddings={context}; shorten "
             "them."
         )
-    return round_up(needed, context)
+    return round_up(max(needed, min(chunk, context)), context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch_dflash.checks import INT32_MAX, check_cache, check_precision
-from torch_dflash.processors import Processor
+from torch_dflash.processors.interface import Processor
 
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
@@ -29,7 +29,7 @@ class DecodePlan:
         stop_slots: stop ids E a row may carry.
         rounds_per_chunk: rounds between two host reads.
         filters: whether top-k, top-p and min-p are compiled in (they sort the vocabulary).
-        processors: what changes the logits before a token is picked, in this order.
+        processors: kinds of what changes the logits before a token is picked, in this order.
         matmul_precision: XLA matmul precision; "highest" for fp32 exactness off the CPU.
         cache: kind of the target's cache: "static" (dense, a whole row's positions each) or "paged".
         page_size: positions in a page.

@@ -89,6 +89,10 @@ class Progress:
         rows = zip(self.accepted, rounds, self.rounds, strict=True)
         return [row[since:last].tolist() for row, since, last in rows]
 
+    def cut(self, row: int, end: int) -> None:
+        """Forget a row's tokens from ``end`` on."""
+        self.length[row], self.known[row] = end - 1, end
+
     def add(self, found: News) -> None:
         """Take in what a read has brought."""
         for row, (since, rounds) in enumerate(zip(self.known, self.rounds, strict=True)):

@@ -6,6 +6,8 @@ gives the same text for any drafter, block width, batch or runtime (up to near-t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -76,10 +78,11 @@ def pick_tokens(
     position: Int[Tensor, "B M"],
     sampling: Sampling,
     filters: bool,
+    warp: Callable[[Tensor], Tensor] = lambda scaled: scaled,
 ) -> Int[Tensor, "B M"]:
     """The target's own choice after each row, to stand at ``position``: argmax, or a Gumbel-max sample.
 
-    Rows with temperature 0 are greedy whatever the others do.
+    Rows with temperature 0 are greedy whatever the others do, whose scaled logits ``warp`` filters last.
     """
 
     def sample(logits: Tensor, position: Tensor) -> Tensor:
@@ -89,7 +92,7 @@ def pick_tokens(
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None, None]
         if filters:
             scaled = filter_logits(scaled, sampling)
-        noisy = scaled + gumbel(sampling.seed, position, logits.shape[-1])
+        noisy = warp(scaled) + gumbel(sampling.seed, position, logits.shape[-1])
         return argmax(torch.where(greedy[:, None, None], logits, noisy), position)
 
     def argmax(logits: Tensor, position: Tensor) -> Tensor:

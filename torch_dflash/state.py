@@ -48,6 +48,7 @@ class DecodeState:
     cache: tuple  # one state per target layer
     page_table: Int[Tensor, "B row_pages"] | None  # paged caches: page numbers, 0 where a row has no page
     proposer: Any  # whatever the proposer keeps
+    rules: tuple  # one memory per processor of the plan
     accepted: UInt8[Tensor, "B S"]  # tokens committed in each round, trimmed at stop ids, not at limit
     rounds: Int[Tensor, " B"]
 

@@ -244,3 +244,15 @@ def test_round_compiles_for_one_v5p_chip(chunk, batch_size, most, capsys):
     # The same program costs what its context is: at 512 tokens an eighth of the K/V.
     short = floor_of(model.pair, model.params, context=512).round
     assert 0.98 * short < compiled.traffic_at(512) < most * short
+
+
+@pytest.mark.aot
+def test_penalties_and_bans_cost_little_of_a_round_on_v5p():
+    """Four layers: of the whole model's 36 it is a sixth of this."""
+    plain = aot.compile_round(qwen3_4b_width(1))
+    known = td.processors
+    for kinds in ((known.RepetitionPenalty(),), (known.OccurrencePenalty(), known.Bans())):
+        asked = aot.compile_round(qwen3_4b_width(1, processors=kinds))
+        assert not asked.unaliased  # memories are updated in place
+        assert "while" not in {i.op for i in Program(asked.hlo).instructions()}  # what a scatter becomes
+        assert asked.traffic_bytes < 1.02 * plain.traffic_bytes

@@ -128,7 +128,18 @@ def test_stop_ids_end_the_text_unless_ignored(pair, capsys, tmp_path):
         out, err = capsys.readouterr()
         result = json.loads(out)
         assert (result["finish_reason"], result["new_tokens"]) == (reason, tokens)
-        assert "repetition_penalty=1.1 is not applied" in err
+        assert "acceptance length" in err
+
+
+def test_penalties_and_stop_texts(pair, capsys):
+    def say(*options, drafter=pair.drafter):
+        assert generate(pair, "--prompt", "hello", *options, drafter=drafter) == 0
+        return capsys.readouterr().out
+
+    plain, penalty = say(), ("--repetition-penalty", "2.5", "--no-repeat-ngram-size", "2")
+    assert plain != say(*penalty) == say(*penalty, drafter="none")
+    stop = next(letter for letter in plain[1:] if letter.isascii() and letter.isprintable())
+    assert say("--stop", "never", "--stop", stop).strip() == plain[: plain.index(stop) + len(stop)].strip()
 
 
 BAD = "x" * 200

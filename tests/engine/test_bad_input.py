@@ -9,7 +9,6 @@ from support.refusals import IDS, no_step_runs, refuses  # noqa: F401 - an autou
 from torch import nn
 from transformers import (
     DynamicCache,
-    LogitsProcessorList,
     Qwen3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
@@ -89,11 +88,42 @@ OPTIONS = [
     ({"colour": "red"}, TypeError, ["unknown option 'colour'", "GenerationConfig"]),
     ({"to_dict": 1}, TypeError, ["unknown option 'to_dict'", "GenerationConfig"]),
     ({"num_beams": 2}, ValueError, ["num_beams=2", "pass num_beams=1"]),
-    ({"num_return_sequences": 2}, ValueError, ["num_return_sequences=2", "pass num_return_sequences=1"]),
-    ({"repetition_penalty": 1.1}, ValueError, ["repetition_penalty=1.1", "pass repetition_penalty=1.0"]),
-    ({"stop_strings": ["a"]}, ValueError, ["stop_strings=['a']", "leave stop_strings unset"]),
-    ({"bad_words_ids": [[1]]}, ValueError, ["bad_words_ids=[[1]]", "leave bad_words_ids unset"]),
-    ({"min_new_tokens": 2}, ValueError, ["min_new_tokens=2", "pass min_new_tokens=0"]),
+    ({"num_return_sequences": 2}, ValueError, ["num_return_sequences=2", "do_sample=True"]),
+    ({"num_return_sequences": 0}, ValueError, ["num_return_sequences=0", "at least 1"]),
+    ({"repetition_penalty": 0.0}, ValueError, ["repetition_penalty=0.0", "above 0"]),
+    ({"repetition_penalty": [1.1, 1.2]}, ValueError, ["repetition_penalty has 2 entries", "one per row"]),
+    ({"presence_penalty": "high"}, ValueError, ["presence_penalty='high'", "a finite number"]),
+    ({"no_repeat_ngram_size": 1.5}, ValueError, ["no_repeat_ngram_size=1.5", "an integer"]),
+    ({"stop_strings": ["a"]}, ValueError, ["stop_strings=['a']", "pass tokenizer="]),
+    ({"stop_strings": [3]}, ValueError, ["stop_strings=[3]", "strings"]),
+    ({"max_time": 0}, ValueError, ["max_time=0", "seconds above 0"]),
+    ({"bad_words_ids": [1]}, ValueError, ["bad_words_ids holds (1", "[[5], [7, 8]]"]),
+    ({"bad_words_ids": [[97]]}, ValueError, ["bad_words_ids holds 97", "0 to 96"]),
+    ({"sequence_bias": [[[1], "much"]]}, ValueError, ["sequence_bias holds", "-1.5"]),
+    ({"suppress_tokens": [1.5]}, ValueError, ["suppress_tokens holds 1.5", "token ids"]),
+    ({"forced_eos_token_id": -1}, ValueError, ["forced_eos_token_id holds -1", "token ids"]),
+    (
+        {"forced_eos_token_id": 3, "suppress_tokens": [3]},
+        ValueError,
+        ["forced_eos_token_id", "3", "suppress_tokens"],  # transformers' own words, where it has some
+    ),
+    (
+        {"exponential_decay_length_penalty": 3},
+        ValueError,
+        ["exponential_decay_length_penalty=3", "(30, 1.01)"],
+    ),
+    ({"min_new_tokens": -2}, ValueError, ["min_new_tokens=-2", "0 for none"]),
+    ({"min_length": -2}, ValueError, ["min_length=-2", "at least 0"]),
+    (
+        {"stopping_criteria": [lambda ids, scores: False], "runtime": "xla"},
+        ValueError,
+        ["stopping_criteria <lambda>", "runtime='eager'"],
+    ),
+    (
+        {"processors": (td.HostProcessor(abs),), "runtime": "xla"},
+        ValueError,
+        ["logits_processor abs", "runtime='eager'", "BlockProcessor"],
+    ),
     ({"output_scores": True}, ValueError, ["output_scores=True", "pass output_scores=False"]),
     ({"prompt_lookup_num_tokens": 3}, ValueError, ["prompt_lookup_num_tokens=3", "unset"]),
 ]
@@ -260,14 +290,10 @@ def test_custom_generate(pair):
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(IDS[:, :2], past_key_values=cache)
-    processors = LogitsProcessorList([lambda ids, scores: scores])
     calls = [
         ({"num_beams": 2}, ["num_beams=2", "pass num_beams=1"]),
-        ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "=1.0"]),
-        ({"max_time": 9.0}, ["max_time=9.0", "unset"]),
+        ({"top_h": 0.5, "do_sample": True}, ["top_h=0.5", "unset"]),
         ({"past_key_values": cache}, ["past_key_values holds 2 tokens", "without it"]),
-        ({"logits_processor": processors}, ["logits_processor holds function", "remove it"]),
-        ({"stopping_criteria": [lambda ids, scores: None]}, ["stopping_criteria holds function", "remove"]),
     ]
     block = td.dflash(drafter, runtime="eager")
     for options, words in calls:

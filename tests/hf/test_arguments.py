@@ -65,7 +65,6 @@ ASKED = {
     "inputs": IDS,
     "inputs_embeds": torch.zeros(1, 4, 32),
     "logits_processor": [print],
-    "stopping_criteria": StoppingCriteriaList([print]),
     "prefix_allowed_tokens_fn": print,
     "synced_gpus": True,
     "assistant_model": torch.nn.Linear(1, 1),
@@ -78,7 +77,7 @@ ASKED = {
     "mm_token_type_ids": torch.ones(1, 4),
     "labels": IDS,
 }
-NOT_ASKED = {"self", "generation_config", "streamer", "kwargs"}
+NOT_ASKED = {"stopping_criteria", "self", "generation_config", "streamer", "kwargs"}
 
 
 def test_the_table_has_every_argument_of_transformers():
@@ -147,11 +146,9 @@ def test_options_of_an_engine_reach_it(pair, monkeypatch):
     assert {name: getattr(built[0], name) for name in given} == given
 
 
-def test_stop_strings_are_the_ones_refused(pair):
-    with refuses(ValueError, "stop_strings=['a']", "leave stop_strings unset"):
+def test_what_is_refused_by_name(pair):
+    with refuses(ValueError, "stop_strings=['a']", "pass tokenizer="):
         generate(*pair, stop_strings=["a"], tokenizer=object())
-    with refuses(ValueError, "suppress_tokens=tensor", "leave suppress_tokens unset"):
-        generate(*pair, suppress_tokens=torch.tensor([1, 2]))
     with refuses(ValueError, "is_assistant=True", "pass is_assistant=False"):
         generate(*pair, is_assistant=True)
     with refuses(TypeError, "unknown option 'max_tokens'", "GenerationConfig"):

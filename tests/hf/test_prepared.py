@@ -17,10 +17,24 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.logits_process import LogitNormalization
+from transformers.generation.logits_process import (
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TypicalLogitsWarper,
+)
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor as NoRepeatNGram
 
 import torch_dflash as td
 from torch_dflash.integrations.prepared import read_processors
+from torch_dflash.integrations.prepared_rules import Call
 
 NEW = 12
 WIDTH = 7
@@ -123,7 +137,8 @@ ORDERS = [
 @pytest.mark.parametrize("warpers", ORDERS, ids=lambda items: "+".join(type(item).__name__ for item in items))
 def test_what_is_read_has_the_lists_own_law(warpers):
     logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1)) * 3
-    found = read_processors(warpers, WIDTH)
+    found, own = read_processors(warpers, Call(WIDTH, WIDTH + NEW, frozenset()))
+    assert not own
     built = [TemperatureLogitsWarper(found["temperature"])]
     built += [TopKLogitsWarper(found["top_k"])] if found["top_k"] else []
     built += [TopPLogitsWarper(found["top_p"]), MinPLogitsWarper(found["min_p"])]
@@ -148,7 +163,29 @@ UNREADABLE = [
     ([TopKLogitsWarper(5, filter_value=-9.0)], ["TopKLogitsWarper with filter_value=-9.0", "leave"]),
     ([TopPLogitsWarper(0.5, min_tokens_to_keep=3)], ["TopPLogitsWarper with min_tokens_to_keep=3", "leave"]),
     ([MinPLogitsWarper(0.5, min_tokens_to_keep=3)], ["MinPLogitsWarper with min_tokens_to_keep=3", "leave"]),
-    ([Quiet(5)], ["logits_processor holds Quiet", "remove it"]),
+    ([MinPLogitsWarper(0.5), Quiet(5)], ["logits_processor holds MinPLogitsWarper where", "then warpers"]),
+    ([TypicalLogitsWarper(0.5), TopKLogitsWarper(5)], ["TypicalLogitsWarper(0.5) before TopK", "typical_p"]),
+    (
+        [
+            SuppressTokensLogitsProcessor([3]),
+            RepetitionPenaltyLogitsProcessor(2.0),
+            NoRepeatNGram(2),
+            NoRepeatNGram(3),
+        ],
+        ["NoRepeatNGramLogitsProcessor twice"],
+    ),
+    (
+        [ForcedBOSTokenLogitsProcessor(5), RepetitionPenaltyLogitsProcessor(2.0)],
+        ["ForcedBOSTokenLogitsProcessor before Rep", "pass repetition_penalty"],
+    ),
+    ([ExponentialDecayLengthPenalty((1, 1.5), 5, WIDTH)], ["another prompt", "exponential_decay"]),
+    (
+        [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=3)],
+        ["another prompt", "repetition_penalty"],
+    ),
+    ([MinLengthLogitsProcessor(99, [5])], ["MinLengthLogitsProcessor for another", "min_length"]),
+    ([ForcedEOSTokenLogitsProcessor(99, [5])], ["ForcedEOSTokenLogitsProcessor for another", "forced_eos"]),
+    ([SuppressTokensAtBeginLogitsProcessor([3], 1)], ["for another prompt", "begin_suppress_tokens"]),
 ]
 
 
@@ -162,16 +199,8 @@ def test_warpers_that_the_options_cannot_say(pair, batch, warpers, words, sample
 
 
 def test_criteria_that_a_round_cannot_honour(pair, batch):
-    class Shorter(MaxLengthCriteria):
-        pass
-
     block, width = td.dflash(pair[1], runtime="eager"), batch["input_ids"].shape[1]
     for criterion, words in (
-        (
-            MaxTimeCriteria(9.0),
-            ["stopping_criteria holds MaxTimeCriteria", "MaxLengthCriteria, EosTokenCriteria"],
-        ),
-        (Shorter(width + 3), ["stopping_criteria holds Shorter", "remove it"]),
         (MaxLengthCriteria(width), [f"max_length={width}", f"at least {width + 1}"]),
         (MaxLengthCriteria(width + 0.5), [f"max_length={width + 0.5}", "integer"]),
         (EosTokenCriteria([-1]), ["eos_token_id holds -1", "None or []"]),
@@ -199,10 +228,38 @@ def test_neutral_options_that_transformers_makes_a_processor_of(pair, batch, tex
     target = copy.deepcopy(pair[0])
     target.generation_config.update(min_new_tokens=5, eos_token_id=96)
     block = td.dflash(pair[1], runtime="eager")
-    with refuses(ValueError, "min_new_tokens=5", "pass min_new_tokens=0"):
-        target.generate(**batch, max_new_tokens=NEW, pad_token_id=0, custom_generate=block)
     options = {"max_new_tokens": NEW, "min_new_tokens": 0, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(target.generate(**batch, **options, custom_generate=block), text)
+
+
+class Shorter(MaxLengthCriteria):
+    """A subclass may do anything: it is asked for every token."""
+
+
+def test_other_criteria_of_transformers(pair, batch, text):
+    width = batch["input_ids"].shape[1]
+    for criterion in (Shorter(width + 3), MaxTimeCriteria(900.0)):
+        criteria = StoppingCriteriaList([criterion])
+        theirs, ours = both(pair, batch, stopping_criteria=criteria, eos_token_id=96)
+        assert torch.equal(ours, theirs)
+        assert ours.shape[1] == (width + 3 if isinstance(criterion, Shorter) else text.shape[1])
+
+
+LISTS = [
+    [RepetitionPenaltyLogitsProcessor(1.9), NoBadWordsLogitsProcessor([[10], [33, 90]])],
+    [SuppressTokensLogitsProcessor([10]), RepetitionPenaltyLogitsProcessor(1.9)],
+    [SequenceBiasLogitsProcessor([[[10], -9.0]]), NoRepeatNGram(2), MinLengthLogitsProcessor(30, [96])],
+    [Quiet(1), RepetitionPenaltyLogitsProcessor(1.9)][:1],
+]
+
+
+@pytest.mark.parametrize("items", LISTS, ids=lambda items: "+".join(type(item).__name__ for item in items))
+def test_processors_of_the_users(pair, batch, text, items):
+    row = {name: value[:1] for name, value in batch.items()}
+    asked = {"logits_processor": LogitsProcessorList(items), "eos_token_id": 96}
+    theirs, ours = both(pair, row, **asked)
+    assert torch.equal(ours, theirs)
+    assert isinstance(items[0], Quiet) or not torch.equal(ours, text[:1])
 
 
 def test_lists_stand_for_what_is_asked_even_where_the_config_says_more(pair, batch, text):

@@ -128,6 +128,7 @@ def decode_state(state: loop.State, slots: int) -> DecodeState:
         proposer=DFlashState(
             cache(state.drafter), state.length - state.buffered, state.context, state.buffered
         ),
+        rules=(),
         accepted=more(state.accepted, 1),
         rounds=state.rounds,
     )

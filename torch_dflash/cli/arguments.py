@@ -14,6 +14,7 @@ from torch_dflash.cli.loading import Loaded
 from torch_dflash.engine.defaults import default_stop_ids, penalty_of
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 
 
 def read_input(arguments: argparse.Namespace) -> bytes:
@@ -94,16 +95,14 @@ def call_options(arguments: argparse.Namespace, loaded: Loaded) -> dict[str, Any
     if options["do_sample"]:
         for name in ("temperature", *NEUTRAL):
             options[name] = getattr(arguments, name)
-    if tell_penalty("generate", loaded.target):
-        options["repetition_penalty"] = 1.0
-    return options
+    options |= {name: getattr(arguments, name) for name in PENALTIES}
+    if arguments.stop:
+        options |= {"stop_strings": arguments.stop, "tokenizer": loaded.tokenizer}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def tell_penalty(command: str, target: Any) -> bool:
-    """Say that the model's repetition penalty is left out; whether it has one.
-
-    Many published models set one; there would be no way to decode them from here.
-    """
+    """Say that a drafter learns and is judged without the model's repetition penalty; whether it has one."""
     penalty = penalty_of(target)
     if penalty:
         print(

@@ -15,6 +15,7 @@ import torch
 import torch_dflash as td
 from torch_dflash.checks import CACHES
 from torch_dflash.cli.arguments import (
+    PENALTIES,
     call_options,
     check_options,
     check_room,
@@ -67,6 +68,10 @@ def add_parser(commands) -> None:
     add("--top-k", type=int, default=0, help="0 (default): off")
     add("--top-p", type=float, default=1.0)
     add("--min-p", type=float, default=0.0)
+    for name in PENALTIES:
+        kind = int if name.endswith("size") else float
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help="unset: what the model asks for")
+    add("--stop", action="append", metavar="TEXT", help="end with this text; may be given more than once")
     add("--seed", type=int, default=0, help="line n of --jsonl draws from seed + n - 1")
     add("--ignore-eos", action="store_true", help="never stop before --max-new-tokens")
     add("--dtype", choices=DTYPES, default="auto")
@@ -142,6 +147,7 @@ class Job:
                 rounds_per_chunk=rounds_per_chunk,
                 stop_slots=max(8, *map(len, request.stop_ids)),
                 filters=request.filters,
+                processors=tuple(request.processors),
                 cache=asked.cache,
                 verify=asked.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(len(longest))),

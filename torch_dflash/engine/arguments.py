@@ -11,14 +11,15 @@ from transformers.generation import GenerationMixin
 
 from torch_dflash.engine.options import OF_AN_ENGINE
 from torch_dflash.engine.refusals import config_fields
+from torch_dflash.engine.rules import OURS
 
 # Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own.
 COMPILED = frozenset(OF_AN_ENGINE) - {"max_length"}
 _ONE_TOKEN = "written for one token at a time"
 _OPTIONS = {
-    "logits_processor": f"{_ONE_TOKEN}; pass temperature, top_k, top_p and min_p as options",
-    "stopping_criteria": f"{_ONE_TOKEN}; pass max_new_tokens and eos_token_id as options",
-    "prefix_allowed_tokens_fn": f"{_ONE_TOKEN}; leave it out",
+    "logits_processor": f"{_ONE_TOKEN}; pass options, or processors=(td.HostProcessor(...),)",
+    "stopping_criteria": "an engine knows stop_strings, max_time and eos_token_id; generate takes criteria",
+    "prefix_allowed_tokens_fn": f"{_ONE_TOKEN}; pass processors=(td.HostProcessor(...),)",
     "inputs": "pass the ids as input_ids",
     "inputs_embeds": "block decoding feeds tokens back; pass input_ids alone",
     "position_ids": "block decoding counts positions itself; leave it out",
@@ -34,7 +35,7 @@ _OPTIONS = {
     "negative_prompt_attention_mask": "guidance is not supported; leave it out",
 }
 # Without a meaning here, or without one for the text.
-_IGNORED = ("tokenizer", "assistant_tokenizer", "trust_remote_code", "logits_to_keep", "use_cache")
+_IGNORED = ("assistant_tokenizer", "trust_remote_code", "logits_to_keep", "use_cache")
 
 
 def _no_tokens(cache: Any) -> bool:
@@ -62,13 +63,13 @@ _NOTHING: dict[str, Callable[[Any], bool]] = {
 
 
 def take_arguments(options: dict[str, Any], target: Any) -> None:
-    """Take out of ``options`` what asks for nothing, and leave ``seed`` and fields of a ``GenerationConfig``.
+    """Take out of ``options`` what asks for nothing; leave what `resolve` reads.
 
     Raises:
         TypeError: a name that neither transformers nor an engine knows, or one of `torch_dflash.compile`.
         ValueError: an argument of transformers that a round cannot honour; the message says what to do.
     """
-    fields = config_fields() | {"seed"}
+    fields = config_fields() | {"seed", "tokenizer", *OURS}
     for name in [name for name in options if name not in fields or name in COMPILED]:
         value = options.pop(name)
         if value is None and name not in COMPILED and _known(name, target):
@@ -77,7 +78,8 @@ def take_arguments(options: dict[str, Any], target: Any) -> None:
             raise TypeError(f"{name} is fixed when an engine is built; pass it to torch_dflash.compile.")
         if not _known(name, target):
             raise TypeError(
-                f"unknown option {name!r}; options are seed and the fields of transformers' GenerationConfig."
+                f"unknown option {name!r}; options are seed, {', '.join(OURS)} and the "
+                "fields of transformers' GenerationConfig."
             )
         if name not in _IGNORED and not _NOTHING.get(name, lambda _: False)(value):
             fix = _OPTIONS.get(name, "block decoding reads input_ids and attention_mask alone; leave it out")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from torch_dflash.engine.prompts import prompt_chunks
 from torch_dflash.engine.read import row_requests
 from torch_dflash.engine.request import Request
@@ -25,13 +27,22 @@ class Generation:
         state: on the runtime's side of the border; consumed.
         scheduler: who decodes next, and on which pages.
         rows: the prompts, for rows that have not read theirs.
+        halts: what ends rows between chunks.
     """
 
     def __init__(
-        self, runtime: Runtime, plan: DecodePlan, params: Any, state: Any, scheduler: Scheduler, rows
+        self,
+        runtime: Runtime,
+        plan: DecodePlan,
+        params: Any,
+        state: Any,
+        scheduler: Scheduler,
+        rows,
+        halts=(),
     ):
         self.runtime, self.plan, self.params = runtime, plan, params
         self.state, self.scheduler, self.rows = state, scheduler, rows
+        self._halts, self._ends = halts, {}
         self.pace = Pace()
         self._progress: Progress | None = None
 
@@ -40,7 +51,7 @@ class Generation:
         """An empty state and every prompt still to be read."""
         state = runtime.begin(params, row_requests(request, plan))
         scheduler = Scheduler(plan, request.lengths, request.limits)
-        return cls(runtime, plan, params, state, scheduler, request.rows)
+        return cls(runtime, plan, params, state, scheduler, request.rows, request.halts)
 
     @classmethod
     def resume(cls, runtime: Runtime, plan: DecodePlan, params: Any, state: DecodeState) -> Generation:
@@ -87,6 +98,21 @@ class Generation:
         return progress
 
     def _read(self, progress: Progress) -> Progress:
+        since = progress.known.copy()
         progress.add(self.runtime.read(self.state, progress.known, progress.rounds))
         self.scheduler.update(progress.length, progress.done)
+        self._halt(progress, since)
         return progress
+
+    def _halt(self, progress: Progress, since: np.ndarray) -> None:
+        """End rows where one of the halts says so. The device may be further: what it has more is cut."""
+        rows = range(len(self.rows))
+        for row, end in self._ends.items():
+            progress.cut(row, end)
+        texts = [progress.tokens[row, : progress.known[row]] for row in rows]
+        for halt in self._halts:
+            for row, end in zip(rows, halt.ends(texts, [int(at) for at in since[: len(rows)]]), strict=True):
+                if end is not None and progress.known[row] > len(self.rows[row]):
+                    self._ends[row] = min(end, self._ends.get(row, end))
+                    progress.cut(row, self._ends[row])
+                    self.scheduler.end(row)

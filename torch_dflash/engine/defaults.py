@@ -13,6 +13,6 @@ def default_stop_ids(target: Any, tokenizer: Any) -> list[int]:
 
 
 def penalty_of(target: Any) -> float | None:
-    """The repetition penalty that the model asks for, which no round here can apply; None: none."""
+    """The repetition penalty that the model asks for; None: none."""
     penalty = getattr(target.generation_config, "repetition_penalty", None)
     return None if penalty in (None, 1.0) else penalty

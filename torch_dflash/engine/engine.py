@@ -17,8 +17,9 @@ from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.models import Models
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput, collect
-from torch_dflash.engine.read import check_fits, read_request
+from torch_dflash.engine.read import check_fits, read_request, repeated
 from torch_dflash.engine.request import Request
+from torch_dflash.engine.rules import compiled_in
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
@@ -50,7 +51,8 @@ class Engine:
             skeleton = Target(model, traced)
             check_context(model, options.max_length)
             proposer = make_proposer(model, drafter, options.block_size)
-            self.plan = options.plan(proposer.width)
+            processors = compiled_in(options.processors, model.generation_config, skeleton.vocab_size)
+            self.plan = options.plan(proposer.width, processors)
             self.pair = Pair(skeleton, proposer, self.plan)
             if options.verify:
                 verify_class(model, self.plan, options.runtime)
@@ -98,6 +100,7 @@ class Engine:
         **options: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
+        input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
         request = self.read(input_ids, attention_mask, options)
         output = self.run(request, input_ids, streamer)
         return output if return_dict_in_generate else output.sequences
@@ -126,6 +129,7 @@ class Engine:
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
+        input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
         return self._stream(self.read(input_ids, attention_mask, options))
 
     def _stream(self, request: Request) -> Iterator[list[list[int]]]:
@@ -141,6 +145,10 @@ class Engine:
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
         request = self.read(input_ids, attention_mask, options)
+        if request.halts:
+            raise ValueError(
+                "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
+            )
         due = Scheduler(self.plan, request.lengths, request.limits).next_step().prefill
         if len(due) < len(request.rows):
             raise ValueError(

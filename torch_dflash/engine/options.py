@@ -15,8 +15,11 @@ from torch_dflash.checks import (
     check_width,
 )
 from torch_dflash.engine.prompts import bucket
+from torch_dflash.engine.rules import check_processors
 from torch_dflash.engine.width import Widths, ladder
 from torch_dflash.plan import DecodePlan
+from torch_dflash.processors.host import HostProcessor
+from torch_dflash.processors.interface import Processor
 
 LARGEST_CHUNK = 512
 
@@ -42,6 +45,7 @@ class EngineOptions:
     rounds_per_chunk: int | None = _of_a_call(None)
     stop_slots: int = 8
     filters: bool = True
+    processors: tuple[str | Processor, ...] | None = None
     prefill_chunk_size: int = _of_a_call(LARGEST_CHUNK)
     matmul_precision: str = _of_a_call("highest")
     compute: str = _of_a_call("auto")
@@ -62,14 +66,30 @@ class EngineOptions:
         check_flag(verify=self.verify, filters=self.filters)
         check_cache(self.cache)
         check_precision(self.matmul_precision)
+        check_processors(self.processors)
+        self._check_host()
         check_arithmetic(self.compute, self.quantize, self.runtime)
         if self.prefill_chunk_size != bucket(self.prefill_chunk_size):
             raise ValueError(
                 f"prefill_chunk_size={self.prefill_chunk_size}: must be a power of two of at least 16."
             )
 
-    def plan(self, width: int) -> DecodePlan:
-        """The plan of these options with a proposer that drafts ``width`` rows."""
+    def _check_host(self) -> None:
+        own = [one for one in self.processors or () if isinstance(one, HostProcessor)]
+        if own and self.runtime != "eager":
+            raise ValueError(
+                f"processors holds {own[0].name}, which runs on the host: pass runtime='eager', or write "
+                "it as a td.BlockProcessor."
+            )
+        impure = [one.name for one in own if not one.pure]
+        if impure and self.verify_width != 1:
+            raise ValueError(
+                f"processors holds {impure[0]}, which sees one token at a time: pass verify_width=1, or "
+                "td.HostProcessor(..., pure=True) if its scores follow from ids and scores alone."
+            )
+
+    def plan(self, width: int, processors: tuple[Processor, ...] = ()) -> DecodePlan:
+        """The plan of these options with a proposer that drafts ``width`` rows, and with ``processors``."""
         return DecodePlan(
             batch_size=self.batch_size,
             capacity=self.max_length,
@@ -79,6 +99,7 @@ class EngineOptions:
             # A chunk ends in one host read: worth batching on a device, free in eager mode.
             rounds_per_chunk=self.rounds_per_chunk or (16 if self.runtime == "xla" else 1),
             filters=self.filters,
+            processors=processors,
             matmul_precision=self.matmul_precision,
             cache=self.cache,
             page_size=self.page_size,

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dflash.checks import check_target
+from torch_dflash.checks import check_counts, check_target
 from torch_dflash.decode import RowRequests
 from torch_dflash.engine.arguments import take_arguments
 from torch_dflash.engine.prompts import check_ids, split_rows
 from torch_dflash.engine.request import Request, defaults_of, resolve
+from torch_dflash.engine.rules import check_covered
 from torch_dflash.engine.seeds import seed_key
 from torch_dflash.plan import DecodePlan
+from torch_dflash.processors.interface import Processor
 from torch_dflash.state import Sampling
 from torch_dflash.target.weights import model_of
 
@@ -36,14 +38,37 @@ def read_request(
     check_ids(input_ids)
     assert input_ids is not None
     given_pad = options.get("pad_token_id")
-    request = resolve(config, input_ids.shape[0], input_ids.shape[1], options)
+    embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
+    vocab_size = embedding.shape[0]
+    request = resolve(config, input_ids.shape[0], input_ids.shape[1], options, vocab_size)
     # A pad that nobody named is a stop id. One that may end a row's text is no sign of padding in it.
     named = given_pad is not None or config.pad_token_id is not None
     pad = request.pad_token_id if named else None
     pads = [None if pad in stops else pad for stops in request.stop_ids]
-    embedding: Tensor = target.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
-    rows = split_rows(input_ids, attention_mask, embedding.shape[0], pads, position_ids)
+    rows = split_rows(input_ids, attention_mask, vocab_size, pads, position_ids)
     return replace(request, rows=rows)
+
+
+def repeated(target: Any, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Prompts and mask, each row as often as ``num_return_sequences`` asks for, which is taken out.
+
+    Raises:
+        ValueError: no count; or more than one text of a greedy row, which would be the same.
+    """
+    config = options.get("generation_config") or getattr(model_of(target), "generation_config", None)
+    given = options.pop("num_return_sequences", None)
+    count = getattr(config, "num_return_sequences", None) if given is None else given
+    check_counts(num_return_sequences=count)
+    if count in (None, 1) or not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        return input_ids, attention_mask
+    sampled = options.get("do_sample")
+    if not (getattr(config, "do_sample", False) if sampled is None else sampled):
+        raise ValueError(
+            f"num_return_sequences={count}: a greedy text has no second; pass do_sample=True, or 1 of it."
+        )
+    given_mask = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+    mask = attention_mask.repeat_interleave(count, dim=0) if given_mask else attention_mask
+    return input_ids.repeat_interleave(count, dim=0), mask
 
 
 def row_requests(request: Request, plan: DecodePlan) -> RowRequests:
@@ -66,7 +91,16 @@ def row_requests(request: Request, plan: DecodePlan) -> RowRequests:
             min_p=column(request.min_p, idle.sampling.min_p),
             seed=column([key - (key >> 31 << 32) for key in keys], idle.sampling.seed),
         ),
+        rules=tuple(_values(processor, request, plan) for processor in plan.processors),
     )
+
+
+def _values(processor: Processor, request: Request, plan: DecodePlan) -> Any:
+    """What the request's rows, and the idle ones, ask of a processor that is compiled in."""
+    of_kind = [asked for kind, asked in request.processors.items() if processor.covers(kind)]
+    spare = plan.batch_size - len(request.rows)
+    asked = of_kind[0] if of_kind else [None] * len(request.rows)
+    return processor.values([*asked, *[None] * spare], [*request.lengths, *[0] * spare])
 
 
 def check_fits(request: Request, plan: DecodePlan) -> None:
@@ -92,3 +126,4 @@ def check_fits(request: Request, plan: DecodePlan) -> None:
             "top_k, top_p or min_p was asked for (top_k=50 is transformers' default when sampling), but "
             "the engine was compiled with filters=False; compile with filters=True or pass top_k=0."
         )
+    check_covered(request.processors, plan.processors)

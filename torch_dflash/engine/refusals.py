@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from torch_dflash.engine.rules import KINDS, OURS
+
 HONOURED = frozenset(
     {
         "max_length",
@@ -19,8 +21,12 @@ HONOURED = frozenset(
         "eos_token_id",
         "pad_token_id",
         "return_dict_in_generate",
+        "stop_strings",
+        "max_time",
+        "num_return_sequences",
+        *KINDS,
     }
-)
+) - {*OURS}
 
 # They change no token here: they speak of beams, of an assistant, of transformers' own caches and graphs, or
 # of a prompt that is absent.
@@ -51,33 +57,16 @@ HARMLESS = frozenset(
 )
 
 # They change the text, or ask for what a round does not keep: refused unless neutral. An empty list
-# always is. ``min_new_tokens`` comes first, for transformers makes ``min_length`` of it.
+# always is.
 NEUTRAL: dict[str, tuple] = {
-    "min_new_tokens": (0,),
-    "min_length": (0,),
     "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "repetition_penalty": (1.0,),
     "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "typical_p": (1.0,),
     "top_h": (),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "bad_words_ids": (),
     "force_words_ids": (),
     "constraints": (),
-    "suppress_tokens": (),
-    "begin_suppress_tokens": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "sequence_bias": (),
     "guidance_scale": (1.0,),
-    "exponential_decay_length_penalty": (),
     "watermarking_config": (),
-    "stop_strings": (),
-    "max_time": (),
     "penalty_alpha": (0.0,),
     "num_beam_groups": (1,),
     "diversity_penalty": (0.0,),
@@ -102,13 +91,10 @@ def config_fields() -> set[str]:
     return {name for name in vars(GenerationConfig()) if not name.startswith("_")}
 
 
-def refuse_unsupported(
-    config: GenerationConfig | SimpleNamespace, already_done: tuple[str, ...] = ()
-) -> None:
+def refuse_unsupported(config: GenerationConfig | SimpleNamespace) -> None:
     """Raise ``ValueError`` for an option that changes the text and that a round does not honour.
 
-    A field of a transformers newer than these tables counts as one. ``already_done`` names options that the
-    caller has applied.
+    A field of a transformers newer than these tables counts as one.
     """
     kind = getattr(config, "cache_implementation", None)
     if isinstance(kind, str) and kind == "quantized":  # the others keep what they are given
@@ -121,7 +107,7 @@ def refuse_unsupported(
     for name in (*NEUTRAL, *unknown):
         value = getattr(config, name, None)
         neutral = NEUTRAL.get(name, (defaults.get(name),))
-        if name not in already_done and not _is_neutral(value, neutral):
+        if not _is_neutral(value, neutral):
             fix = f"leave {name} unset" if neutral in ((), (None,)) else f"pass {name}={neutral[0]}"
             raise ValueError(f"{name}={value!r} is not supported in block decoding; {fix}.")
 

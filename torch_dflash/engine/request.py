@@ -13,7 +13,9 @@ import torch
 from transformers import GenerationConfig
 
 from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
+from torch_dflash.engine.halts import Halt, halts_of
 from torch_dflash.engine.refusals import refuse_unsupported
+from torch_dflash.engine.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
 from torch_dflash.engine.seeds import row_seeds
 from torch_dflash.engine.special_ids import check_pad, stop_ids
 
@@ -36,13 +38,15 @@ class Request:
     seed: list[int]
     stop_ids: list[tuple[int, ...]]
     pad_token_id: int
+    processors: Asked = field(default_factory=dict)
+    halts: list[Halt] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def greedy(cls, rows: list[np.ndarray], max_new_tokens: int) -> Request:
         """The likeliest continuation of each row, to its full length."""
         each = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0, "stop_ids": ()}
-        asked = {name: [value] * len(rows) for name, value in each.items()}
+        asked: dict[str, Any] = {name: [value] * len(rows) for name, value in each.items()}
         return cls([max_new_tokens] * len(rows), **asked, pad_token_id=0, rows=rows)
 
     @property
@@ -75,21 +79,24 @@ def defaults_of(target: Any, given: GenerationConfig | None) -> Any:
     return merged
 
 
-def resolve(defaults: GenerationConfig, rows: int, width: int, options: dict[str, Any]) -> Request:
+def resolve(
+    defaults: GenerationConfig, rows: int, width: int, options: dict[str, Any], vocab_size: int = INT32_MAX
+) -> Request:
     """Merge ``options`` over the model's defaults, as transformers' ``generate`` does.
 
     Args:
         defaults: the target's ``generation_config``; not modified.
         rows: of the batch.
         width: columns of the padded prompt, which ``max_length`` counts.
-        options: fields of a ``GenerationConfig`` and ``seed``; None means unset, save for ``eos_token_id``
-            (`UNSET`).
+        options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer`` and those of
+            `torch_dflash.engine.rules.OURS`; None means unset, save for ``eos_token_id`` (`UNSET`).
+        vocab_size: of the target, which ids of options are checked against.
 
     Raises:
         ValueError: an option is out of range or cannot be honoured.
     """
     eos = options.pop("eos_token_id", UNSET)
-    seed = options.pop("seed", None)
+    seed, tokenizer = options.pop("seed", None), options.pop("tokenizer", None)
     config = copy.deepcopy(defaults)
     # Before transformers sees them: its messages name no fix.
     if not isinstance(options.get("do_sample"), bool | None):
@@ -98,8 +105,8 @@ def resolve(defaults: GenerationConfig, rows: int, width: int, options: dict[str
     refuse_unsupported(SimpleNamespace(**options))
     per_row = {
         name: options.pop(name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
-        if name == "max_new_tokens"
+        for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", *PER_ROW)
+        if name in ("max_new_tokens", *OURS)
         and options.get(name) is not None
         or isinstance(row_list(options.get(name)), list)
     }
@@ -122,8 +129,10 @@ def resolve(defaults: GenerationConfig, rows: int, width: int, options: dict[str
 
     stops = stop_ids(config.eos_token_id if eos is UNSET else eos, rows)
     pad = check_pad(config.pad_token_id)
+    budgets = _budgets(config, per_row, asked, rows, width)
+    wanted = {name: per_row.get(name, getattr(config, name, None)) for name in KINDS}
     request = Request(
-        max_new_tokens=_budgets(config, per_row, asked, rows, width),
+        max_new_tokens=budgets,
         temperature=row_values("temperature", 1.0) if sampled else [0.0] * rows,
         top_k=row_values("top_k", 0),
         top_p=row_values("top_p", 1.0),
@@ -131,6 +140,8 @@ def resolve(defaults: GenerationConfig, rows: int, width: int, options: dict[str
         seed=row_seeds(seed, rows),
         stop_ids=stops,
         pad_token_id=next((int(ids[0]) for ids in stops if ids), 0) if pad is None else pad,
+        processors=asked_processors(wanted, Batch(width, budgets, stops, sampled, vocab_size)),
+        halts=halts_of(config, tokenizer),
     )
     _check_ranges(request)
     return request

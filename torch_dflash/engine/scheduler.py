@@ -90,6 +90,10 @@ class Scheduler:
         count = len(self.lengths)
         self.lengths = np.where(length[:count] > 0, length[:count], self.lengths)
 
+    def end(self, row: int) -> None:
+        """Let a row rest for good, whatever the device would do with it."""
+        self.ended[row] = True
+
     def _reserve(self, row: int) -> bool:
         """Pages for all positions that a chunk can write, were every draft accepted."""
         plan = self.plan

@@ -49,8 +49,9 @@ class DecodeStats:
 
 def acceptance_lengths(accepted: list[int], after_first: int) -> tuple[list[int], bool]:
     """Trim one row's recorded counts to the tokens it kept after its first: (lengths, cap cut the last)."""
-    lengths = list(accepted)
-    surplus = sum(lengths) - after_first
-    if surplus > 0:  # only the last round can meet the cap
-        lengths[-1] -= surplus
-    return lengths, surplus > 0
+    lengths, left = [], after_first
+    for count in accepted:  # rounds may have gone on behind the end
+        if left > 0:
+            lengths.append(min(count, left))
+        left -= count
+    return lengths, left < 0

@@ -13,50 +13,69 @@ from typing import Any
 from transformers.generation import logits_process as processors_of
 from transformers.generation import stopping_criteria as criteria_of
 
+from torch_dflash.integrations.prepared_rules import RULES, Call, read_rules
+
 # By exact type: a subclass may do anything. The order is that in which a round applies them.
-_WARPERS = {
+_WARPERS: dict[type, str] = {
     processors_of.TemperatureLogitsWarper: "temperature",
     processors_of.TopKLogitsWarper: "top_k",
     processors_of.TopPLogitsWarper: "top_p",
     processors_of.MinPLogitsWarper: "min_p",
+    processors_of.TypicalLogitsWarper: "typical_p",
+    processors_of.EpsilonLogitsWarper: "epsilon_cutoff",
+    processors_of.EtaLogitsWarper: "eta_cutoff",
 }
-_ORDER = "temperature, top_k, top_p, min_p"
+_VALUE = {"typical_p": "mass", "epsilon_cutoff": "epsilon", "eta_cutoff": "epsilon"}
+OF_SAMPLES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+OF_SAMPLES |= {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+"""Options of sampling, and what leaves each out."""
+_FIRST = ("temperature", "top_k", "top_p", "min_p")
 # What may follow what and still have the effect of that order. Top-k keeps the same tokens at any temperature
 # and after min-p, and min-p compares with the best token alone; top-p weighs all that is left.
 _AFTER = {
     "temperature": ("temperature", "top_k"),
     "top_k": ("temperature", "top_k", "min_p"),
     "top_p": ("temperature", "top_k"),
-    "min_p": ("temperature", "top_k", "top_p", "min_p"),
+    "min_p": _FIRST,
+    "typical_p": _FIRST,
+    "epsilon_cutoff": (*_FIRST, "typical_p"),
+    "eta_cutoff": (*_FIRST, "typical_p", "epsilon_cutoff"),
 }
 
 
-def read_processors(processors: Iterable[Any], width: int) -> dict[str, Any]:
-    """``temperature``, ``top_k``, ``top_p`` and ``min_p`` with the effect of ``processors``, in their order.
-
-    Args:
-        processors: a ``LogitsProcessorList``.
-        width: columns of the padded prompt.
+def read_processors(processors: Iterable[Any], call: Call) -> tuple[dict[str, Any], list[Any]]:
+    """(options with the effect of ``processors``, in their order; those that no option stands for).
 
     Raises:
-        ValueError: a processor of another kind, or warpers in an order that one of each cannot stand for.
+        ValueError: a processor that is set up as no option could, or in an order that an option cannot have.
     """
-    asked: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    effective = [item for item in processors if not _without_effect(item, call.width)]
+    kinds = [0 if type(item) in RULES else 2 if type(item) in _WARPERS else 1 for item in effective]
+    if kinds != sorted(kinds):
+        at = next(place for place, kind in enumerate(kinds) if kind != sorted(kinds)[place])
+        raise ValueError(
+            f"logits_processor holds {type(effective[at]).__name__} where it cannot be applied: penalties "
+            "and bans come first, then processors of your own, then warpers."
+        )
+    ends = [kinds.count(0), len(kinds) - kinds.count(2)]
+    rules, own, warpers = effective[: ends[0]], effective[ends[0] : ends[1]], effective[ends[1] :]
+    return read_rules(rules, call) | _read_warpers(warpers), own
+
+
+def _read_warpers(warpers: list[Any]) -> dict[str, Any]:
+    asked: dict[str, Any] = dict(OF_SAMPLES)
     seen: list[tuple[str, str]] = []
-    for item in processors:
-        if _without_effect(item, width):
-            continue
-        name = _WARPERS.get(type(item))
-        if name is None:
-            raise _refusal("logits_processor", item, ", ".join(kind.__name__ for kind in _WARPERS))
-        value = getattr(item, name)
+    for item in warpers:
+        name = _WARPERS[type(item)]
+        value = getattr(item, _VALUE.get(name, name))
         shown = f"{type(item).__name__}({value!r})"
         _check_plain(item, name)
         for earlier, text in seen:
             if earlier not in _AFTER[name]:
                 raise ValueError(
-                    f"logits_processor holds {text} before {shown}; block decoding applies {_ORDER}, in this "
-                    f"order, one of each: remove it and pass {earlier} as an option."
+                    f"logits_processor holds {text} before {shown}; block decoding applies "
+                    f"{', '.join(OF_SAMPLES)}, in this order, one of each: remove it and pass {earlier} "
+                    "as an option."
                 )
         seen.append((name, shown))
         if name == "temperature":
@@ -64,17 +83,17 @@ def read_processors(processors: Iterable[Any], width: int) -> dict[str, Any]:
         elif name == "top_k":
             asked[name] = min(asked[name] or value, value)
         else:
-            asked[name] = value if name == "top_p" else max(asked[name], value)
+            asked[name] = max(asked[name], value) if name == "min_p" else value
     return asked
 
 
-def read_criteria(criteria: Iterable[Any]) -> tuple[list[int], list[int] | None]:
-    """The lengths of which the least ends all rows, and the ids that end a row (None: nothing says).
+def read_criteria(criteria: Iterable[Any]) -> tuple[list[int], list[int] | None, list[Any]]:
+    """The lengths of which the least ends all rows, the ids that end a row (None: nothing says), the others.
 
     Raises:
-        ValueError: a criterion of another kind.
+        ValueError: stop ids that are not one list.
     """
-    lengths, stops = [], None
+    lengths, stops, others = [], None, []
     for item in criteria:
         if type(item) is criteria_of.MaxLengthCriteria:
             lengths.append(item.max_length)
@@ -86,8 +105,8 @@ def read_criteria(criteria: Iterable[Any]) -> tuple[list[int], list[int] | None]
                 )
             stops = (stops or []) + item.eos_token_id.reshape(-1).tolist()
         else:
-            raise _refusal("stopping_criteria", item, "MaxLengthCriteria, EosTokenCriteria")
-    return lengths, None if stops is None else list(dict.fromkeys(stops))
+            others.append(item)
+    return lengths, None if stops is None else list(dict.fromkeys(stops)), others
 
 
 def _without_effect(item: Any, width: int) -> bool:
@@ -96,6 +115,8 @@ def _without_effect(item: Any, width: int) -> bool:
         return True  # adds one number to all logits
     if kind is processors_of.MinLengthLogitsProcessor:
         return item.min_length <= width  # what transformers makes of min_new_tokens=0
+    if kind is processors_of.MinNewTokensLengthLogitsProcessor:
+        return item.prompt_length_to_skip + item.min_new_tokens <= width
     if kind is processors_of.SuppressTokensLogitsProcessor:
         return item.suppress_tokens.numel() == 0
     if kind is processors_of.SuppressTokensAtBeginLogitsProcessor:
@@ -106,7 +127,7 @@ def _without_effect(item: Any, width: int) -> bool:
 def _check_plain(item: Any, name: str) -> None:
     """The settings that no option stands for must be transformers' own."""
     settings = {"filter_value": -math.inf} if name != "temperature" else {}
-    if name in ("top_p", "min_p"):
+    if name not in ("temperature", "top_k"):
         settings["min_tokens_to_keep"] = 1
     for setting, value in settings.items():
         if getattr(item, setting) != value:
@@ -114,10 +135,3 @@ def _check_plain(item: Any, name: str) -> None:
                 f"logits_processor holds {type(item).__name__} with {setting}={getattr(item, setting)!r}; "
                 f"block decoding honours {setting}={value} alone: leave {setting} unset."
             )
-
-
-def _refusal(argument: str, item: Any, honoured: str) -> ValueError:
-    return ValueError(
-        f"{argument} holds {type(item).__name__}, which is written for one token at a time; block decoding "
-        f"honours {honoured}: remove it."
-    )

@@ -15,8 +15,11 @@ from torch_dflash.engine.refusals import refuse_unsupported
 from torch_dflash.engine.request import room_below
 from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.generation import generate
-from torch_dflash.integrations.prepared import read_criteria, read_processors
+from torch_dflash.integrations.prepared import OF_SAMPLES, read_criteria, read_processors
+from torch_dflash.integrations.prepared_rules import Call
 from torch_dflash.integrations.streaming import streamer_of_caller
+from torch_dflash.processors.host import HostProcessor
+from torch_dflash.processors.own import BlockProcessor
 from torch_dflash.proposers.choose import check_drafter
 
 _BOUND = (*OF_A_CALL, "seed", "streamer")
@@ -28,8 +31,9 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
     A ``streamer`` may be given to ``target.generate``, to a pipeline's call, or bound here. A ``tokenizer``
     is dropped by transformers on its way to a custom generate.
 
-    ``MaxLengthCriteria``, ``EosTokenCriteria`` and the warpers of temperature, top-k, top-p and min-p are
-    honoured as transformers lists them; other processors and criteria are refused by name.
+    transformers' processors, warpers and criteria are honoured as it lists them. A user's own are asked on
+    the host, token by token, with ``runtime="eager"``, where nothing is drafted then; a `BlockProcessor`
+    runs inside of blocks, and a `HostProcessor` that is ``pure`` too.
 
     Args:
         drafter: as in `generate`.
@@ -69,10 +73,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
 
         ``seed`` may be given to ``target.generate`` itself; the mask comes in ``model_kwargs``.
         """
-        config, width = generation_config or model.generation_config, input_ids.shape[1]
-        # transformers has repeated the rows already, and makes such a min_length of min_new_tokens=0.
-        done = ("num_return_sequences", *(["min_length"] if (config.min_length or 0) <= width else []))
-        refuse_unsupported(config, already_done=done)
+        config = generation_config or model.generation_config
+        refuse_unsupported(config)
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
         call = {"seed": seed, "streamer": streamer_of_caller(model)}
@@ -83,29 +85,40 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             input_ids,
             return_dict_in_generate=bool(config.return_dict_in_generate),
             generation_config=config,  # else the model's own would fill in what the user has overridden
-            num_return_sequences=1,
-            min_length=0,
+            num_return_sequences=1,  # transformers has repeated the rows already
             **_asked(config, logits_processor, stopping_criteria, input_ids),
             **(model_kwargs | bound),
         )
 
 
 def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor) -> dict[str, Any]:
-    """The options that transformers' prepared lists stand for; without lists, the config's own."""
+    """The arguments that transformers' prepared lists stand for; without lists, the config's own."""
     rows, width = input_ids.shape
-    names = ("temperature", "top_k", "top_p", "min_p")
+    lengths, stops, others = read_criteria(criteria or ())
+    length = min(lengths or [config.max_length])
+    eos = config.eos_token_id if stops is None else stops
     if processors is None:
-        sampling = {name: getattr(config, name) for name in names}
+        options, own = (
+            {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")},
+            [],
+        )
     else:
-        sampling = read_processors(processors, width)
-    lengths, stops = read_criteria(criteria or ())
+        ids = frozenset(one for row in stop_ids(eos, 1) for one in row)
+        options, own = read_processors(processors, Call(width, length, ids))
     pad = config.pad_token_id
     if pad is None and config.eos_token_id is not None:  # as transformers, whatever a criterion adds
         pad = next((int(ids[0]) for ids in stop_ids(config.eos_token_id, rows) if ids), None)
     return {
-        "max_new_tokens": min(room_below(length, width) for length in lengths or [config.max_length]),
-        "eos_token_id": config.eos_token_id if stops is None else stops,
+        "max_new_tokens": room_below(length, width),
+        "eos_token_id": eos,
         "pad_token_id": pad,
         # To transformers an unset do_sample is greedy by now, whatever the sampling options say.
         "do_sample": config.do_sample or False,
-    } | (sampling if config.do_sample else {})
+        "processors": tuple(_as_processor(one, pad) for one in own),
+        "stopping_criteria": others,
+    } | {name: value for name, value in options.items() if config.do_sample or name not in OF_SAMPLES}
+
+
+def _as_processor(item: Any, pad: int | None) -> Any:
+    known = isinstance(item, BlockProcessor | HostProcessor)
+    return item if known else HostProcessor(item, pad_token_id=pad or 0)

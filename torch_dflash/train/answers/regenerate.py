@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torch_dflash.checks import check_counts, check_runtime, context_of
-from torch_dflash.engine.defaults import default_stop_ids, penalty_of
+from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.storage.files import write_json
@@ -61,21 +61,14 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
     """Answer ``prompts`` into shards under ``directory``, except those there; returns how many were made.
 
     Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample. Greedy
-    answers leave the model's repetition penalty out. ``summary.json`` says how many answers there are, and
-    how many turns were left out.
+    answers leave out the model's repetition penalty, which sampled ones follow. ``summary.json`` says how
+    many answers there are, and how many turns were left out.
 
     Raises:
-        ValueError: there is nothing to answer, no room for it, or a penalty that sampling would need.
+        ValueError: there is nothing to answer, or no room for it.
         StageError: turns that no template joins; what `open_stage` raises; a damaged shard; a full disk.
     """
     check_turns(tokenizer, prompts)
-    penalty = penalty_of(target)
-    if options.sampled and penalty:
-        raise ValueError(
-            f"sampled=True: the target's generation_config has repetition_penalty={penalty}, which "
-            "decoding here cannot apply; answer greedily (sampled=False), or set it to 1.0 in "
-            "generation_config.json."
-        )
     context = context_of(target)
     if options.max_new_tokens >= context:
         raise ValueError(

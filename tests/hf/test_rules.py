@@ -1,0 +1,267 @@
+"""Penalties, bans, forced ids and ends as transformers knows them: its own text, through both doors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.refusals import refuses
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
+
+import torch_dflash as td
+
+NEW = 14
+
+
+def theirs(pair, batch, **options):
+    """transformers' own new tokens, one row after the other: padding counts for some of its processors."""
+    rows = []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        row = ids[mask.bool()][None]
+        out = pair[0].generate(row, attention_mask=torch.ones_like(row), **asked(options))
+        rows.append(out[0, row.shape[1] :].tolist())
+    return rows
+
+
+def asked(options):
+    return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
+
+
+def ours(pair, batch, runtime="eager", **options):
+    out = td.generate(*pair, **batch, runtime=runtime, return_dict_in_generate=True, **asked(options))
+    return out.new_tokens, out.stats
+
+
+def through_transformers(pair, batch, **options):
+    """The new tokens, padded, of the target's own ``generate``, and those of ours in its place."""
+    block, width = td.dflash(pair[1], runtime="eager"), batch["input_ids"].shape[1]
+    plain = pair[0].generate(**batch, **asked(options))[:, width:]
+    return plain, pair[0].generate(**batch, **asked(options), custom_generate=block)[:, width:]
+
+
+@pytest.fixture(scope="module")
+def plain(pair, batch):
+    return theirs(pair, batch)
+
+
+def cases(plain):
+    """Options that change this text: its tokens are those that are banned, forced and biased."""
+    first, second = plain
+    stop = max(set(first), key=first.count)
+    return {
+        "repetition_penalty": {"repetition_penalty": 1.6},
+        "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+        "bad_words_ids": {"bad_words_ids": [first[2:5], [second[3]]]},
+        "suppress_tokens": {"suppress_tokens": [first[1], second[2]]},
+        "begin_suppress_tokens": {"begin_suppress_tokens": [first[0], second[0]]},
+        "sequence_bias": {"sequence_bias": [[[first[3]], -3.0], [[first[0], 7], 9.0], [[second[1], 5], 9.0]]},
+        "min_new_tokens": {"min_new_tokens": 8, "eos_token_id": stop},
+        "forced_eos_token_id": {"forced_eos_token_id": 7},
+        "forced ids": {"forced_eos_token_id": [7, 9], "suppress_tokens": [first[-2]]},
+        "decay": {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": [11, 12]},
+        "many": {
+            "repetition_penalty": 1.2,
+            "no_repeat_ngram_size": 3,
+            "sequence_bias": {(first[3],): -2.0},
+            "min_new_tokens": 5,
+            "eos_token_id": stop,
+            "suppress_tokens": [second[0]],
+        },
+    }
+
+
+NAMES = list(cases([[1] * NEW] * 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eager_text_is_that_of_transformers(pair, batch, plain, name):
+    options = cases(plain)[name]
+    want = theirs(pair, batch, **options)
+    rows, stats = ours(pair, batch, **options)
+    assert rows == want and want != plain
+    assert ours(pair, batch, verify_width=1, **options)[0] == rows
+    assert td.generate(pair[0], None, **batch, runtime="eager", **asked(options)).shape[0] == 2
+    padded, block = through_transformers(pair, batch, **options)
+    if name not in ("no_repeat_ngram_size", "many"):  # in a batch, transformers' counts the padding too
+        assert torch.equal(block, padded)
+    assert [row[: len(new)].tolist() for row, new in zip(block, want, strict=True)] == want
+
+
+@pytest.mark.parametrize("name", ["many", "forced ids", "decay"])
+def test_xla_text_is_that_of_transformers(pair, batch, plain, name):
+    options = cases(plain)[name]
+    rows, stats = ours(pair, batch, runtime="xla", **options)
+    assert rows == theirs(pair, batch, **options)
+    assert stats.mean_acceptance_length > 1
+
+
+def test_another_value_compiles_nothing(pair, batch):
+    def run(**options):
+        return ours(pair, batch, runtime="xla", **options)
+
+    run(repetition_penalty=1.3, suppress_tokens=[3])
+    rows, stats = run(repetition_penalty=[1.0, 1.8], suppress_tokens=[4, 5, 6])
+    assert stats.compilations == 0
+    assert rows[0] == theirs(pair, batch, suppress_tokens=[4, 5, 6])[0]
+    assert rows[1] == theirs(pair, batch, repetition_penalty=1.8, suppress_tokens=[4, 5, 6])[1]
+
+
+BROKEN = {
+    "a rejected draft is remembered": lambda observe: (
+        lambda self, memory, ids, count: observe(self, memory, ids, torch.full_like(count, ids.shape[1]))
+    ),
+    "one token is forgotten": lambda observe: (
+        lambda self, memory, ids, count: observe(self, memory, ids, count - 1)
+    ),
+    "a neighbour's history": lambda observe: (
+        lambda self, memory, ids, count: observe(self, memory, ids.roll(1, 0), count.roll(1, 0))
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_memory_that_is_wrong_shows(pair, batch, monkeypatch, how):
+    options = {"repetition_penalty": 1.9, "max_new_tokens": 24}
+    assert ours(pair, batch, **options)[0] == theirs(pair, batch, **options)
+    kind = td.processors.RepetitionPenalty
+    monkeypatch.setattr(kind, "observe", BROKEN[how](kind.observe))
+    assert ours(pair, batch, **options)[0] != theirs(pair, batch, **options)
+
+
+def test_rows_that_do_not_see_the_drafts_before_them_show(pair, batch, monkeypatch):
+    options = {"repetition_penalty": 6.0, "max_new_tokens": 40}
+    monkeypatch.setattr("torch_dflash.processors.penalties.inside", lambda text, logits: 0 * logits[:, :1])
+    assert ours(pair, batch, **options)[0] != theirs(pair, batch, **options)
+
+
+def test_what_the_models_own_config_asks_for_works_unasked(pair, batch):
+    target = pair[0]
+    own = GenerationConfig(
+        repetition_penalty=1.4, suppress_tokens=[3, 5], eos_token_id=[88, 91], pad_token_id=0
+    )
+    before, target.generation_config = target.generation_config, own
+    try:
+        ids, mask = batch["input_ids"][:1, -3:], torch.ones(1, 3, dtype=torch.long)
+        want = target.generate(ids, attention_mask=mask, max_new_tokens=NEW)
+        assert torch.equal(td.generate(*pair, ids, mask, max_new_tokens=NEW, runtime="eager"), want)
+        engine = td.compile(*pair, runtime="eager", max_length=64)
+        assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW), want)
+        block = td.dflash(pair[1], runtime="eager")
+        assert torch.equal(
+            target.generate(ids, attention_mask=mask, max_new_tokens=NEW, custom_generate=block), want
+        )
+    finally:
+        target.generation_config = before
+
+
+def test_an_engine_says_what_it_was_compiled_without(pair):
+    ids = torch.tensor([[1, 2, 3]])
+    engine = td.compile(*pair, runtime="eager", max_length=64, processors=("suppress_tokens",))
+    engine.generate(ids, max_new_tokens=3, suppress_tokens=[4])
+    with refuses(ValueError, "repetition_penalty was asked for", "processors=('repetition_penalty',)"):
+        engine.generate(ids, max_new_tokens=3, repetition_penalty=1.2)
+    with refuses(ValueError, "bad_words_ids or suppress_tokens", "Bans(entries=64, prefix=4)"):
+        engine.generate(ids, max_new_tokens=3, suppress_tokens=list(range(4, 40)), bad_words_ids=[[1, 2]])
+
+
+def test_samples_follow_the_law_of_penalties_and_typical_p(pair):
+    """Seeded samples of one token against transformers' own scores."""
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "repetition_penalty": 1.5, "typical_p": 0.6}
+    options |= {"max_new_tokens": 1, "min_p": None}
+    scores = pair[0].generate(ids, **options, output_scores=True, return_dict_in_generate=True).scores[0]
+    law, count = scores[0].softmax(-1), 4096
+    out = td.generate(*pair, ids.expand(count, -1), runtime="eager", seed=0, **options)
+    found = torch.bincount(out[:, -1], minlength=len(law)) / count
+    assert not found[law == 0].any() and (law == 0).any()
+    assert (found - law).abs().max() < 4 * (0.25 / count) ** 0.5
+
+
+def test_more_texts_of_one_prompt(pair, batch):
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 0, "seed": 5, "max_new_tokens": 6}
+    three = td.generate(*pair, **batch, runtime="eager", num_return_sequences=3, **options)
+    twice = {name: value.repeat_interleave(3, dim=0) for name, value in batch.items()}
+    assert torch.equal(three, td.generate(*pair, **twice, runtime="eager", **options))
+    assert len({tuple(row) for row in three[:3].tolist()}) == 3
+
+
+def letters():
+    """A tokenizer whose token i is one letter, and the letters."""
+    names = {chr(97 + i if i < 26 else 0x100 + i): i for i in range(96)} | {"<unk>": 96}
+    tokenizer = Tokenizer(WordLevel(names, "<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Split(Regex("."), "isolated"), Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer), list(names)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_stop_strings_end_a_row_where_transformers_ends_it(pair, batch, plain, runtime):
+    tokenizer, names = letters()
+    strings = ["".join(names[i] for i in plain[0][4:6]), names[plain[1][9]]]
+    options = {"stop_strings": strings, "tokenizer": tokenizer}
+    rows, stats = ours(pair, batch, runtime, **options)
+    assert rows == theirs(pair, batch, **options)
+    assert min(map(len, rows)) < NEW
+    assert [1 + sum(lengths) for lengths in stats.acceptance_lengths] == list(map(len, rows))
+    streamed = [[], []]
+    engine = td.compile(*pair, runtime=runtime, max_length=64, batch_size=2)
+    for gained in engine.stream(**batch, **asked(options)):
+        streamed = [a + b for a, b in zip(streamed, gained, strict=True)]
+    assert streamed == rows
+
+
+def test_a_time_ends_all_rows(pair, batch, plain):
+    rows, _ = ours(pair, batch, max_time=1e-6, rounds_per_chunk=1)
+    assert rows == [row[:1] for row in plain]
+    assert ours(pair, batch, max_time=900.0)[0] == plain
+
+
+class Counted:
+    """Bans the id that it banned least, by a memory of its own: it must be asked once for each token."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, ids, scores):
+        self.asked.append(ids.clone())
+        return scores.index_fill(1, scores.argmax(dim=1)[len(self.asked) % 2][None], -torch.inf)
+
+
+def test_a_users_processor_is_asked_what_transformers_asks(pair, batch):
+    block, seen = td.dflash(pair[1], runtime="eager"), []
+    for call in ({}, {"custom_generate": block}):
+        processor = Counted()
+        options = asked({"logits_processor": LogitsProcessorList([processor])})
+        seen.append((pair[0].generate(**batch, **options, **call), processor.asked))
+    (want, asked_by_theirs), (found, asked_by_ours) = seen
+    assert torch.equal(found, want)
+    assert all(torch.equal(a, b) for a, b in zip(asked_by_theirs, asked_by_ours, strict=True))
+
+
+def test_a_pure_processor_runs_inside_of_blocks(pair, batch):
+    rule = logits_process.RepetitionPenaltyLogitsProcessor(1.6)
+    options = {"processors": (td.HostProcessor(rule, pure=True),)}
+    rows, stats = ours(pair, batch, **options)
+    assert rows == theirs(pair, batch, repetition_penalty=1.6)
+    assert stats.mean_acceptance_length > 1
+    once, stats = ours(pair, batch, processors=(td.HostProcessor(rule),))
+    assert once == rows and stats.mean_acceptance_length == 1
+
+
+def test_a_users_criterion_is_asked_what_transformers_asks(pair, batch):
+    block, seen = td.dflash(pair[1], runtime="eager"), []
+
+    class Odd(stopping_criteria.StoppingCriteria):
+        def __call__(self, ids, scores, **more):
+            self.asked = [*getattr(self, "asked", []), ids.clone()]
+            return torch.tensor([len(self.asked) >= 4, len(self.asked) >= 9])
+
+    for call in ({}, {"custom_generate": block}):
+        criterion = Odd()
+        # Without a stop id transformers goes on with rows that have ended.
+        options = asked({"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 96})
+        seen.append((pair[0].generate(**batch, **options, **call), len(criterion.asked)))
+    assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1] == 9

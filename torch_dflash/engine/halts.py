@@ -1,0 +1,106 @@
+"""What ends a row besides stop ids and lengths: the host looks between two chunks of rounds.
+
+Rounds go on until then; what they gave a row behind its end is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import MaxTimeCriteria, StopStringCriteria
+
+from torch_dflash.checks import row_list
+
+
+class Halt(Protocol):
+    """Looks at the texts that a read has brought, prompts included."""
+
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
+        """How many tokens of each row stay, if it ends here; its tokens from ``since`` on are new."""
+        ...
+
+
+class StopStrings:
+    """``stop_strings``: a row ends with the token that completes one, as transformers tells it."""
+
+    def __init__(self, criterion: StopStringCriteria):
+        self._criterion = criterion
+
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
+        return [self._end(text, start) for text, start in zip(texts, since, strict=True)]
+
+    def _end(self, text: np.ndarray, since: int) -> int | None:
+        ids = as_ids([text], 0)
+        counts = range(since + 1, len(text) + 1)
+        return next((count for count in counts if bool(self._criterion(ids[:, :count], None))), None)
+
+
+class Criterion:
+    """A user's own ``StoppingCriteria``, asked once for every token, as transformers asks it."""
+
+    def __init__(self, criterion: Any, pad_token_id: int):
+        self._criterion, self._pad = criterion, pad_token_id
+        self.name = f"stopping_criteria {getattr(criterion, '__name__', type(criterion).__name__)}"
+
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
+        said = torch.as_tensor(self._criterion(as_ids(texts, self._pad), None)).expand(len(texts))
+        return [len(text) if over else None for text, over in zip(texts, said.tolist(), strict=True)]
+
+
+class Deadline:
+    """``max_time``: all rows end with the first read after so many seconds."""
+
+    def __init__(self, seconds: float):
+        self._last = time.perf_counter() + seconds
+
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
+        over = time.perf_counter() > self._last
+        return [len(text) if over else None for text in texts]
+
+
+def as_ids(texts: Sequence[np.ndarray], pad_token_id: int) -> Any:
+    """Ragged texts as int64 [B, T], padded on the left."""
+    width = max(map(len, texts))
+    padded = [np.pad(text, (width - len(text), 0), constant_values=pad_token_id) for text in texts]
+    return torch.from_numpy(np.stack(padded).astype(np.int64))
+
+
+def read_criteria(criteria: Iterable[Any], pad_token_id: int) -> list[Halt]:
+    """What transformers' criteria, and a user's own, ask for."""
+    found: list[Halt] = []
+    for item in criteria:
+        if type(item) is StopStringCriteria:
+            found.append(StopStrings(item))
+        elif type(item) is MaxTimeCriteria:
+            found.append(Deadline(item.max_time + item.initial_timestamp - time.time()))
+        else:
+            found.append(Criterion(item, pad_token_id))
+    return found
+
+
+def halts_of(config: Any, tokenizer: Any) -> list[Halt]:
+    """What ``config.stop_strings`` and ``config.max_time`` ask for.
+
+    Raises:
+        ValueError: stop strings that are none, or without a ``tokenizer``; a time that is none.
+    """
+    found: list[Halt] = []
+    strings, seconds = config.stop_strings, config.max_time
+    if strings is not None and len(strings):
+        strings = [strings] if isinstance(strings, str) else row_list(strings)
+        if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
+            raise ValueError(
+                f"stop_strings={config.stop_strings!r}: must be strings of at least a character."
+            )
+        if not hasattr(tokenizer, "get_vocab"):
+            raise ValueError(f"stop_strings={strings!r} needs the model's tokenizer; pass tokenizer=.")
+        found.append(StopStrings(StopStringCriteria(tokenizer, strings)))
+    if seconds is not None:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"max_time={seconds!r}: must be a number of seconds above 0.")
+        found.append(Deadline(seconds))
+    return found

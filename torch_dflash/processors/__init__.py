@@ -1,0 +1,16 @@
+"""What changes the target's logits before it picks: penalties, bans, forced ids, filters, a user's own."""
+
+from torch_dflash.processors.endings import ForcedTokens as ForcedTokens
+from torch_dflash.processors.endings import LengthDecay as LengthDecay
+from torch_dflash.processors.host import HostProcessor as HostProcessor
+from torch_dflash.processors.interface import Processor as Processor
+from torch_dflash.processors.interface import Text as Text
+from torch_dflash.processors.ngrams import NoRepeatNgram as NoRepeatNgram
+from torch_dflash.processors.own import BlockProcessor as BlockProcessor
+from torch_dflash.processors.penalties import OccurrencePenalty as OccurrencePenalty
+from torch_dflash.processors.penalties import RepetitionPenalty as RepetitionPenalty
+from torch_dflash.processors.sequences import Bans as Bans
+from torch_dflash.processors.sequences import SequenceBias as SequenceBias
+from torch_dflash.processors.warpers import EpsilonCutoff as EpsilonCutoff
+from torch_dflash.processors.warpers import EtaCutoff as EtaCutoff
+from torch_dflash.processors.warpers import TypicalP as TypicalP

@@ -1,0 +1,44 @@
+"""No n-gram twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dflash.ops.spread import spread
+from torch_dflash.processors.interface import Forgetful, Text, column
+
+
+@dataclass(frozen=True)
+class NoRepeatNgram(Forgetful):
+    """``no_repeat_ngram_size``: no token that would end an n-gram which prompt and text hold already.
+
+    ``longest``: n of a row is at most this.
+    """
+
+    longest: int = 4
+
+    def covers(self, other: Any) -> bool:
+        return isinstance(other, NoRepeatNgram) and other.longest <= self.longest
+
+    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
+        return column(asked, 0, torch.int32)
+
+    def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
+        tokens, size = text.tokens, memory[:, None, None]
+        slot = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int32)
+        # Slot s ends an earlier n-gram whose first n - 1 tokens are the newest n - 1.
+        same = (size > 0) & (slot >= size - 1) & (slot < text.length[..., None])
+        for back in range(1, self.longest):
+            newest = tokens.gather(1, (text.length - back).clamp(min=0).long())
+            before = torch.roll(tokens, back, dims=1)  # what the slots before the n-gram's begin hold: unread
+            same = same & ((before[:, None] == newest[..., None]) | (back >= size))
+        vocab_size = logits.shape[-1]
+        known = tokens < vocab_size  # a prompt may hold ids that have an embedding and no logit
+        banned = torch.where(same & known[:, None], -torch.inf, 0.0).to(logits.dtype)
+        ids = torch.where(known, tokens, 0)[:, None].expand(same.shape)
+        return logits + spread(ids, banned, vocab_size)

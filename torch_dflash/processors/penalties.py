@@ -1,0 +1,91 @@
+"""Penalties on tokens that a text holds already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from torch_dflash.ops.spread import spread
+from torch_dflash.processors.interface import Forgetful, Text, column
+
+
+class Seen(NamedTuple):
+    """Which ids a row holds; the last column takes what is not to be kept."""
+
+    penalty: Float[Tensor, " B"]
+    ids: Bool[Tensor, "B V+1"]
+
+
+class Counts(NamedTuple):
+    """How often the target picked each id; the last column takes what is not to be kept."""
+
+    presence: Float[Tensor, " B"]
+    frequency: Float[Tensor, " B"]
+    ids: Int[Tensor, "B V+1"]
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty(Forgetful):
+    """``repetition_penalty`` (arXiv 1909.05858): on every id of the prompt and of the text, once."""
+
+    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
+        return column(asked, 1.0)
+
+    def start(self, values: Tensor, vocab_size: int) -> Seen:
+        shape = (len(values), vocab_size + 1)
+        return Seen(values, torch.zeros(shape, dtype=torch.bool, device=values.device))
+
+    def read(self, memory: Seen, ids: Tensor, count: Tensor) -> Seen:
+        return memory._replace(ids=memory.ids | (tally(memory.ids, ids, count) > 0))
+
+    observe = read
+
+    def __call__(self, memory: Seen, text: Text, logits: Tensor) -> Tensor:
+        penalty = memory.penalty[:, None, None]
+        changed = torch.where(logits < 0, logits * penalty, logits / penalty)
+        seen = memory.ids[:, None, : logits.shape[-1]] | (inside(text, logits) > 0)
+        return torch.where(seen, changed, logits)
+
+
+@dataclass(frozen=True)
+class OccurrencePenalty(Forgetful):
+    """``presence_penalty`` and ``frequency_penalty``, as servers know them: on ids that the target picked.
+
+    The one is taken off once, the other for each time.
+    """
+
+    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        pairs = [value or (0.0, 0.0) for value in asked]
+        return column([pair[0] for pair in pairs], 0.0), column([pair[1] for pair in pairs], 0.0)
+
+    def start(self, values: tuple[Tensor, Tensor], vocab_size: int) -> Counts:
+        shape, device = (len(values[0]), vocab_size + 1), values[0].device
+        return Counts(*values, torch.zeros(shape, dtype=torch.int32, device=device))
+
+    def observe(self, memory: Counts, ids: Tensor, count: Tensor) -> Counts:
+        return memory._replace(ids=memory.ids + tally(memory.ids, ids, count))
+
+    def __call__(self, memory: Counts, text: Text, logits: Tensor) -> Tensor:
+        times = memory.ids[:, None, : logits.shape[-1]] + inside(text, logits)
+        presence, frequency = memory.presence[:, None, None], memory.frequency[:, None, None]
+        return logits - frequency * times - presence * (times > 0)
+
+
+def tally(like: Tensor, ids: Int[Tensor, "B C"], count: Int[Tensor, " B"]) -> Int[Tensor, "B V+1"]:
+    """How often each id is among the first ``count[b]`` of ``ids[b]``; the others go to the last column."""
+    at = torch.arange(ids.shape[1], device=ids.device)
+    kept = torch.where(at < count[:, None], ids, like.shape[1] - 1).to(torch.int32)
+    return spread(kept[:, None], torch.ones_like(kept)[:, None], like.shape[1])[:, 0]
+
+
+def inside(text: Text, logits: Tensor) -> Any:
+    """How often each id stands in the rows up to each row, [B, M, V]."""
+    if text.rows is None:
+        return torch.zeros_like(logits[:, :1])
+    ids = torch.arange(logits.shape[-1], device=logits.device, dtype=text.rows.dtype)
+    return (text.rows[..., None] == ids).to(torch.int32).cumsum(dim=1, dtype=torch.int32)

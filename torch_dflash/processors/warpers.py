@@ -1,0 +1,65 @@
+"""Filters of sampling that come after top-k, top-p and min-p; greedy rows do not see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dflash.processors.interface import Forgetful, Text, column
+
+
+class _Warper(Forgetful):
+    """One number of each row."""
+
+    scaled = True
+    off = 0.0
+
+    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
+        return column(asked, self.off)
+
+
+@dataclass(frozen=True)
+class TypicalP(_Warper):
+    """``typical_p`` (arXiv 2202.00666): the ids nearest to the expected information, up to this mass."""
+
+    off = 1.0
+
+    def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
+        log = torch.log_softmax(logits, dim=-1)
+        share = torch.exp(log)
+        entropy = -torch.where(share > 0, log * share, 0.0).sum(dim=-1, keepdim=True)
+        distance, order = torch.sort((-log - entropy).abs(), dim=-1)
+        mass = torch.cumsum(share.gather(2, order), dim=-1)
+        wanted = memory[:, None, None]
+        last = (mass < wanted).sum(dim=-1, keepdim=True).clamp(max=logits.shape[-1] - 1)
+        within = (-log - entropy).abs() <= distance.gather(2, last)
+        return torch.where(within | (wanted >= 1), logits, -torch.inf)
+
+
+@dataclass(frozen=True)
+class EpsilonCutoff(_Warper):
+    """``epsilon_cutoff`` (arXiv 2210.15191): no id below this probability, the likeliest apart."""
+
+    def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
+        return _cut(logits, memory[:, None, None])
+
+
+@dataclass(frozen=True)
+class EtaCutoff(_Warper):
+    """``eta_cutoff`` (arXiv 2210.15191): the same, but lower where the target is uncertain."""
+
+    def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
+        log = torch.log_softmax(logits, dim=-1)
+        share = torch.exp(log)
+        entropy = -torch.where(share > 0, log * share, 0.0).sum(dim=-1, keepdim=True)
+        epsilon = memory[:, None, None]
+        return _cut(logits, torch.minimum(epsilon, torch.sqrt(epsilon) * torch.exp(-entropy)))
+
+
+def _cut(logits: Tensor, least: Tensor) -> Tensor:
+    unlikely = torch.softmax(logits, dim=-1) < least
+    return torch.where(unlikely & (logits < logits.amax(dim=-1, keepdim=True)), -torch.inf, logits)
