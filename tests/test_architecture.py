@@ -30,7 +30,7 @@ FLOORS = [
     "runtime agreement",
     "engine",
     "generation",
-    "integrations selftest train",
+    "integrations selftest stream train",
     "cli",
 ]
 

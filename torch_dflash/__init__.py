@@ -27,5 +27,7 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftM
 from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
 from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state import Draft as Draft
+from torch_dflash.stream import Piece as Piece
+from torch_dflash.stream import stream as stream
 
 __version__ = "0.1.0"

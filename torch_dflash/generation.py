@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -159,7 +160,6 @@ def generate(
     Raises:
         TypeError, ValueError: bad input, before any generation starts.
     """
-    built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
     options |= {
         "max_new_tokens": max_new_tokens,
         "do_sample": do_sample,
@@ -167,28 +167,63 @@ def generate(
         "seed": seed,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
+        "stopping_criteria": stopping_criteria,
     }
+    asked = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+    check_streamer(streamer, len(asked.request.rows))
+    output = asked.engine().run(asked.request, asked.input_ids, streamer)
+    return output if return_dict_in_generate else output.sequences
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that was read: its ``request``, prompts [B, T] as they are repeated, and the engine it needs."""
+
+    target: Any
+    drafter: Any
+    request: Request
+    input_ids: Tensor
+    options: EngineOptions
+
+    def engine(self) -> Engine:
+        """The engine, made by this call or one before."""
+        return cached_engine(self.target, self.drafter, self.options)
+
+
+def read_call(
+    target: Any,
+    drafter: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    options: dict[str, Any],
+    processors: tuple[Processor, ...] | None,
+    runtime: str,
+) -> Call:
+    """Check all arguments of a call that makes its own engine; ``options`` as in `generate`.
+
+    Raises:
+        TypeError, ValueError: bad input.
+    """
+    built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
     check_processors(processors)
+    criteria = options.pop("stopping_criteria", None)
     input_ids, attention_mask = repeated(target, input_ids, attention_mask, options)
     request = read_request(target, input_ids, attention_mask, options)
-    request.halts.extend(read_criteria(stopping_criteria or (), request.pad_token_id))
-    built |= one_by_one(request, processors or (), runtime)
-    check_streamer(streamer, len(request.rows))
+    request.halts.extend(read_criteria(criteria or (), request.pad_token_id))
+    alone = one_by_one(request, processors or (), runtime)
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
     rows = len(request.rows)
     engine_options = EngineOptions(
-        max_length=_capacity(request, model_of(target), built.get("prefill_chunk_size", 0)),
+        max_length=_capacity(request, model_of(target), alone.get("prefill_chunk_size", 0)),
         # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
         batch_size=rows if runtime == "eager" else 1 << (rows - 1).bit_length(),
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
         processors=arranged([*request.processors, *(processors or ())]),
         runtime=runtime,
-        **built,
+        **(built | alone),
     )
-    engine = cached_engine(target, drafter, engine_options)
-    output = engine.run(request, cast(Tensor, input_ids), streamer)
-    return output if return_dict_in_generate else output.sequences
+    return Call(target, drafter, request, cast(Tensor, input_ids), engine_options)
 
 
 def _capacity(request: Request, target: PreTrainedModel, chunk: int) -> int:

@@ -56,11 +56,23 @@ class Turn(NamedTuple):
         return cls(plan.verify_width, plan.rounds_per_chunk)
 
 
+class Gain(NamedTuple):
+    """What a read brought a row: its ``tokens``, how many each of its ``rounds`` committed, whether it ended.
+
+    Rounds may count tokens behind the row's end.
+    """
+
+    tokens: list[int]
+    rounds: list[int]
+    done: bool
+
+
 @dataclass
 class Progress:
     """The host's view of a state, filled by what each read brings. Fields as in `DecodeState`.
 
     ``known`` [B]: tokens that the host has of each row; its prompt's from the start, never read back.
+    ``ended`` [B]: rows that gain nothing more; a row may be done for a while, and wait for pages.
     """
 
     tokens: np.ndarray
@@ -69,6 +81,7 @@ class Progress:
     done: np.ndarray
     rounds: np.ndarray
     known: np.ndarray
+    ended: np.ndarray
 
     @classmethod
     def empty(cls, plan: DecodePlan, lengths: np.ndarray) -> Progress:
@@ -77,7 +90,8 @@ class Progress:
         known = zeros.copy()
         known[: len(lengths)] = lengths
         tokens, accepted = np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
-        return cls(tokens, accepted, zeros, zeros.astype(bool), zeros.copy(), known)
+        flags = zeros.astype(bool)
+        return cls(tokens, accepted, zeros, flags, zeros.copy(), known, flags.copy())
 
     @property
     def committed(self) -> np.ndarray:
@@ -89,9 +103,14 @@ class Progress:
         rows = zip(self.accepted, rounds, self.rounds, strict=True)
         return [row[since:last].tolist() for row, since, last in rows]
 
+    def gain(self, row: int, start: int, rounds: int) -> Gain:
+        """A row's tokens from ``start`` on, and its rounds after the first ``rounds``."""
+        tokens = self.tokens[row, start : self.known[row]].tolist()
+        return Gain(tokens, self.accepted[row, rounds : self.rounds[row]].tolist(), bool(self.ended[row]))
+
     def cut(self, row: int, end: int) -> None:
-        """Forget a row's tokens from ``end`` on."""
-        self.length[row], self.known[row] = end - 1, end
+        """Forget a row's tokens from ``end`` on: it has ended there."""
+        self.length[row], self.known[row], self.ended[row] = end - 1, end, True
 
     def add(self, found: News) -> None:
         """Take in what a read has brought."""

@@ -101,6 +101,7 @@ class Generation:
         since = progress.known.copy()
         progress.add(self.runtime.read(self.state, progress.known, progress.rounds))
         self.scheduler.update(progress.length, progress.done)
+        progress.ended = self.scheduler.ended.copy()
         self._halt(progress, since)
         return progress
 

@@ -24,7 +24,7 @@ from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.choose import make_proposer
-from torch_dflash.runtime import EagerRuntime, Progress, Runtime
+from torch_dflash.runtime import EagerRuntime, Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.code import noting_writes
@@ -130,17 +130,16 @@ class Engine:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
         input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-        return self._stream(self.read(input_ids, attention_mask, options))
+        gains = self.gains(self.read(input_ids, attention_mask, options))
+        return ([gain.tokens for gain in gained] for gained in gains)
 
-    def _stream(self, request: Request) -> Iterator[list[list[int]]]:
-        shown = request.lengths
+    def gains(self, request: Request) -> Iterator[list[Gain]]:
+        """What each row of a request that was read gains, chunk by chunk."""
+        shown, rounds = request.lengths, np.zeros(self.plan.batch_size, np.int32)
         for progress in self._steps(request, self._params()):
-            ends = progress.known[: len(shown)].tolist()  # a row that waits for pages has its prompt alone
-            yield [
-                progress.tokens[row, start:end].tolist()
-                for row, (start, end) in enumerate(zip(shown, ends, strict=True))
-            ]
-            shown = ends
+            yield [progress.gain(row, start, int(rounds[row])) for row, start in enumerate(shown)]
+            # A row that waits for pages has its prompt alone.
+            shown, rounds = progress.known[: len(shown)].tolist(), progress.rounds.copy()
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""

@@ -1,0 +1,82 @@
+"""`stream`: a text as it comes, with what was drafted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torch_dflash.engine.text import TextStream
+from torch_dflash.generation import read_call
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one read brought a row, maybe nothing.
+
+    Attributes:
+        tokens: new ids, the stop id included.
+        text: the whole characters that they complete, without special tokens; "" without a tokenizer.
+        drafted: of each token, whether it was drafted and accepted: all that a target pass commits but the
+            last, which is the target's own pick.
+        done: whether the row has ended.
+    """
+
+    tokens: list[int]
+    text: str
+    drafted: list[bool]
+    done: bool
+
+
+def stream(
+    target: Any,
+    drafter: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    tokenizer: Any = None,
+    processors: tuple | None = None,
+    runtime: str = "xla",
+    rounds_per_chunk: int = 4,
+    **options: Any,
+) -> Iterator[list[Piece]]:
+    """Yield a `Piece` for each row after each chunk of rounds, until all rows have ended.
+
+    It may be abandoned at any point: what it held is freed with it. The pieces of a row together are what
+    `generate` returns of it with the same arguments.
+
+    Args:
+        target, drafter, input_ids, attention_mask, processors, runtime: as in `generate`.
+        tokenizer: for the text, and for ``stop_strings``.
+        rounds_per_chunk: rounds between two pieces; more of them cost fewer reads.
+        **options: as in `generate`.
+
+    Raises:
+        TypeError, ValueError: bad input, at once and not at the first piece.
+    """
+    options |= {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk}
+    call = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+    gains = call.engine().gains(call.request)
+    rows = len(call.request.rows)
+    texts = [None if tokenizer is None else TextStream(tokenizer) for _ in range(rows)]
+    return _pieces(gains, texts)
+
+
+def _pieces(gains: Iterator[list[Any]], texts: list[TextStream | None]) -> Iterator[list[Piece]]:
+    over = [False] * len(texts)
+    for gained in gains:
+        pieces = []
+        for row, (gain, text) in enumerate(zip(gained, texts, strict=True)):
+            final = gain.done and not over[row]
+            over[row] = gain.done
+            said = "" if text is None else text.push(gain.tokens, final=final)
+            pieces.append(Piece(gain.tokens, said, _drafted(gain.rounds, len(gain.tokens)), gain.done))
+        yield pieces
+
+
+def _drafted(rounds: list[int], count: int) -> list[bool]:
+    """Which of ``count`` tokens were drafted; those before the first of ``rounds`` are a prompt's pass's."""
+    last_of_a_pass = [token == committed - 1 for committed in rounds for token in range(committed)]
+    return [False] * (count - len(last_of_a_pass)) + [not last for last in last_of_a_pass][:count]
