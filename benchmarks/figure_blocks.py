@@ -64,6 +64,14 @@ def commands(name: str) -> str:
     return "\n\n".join(command(one) for one in dict.fromkeys(row["provenance"]["command"] for row in sets))
 
 
+def hf_calls() -> str:
+    """What comes of each way to call transformers' ``generate``."""
+    calls = result("hf_calls")["calls"]
+    heads = ["call", *next(iter(calls.values()))]
+    cells = ([name, *(said.replace("|", "\\|") for said in doors.values())] for name, doors in calls.items())
+    return table(heads, *cells)
+
+
 def acceptance_control() -> str:
     """The acceptance length with another prompt's features."""
     return f"{result('acceptance_shuffled_cpu')['sets']['gsm8k']['acceptance_length']:.2f}"
@@ -260,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "aot-notes": lambda: "\n".join([aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts()]),
     "throughput": throughput,
     "embedded-fit": embedded_fit,
+    "hf-calls": hf_calls,
     "cpu-distance": cpu_distance,
     "cpu-products": cpu_products,
     "cpu-steps": cpu_steps,
