@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,13 +17,14 @@ from torch_dflash.checks import (
 from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.halts import read_criteria
-from torch_dflash.engine.one_by_one import one_by_one
+from torch_dflash.engine.one_by_one import check_compiled, one_by_one
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.read import read_request, repeated
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.request import UNSET, Request
 from torch_dflash.engine.rules import arranged, check_processors
+from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.target.weights import LoadedTarget, model_of
 
@@ -102,6 +103,7 @@ def compile(
         pool_pages=pool_pages,
         verify=verify,
     )
+    check_compiled(processors)
     engine = Engine(target, drafter, options)
     engine.keeps_alive = (target, drafter)
     return engine
@@ -129,8 +131,10 @@ def generate(
     """Generate exactly the target's own tokens, drafted in blocks.
 
     Options left unset come from ``target.generation_config``, as in transformers' ``generate``. Those that
-    may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``seed``,
-    ``eos_token_id`` as a list of lists) take one value or one per row.
+    may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,
+    ``epsilon_cutoff``, ``eta_cutoff``, ``repetition_penalty``, ``presence_penalty``, ``frequency_penalty``,
+    ``no_repeat_ngram_size``, ``min_new_tokens``, ``seed``, ``eos_token_id`` as a list of lists) take one
+    value or one per row, rows counted after ``num_return_sequences``.
 
     Honoured: lengths, stop ids, sampling and its filters, penalties, bans, biases, forced ids. Refused by
     name: all else that changes the text.
@@ -187,6 +191,8 @@ class Call:
 
     def engine(self) -> Engine:
         """The engine, made by this call or one before."""
+        if any(isinstance(one, HostProcessor) for one in self.options.processors or ()):
+            return Engine(self.target, self.drafter, self.options)  # no other call has this one
         return cached_engine(self.target, self.drafter, self.options)
 
 
@@ -209,8 +215,10 @@ def read_call(
     criteria = options.pop("stopping_criteria", None)
     input_ids, attention_mask = repeated(target, input_ids, attention_mask, options)
     request = read_request(target, input_ids, attention_mask, options)
-    request.halts.extend(read_criteria(criteria or (), request.pad_token_id))
-    alone = one_by_one(request, processors or (), runtime)
+    pad, prompts = request.pad_token_id, cast(Tensor, input_ids)
+    request.halts.extend(read_criteria(criteria or (), prompts, request.lengths, pad))
+    own = [_at_width(one, prompts.shape[1]) for one in processors or ()]
+    alone = one_by_one(request, own, runtime)
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
     rows = len(request.rows)
     engine_options = EngineOptions(
@@ -219,11 +227,15 @@ def read_call(
         batch_size=rows if runtime == "eager" else 1 << (rows - 1).bit_length(),
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
-        processors=arranged([*request.processors, *(processors or ())]),
+        processors=arranged([*request.processors, *own]),
         runtime=runtime,
         **(built | alone),
     )
-    return Call(target, drafter, request, cast(Tensor, input_ids), engine_options)
+    return Call(target, drafter, request, prompts, engine_options)
+
+
+def _at_width(one: Any, width: int) -> Any:
+    return replace(one, width=width) if isinstance(one, HostProcessor) and one.width is None else one
 
 
 def _capacity(request: Request, target: PreTrainedModel, chunk: int) -> int:

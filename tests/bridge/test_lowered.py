@@ -16,6 +16,7 @@ from torch_dflash.ops import (
     control_flow,
     dense_attention,
     paged_attention,
+    spread,
     windows,
 )
 from torch_dflash.ops.lowerable import OPERATIONS, lowerable
@@ -24,7 +25,7 @@ from torch_dflash.ops.lowerable import OPERATIONS, lowerable
 def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
-    modules = (attention, block_attention, control_flow, dense_attention, paged_attention, windows)
+    modules = (attention, block_attention, control_flow, dense_attention, paged_attention, spread, windows)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 

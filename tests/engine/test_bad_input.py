@@ -96,6 +96,14 @@ OPTIONS = [
     ({"no_repeat_ngram_size": 1.5}, ValueError, ["no_repeat_ngram_size=1.5", "an integer"]),
     ({"stop_strings": ["a"]}, ValueError, ["stop_strings=['a']", "pass tokenizer="]),
     ({"stop_strings": [3]}, ValueError, ["stop_strings=[3]", "strings"]),
+    ({"stop_strings": 5}, ValueError, ["stop_strings=5", "strings"]),
+    ({"bad_words_ids": 5}, ValueError, ["bad_words_ids=5", "a list"]),
+    ({"sequence_bias": [5]}, ValueError, ["sequence_bias holds 5", "-1.5"]),
+    ({"exponential_decay_length_penalty": (2**31, 1.1)}, ValueError, ["2147483648", "(30, 1.01)"]),
+    ({"stopping_criteria": print}, TypeError, ["stopping_criteria=builtin", "a list of criteria"]),
+    ({"stopping_criteria": [5]}, TypeError, ["stopping_criteria holds 5", "functions"]),
+    ({"processors": ([1],)}, ValueError, ["processors holds [1]", "BlockProcessor"]),
+    ({"processors": (td.processors.RepetitionPenalty,)}, ValueError, ["processors holds <class", "Block"]),
     ({"max_time": 0}, ValueError, ["max_time=0", "seconds above 0"]),
     ({"bad_words_ids": [1]}, ValueError, ["bad_words_ids holds (1", "[[5], [7, 8]]"]),
     ({"bad_words_ids": [[97]]}, ValueError, ["bad_words_ids holds 97", "0 to 96"]),
@@ -303,3 +311,9 @@ def test_custom_generate(pair):
         target.generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=3, custom_generate=block)
     with refuses(TypeError, "dflash() takes runtime", "'max_new_tokens'", "target.generate"):
         td.dflash(drafter, max_new_tokens=3)
+
+
+def test_rules_that_cannot_be_called():
+    for kind in (td.BlockProcessor, td.HostProcessor):
+        with pytest.raises(TypeError, match=f"{kind.__name__}\\(5\\): its function must be one"):
+            kind(5)

@@ -265,3 +265,146 @@ def test_a_users_criterion_is_asked_what_transformers_asks(pair, batch):
         options = asked({"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 96})
         seen.append((pair[0].generate(**batch, **options, **call), len(criterion.asked)))
     assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1] == 9
+
+
+LENGTHS = [
+    {"min_new_tokens": 3, "min_length": 31},
+    {"min_new_tokens": 0, "min_length": 31},
+    {"min_length": 31},
+    {"min_length": 31, "min_new_tokens": 11},
+]
+
+
+@pytest.mark.parametrize("options", LENGTHS, ids=str)
+def test_a_number_of_new_tokens_replaces_that_of_all(pair, batch, options):
+    row = {name: value[1:] for name, value in batch.items()}  # padded, which counts
+    options = options | {"eos_token_id": 33}
+    plain, block = through_transformers(pair, row, **options)
+    assert torch.equal(block, plain)
+    assert ours(pair, row, **options)[0] == [plain[0].tolist()]
+
+
+def test_the_models_own_least_length_gives_way_too(pair, batch):
+    row = {name: value[1:] for name, value in batch.items()}
+    before = pair[0].generation_config
+    pair[0].generation_config = GenerationConfig(min_length=31, eos_token_id=33, pad_token_id=0)
+    try:
+        asked_for = {"max_new_tokens": NEW, "min_new_tokens": 2}
+        want = pair[0].generate(**row, **asked_for)
+        assert torch.equal(td.generate(*pair, **row, **asked_for, runtime="eager"), want)
+        block = td.dflash(pair[1], runtime="eager")
+        assert torch.equal(pair[0].generate(**row, **asked_for, custom_generate=block), want)
+        zero = {"max_new_tokens": NEW, "min_new_tokens": 0}
+        want = pair[0].generate(**row, **zero)
+        assert torch.equal(pair[0].generate(**row, **zero, custom_generate=block), want)
+    finally:
+        pair[0].generation_config = before
+
+
+def test_penalties_of_servers_are_no_field_of_a_config(pair, batch, plain):
+    before = pair[0].generation_config
+    pair[0].generation_config = GenerationConfig(presence_penalty=4.0, frequency_penalty=2.0)
+    try:
+        assert ours(pair, batch)[0] == plain  # as transformers, which keeps such fields and heeds none
+        assert ours(pair, batch, presence_penalty=4.0)[0] != plain
+    finally:
+        pair[0].generation_config = before
+
+
+def test_a_kind_that_is_named_twice_is_applied_once(pair, batch):
+    options = {"sequence_bias": [[[10], -4.0]], "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    larger = td.processors.SequenceBias(entries=64)
+    want = pair[0].generate(**batch, **options)
+    for given in (("sequence_bias", larger), (larger, td.processors.SequenceBias(prefix=8))):
+        engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=2, processors=given)
+        assert len(engine.plan.processors) == 1
+        assert torch.equal(engine.generate(**batch, **options), want)
+    assert torch.equal(td.generate(*pair, **batch, **options, processors=(larger,), runtime="eager"), want)
+
+
+def test_a_rule_of_ones_own_may_be_given_twice(pair, batch):
+    def less(tokens, length, logits, by=3.0):
+        return logits - by * (torch.arange(logits.shape[-1]) == 10)
+
+    once, twice = td.BlockProcessor(less), td.BlockProcessor(lambda *given: less(*given, by=6.0))
+    assert ours(pair, batch, processors=(once, once))[0] == ours(pair, batch, processors=(twice,))[0]
+    assert ours(pair, batch, processors=(once,))[0] != ours(pair, batch, processors=(twice,))[0]
+
+
+def test_a_stop_id_that_is_named_twice_grows_once(pair, batch):
+    options = {"exponential_decay_length_penalty": (1, 1.05), "eos_token_id": [33, 33, 33]}
+    assert ours(pair, batch, **options)[0] == theirs(pair, batch, **options)
+
+
+@pytest.mark.parametrize("stop, extra", [(47, 0), (96, 0), (47, 3)])
+def test_what_a_users_code_sees_has_transformers_columns(pair, batch, stop, extra):
+    """Also after the longest row has ended, and where every row is padded."""
+    blank = torch.zeros(2, extra, dtype=torch.long)
+    batch = {name: torch.cat([blank, value], dim=1) for name, value in batch.items()}
+
+    def wide(ids, scores):
+        return scores.index_fill(1, torch.tensor([5]), torch.inf) if ids.shape[1] >= 31 else scores
+
+    def ended(ids, scores, **more):
+        return torch.full((len(ids),), ids.shape[1] >= 33)
+
+    processors, criteria = LogitsProcessorList([wide]), StoppingCriteriaList([ended])
+    options = {"logits_processor": processors, "stopping_criteria": criteria, "eos_token_id": stop}
+    plain, block = through_transformers(pair, batch, **options)
+    assert torch.equal(block, plain) and plain.shape[1] == 33 - batch["input_ids"].shape[1]
+
+
+def test_what_no_option_can_say_is_refused(pair, batch):
+    block = td.dflash(pair[1], runtime="eager")
+
+    def generate(item, **options):
+        listed = LogitsProcessorList([item])
+        pair[0].generate(**batch, **asked(options), logits_processor=listed, custom_generate=block)
+
+    with refuses(ValueError, "TypicalLogitsWarper in a greedy call", "do_sample=True"):
+        generate(logits_process.TypicalLogitsWarper(0.2))
+    with refuses(ValueError, "RepetitionPenaltyLogitsProcessor for another prompt", "repetition_penalty"):
+        generate(logits_process.RepetitionPenaltyLogitsProcessor(3.0))  # counts the padding
+    with refuses(ValueError, "logits_processor print", "torch_dflash.generate", "pure=True"):
+        td.compile(*pair, runtime="eager", processors=(td.HostProcessor(print),), verify_width=1)
+
+
+def test_an_empty_processor_of_the_users_takes_the_place_of_an_option(pair, batch, plain):
+    empty = LogitsProcessorList([logits_process.SuppressTokensLogitsProcessor([])])
+    theirs_, block = through_transformers(pair, batch, suppress_tokens=[plain[0][0]], logits_processor=empty)
+    assert torch.equal(block, theirs_) and block[0].tolist() == plain[0]
+
+
+def test_more_texts_where_a_config_asks_for_them(pair, batch):
+    before = pair[0].generation_config
+    pair[0].generation_config = GenerationConfig(num_return_sequences=3, do_sample=True, pad_token_id=0)
+    try:
+        row = {name: value[:1] for name, value in batch.items()}
+        own = GenerationConfig(max_new_tokens=4)
+        assert td.generate(*pair, **row, generation_config=own, runtime="eager").shape[0] == 3
+        engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=3)
+        assert int((~engine.start(**row, max_new_tokens=4).done).sum()) == 3
+    finally:
+        pair[0].generation_config = before
+
+
+def test_an_engine_serves_what_its_models_config_asks_for(pair, batch):
+    before = pair[0].generation_config
+    config = {
+        "bad_words_ids": [[0]],
+        "suppress_tokens": list(range(1, 29)),
+        "min_length": 30,
+        "pad_token_id": 0,
+    }
+    pair[0].generation_config = GenerationConfig(**config, eos_token_id=[*range(40, 47)])
+    try:
+        engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=2)
+        want = pair[0].generate(**batch, max_new_tokens=8)
+        assert torch.equal(engine.generate(**batch, max_new_tokens=8), want)
+    finally:
+        pair[0].generation_config = before
+
+
+def test_a_criterion_that_answers_nonsense_is_named(pair, batch):
+    with pytest.raises(ValueError, match="stopping_criteria <lambda> returned 'yes': return a bool"):
+        ours(pair, batch, stopping_criteria=[lambda *given: "yes"])

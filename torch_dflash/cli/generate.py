@@ -32,6 +32,8 @@ from torch_dflash.engine.options import LARGEST_CHUNK
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.engine.read import read_request
+from torch_dflash.engine.rules import of_the_model
+from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.engine.stats import DecodeStats
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
@@ -130,6 +132,12 @@ class Job:
         template = template_options(self.arguments)
         return encode(self.loaded.tokenizer, messages, raw=self.arguments.raw, template_options=template)
 
+    def own_processors(self) -> tuple:
+        """What the model's own config asks for."""
+        target = self.loaded.target
+        slots = max(8, *map(len, stop_ids(self.options["eos_token_id"], 1)))
+        return of_the_model(target.generation_config, slots, target.get_input_embeddings().weight.shape[0])
+
     def engine(self, longest: list[int], batch_size: int, rounds_per_chunk: int | None) -> td.Engine:
         """An engine for prompts up to ``longest``; what does not fit is a `UserError`."""
         asked, row = self.arguments, torch.tensor([longest])
@@ -147,7 +155,8 @@ class Job:
                 rounds_per_chunk=rounds_per_chunk,
                 stop_slots=max(8, *map(len, request.stop_ids)),
                 filters=request.filters,
-                processors=tuple(request.processors),
+                # Of other lines, too: a shorter one may need what the longest does not.
+                processors=(*request.processors, *self.own_processors()),
                 cache=asked.cache,
                 verify=asked.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(len(longest))),

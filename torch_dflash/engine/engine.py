@@ -19,10 +19,11 @@ from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput, collect
 from torch_dflash.engine.read import check_fits, read_request, repeated
 from torch_dflash.engine.request import Request
-from torch_dflash.engine.rules import compiled_in
+from torch_dflash.engine.rules import arranged, of_the_model
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
+from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.runtime import EagerRuntime, Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
@@ -51,7 +52,7 @@ class Engine:
             skeleton = Target(model, traced)
             check_context(model, options.max_length)
             proposer = make_proposer(model, drafter, options.block_size)
-            processors = compiled_in(options.processors, model.generation_config, skeleton.vocab_size)
+            processors = self._processors(model, skeleton.vocab_size)
             self.plan = options.plan(proposer.width, processors)
             self.pair = Pair(skeleton, proposer, self.plan)
             if options.verify:
@@ -143,6 +144,7 @@ class Engine:
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
+        input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
         request = self.read(input_ids, attention_mask, options)
         if request.halts:
             raise ValueError(
@@ -184,6 +186,11 @@ class Engine:
         request = read_request(self._models.target, input_ids, attention_mask, options)
         check_fits(request, self.plan)
         return request
+
+    def _processors(self, model: Any, vocab_size: int) -> tuple[Processor, ...]:
+        """Those that the options name; if they leave them open, what the model's own config asks for."""
+        given, slots = self.options.processors, self.options.stop_slots
+        return of_the_model(model.generation_config, slots, vocab_size) if given is None else arranged(given)
 
     def _params(self) -> Any:
         if self.options.runtime == "xla" and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from torch_dflash.checks import row_list
@@ -34,7 +35,7 @@ class StopStrings:
         return [self._end(text, start) for text, start in zip(texts, since, strict=True)]
 
     def _end(self, text: np.ndarray, since: int) -> int | None:
-        ids = as_ids([text], 0)
+        ids: Any = torch.from_numpy(text.astype(np.int64))[None]
         counts = range(since + 1, len(text) + 1)
         return next((count for count in counts if bool(self._criterion(ids[:, :count], None))), None)
 
@@ -42,17 +43,34 @@ class StopStrings:
 class Criterion:
     """A user's own ``StoppingCriteria``, asked once for every token, as transformers asks it."""
 
-    def __init__(self, criterion: Any, pad_token_id: int):
-        self._criterion, self._pad = criterion, pad_token_id
+    def __init__(self, criterion: Any, prompts: Tensor, lengths: Sequence[int], pad_token_id: int):
+        if not callable(criterion):
+            raise TypeError(f"stopping_criteria holds {criterion!r}: must be functions of (ids, scores).")
+        self._criterion, self._prompts, self._pad = criterion, prompts, pad_token_id
+        self._lengths = lengths
         self.name = f"stopping_criteria {getattr(criterion, '__name__', type(criterion).__name__)}"
 
     def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
-        said = torch.as_tensor(self._criterion(as_ids(texts, self._pad), None)).expand(len(texts))
+        answer = self._criterion(self._ids(texts), None)
+        said = torch.as_tensor(answer if isinstance(answer, bool | Tensor | list) else [])
+        if said.dtype != torch.bool or tuple(said.shape) not in ((), (len(texts),)):
+            raise ValueError(
+                f"{self.name} returned {answer!r}: return a bool, or one for each of {len(texts)} rows."
+            )
+        said = said.expand(len(texts))
         return [len(text) if over else None for text, over in zip(texts, said.tolist(), strict=True)]
+
+    def _ids(self, texts: Sequence[np.ndarray]) -> Any:
+        """The prompts as they were given, then what is new; rows that have ended are filled up."""
+        new = [text[start:] for text, start in zip(texts, self._lengths, strict=True)]
+        width = max(map(len, new))
+        filled = [np.pad(row, (0, width - len(row)), constant_values=self._pad) for row in new]
+        fresh = torch.from_numpy(np.stack(filled).astype(np.int64))
+        return torch.cat([self._prompts.long().cpu(), fresh], dim=1)
 
 
 class Deadline:
-    """``max_time``: all rows end with the first read after so many seconds."""
+    """``max_time``: rows end with the first read after so many seconds; those that wait begin before."""
 
     def __init__(self, seconds: float):
         self._last = time.perf_counter() + seconds
@@ -62,23 +80,25 @@ class Deadline:
         return [len(text) if over else None for text in texts]
 
 
-def as_ids(texts: Sequence[np.ndarray], pad_token_id: int) -> Any:
-    """Ragged texts as int64 [B, T], padded on the left."""
-    width = max(map(len, texts))
-    padded = [np.pad(text, (width - len(text), 0), constant_values=pad_token_id) for text in texts]
-    return torch.from_numpy(np.stack(padded).astype(np.int64))
+def read_criteria(
+    criteria: Iterable[Any], prompts: Tensor, lengths: Sequence[int], pad_token_id: int
+) -> list[Halt]:
+    """What transformers' criteria, and a user's own, ask for.
 
-
-def read_criteria(criteria: Iterable[Any], pad_token_id: int) -> list[Halt]:
-    """What transformers' criteria, and a user's own, ask for."""
+    Args:
+        prompts: [B, T], padded. lengths: of each without padding.
+        pad_token_id: fills rows that have ended.
+    """
     found: list[Halt] = []
+    if not isinstance(criteria, Iterable):
+        raise TypeError(f"stopping_criteria={type(criteria).__name__}: must be a list of criteria.")
     for item in criteria:
         if type(item) is StopStringCriteria:
             found.append(StopStrings(item))
         elif type(item) is MaxTimeCriteria:
             found.append(Deadline(item.max_time + item.initial_timestamp - time.time()))
         else:
-            found.append(Criterion(item, pad_token_id))
+            found.append(Criterion(item, prompts, lengths, pad_token_id))
     return found
 
 
@@ -90,8 +110,8 @@ def halts_of(config: Any, tokenizer: Any) -> list[Halt]:
     """
     found: list[Halt] = []
     strings, seconds = config.stop_strings, config.max_time
-    if strings is not None and len(strings):
-        strings = [strings] if isinstance(strings, str) else row_list(strings)
+    strings = [strings] if isinstance(strings, str) else row_list(strings)
+    if strings not in (None, []):
         if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
             raise ValueError(
                 f"stop_strings={config.stop_strings!r}: must be strings of at least a character."

@@ -23,8 +23,7 @@ def one_by_one(request: Request, processors: Iterable[Any], runtime: str) -> dic
     Raises:
         ValueError: ``runtime`` has no host to ask.
     """
-    own = [one for one in processors if isinstance(one, HostProcessor) and not one.pure]
-    asked = [one.name for one in own] + [one.name for one in request.halts if isinstance(one, Criterion)]
+    asked = _impure(processors) + [one.name for one in request.halts if isinstance(one, Criterion)]
     if not asked:
         return {}
     if runtime != "eager":
@@ -35,3 +34,17 @@ def one_by_one(request: Request, processors: Iterable[Any], runtime: str) -> dic
     _log.info("%s sees one token at a time: plain decoding, nothing is drafted", asked[0])
     longest = bucket(max(request.lengths))
     return {"verify_width": 1, "rounds_per_chunk": 1, "prefill_chunk_size": longest}
+
+
+def check_compiled(processors: Iterable[Any] | None) -> None:
+    """Raise ``ValueError`` for a processor that an engine of many calls could not ask as it must be."""
+    for name in _impure(processors or ()):
+        raise ValueError(
+            f"processors holds {name}, which has to be asked once for each token of one call: pass it to "
+            "torch_dflash.generate, or td.HostProcessor(..., pure=True) if its scores follow from its "
+            "arguments."
+        )
+
+
+def _impure(processors: Iterable[Any]) -> list[str]:
+    return [one.name for one in processors if isinstance(one, HostProcessor) and not one.pure]

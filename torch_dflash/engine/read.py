@@ -55,20 +55,27 @@ def repeated(target: Any, input_ids: Any, attention_mask: Any, options: dict[str
     Raises:
         ValueError: no count; or more than one text of a greedy row, which would be the same.
     """
-    config = options.get("generation_config") or getattr(model_of(target), "generation_config", None)
+    model = model_of(target)
+    check_target(model)
+    config = defaults_of(model, options.get("generation_config"))
     given = options.pop("num_return_sequences", None)
-    count = getattr(config, "num_return_sequences", None) if given is None else given
+    count = config.num_return_sequences if given is None else given
     check_counts(num_return_sequences=count)
     if count in (None, 1) or not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
         return input_ids, attention_mask
     sampled = options.get("do_sample")
-    if not (getattr(config, "do_sample", False) if sampled is None else sampled):
+    if not (config.do_sample if sampled is None else sampled):
         raise ValueError(
             f"num_return_sequences={count}: a greedy text has no second; pass do_sample=True, or 1 of it."
         )
-    given_mask = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-    mask = attention_mask.repeat_interleave(count, dim=0) if given_mask else attention_mask
-    return input_ids.repeat_interleave(count, dim=0), mask
+
+    def more(rows: Any) -> Any:
+        batch = isinstance(rows, Tensor) and rows.ndim == 2
+        return rows.repeat_interleave(count, dim=0) if batch else rows
+
+    if "position_ids" in options:
+        options["position_ids"] = more(options["position_ids"])
+    return more(input_ids), more(attention_mask)
 
 
 def row_requests(request: Request, plan: DecodePlan) -> RowRequests:

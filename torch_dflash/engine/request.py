@@ -130,7 +130,10 @@ def resolve(
     stops = stop_ids(config.eos_token_id if eos is UNSET else eos, rows)
     pad = check_pad(config.pad_token_id)
     budgets = _budgets(config, per_row, asked, rows, width)
-    wanted = {name: per_row.get(name, getattr(config, name, None)) for name in KINDS}
+    # Servers' own options are none of a config: transformers keeps such fields, and heeds none.
+    wanted = {
+        name: per_row.get(name, None if name in OURS else getattr(config, name, None)) for name in KINDS
+    }
     request = Request(
         max_new_tokens=budgets,
         temperature=row_values("temperature", 1.0) if sampled else [0.0] * rows,

@@ -13,8 +13,16 @@ _NUMBERS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "repetition_penalty": (1.0, lambda v: 0 < v < math.inf, "a number above 0; 1.0 for none"),
     "presence_penalty": (0.0, math.isfinite, "a finite number; 0.0 for none"),
     "frequency_penalty": (0.0, math.isfinite, "a finite number; 0.0 for none"),
-    "no_repeat_ngram_size": (0, lambda v: is_count(v) and 0 <= v <= INT32_MAX, "an integer; 0 for none"),
-    "min_new_tokens": (0, lambda v: is_count(v) and 0 <= v <= INT32_MAX, "an integer; 0 for none"),
+    "no_repeat_ngram_size": (
+        0,
+        lambda v: is_count(v) and 0 <= v <= INT32_MAX,
+        "an integer of at least 0, in int32; 0 for none",
+    ),
+    "min_new_tokens": (
+        0,
+        lambda v: is_count(v) and 0 <= v <= INT32_MAX,
+        "an integer of at least 0, in int32; 0 for none",
+    ),
     "typical_p": (1.0, lambda v: 0 < v <= 1, "a number in (0, 1]; 1.0 for all tokens"),
     "epsilon_cutoff": (0.0, lambda v: 0 <= v < 1, "a number in [0, 1); 0.0 for all tokens"),
     "eta_cutoff": (0.0, lambda v: 0 <= v < 1, "a number in [0, 1); 0.0 for all tokens"),
@@ -39,17 +47,20 @@ def check_numbers(options: dict[str, Any], rows: int, sampled: bool) -> dict[str
 
 def check_sequences(name: str, given: Any, vocab_size: int) -> list[tuple[tuple[int, ...], float]]:
     """Ids and their bias: of ``bad_words_ids`` lists, of ``sequence_bias`` transformers' two forms."""
-    if given is None or not len(given):
+    if given is None or given in ([], (), {}):
         return []
+    if not isinstance(given, list | tuple | dict):
+        raise ValueError(f"{name}={given!r}: must be a list.")
     if name == "bad_words_ids":
         form = "lists of token ids, as [[5], [7, 8]]"
         pairs = [(ids, -math.inf) for ids in given]
     else:
         form = "lists of token ids with a bias, as [[[5], -1.5], [[7, 8], 2.0]]"
-        pairs = list(given.items()) if isinstance(given, dict) else [tuple(pair) for pair in given]
+        pairs = list(given.items()) if isinstance(given, dict) else [row_list(pair) for pair in given]
     found: dict[tuple[int, ...], float] = {}
     for pair in pairs:
-        ids, bias = (row_list(pair[0]), pair[1]) if len(pair) == 2 else (None, None)
+        pair_ids, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+        ids = row_list(pair_ids)
         number = isinstance(bias, int | float) and not isinstance(bias, bool) and bias < math.inf
         if not isinstance(ids, list) or not ids or not number or not all(map(is_count, ids)):
             raise ValueError(f"{name} holds {pair!r}: must be {form}.")
@@ -79,7 +90,7 @@ def check_decay(given: Any) -> tuple[int, float] | None:
         return None
     pair = row_list(given)
     whole = isinstance(pair, list) and len(pair) == 2 and is_count(pair[0]) and isinstance(pair[1], Real)
-    if not whole or pair[0] < 0 or not 0 < pair[1] < math.inf:
+    if not whole or not 0 <= pair[0] < 2**30 or isinstance(pair[1], bool) or not 0 < pair[1] < math.inf:
         raise ValueError(
             f"exponential_decay_length_penalty={given!r}: must be (number of tokens, factor), as (30, 1.01)."
         )

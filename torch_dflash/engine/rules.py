@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
+from torch_dflash.checks import INT32_MAX
 from torch_dflash.engine.rule_values import (
     check_decay,
     check_numbers,
@@ -14,6 +15,7 @@ from torch_dflash.engine.rule_values import (
     id_list,
     power_of_two,
 )
+from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.processors.endings import ForcedTokens, LengthDecay
 from torch_dflash.processors.interface import Processor
 from torch_dflash.processors.ngrams import NoRepeatNgram
@@ -84,14 +86,18 @@ def asked_processors(options: dict[str, Any], batch: Batch) -> Asked:
     add(RepetitionPenalty(), numbers["repetition_penalty"])
     pairs = zip(numbers["presence_penalty"], numbers["frequency_penalty"], strict=True)
     add(OccurrencePenalty(), [(a or 0.0, b or 0.0) if a or b else None for a, b in pairs])
-    sizes = numbers["no_repeat_ngram_size"]
+    longest = [batch.width + new for new in batch.max_new_tokens]  # an n-gram that a text can hold twice
+    sizes = [
+        size if size and size <= most else None
+        for size, most in zip(numbers["no_repeat_ngram_size"], longest, strict=True)
+    ]
     add(NoRepeatNgram(power_of_two(max((size or 0 for size in sizes), default=0), 4)), sizes)
     bans = [_bans(options, numbers["min_new_tokens"][row], batch, row) for row in range(rows)]
     add(_table(Bans, bans), [entries or None for entries in bans])
     forced = [_forced(options, batch, row) for row in range(rows)]
     add(ForcedTokens(power_of_two(max(map(len, forced)), 4)), [pairs or None for pairs in forced])
     decay = check_decay(options.get("exponential_decay_length_penalty"))
-    stops = batch.stop_ids
+    stops = [[one for one in dict.fromkeys(row) if one < batch.vocab_size] for row in batch.stop_ids]
     add(
         LengthDecay(power_of_two(max(map(len, stops)), 8)),
         [(*decay, ids) if decay and ids else None for ids in stops],
@@ -121,32 +127,43 @@ def check_processors(given: Any) -> None:
     if not isinstance(given, tuple):
         raise ValueError(f"processors={given!r}: must be a tuple, as processors=('repetition_penalty',).")
     for one in given:
-        if not isinstance(one, Processor) and one not in KINDS:
+        if isinstance(one, str) and one in KINDS:
+            continue
+        if isinstance(one, type | str) or not isinstance(one, Processor):
             raise ValueError(
                 f"processors holds {one!r}: must be an option ({', '.join(KINDS)}) or a processor, such as "
                 "td.BlockProcessor(function)."
             )
 
 
-def compiled_in(
-    given: tuple[str | Processor, ...] | None, config: Any, vocab_size: int
-) -> tuple[Processor, ...]:
-    """The processors of an engine: those given, or, if None is, what the model's own ``config`` asks for."""
-    if given is not None:
-        return arranged(given)
-    options = {name: getattr(config, name, None) for name in KINDS}
-    anyone = Batch(width=1, max_new_tokens=[1], stop_ids=[(0,)], sampled=True, vocab_size=vocab_size)
+def of_the_model(config: Any, stop_slots: int, vocab_size: int) -> tuple[Processor, ...]:
+    """The processors that a model's own ``config`` asks for, whatever the prompt and the stop ids."""
+    options = {name: getattr(config, name, None) for name in KINDS if name not in OURS}
+    own = stop_ids(config.eos_token_id, 1)[0]
+    spare = tuple(range(-1, len(own) - stop_slots - 1, -1))  # no ids, but entries of a table
+    anyone = Batch(
+        width=1, max_new_tokens=[INT32_MAX], stop_ids=[own + spare], sampled=True, vocab_size=vocab_size
+    )
     return arranged([*asked_processors(options, anyone)])
 
 
 def arranged(given: Sequence[str | Processor]) -> tuple[Processor, ...]:
-    """Each once, in the order in which they run: transformers', and a user's own before the warpers."""
-    kinds = [KINDS[one] if isinstance(one, str) else one for one in given]
+    """In the order in which they run: transformers', each once and as large as any, and own ones as given."""
+    kinds: list[Processor] = []
+    largest: dict[type, Processor] = {}
+    for one in given:
+        kind = KINDS[one] if isinstance(one, str) else one
+        if type(kind) not in ORDER:
+            kinds.append(kind)
+        else:
+            known = largest.get(type(kind), kind)
+            sizes = (max(sizes) for sizes in zip(astuple(known), astuple(kind), strict=True))  # pyright: ignore[reportArgumentType]
+            largest[type(kind)] = type(kind)(*sizes)
 
     def place(kind: Processor) -> tuple:
         return kind.scaled, ORDER.index(type(kind)) if type(kind) in ORDER else len(ORDER)
 
-    return tuple(sorted(dict.fromkeys(kinds), key=place))
+    return tuple(sorted([*largest.values(), *kinds], key=place))
 
 
 def _table(kind: type[SequenceBias], rows: list[list[Entry]]) -> SequenceBias:
@@ -164,7 +181,9 @@ def _bans(options: dict[str, Any], least: int | None, batch: Batch, row: int) ->
     first = int(batch.width == 1 and options.get("forced_bos_token_id") is not None)
     for token in id_list("begin_suppress_tokens", options, vocab):
         banned.append(Entry((token,), -math.inf, first, first + 1))
-    fewest = max(least or 0, (options.get("min_length") or 0) - batch.width)
+    # transformers: the number of new tokens, if it is given, counts instead of that of all, though it be 0.
+    given = options.get("min_new_tokens") is not None
+    fewest = least or 0 if given else (options.get("min_length") or 0) - batch.width
     if fewest > 0:
         banned += [Entry((stop,), -math.inf, 0, fewest) for stop in stops if stop < vocab]
     return banned
@@ -175,12 +194,16 @@ def _forced(options: dict[str, Any], batch: Batch, row: int) -> list[tuple[int, 
     pairs = [
         (token, batch.max_new_tokens[row] - 1) for token in id_list("forced_eos_token_id", options, vocab)
     ]
-    suppressed = {token for token, _ in pairs}.intersection(id_list("suppress_tokens", options, vocab))
+    only = batch.max_new_tokens[row] == 1
+    banned = id_list("suppress_tokens", options, vocab)
+    banned += id_list("begin_suppress_tokens", options, vocab) if only else []
+    suppressed = {token for token, _ in pairs}.intersection(banned)
     if suppressed:
         raise ValueError(
             f"forced_eos_token_id and suppress_tokens both hold {min(suppressed)}: no token is left to end "
             "with; leave it out of one of them."
         )
-    if batch.width == 1:
-        pairs += [(token, 0) for token in id_list("forced_bos_token_id", options, vocab)]
+    first = id_list("forced_bos_token_id", options, vocab)
+    if batch.width == 1 and not (only and pairs):  # of two for one token transformers' last one counts
+        pairs += [(token, 0) for token in first]
     return pairs

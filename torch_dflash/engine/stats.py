@@ -50,8 +50,9 @@ class DecodeStats:
 def acceptance_lengths(accepted: list[int], after_first: int) -> tuple[list[int], bool]:
     """Trim one row's recorded counts to the tokens it kept after its first: (lengths, cap cut the last)."""
     lengths, left = [], after_first
-    for count in accepted:  # rounds may have gone on behind the end
-        if left > 0:
-            lengths.append(min(count, left))
+    for count in accepted:
+        if left <= 0:  # rounds may have gone on behind the end
+            break
+        lengths.append(min(count, left))
         left -= count
     return lengths, left < 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers.generation import logits_process as processors_of
 
 
@@ -13,12 +14,14 @@ from transformers.generation import logits_process as processors_of
 class Call:
     """What a list of processors was made for.
 
-    ``width``: columns of the padded prompt; ``max_length``: of the text with them; ``stop_ids``: of all rows.
+    ``width``: columns of the prompt, ``padded`` or not; ``max_length``: of the text with them; ``stop_ids``:
+    of all rows.
     """
 
     width: int
     max_length: int
     stop_ids: frozenset[int]
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ def _ids(tensor: Any) -> list[int]:
     return tensor.reshape(-1).tolist()
 
 
+def _ignores_padding(item: Any, call: Call) -> bool:
+    """As transformers' own does. A number ignores a part of the prompt, and None counts the padding too."""
+    ignored = getattr(item, "prompt_ignore_length", None)
+    return isinstance(ignored, Tensor) or (ignored is None and not call.padded)
+
+
 def _own_stops(item: Any, call: Call) -> bool:
     return set(_ids(item.eos_token_id)) == call.stop_ids
 
@@ -48,10 +57,7 @@ RULES: dict[type, Rule] = {
         "sequence_bias", lambda item, call: dict(item.sequence_bias)
     ),
     processors_of.RepetitionPenaltyLogitsProcessor: Rule(
-        "repetition_penalty",
-        lambda item, call: item.penalty,
-        # transformers' own ignores the padding; a number ignores a part of the prompt.
-        lambda item, call: not isinstance(getattr(item, "prompt_ignore_length", None), int),
+        "repetition_penalty", lambda item, call: item.penalty, _ignores_padding
     ),
     processors_of.NoRepeatNGramLogitsProcessor: Rule(
         "no_repeat_ngram_size", lambda item, call: item.ngram_size, ban=True
@@ -91,6 +97,10 @@ RULES: dict[type, Rule] = {
         lambda item, call: _own_stops(item, call) and item.regulation_start >= call.width,
     ),
 }
+OFF: dict[str, Any] = dict.fromkeys((rule.option for rule in RULES.values()), ())
+OFF |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
+OFF |= {"exponential_decay_length_penalty": None}
+"""Options of `RULES`, and what leaves each out whatever the model's own config says."""
 _ORDER = list(RULES)
 _FORCED = (processors_of.ForcedBOSTokenLogitsProcessor, processors_of.ForcedEOSTokenLogitsProcessor)
 
@@ -120,6 +130,9 @@ def read_rules(items: list[Any], call: Call) -> dict[str, Any]:
                 )
         asked[rule.option] = rule.value(item, call)
         done.append(item)
+    if "min_length" in asked:  # both apply, and as options the one would replace the other
+        least = asked.pop("min_length") - call.width
+        asked["min_new_tokens"] = max(least, asked.get("min_new_tokens", 0), 0)
     return asked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch_dflash.engine.request import room_below
 from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.generation import generate
 from torch_dflash.integrations.prepared import OF_SAMPLES, read_criteria, read_processors
-from torch_dflash.integrations.prepared_rules import Call
+from torch_dflash.integrations.prepared_rules import OFF, Call
 from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.own import BlockProcessor
@@ -77,6 +78,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         refuse_unsupported(config)
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
+        padded = not bool(model_kwargs["attention_mask"].all())
         call = {"seed": seed, "streamer": streamer_of_caller(model)}
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(
@@ -84,14 +86,16 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             self.drafter,
             input_ids,
             return_dict_in_generate=bool(config.return_dict_in_generate),
-            generation_config=config,  # else the model's own would fill in what the user has overridden
+            generation_config=_without_rules(config) if logits_processor is not None else config,
             num_return_sequences=1,  # transformers has repeated the rows already
-            **_asked(config, logits_processor, stopping_criteria, input_ids),
+            **_asked(config, logits_processor, stopping_criteria, input_ids, padded),
             **(model_kwargs | bound),
         )
 
 
-def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor) -> dict[str, Any]:
+def _asked(
+    config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor, padded: bool
+) -> dict[str, Any]:
     """The arguments that transformers' prepared lists stand for; without lists, the config's own."""
     rows, width = input_ids.shape
     lengths, stops, others = read_criteria(criteria or ())
@@ -104,7 +108,12 @@ def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: 
         )
     else:
         ids = frozenset(one for row in stop_ids(eos, 1) for one in row)
-        options, own = read_processors(processors, Call(width, length, ids))
+        options, own = read_processors(processors, Call(width, length, ids, padded))
+        if not config.do_sample and options["typical_p"] < 1:
+            raise ValueError(
+                "logits_processor holds TypicalLogitsWarper in a greedy call, whose likeliest token it may "
+                "remove; leave it out, or pass do_sample=True."
+            )
     pad = config.pad_token_id
     if pad is None and config.eos_token_id is not None:  # as transformers, whatever a criterion adds
         pad = next((int(ids[0]) for ids in stop_ids(config.eos_token_id, rows) if ids), None)
@@ -117,6 +126,14 @@ def _asked(config: GenerationConfig, processors: Any, criteria: Any, input_ids: 
         "processors": tuple(_as_processor(one, pad) for one in own),
         "stopping_criteria": others,
     } | {name: value for name, value in options.items() if config.do_sample or name not in OF_SAMPLES}
+
+
+def _without_rules(config: GenerationConfig) -> GenerationConfig:
+    """``config`` without what transformers has made processors of: their list says what is asked for."""
+    config = copy.deepcopy(config)
+    for name, off in OFF.items():
+        setattr(config, name, off)
+    return config
 
 
 def _as_processor(item: Any, pad: int | None) -> Any:

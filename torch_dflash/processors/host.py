@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from torch_dflash.processors.interface import Forgetful, Text
+from torch_dflash.processors.interface import Forgetful, Text, check_callable, column
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,33 +21,40 @@ class HostProcessor(Forgetful):
     pass: the text is that of plain decoding, without a gain. Only one that is ``pure``, whose scores follow
     from ids and scores alone, is asked for each row of a block.
 
-    Rows are padded on the left with ``pad_token_id``.
+    Ids are those of transformers: ``width`` columns of prompts, padded on the left with ``pad_token_id``,
+    then what is new; a row that has ended is filled up. ``width`` unset: that of the longest prompt.
     """
 
     function: Callable[[Any, Any], Any]
     pure: bool = False
     pad_token_id: int = 0
+    width: int | None = None
 
-    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> tuple:
-        return ()
+    def __post_init__(self):
+        check_callable(self)
 
-    def __call__(self, memory: tuple, text: Text, logits: Tensor) -> Tensor:
-        rows = [self._row(text, logits, at) for at in range(logits.shape[1])]
+    def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Int[Tensor, " B"]:
+        return column(starts, 0, torch.int32)
+
+    def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
+        rows = [self._row(memory, text, logits, at) for at in range(logits.shape[1])]
         return torch.stack(rows, dim=1)
 
-    def _row(self, text: Text, logits: Tensor, at: int) -> Tensor:
-        scores = self.function(self._ids(text.tokens, text.length[:, at]), logits[:, at].clone())
+    def _row(self, starts: Tensor, text: Text, logits: Tensor, at: int) -> Tensor:
+        ids = self._ids(text.tokens, text.length[:, at], starts)
+        scores = self.function(ids, logits[:, at].clone())
         if not isinstance(scores, Tensor) or scores.shape != logits[:, at].shape:
             found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"{self.name} returned {found}; return scores of {list(logits[:, at].shape)}.")
         return scores.to(logits.dtype)
 
-    def _ids(self, tokens: Int[Tensor, "B S"], length: Int[Tensor, " B"]) -> Int[Tensor, "B T"]:
+    def _ids(self, tokens: Int[Tensor, "B S"], length: Tensor, starts: Tensor) -> Int[Tensor, "B T"]:
         """The text before a row as transformers hands it out."""
-        longest = int(length.max())
-        at = torch.arange(longest, device=tokens.device) - (longest - length[:, None])
-        ids = tokens.gather(1, at.clamp(min=0).long())
-        return torch.where(at >= 0, ids, self.pad_token_id).long()
+        width = int(starts.max()) if self.width is None else self.width
+        new = int((length - starts).max())
+        place = torch.arange(width + new, device=tokens.device) - (width - starts[:, None])
+        ids = tokens.gather(1, place.clamp(min=0, max=tokens.shape[1] - 1).long())
+        return torch.where((place >= 0) & (place < length[:, None]), ids, self.pad_token_id).long()
 
     @property
     def name(self) -> str:

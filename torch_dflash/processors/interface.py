@@ -77,6 +77,13 @@ class Forgetful:
         return memory
 
 
+def check_callable(processor: Any) -> None:
+    """Raise ``TypeError`` unless the processor's ``function`` can be called."""
+    if not callable(processor.function):
+        given = f"{type(processor).__name__}({processor.function!r})"
+        raise TypeError(f"{given}: its function must be one that can be called.")
+
+
 def column(asked: Sequence[Any], unset: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """One number of each row, ``unset`` where a row asks for nothing."""
     return torch.tensor([unset if value is None else value for value in asked], dtype=dtype, device="cpu")

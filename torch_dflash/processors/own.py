@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_dflash.processors.interface import Forgetful, Text
+from torch_dflash.processors.interface import Forgetful, Text, check_callable
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class BlockProcessor(Forgetful):
     """
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def __post_init__(self):
+        check_callable(self)
 
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> tuple:
         return ()
