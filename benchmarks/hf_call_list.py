@@ -111,7 +111,10 @@ CALLS: dict[str, Call] = {
     "`renormalize_logits`": greedy(renormalize_logits=True),
     "`remove_invalid_values`": greedy(remove_invalid_values=True),
     "`stop_strings` without `tokenizer`": greedy(stop_strings=["a"]),
-    "`logits_processor`: transformers' own": processors(lambda: RepetitionPenaltyLogitsProcessor(1.4)),
+    "`logits_processor`: transformers' own": Call(
+        lambda: {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4)])},
+        one_row=True,
+    ),
     "`logits_processor`: a warper": processors(lambda: TopKLogitsWarper(1)),
     "`logits_processor`: a user's": processors(lambda: own_processor),
     "`stopping_criteria`: transformers' own": criteria(

@@ -168,15 +168,14 @@ UNREADABLE = [
     (
         [
             SuppressTokensLogitsProcessor([3]),
-            RepetitionPenaltyLogitsProcessor(2.0),
             NoRepeatNGram(2),
             NoRepeatNGram(3),
         ],
         ["NoRepeatNGramLogitsProcessor twice"],
     ),
     (
-        [ForcedBOSTokenLogitsProcessor(5), RepetitionPenaltyLogitsProcessor(2.0)],
-        ["ForcedBOSTokenLogitsProcessor before Rep", "pass repetition_penalty"],
+        [ForcedBOSTokenLogitsProcessor(5), SequenceBiasLogitsProcessor([[[3], -1.0]])],
+        ["ForcedBOSTokenLogitsProcessor before Seq", "pass sequence_bias"],
     ),
     ([ExponentialDecayLengthPenalty((1, 1.5), 5, WIDTH)], ["another prompt", "exponential_decay"]),
     (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,8 @@ class Engine:
             skeleton = Target(model, traced)
             check_context(model, options.max_length)
             proposer = make_proposer(model, drafter, options.block_size)
-            processors = self._processors(model, skeleton.vocab_size)
-            self.plan = options.plan(proposer.width, processors)
+            plan = options.plan(proposer.width)
+            self.plan = replace(plan, processors=self._processors(model, skeleton.vocab_size))
             self.pair = Pair(skeleton, proposer, self.plan)
             if options.verify:
                 verify_class(model, self.plan, options.runtime)

@@ -88,8 +88,8 @@ class EngineOptions:
                 "td.HostProcessor(..., pure=True) if its scores follow from ids and scores alone."
             )
 
-    def plan(self, width: int, processors: tuple[Processor, ...] = ()) -> DecodePlan:
-        """The plan of these options with a proposer that drafts ``width`` rows, and with ``processors``."""
+    def plan(self, width: int) -> DecodePlan:
+        """The plan of these options with a proposer that drafts ``width`` rows, and without processors."""
         return DecodePlan(
             batch_size=self.batch_size,
             capacity=self.max_length,
@@ -99,7 +99,6 @@ class EngineOptions:
             # A chunk ends in one host read: worth batching on a device, free in eager mode.
             rounds_per_chunk=self.rounds_per_chunk or (16 if self.runtime == "xla" else 1),
             filters=self.filters,
-            processors=processors,
             matmul_precision=self.matmul_precision,
             cache=self.cache,
             page_size=self.page_size,

@@ -45,6 +45,7 @@ KINDS: dict[str, Processor] = {
 }
 """What an option is compiled in as, in transformers' order; tables in the sizes that nobody has asked for."""
 ORDER = tuple(dict.fromkeys(map(type, KINDS.values())))
+MOST_BEHIND = 255
 OURS = ("presence_penalty", "frequency_penalty")
 """Options that transformers does not have, as vLLM and OpenAI's API mean them."""
 PER_ROW = (*OURS, "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "typical_p")
@@ -86,7 +87,8 @@ def asked_processors(options: dict[str, Any], batch: Batch) -> Asked:
     add(RepetitionPenalty(), numbers["repetition_penalty"])
     pairs = zip(numbers["presence_penalty"], numbers["frequency_penalty"], strict=True)
     add(OccurrencePenalty(), [(a or 0.0, b or 0.0) if a or b else None for a, b in pairs])
-    longest = [batch.width + new for new in batch.max_new_tokens]  # an n-gram that a text can hold twice
+    # Longer n-grams than the text, and a block behind its limit, do not occur twice.
+    longest = [batch.width + new + MOST_BEHIND for new in batch.max_new_tokens]
     sizes = [
         size if size and size <= most else None
         for size, most in zip(numbers["no_repeat_ngram_size"], longest, strict=True)
