@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torch_dflash.checks import INT32_MAX
+from torch_dflash.checks import INT32_MAX, check_rows
 from torch_dflash.engine.rule_values import (
     check_decay,
     check_numbers,
@@ -180,12 +180,12 @@ def _bans(options: dict[str, Any], least: int | None, batch: Batch, row: int) ->
     banned = [Entry(ids, bias) for ids, bias in words if ids not in [(stop,) for stop in stops]]
     banned += [Entry((token,), -math.inf) for token in id_list("suppress_tokens", options, vocab)]
     # transformers leaves the first token to a forced one.
-    first = int(batch.width == 1 and options.get("forced_bos_token_id") is not None)
+    first = int(batch.width == 1 and bool(id_list("forced_bos_token_id", options, vocab)))
     for token in id_list("begin_suppress_tokens", options, vocab):
         banned.append(Entry((token,), -math.inf, first, first + 1))
     # transformers: the number of new tokens, if it is given, counts instead of that of all, though it be 0.
-    given = options.get("min_new_tokens") is not None
-    fewest = least or 0 if given else (options.get("min_length") or 0) - batch.width
+    given = check_rows("min_new_tokens", options.get("min_new_tokens"), len(batch.max_new_tokens))[row]
+    fewest = least or 0 if given is not None else (options.get("min_length") or 0) - batch.width
     if fewest > 0:
         banned += [Entry((stop,), -math.inf, 0, fewest) for stop in stops if stop < vocab]
     return banned

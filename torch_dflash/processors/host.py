@@ -50,7 +50,9 @@ class HostProcessor(Forgetful):
 
     def _ids(self, tokens: Int[Tensor, "B S"], length: Tensor, starts: Tensor) -> Int[Tensor, "B T"]:
         """The text before a row as transformers hands it out."""
-        width = int(starts.max()) if self.width is None else self.width
+        if self.pure:  # rows gain at different rates: each is padded on the left alone
+            starts = length
+        width = int(starts.max()) if self.width is None or self.pure else self.width
         new = int((length - starts).max())
         place = torch.arange(width + new, device=tokens.device) - (width - starts[:, None])
         ids = tokens.gather(1, place.clamp(min=0, max=tokens.shape[1] - 1).long())
