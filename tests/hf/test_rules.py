@@ -408,3 +408,28 @@ def test_an_engine_serves_what_its_models_config_asks_for(pair, batch):
 def test_a_criterion_that_answers_nonsense_is_named(pair, batch):
     with pytest.raises(ValueError, match="stopping_criteria <lambda> returned 'yes': return a bool"):
         ours(pair, batch, stopping_criteria=[lambda *given: "yes"])
+
+
+def test_a_pure_processor_sees_each_row_without_padding_behind_it(pair):
+    def after(ids, scores):
+        wanted = (ids[:, -1] * 7 + 3) % scores.shape[1]
+        return scores + 6.0 * torch.nn.functional.one_hot(wanted, scores.shape[1])
+
+    batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [9, 8, 7, 6], [20, 21, 22, 23]])}  # gain at other rates
+    want = pair[0].generate(**batch, **asked({"logits_processor": LogitsProcessorList([after])}))
+    pure = (td.HostProcessor(after, pure=True),)
+    assert torch.equal(td.generate(*pair, **batch, runtime="eager", processors=pure, **asked({})), want)
+
+
+def test_the_first_token_after_one_is_not_begun_with_what_may_not_begin(pair):
+    batch = {"input_ids": torch.tensor([[7], [5]])}
+    plain, block = through_transformers(pair, batch, begin_suppress_tokens=[10])
+    free, _ = through_transformers(pair, batch)
+    assert torch.equal(block, plain) and not torch.equal(plain, free)
+
+
+def test_a_row_without_a_number_of_new_tokens_heeds_that_of_all(pair, plain, batch):
+    options = {"eos_token_id": plain[0][5], "min_length": 30, "max_new_tokens": NEW}
+    row = {name: value[:1] for name, value in batch.items()}
+    rows, _ = ours(pair, batch, **options, min_new_tokens=[None, 4])
+    assert rows[0] == theirs(pair, row, **options)[0] != theirs(pair, row, **options | {"min_length": 0})[0]
