@@ -29,9 +29,7 @@ class TypicalP(_Warper):
     off = 1.0
 
     def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
-        log = torch.log_softmax(logits, dim=-1)
-        share = torch.exp(log)
-        entropy = -torch.where(share > 0, log * share, 0.0).sum(dim=-1, keepdim=True)
+        log, share, entropy = _information(logits)
         distance, order = torch.sort((-log - entropy).abs(), dim=-1)
         mass = torch.cumsum(share.gather(2, order), dim=-1)
         wanted = memory[:, None, None]
@@ -53,11 +51,16 @@ class EtaCutoff(_Warper):
     """``eta_cutoff`` (arXiv 2210.15191): the same, but lower where the target is uncertain."""
 
     def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
-        log = torch.log_softmax(logits, dim=-1)
-        share = torch.exp(log)
-        entropy = -torch.where(share > 0, log * share, 0.0).sum(dim=-1, keepdim=True)
+        entropy = _information(logits)[2]
         epsilon = memory[:, None, None]
         return _cut(logits, torch.minimum(epsilon, torch.sqrt(epsilon) * torch.exp(-entropy)))
+
+
+def _information(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each id the logarithm of its probability, and the probability; of each row the entropy [B, M, 1]."""
+    log = torch.log_softmax(logits, dim=-1)
+    share = torch.exp(log)
+    return log, share, -torch.where(share > 0, log * share, 0.0).sum(dim=-1, keepdim=True)
 
 
 def _cut(logits: Tensor, least: Tensor) -> Tensor:
