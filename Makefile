@@ -52,6 +52,7 @@ test: $(WITH_REFERENCE)
 
 test-heavy: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m heavy -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest --hypothesis-profile=drawn tests/decoding/test_rule_kinds.py
 
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)

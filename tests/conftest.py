@@ -3,6 +3,7 @@ import tempfile
 
 import pytest
 import torch
+from hypothesis import settings
 from support.heavy import HEAVY
 from support.trained import overfit, world
 
@@ -10,6 +11,11 @@ __all__ = ["overfit", "world"]  # fixtures of the session
 
 # Threads that wait for a busy core make small tensors many times slower than one thread is.
 torch.set_num_threads(1)
+
+# The same examples in each run, so that a change is what a failure tells of; `make test-heavy` draws others.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("drawn", deadline=None)
+settings.load_profile("fixed")
 
 
 def pytest_configure(config):

@@ -93,7 +93,7 @@ def expected(options, tokens, length, logits, start, cap):
     return logits
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(ONE, min_size=1, max_size=3).map(dict),
     st.lists(st.tuples(texts, st.lists(ids, min_size=WIDTH, max_size=WIDTH)), min_size=1, max_size=3),
@@ -101,7 +101,9 @@ def expected(options, tokens, length, logits, start, cap):
 )
 def test_rows_of_a_block_are_what_transformers_makes_of_the_text_before_them(options, rows, cap):
     prompts, blocks = map(list, zip(*rows, strict=True))
-    options.pop("suppress_tokens" if "forced_eos_token_id" in options else "", None)  # refused together
+    if "forced_eos_token_id" in options:  # refused beside these, where they hold for the same token
+        options.pop("suppress_tokens", None)
+        options.pop("begin_suppress_tokens" if cap == 1 else "", None)
     if "min_length" in options:  # which counts the padding of a batch
         prompts, blocks = prompts[:1], blocks[:1]
     found, logits, tokens, length = ours(options, prompts, blocks, cap)

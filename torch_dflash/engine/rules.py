@@ -197,14 +197,13 @@ def _forced(options: dict[str, Any], batch: Batch, row: int) -> list[tuple[int, 
         (token, batch.max_new_tokens[row] - 1) for token in id_list("forced_eos_token_id", options, vocab)
     ]
     only = batch.max_new_tokens[row] == 1
-    banned = id_list("suppress_tokens", options, vocab)
-    banned += id_list("begin_suppress_tokens", options, vocab) if only else []
-    suppressed = {token for token, _ in pairs}.intersection(banned)
-    if suppressed:
-        raise ValueError(
-            f"forced_eos_token_id and suppress_tokens both hold {min(suppressed)}: no token is left to end "
-            "with; leave it out of one of them."
-        )
+    for name in ("suppress_tokens", "begin_suppress_tokens")[: 1 + only]:
+        suppressed = {token for token, _ in pairs}.intersection(id_list(name, options, vocab))
+        if suppressed:
+            raise ValueError(
+                f"forced_eos_token_id and {name} both hold {min(suppressed)}: no token is left to end "
+                "with; leave it out of one of them."
+            )
     first = id_list("forced_bos_token_id", options, vocab)
     if batch.width == 1 and not (only and pairs):  # of two for one token transformers' last one counts
         pairs += [(token, 0) for token in first]
