@@ -161,6 +161,8 @@ def _params(engine: Engine) -> Any:
 
 
 def _addresses(leaves: list[jax.Array]) -> list[int] | None:
+    # `unsafe_buffer_pointer` waits with the interpreter's lock, which XLA's threads take to let tensors go.
+    jax.block_until_ready(leaves)
     try:
         return [leaf.unsafe_buffer_pointer() for leaf in leaves]
     except Exception:  # not every platform tells; the aliases of the program then have to do

@@ -217,7 +217,7 @@ def read_call(
     request = read_request(target, input_ids, attention_mask, options)
     pad, prompts = request.pad_token_id, cast(Tensor, input_ids)
     request.halts.extend(read_criteria(criteria or (), prompts, request.lengths, pad))
-    own = [_at_width(one, prompts.shape[1]) for one in processors or ()]
+    own = [_with_prompts(one, prompts) for one in processors or ()]
     alone = one_by_one(request, own, runtime)
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
     rows = len(request.rows)
@@ -234,8 +234,8 @@ def read_call(
     return Call(target, drafter, request, prompts, engine_options)
 
 
-def _at_width(one: Any, width: int) -> Any:
-    return replace(one, width=width) if isinstance(one, HostProcessor) and one.width is None else one
+def _with_prompts(one: Any, prompts: Tensor) -> Any:
+    return replace(one, prompts=prompts) if isinstance(one, HostProcessor) and not one.pure else one
 
 
 def _capacity(request: Request, target: PreTrainedModel, chunk: int) -> int:

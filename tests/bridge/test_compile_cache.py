@@ -22,8 +22,9 @@ seconds, compiled = time.perf_counter() - started, engine.runtime.compilations -
 ids = torch.tensor([[5, 6, 7]])
 text = engine.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
 state = engine.start(ids, max_new_tokens=30, do_sample=False)
-old = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
-new = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.advance(state))]
+# Ready first: the pointer of one that is not waits and holds the lock that XLA's threads may wait for.
+old = [leaf.unsafe_buffer_pointer() for leaf in jax.block_until_ready(jax.tree.leaves(state))]
+new = [leaf.unsafe_buffer_pointer() for leaf in jax.block_until_ready(jax.tree.leaves(engine.advance(state)))]
 hits = events.count("cache_hits")
 print([compiled, text.stats.compilations, text.sequences.tolist(), old == new], hits, round(seconds, 2),
       jax.config.jax_compilation_cache_dir, sep="|")

@@ -163,10 +163,10 @@ def test_buffers_stay_where_they_are(engine):
     advance = engine.runtime.advance
 
     def watched(params, state, turn):
-        old = jax.tree.leaves(state)
+        old = jax.block_until_ready(jax.tree.leaves(state))
         before = [leaf.unsafe_buffer_pointer() for leaf in old]
         state = advance(params, state, turn)
-        new = jax.tree.leaves(state)
+        new = jax.block_until_ready(jax.tree.leaves(state))
         seen.append((before, [leaf.unsafe_buffer_pointer() for leaf in new]))
         assert all(leaf.is_deleted() for leaf in old)
         return state

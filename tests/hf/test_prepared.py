@@ -182,6 +182,10 @@ UNREADABLE = [
         [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=3)],
         ["another prompt", "repetition_penalty"],
     ),
+    (  # not the padding of these two rows
+        [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([3, 1]))],
+        ["another prompt", "repetition_penalty"],
+    ),
     ([MinLengthLogitsProcessor(99, [5])], ["MinLengthLogitsProcessor for another", "min_length"]),
     ([ForcedEOSTokenLogitsProcessor(99, [5])], ["ForcedEOSTokenLogitsProcessor for another", "forced_eos"]),
     ([SuppressTokensAtBeginLogitsProcessor([3], 1)], ["for another prompt", "begin_suppress_tokens"]),

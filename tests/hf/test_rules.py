@@ -230,8 +230,12 @@ class Counted:
         return scores.index_fill(1, scores.argmax(dim=1)[len(self.asked) % 2][None], -torch.inf)
 
 
-def test_a_users_processor_is_asked_what_transformers_asks(pair, batch):
+@pytest.mark.parametrize("masked", [0, 7])
+def test_a_users_processor_is_asked_what_transformers_asks(pair, batch, masked):
     block, seen = td.dflash(pair[1], runtime="eager"), []
+    ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, masked)  # which is no padding token
+    assert (ids == masked).any()
+    batch = batch | {"input_ids": ids}
     for call in ({}, {"custom_generate": block}):
         processor = Counted()
         options = asked({"logits_processor": LogitsProcessorList([processor])})
@@ -265,6 +269,17 @@ def test_a_users_criterion_is_asked_what_transformers_asks(pair, batch):
         options = asked({"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 96})
         seen.append((pair[0].generate(**batch, **options, **call), len(criterion.asked)))
     assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1] == 9
+
+
+@pytest.mark.parametrize(
+    "answer", [lambda over: int(over), lambda over: torch.tensor([over])], ids=["0", "[0]"]
+)
+def test_a_criterion_may_answer_for_all_rows(pair, batch, answer):
+    criteria = StoppingCriteriaList(
+        [lambda ids, scores: answer(ids.shape[1] >= batch["input_ids"].shape[1] + 4)]
+    )
+    plain, block = through_transformers(pair, batch, stopping_criteria=criteria)
+    assert torch.equal(block, plain) and plain.shape[1] == 4
 
 
 LENGTHS = [

@@ -3,8 +3,6 @@
 HEAVY = {
     "bridge/test_compile_cache.py::test_a_folder_that_cannot_be_written_is_one_warning",
     "bridge/test_compile_cache.py::test_the_users_own_folder_and_refusal_stand",
-    # On some CPUs a program compiled with little optimisation, read back from disk, was seen never to end.
-    "bridge/test_compile_cache.py::test_a_second_process_finds_the_programs",
     "bridge/test_load.py::test_an_id_of_the_hub_is_found_in_its_cache",
     "bridge/test_load.py::test_the_host_holds_one_tensor_beside_the_arrays",
     "bridge/test_load.py::test_tokens_are_those_of_from_pretrained[llama-50GB-stored1-dtype1]",

@@ -52,12 +52,12 @@ class Criterion:
 
     def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
         answer = self._criterion(self._ids(texts), None)
-        said = torch.as_tensor(answer if isinstance(answer, bool | Tensor | list) else [])
-        if said.dtype != torch.bool or tuple(said.shape) not in ((), (len(texts),)):
+        said = torch.as_tensor(answer if isinstance(answer, int | Tensor | list) else [])
+        if said.is_floating_point() or tuple(said.shape) not in ((), (1,), (len(texts),)):
             raise ValueError(
                 f"{self.name} returned {answer!r}: return a bool, or one for each of {len(texts)} rows."
             )
-        said = said.expand(len(texts))
+        said = (said & 1).bool().expand(len(texts))  # of a number transformers' own sum keeps the last bit
         return [len(text) if over else None for text, over in zip(texts, said.tolist(), strict=True)]
 
     def _ids(self, texts: Sequence[np.ndarray]) -> Any:

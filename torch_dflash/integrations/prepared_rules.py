@@ -14,14 +14,14 @@ from transformers.generation import logits_process as processors_of
 class Call:
     """What a list of processors was made for.
 
-    ``width``: columns of the prompt, ``padded`` or not; ``max_length``: of the text with them; ``stop_ids``:
-    of all rows.
+    ``width``: columns of the prompts; ``max_length``: of the text with them; ``stop_ids``: of all rows;
+    ``padding``: masked columns before each prompt.
     """
 
     width: int
     max_length: int
     stop_ids: frozenset[int]
-    padded: bool = False
+    padding: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def _ids(tensor: Any) -> list[int]:
 def _ignores_padding(item: Any, call: Call) -> bool:
     """As transformers' own does. A number ignores a part of the prompt, and None counts the padding too."""
     ignored = getattr(item, "prompt_ignore_length", None)
-    return isinstance(ignored, Tensor) or (ignored is None and not call.padded)
+    if isinstance(ignored, Tensor):
+        return tuple(ignored.tolist()) == call.padding
+    return ignored is None and not any(call.padding)
 
 
 def _own_stops(item: Any, call: Call) -> bool:

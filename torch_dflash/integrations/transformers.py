@@ -78,7 +78,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         refuse_unsupported(config)
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
-        padded = not bool(model_kwargs["attention_mask"].all())
+        # As transformers counts them for its own processors.
+        padding = tuple((model_kwargs["attention_mask"] != 0).int().argmax(dim=1).tolist())
         call = {"seed": seed, "streamer": streamer_of_caller(model)}
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(
@@ -88,13 +89,13 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             return_dict_in_generate=bool(config.return_dict_in_generate),
             generation_config=_without_rules(config) if logits_processor is not None else config,
             num_return_sequences=1,  # transformers has repeated the rows already
-            **_asked(config, logits_processor, stopping_criteria, input_ids, padded),
+            **_asked(config, logits_processor, stopping_criteria, input_ids, padding),
             **(model_kwargs | bound),
         )
 
 
 def _asked(
-    config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor, padded: bool
+    config: GenerationConfig, processors: Any, criteria: Any, input_ids: Tensor, padding: tuple[int, ...]
 ) -> dict[str, Any]:
     """The arguments that transformers' prepared lists stand for; without lists, the config's own."""
     rows, width = input_ids.shape
@@ -108,7 +109,7 @@ def _asked(
         )
     else:
         ids = frozenset(one for row in stop_ids(eos, 1) for one in row)
-        options, own = read_processors(processors, Call(width, length, ids, padded))
+        options, own = read_processors(processors, Call(width, length, ids, padding))
         if not config.do_sample and options["typical_p"] < 1:
             raise ValueError(
                 "logits_processor holds TypicalLogitsWarper in a greedy call, whose likeliest token it may "

@@ -21,14 +21,16 @@ class HostProcessor(Forgetful):
     pass: the text is that of plain decoding, without a gain. Only one that is ``pure``, whose scores follow
     from ids and scores alone, is asked for each row of a block.
 
-    Ids are those of transformers: ``width`` columns of prompts, padded on the left with ``pad_token_id``,
-    then what is new; a row that has ended is filled up. ``width`` unset: that of the longest prompt.
+    Ids are those of transformers: the ``prompts`` [B, P] as they were given, masked columns too, then what is
+    new; a row that has ended is filled up with ``pad_token_id``. Rows of a pure one gain at different rates:
+    it gets them padded on the left instead.
     """
 
     function: Callable[[Any, Any], Any]
     pure: bool = False
     pad_token_id: int = 0
-    width: int | None = None
+    prompts: Int[Tensor, "B P"] | None = None
+    """Set by each call."""
 
     def __post_init__(self):
         check_callable(self)
@@ -50,13 +52,14 @@ class HostProcessor(Forgetful):
 
     def _ids(self, tokens: Int[Tensor, "B S"], length: Tensor, starts: Tensor) -> Int[Tensor, "B T"]:
         """The text before a row as transformers hands it out."""
-        if self.pure:  # rows gain at different rates: each is padded on the left alone
-            starts = length
-        width = int(starts.max()) if self.width is None or self.pure else self.width
-        new = int((length - starts).max())
-        place = torch.arange(width + new, device=tokens.device) - (width - starts[:, None])
-        ids = tokens.gather(1, place.clamp(min=0, max=tokens.shape[1] - 1).long())
-        return torch.where((place >= 0) & (place < length[:, None]), ids, self.pad_token_id).long()
+        if self.prompts is None:
+            place = torch.arange(int(length.max()), device=tokens.device) - (length.max() - length[:, None])
+            ids = tokens.gather(1, place.clamp(min=0).long())
+            return torch.where(place >= 0, ids, self.pad_token_id).long()
+        place = torch.arange(int((length - starts).max()), device=tokens.device) + starts[:, None]
+        ids = tokens.gather(1, place.clamp(max=tokens.shape[1] - 1).long())
+        fresh = torch.where(place < length[:, None], ids, self.pad_token_id)
+        return torch.cat([self.prompts.to(fresh), fresh], dim=1).long()
 
     @property
     def name(self) -> str:
