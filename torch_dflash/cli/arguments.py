@@ -8,13 +8,42 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.checks import context_of
+from torch_dflash.checks import CACHES, context_of
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.loading import Loaded
+from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded
 from torch_dflash.engine.defaults import default_stop_ids, penalty_of
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
+
+
+def add_call_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what `call_options` and `torch_dflash.cli.job.Job` read: the pair, and how it decodes."""
+    add = parser.add_argument
+    names = f"directory, hub id or {', '.join(TARGETS)}"
+    add("--target", required=True, metavar="T", help=f"the model whose text comes out: {names}")
+    names = f"directory, hub id or {', '.join(DRAFTERS)}"
+    add("--drafter", required=True, metavar="D", help=f"what drafts for it: {names}")
+    add("--system", metavar="TEXT", help="system message of the chat template")
+    add("--chat-template-kwargs", metavar="JSON", help="e.g. '{\"enable_thinking\": false}'")
+    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    add("--top-k", type=int, default=0, help="0 (default): off")
+    add("--top-p", type=float, default=1.0)
+    add("--min-p", type=float, default=0.0)
+    for name in PENALTIES:
+        kind = int if name.endswith("size") else float
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help="unset: what the model asks for")
+    add("--stop", action="append", metavar="TEXT", help="end with this text; may be given more than once")
+    add("--seed", type=int, default=0, help="line n of --jsonl draws from seed + n - 1")
+    add("--ignore-eos", action="store_true", help="never stop before --max-new-tokens")
+    add("--dtype", choices=DTYPES, default="auto")
+    add("--runtime", choices=("xla", "eager"), default="xla")
+    add("--cache", choices=CACHES, default="static", help="of the target (default static)")
+    add("--no-verify", dest="verify", action="store_false", help="decode a class that is not tested, unseen")
+    add("--device", help="torch device of --runtime eager, such as cuda")
+    add("--block-size", type=int, metavar="W", help="drafted block, the anchor included")
+    add("--verify-width", type=rows_or_auto, metavar="M", help="how much of the block is verified, or auto")
 
 
 def read_input(arguments: argparse.Namespace) -> bytes:
@@ -36,8 +65,6 @@ def read_input(arguments: argparse.Namespace) -> bytes:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Refuse what needs no model to be refused: loading one takes minutes."""
-    if arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {arguments.max_new_tokens}: must be an integer of at least 1.")
     if arguments.batch_size is not None and arguments.batch_size < 1:
         raise UserError(f"--batch-size {arguments.batch_size}: must be an integer of at least 1.")
     if arguments.batch_size is not None and not arguments.jsonl:
@@ -46,6 +73,13 @@ def check_options(arguments: argparse.Namespace) -> None:
         )
     if arguments.prompt is not None and arguments.jsonl:
         raise UserError("--jsonl with --prompt: JSON lines come from --file PATH or -; leave --jsonl out.")
+    check_call_options(arguments)
+
+
+def check_call_options(arguments: argparse.Namespace) -> None:
+    """Refuse values of `add_call_options` that need no model to be refused."""
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {arguments.max_new_tokens}: must be an integer of at least 1.")
     for name, off in NEUTRAL.items():
         value = getattr(arguments, name)
         if arguments.temperature == 0 and value != off:

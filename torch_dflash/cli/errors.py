@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 USAGE = 2  # the exit status of argparse, too
@@ -20,3 +21,9 @@ def fail(command: str, error: BaseException | str) -> int:
     """Print ``error`` as one line of ``command`` and return the exit status of wrong usage."""
     print(f"torch-dflash {command}: {one_line(error)}", file=sys.stderr)
     return USAGE
+
+
+def hang_up() -> int:
+    """The reader of stdout has seen enough: the interpreter must not flush into it again. An exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1

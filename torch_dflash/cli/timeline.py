@@ -15,18 +15,18 @@ GREEN, RESET = "\033[32m", "\033[0m"
 class Printer:
     """Writes an answer to stdout piece by piece.
 
-    With ``colour``, accepted drafts are green; the target's own tokens (the last of each piece) are not.
+    With ``colour``, accepted drafts are green; the target's own tokens are not.
     """
 
     def __init__(self, tokenizer: Any, colour: bool):
         self._text, self._colour = TextStream(tokenizer), colour
 
-    def __call__(self, piece: list[int]) -> None:
-        """Show what one target pass has brought."""
-        for place, token in enumerate(piece):
+    def __call__(self, piece: list[int], drafted: list[bool] | None = None) -> None:
+        """Show tokens, and which of them were drafted; unset: all but the last, as of one target pass."""
+        drafted = [True] * (len(piece) - 1) + [False] if drafted is None else drafted
+        for token, accepted in zip(piece, drafted, strict=False):
             text = self._text.push([token])
-            accepted = self._colour and place + 1 < len(piece)
-            sys.stdout.write(f"{GREEN}{text}{RESET}" if text and accepted else text)
+            sys.stdout.write(f"{GREEN}{text}{RESET}" if text and accepted and self._colour else text)
         sys.stdout.flush()
 
     def end(self) -> None:

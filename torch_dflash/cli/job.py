@@ -1,0 +1,90 @@
+"""What the commands that decode have in common: the pair, its options, and engines for it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import torch_dflash as td
+from torch_dflash.cli.arguments import call_options, prompt_room, template_options
+from torch_dflash.cli.encode import encode
+from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.loading import Loaded, load_pair
+from torch_dflash.engine.options import LARGEST_CHUNK
+from torch_dflash.engine.prompts import bucket
+from torch_dflash.engine.read import read_request
+from torch_dflash.engine.rules import of_the_model
+from torch_dflash.engine.special_ids import stop_ids
+
+STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to decode with: the pair, every call's ``options``, and the ``room`` for a prompt in tokens."""
+
+    arguments: argparse.Namespace
+    loaded: Loaded
+    options: dict[str, Any]
+    room: int
+
+    @classmethod
+    def load(cls, arguments: argparse.Namespace) -> Job:
+        """The pair that ``arguments`` name, with their options (`arguments.add_call_options`)."""
+        loaded = load_pair(
+            arguments.target,
+            arguments.drafter,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            block_size=arguments.block_size,
+        )
+        room = prompt_room(arguments.max_new_tokens, loaded.target)
+        return cls(arguments, loaded, call_options(arguments, loaded), room)
+
+    def encode(self, messages: list[dict]) -> list[int]:
+        """Prompt ids of ``messages``, --system before them."""
+        if self.arguments.system is not None:
+            messages = [{"role": "system", "content": self.arguments.system}, *messages]
+        template = template_options(self.arguments)
+        return encode(self.loaded.tokenizer, messages, raw=self.arguments.raw, template_options=template)
+
+    def own_processors(self) -> tuple:
+        """What the model's own config asks for."""
+        target = self.loaded.target
+        slots = max(8, *map(len, stop_ids(self.options["eos_token_id"], 1)))
+        return of_the_model(target.generation_config, slots, target.get_input_embeddings().weight.shape[0])
+
+    @property
+    def streamed_rounds(self) -> int | None:
+        """Rounds of a chunk where text is shown as it comes."""
+        return STREAMED_ROUNDS if self.arguments.runtime == "xla" else None
+
+    def engine(self, length: int, batch_size: int, rounds_per_chunk: int | None) -> td.Engine:
+        """An engine for prompts of up to ``length`` tokens; what does not fit is a `UserError`."""
+        asked, row = self.arguments, torch.zeros(1, length, dtype=torch.long)
+        options = self.options | {"seed": asked.seed}
+        try:
+            request = read_request(self.loaded.target, row, torch.ones_like(row), options)
+            return td.compile(
+                self.loaded.target,
+                self.loaded.drafter,
+                runtime=asked.runtime,
+                max_length=length + asked.max_new_tokens,
+                batch_size=batch_size,
+                # A proposer that was made here has its width already.
+                block_size=None if asked.drafter == "ngram" else asked.block_size,
+                verify_width=asked.verify_width,
+                rounds_per_chunk=rounds_per_chunk,
+                stop_slots=max(8, *map(len, request.stop_ids)),
+                filters=request.filters,
+                # Of other lines, too: a shorter one may need what the longest does not.
+                processors=(*request.processors, *self.own_processors()),
+                cache=asked.cache,
+                verify=asked.verify,
+                prefill_chunk_size=min(LARGEST_CHUNK, bucket(length)),
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(one_line(error)) from None
