@@ -17,12 +17,13 @@ from jax_bridge.border import Border
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Forms
-from jax_bridge.lower import Programs, compilations, lower_begin, lower_prefill, lower_rounds
+from jax_bridge.lower import Programs, compilations, lower, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.state import check_alive, register_states, state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar, quiet
+from torch_dflash.rewind import rewind
 from torch_dflash.runtime import News, Turn, news
 from torch_dflash.state import DecodeState, PromptChunk
 
@@ -64,6 +65,7 @@ class XlaRuntime:
         self._rounds_started = False
         self._border = Border(lower_begin(pair), plan, self._programs, wide=platform == "cpu")
         self._prefill = lower_prefill(pair)
+        self._rewind = lower(partial(rewind, pair))
         self._rounds = {
             width: lower_rounds(pair, width, self.fewest_rows) for width in widths or (plan.verify_width,)
         }
@@ -107,6 +109,13 @@ class XlaRuntime:
         """A chunk of rounds without a host read; consumes ``state``."""
         check_alive(state)
         return self._run(*self._chunk(params, state, turn or Turn.of(self.plan)))
+
+    def rewind(
+        self, params: Arrays, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
+    ) -> DecodeState:
+        """Rows that go on with another prompt; consumes ``state``."""
+        args = params, state, *to_jax((torch.from_numpy(kept), rows, snapshot))
+        return self._run("rewind", self._rewind, args, donate=(1,))
 
     def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
         """Fetch what the host does not have, in one transfer."""

@@ -27,6 +27,7 @@ FLOORS = [
     "target",
     "proposers",
     "decode demo",
+    "rewind",
     "runtime agreement",
     "engine",
     "generation",

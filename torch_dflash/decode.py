@@ -253,7 +253,7 @@ def _reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: R
         cache=tuple(layer.reset(rows) for layer in state.cache),
         page_table=cleared(state.page_table),
         proposer=pair.proposer.reset(state.proposer, rows),
-        rules=pytree.tree_map(chosen, _rules(pair, requests), state.rules),
+        rules=pytree.tree_map(chosen, memories(pair, requests), state.rules),
         accepted=cleared(state.accepted),
         rounds=cleared(state.rounds),
     )
@@ -273,13 +273,13 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
         cache=pair.target.start(plan),
         page_table=_no_pages(plan, device),
         proposer=pair.proposer.start(plan, device),
-        rules=_rules(pair, rows),
+        rules=memories(pair, rows),
         accepted=torch.zeros(shape, dtype=torch.uint8, device=device),
         rounds=zeros.clone(),
     )
 
 
-def _rules(pair: Pair, rows: RowRequests) -> tuple:
+def memories(pair: Pair, rows: RowRequests) -> tuple:
     """The memories of rows that have no token yet."""
     size = pair.target.vocab_size
     return tuple(

@@ -15,6 +15,7 @@ from torch_dflash.decode import Pair, Params, RowRequests, begin, decode_round, 
 from torch_dflash.ops.windows import read_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
+from torch_dflash.rewind import rewind
 from torch_dflash.state import DecodeState, PromptChunk
 
 
@@ -151,6 +152,12 @@ class Runtime(Protocol):
         """The rounds of ``turn`` (unset: `Turn.of` the plan), fewer when every row is done."""
         ...
 
+    def rewind(
+        self, params: Any, state: Any, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
+    ) -> Any:
+        """`torch_dflash.rewind.rewind`, for ``kept`` [B]; ``snapshot`` is of torch tensors. Consumes both."""
+        ...
+
     def read(self, state: Any, known: np.ndarray, rounds: np.ndarray) -> News:
         """The one host read of a chunk: what the host does not have yet (`news`), as numpy arrays."""
         ...
@@ -216,6 +223,11 @@ class EagerRuntime:
                 break
             state = _checked(self._step(partial(decode_round, width=turn.width), params, state))
         return state
+
+    def rewind(
+        self, params: Params, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
+    ) -> DecodeState:
+        return self._step(rewind, params, state, torch.from_numpy(kept), rows, snapshot)
 
     def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
         device = state.length.device

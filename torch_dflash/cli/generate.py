@@ -135,7 +135,7 @@ def _report(job: Job, outputs: list[GenerateOutput], compiling: float) -> None:
     whole = DecodeStats(
         [row for stats in every for row in stats.acceptance_lengths],
         [cut for stats in every for cut in stats.capped],
-        *(0, 0, 0.0, None, 0, 0),
+        *(0, 0, 0.0, None, 0, 0, 0),
     )
     tpot = (seconds - sum(firsts)) / tokens if tokens else float("nan")
     print(

@@ -28,6 +28,7 @@ class Generation:
         scheduler: who decodes next, and on which pages.
         rows: the prompts, for rows that have not read theirs.
         halts: what ends rows between chunks.
+        kept: of each prompt, the tokens that the state holds already; unset: none.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Generation:
         scheduler: Scheduler,
         rows,
         halts=(),
+        kept=None,
     ):
         self.runtime, self.plan, self.params = runtime, plan, params
         self.state, self.scheduler, self.rows = state, scheduler, rows
         self._halts, self._ends = halts, {}
-        self.pace = Pace()
+        self._kept = [0] * len(rows) if kept is None else kept
+        self.pace, self.prefilled = Pace(), 0
         self._progress: Progress | None = None
 
     @classmethod
@@ -59,6 +62,25 @@ class Generation:
         read = runtime.fetch({name: getattr(state, name) for name in READ})
         return cls(runtime, plan, params, state, Scheduler.of(plan, read), [])
 
+    @classmethod
+    def go_on(
+        cls,
+        runtime: Runtime,
+        plan: DecodePlan,
+        params: Any,
+        state: Any,
+        request: Request,
+        kept: list[int],
+        snapshot: Any = None,
+    ) -> Generation:
+        """``state`` with other prompts, of which it holds ``kept`` tokens; ``snapshot`` as in `rewind`."""
+        table = None if plan.cache == "static" else runtime.fetch(state.page_table).numpy()
+        counts = np.zeros(plan.batch_size, np.int32)
+        counts[: len(kept)] = kept
+        state = runtime.rewind(params, state, counts, row_requests(request, plan), snapshot)
+        scheduler = Scheduler(plan, request.lengths, request.limits, table)
+        return cls(runtime, plan, params, state, scheduler, request.rows, request.halts, kept)
+
     @property
     def over(self) -> bool:
         """Whether every row has ended."""
@@ -73,8 +95,12 @@ class Generation:
         if step.done is not None:
             self.state = self.runtime.assign(self.state, step.page_table, step.done)
         if step.prefill:
-            due = [prompt if row in step.prefill else prompt[:0] for row, prompt in enumerate(self.rows)]
-            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, self.plan.slots):
+            due = [prompt[:0] for prompt in self.rows]
+            for row in step.prefill:
+                due[row] = self.rows[row][self._kept[row] :]
+            room = self.plan.slots - max(self._kept[row] for row in step.prefill)
+            self.prefilled += sum(map(len, due))
+            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, room):
                 self.state = self.runtime.prefill(self.params, self.state, chunk)
         return bool(step.prefill)
 

@@ -22,6 +22,7 @@ from torch_dflash.engine.read import check_fits, read_request, repeated
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.rules import arranged, of_the_model
 from torch_dflash.engine.scheduler import Scheduler
+from torch_dflash.engine.session import Session
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.processors.interface import Processor
@@ -117,36 +118,40 @@ class Engine:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         times, shown = [], request.lengths[0]
-        for progress in self._steps(request, params):
+        generation = self._begin(request, params)
+        for progress in self._steps(generation):
             times.append(time.perf_counter() - started)
             if streamer is not None:
                 shown = _put_new(streamer, progress, shown)
         if streamer is not None:
             streamer.end()
         compiled = self.runtime.compilations - compiled
-        return collect(input_ids, request.lengths, progress, request.pad_token_id, times, compiled)
+        pad = request.pad_token_id
+        return collect(input_ids, request.lengths, progress, pad, times, compiled, generation.prefilled)
 
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
-        input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-        gains = self.gains(self.read(input_ids, attention_mask, options))
+        gains = self.gains(self._read_repeated(input_ids, attention_mask, options))
         return ([gain.tokens for gain in gained] for gained in gains)
 
     def gains(self, request: Request) -> Iterator[list[Gain]]:
         """What each row of a request that was read gains, chunk by chunk."""
         shown, rounds = request.lengths, np.zeros(self.plan.batch_size, np.int32)
-        for progress in self._steps(request, self._params()):
+        for progress in self._steps(self._begin(request, self._params())):
             yield [progress.gain(row, start, int(rounds[row])) for row, start in enumerate(shown)]
             # A row that waits for pages has its prompt alone.
             shown, rounds = progress.known[: len(shown)].tolist(), progress.rounds.copy()
 
+    def session(self) -> Session:
+        """A row that goes on from request to request: what a prompt shares with it is not read again."""
+        return Session(self.runtime, self.pair, self._read_repeated, self._params, self._steps)
+
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
-        input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-        request = self.read(input_ids, attention_mask, options)
+        request = self._read_repeated(input_ids, attention_mask, options)
         if request.halts:
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
@@ -158,7 +163,7 @@ class Engine:
                 "once; compile with more, or call generate, where rows wait for each other."
             )
         params = self._params()
-        generation = Generation.begin(self.runtime, self.plan, params, request)
+        generation = self._begin(request, params)
         generation.prepare(self.options.prefill_chunk_size)
         return self.runtime.hand_out(params, generation.state)
 
@@ -201,9 +206,14 @@ class Engine:
             )
         return self.runtime.refresh(self.tensors())
 
-    def _steps(self, request: Request, params: Any, pace: Pace | None = None) -> Iterator[Progress]:
-        generation = Generation.begin(self.runtime, self.plan, params, request)
-        generation.pace = pace or generation.pace
+    def _read_repeated(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
+        """As `read`, ``num_return_sequences`` heeded."""
+        return self.read(*repeated(self._models.target, input_ids, attention_mask, options), options)
+
+    def _begin(self, request: Request, params: Any) -> Generation:
+        return Generation.begin(self.runtime, self.plan, params, request)
+
+    def _steps(self, generation: Generation) -> Iterator[Progress]:
         while not generation.over:
             yield generation.step(self.options.prefill_chunk_size, self._widths)
 
@@ -213,7 +223,9 @@ class Engine:
             return
         rows = [np.zeros(1, np.int32)] * self.plan.batch_size
         request = Request.greedy(rows, self.plan.capacity - 1)
-        for _ in self._steps(request, params, Pace(ahead=UNLIMITED)):
+        generation = self._begin(request, params)
+        generation.pace = Pace(ahead=UNLIMITED)
+        for _ in self._steps(generation):
             if self._widths.measured:
                 break
         self._widths.forget_text()

@@ -36,8 +36,12 @@ def collect(
     pad_token_id: int,
     read_at: list[float],
     compilations: int,
+    prefilled: int,
 ) -> GenerateOutput:
-    """Turn the last host read into an output; ``read_at`` holds when each read ended, in seconds."""
+    """Turn the last host read into an output.
+
+    ``read_at`` holds when each read ended, in seconds; ``prefilled`` is how many prompt tokens were read.
+    """
     lengths, capped, fresh = [], [], []
     for row, prompt_length in enumerate(prompt_lengths):
         after_first = int(progress.length[row]) - prompt_length
@@ -56,6 +60,7 @@ def collect(
         time_per_output_token=(read_at[-1] - read_at[0]) / (longest - 1) if longest > 1 else None,
         compilations=compilations,
         host_reads=len(read_at),
+        prefilled=prefilled,
     )
     sequences = join_rows(input_ids, prompt_lengths, progress, pad_token_id)
     return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats)

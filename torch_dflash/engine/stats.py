@@ -19,6 +19,7 @@ class DecodeStats:
         time_per_output_token: time after the first token per further token of the longest row (TPOT); None
             where no row has a second token.
         compilations: XLA programs compiled during the call.
+        prefilled: prompt tokens read by prefill, all rows together; a chat finds most of its prompts held.
         host_reads: reads of the state by the engine, one per chunk (eager rounds also test flags).
     """
 
@@ -30,6 +31,7 @@ class DecodeStats:
     time_per_output_token: float | None
     compilations: int
     host_reads: int
+    prefilled: int
 
     @property
     def whole_rounds(self) -> list[int]:

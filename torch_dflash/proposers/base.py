@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -55,6 +55,24 @@ class Proposer(nn.Module):
     def reset(self, pstate: Any, rows: Bool[Tensor, " B"]) -> Any:
         """``pstate`` with the rows marked in ``rows`` as `start` made them: other requests take them."""
         return pytree.tree_map_only(Tensor, lambda leaf: clear_rows(leaf, rows), pstate)
+
+    def earliest(self, pstate: Any, length: int) -> int:
+        """The fewest tokens that `rewind` can go back to without a snapshot, after ``length`` were taken in.
+
+        Only the tree of ``pstate`` and its shapes may be read.
+        """
+        return length if pytree.tree_leaves(pstate) else 0
+
+    def snapshot(self, pstate: Any) -> Any:
+        """What of ``pstate`` cannot be made again when later tokens were taken in."""
+        return pstate
+
+    def rewind(self, pstate: Any, kept: Int[Tensor, " B"], snapshot: Any = None) -> Any:
+        """``pstate`` as it was when it had taken in the first ``kept`` [B] tokens, by its `snapshot` of then.
+
+        None: ``kept`` is as `earliest` allows.
+        """
+        return pstate if snapshot is None else snapshot
 
     def ingest(
         self, pstate: Any, features: Tensor | None, ids: Tensor, next_ids: Tensor, count: Tensor

@@ -68,6 +68,12 @@ class NGramProposer(Proposer):
         history = write_rows(pstate.history, ids, pstate.length, dim=1, count=count)
         return NGramState(history, pstate.length + count)
 
+    def earliest(self, pstate, length) -> int:
+        return 0
+
+    def rewind(self, pstate, kept, snapshot=None) -> NGramState:
+        return NGramState(pstate.history, kept.clone())
+
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, NGramState]:
         # The anchor is committed, so it ends the suffix; the slot it gets is rewritten by `observe`.
         history = write_rows(pstate.history, anchor[:, None], length, dim=1)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_dflash.cache.dense import allocate_dense
-from torch_dflash.cache.ring import allocate_ring
+from torch_dflash.cache.ring import RingLayer, allocate_ring
 from torch_dflash.checks import check_dtype
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past, block_attention
@@ -81,6 +81,22 @@ class DFlashProposer(Proposer):
     def reset(self, pstate, rows) -> DFlashState:
         layers = tuple(layer.reset(rows) for layer in pstate.layers)
         return replace(super().reset(replace(pstate, layers=()), rows), layers=layers)
+
+    def earliest(self, pstate, length) -> int:
+        whole = all(length <= ring.position.shape[1] for ring in _rings(pstate))
+        return 0 if whole else length - pstate.context.shape[1]  # a ring holds a window and so many more
+
+    def snapshot(self, pstate) -> DFlashState:
+        """All but the dense buffers, in which earlier positions stay as they are."""
+        return replace(pstate, layers=_rings(pstate))
+
+    def rewind(self, pstate, kept, snapshot=None) -> DFlashState:
+        if snapshot is not None:
+            rings = iter(snapshot.layers)
+            layers = tuple(next(rings) if isinstance(own, RingLayer) else own for own in pstate.layers)
+            return replace(snapshot, layers=layers)
+        length = torch.minimum(pstate.length, kept)
+        return replace(pstate, length=length, buffered=kept - length)
 
     def ingest(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
@@ -152,3 +168,7 @@ class DFlashProposer(Proposer):
             length=pstate.length + pstate.buffered,
             buffered=torch.zeros_like(pstate.buffered),
         )
+
+
+def _rings(pstate: DFlashState) -> tuple[RingLayer, ...]:
+    return tuple(layer for layer in pstate.layers if isinstance(layer, RingLayer))

@@ -1,0 +1,160 @@
+"""One row that goes on from request to request: what the next prompt shares with it is not read again."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_dflash.decode import Pair
+from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.outputs import collect
+from torch_dflash.engine.request import Request
+from torch_dflash.engine.stats import DecodeStats
+from torch_dflash.runtime import Gain, Progress, Runtime
+
+SNAPSHOTS = 8
+"""The latest that a session keeps, on the host: each may be as large as a drafter's window."""
+
+
+class Session:
+    """Keeps the state of its last request; each text is that of a fresh one. Made by `Engine.session`.
+
+    A prompt goes on behind what it shares with the text that is held. Where the proposer cannot go back so
+    far, it goes on from its last snapshot before, or begins anew. Weights that torch saw written since, and
+    an error in mid-step, make it begin anew, too.
+
+    Args:
+        runtime, pair: the engine's.
+        read: ``(input_ids, attention_mask, options) -> Request``, checked.
+        params: gives the weights as the runtime holds them now.
+        steps: runs a generation, chunk by chunk.
+
+    Attributes:
+        stats: of the last request, as far as it came; ``prefilled`` is what had to be read.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        pair: Pair,
+        read: Callable[[Any, Any, dict[str, Any]], Request],
+        params: Callable[[], Any],
+        steps: Callable[[Generation], Iterator[Progress]],
+    ):
+        self._runtime, self._pair, self._read = runtime, pair, read
+        self._params, self._steps = params, steps
+        self._state: Any = None
+        self._held = np.zeros(0, np.int32)  # the text of the state, its anchor included
+        self._snapshots: list[tuple[int, Any]] = []  # tokens held then, and the proposer's
+        self._weights: list[Any] = []
+        self._current: object = None
+        empty = pair.proposer.start(pair.plan, "meta")
+        self._forgets = pair.proposer.earliest(empty, pair.plan.capacity) > 0
+        self.stats: DecodeStats | None = None
+
+    def gains(self, prompt: list[int], settled: int = 0, **options: Any) -> Iterator[Gain]:
+        """What the row gains, chunk by chunk; it may be left at any point, and goes on with the next request.
+
+        Args:
+            prompt: the whole text.
+            settled: how many of its tokens the next one will share at least, as far as one can tell.
+            **options: as in `Engine.generate`.
+
+        Raises:
+            TypeError, ValueError: something cannot be honoured; nothing has changed. RuntimeError, later on:
+            another request has begun.
+        """
+        ids = torch.tensor([prompt])
+        request = self._read(ids, torch.ones_like(ids), options)
+        if len(request.rows) != 1:
+            raise ValueError(f"num_return_sequences={len(request.rows)}: one text goes on; call generate.")
+        return self._run(request, settled)
+
+    def _run(self, request: Request, settled: int) -> Iterator[Gain]:
+        self._current = current = object()
+        started, compiled = time.perf_counter(), self._runtime.compilations
+        generation, prefilled = self._begin(request, settled)
+        prompt, times = request.rows[0], []
+        given = torch.from_numpy(prompt)[None]
+        shown, rounds = len(prompt), 0
+        steps = self._steps(generation)
+        while True:
+            if self._current is not current:
+                raise RuntimeError("this text was left for a later request of its session; it cannot go on.")
+            self._state = None  # until the step is over: what it consumes is lost in an error
+            progress = next(steps, None)
+            self._state = generation.state
+            if progress is None:
+                return
+            times.append(time.perf_counter() - started)
+            self._held = np.concatenate([prompt, progress.tokens[0, len(prompt) : progress.known[0]]])
+            fresh = self._runtime.compilations - compiled
+            read = prefilled + generation.prefilled
+            pad = request.pad_token_id
+            self.stats = collect(given, request.lengths, progress, pad, times, fresh, read).stats
+            yield progress.gain(0, shown, rounds)
+            shown, rounds = int(progress.known[0]), int(progress.rounds[0])
+
+    def _begin(self, request: Request, settled: int) -> tuple[Generation, int]:
+        """The generation of a request, and the tokens that were read before it."""
+        params = self._params()
+        if not _unchanged(self._weights, params):
+            self._state, self._weights = None, [_mark(leaf) for leaf in params.values()]
+        prompt = request.rows[0]
+        (kept, snapshot), read = self._place(prompt), 0
+        settled = min(settled, len(prompt) - 1)
+        if self._forgets and kept < settled:
+            part = self._go_on(params, replace(request, rows=[prompt[:settled]], halts=[]), kept, snapshot)
+            next(self._steps(part))  # which reads the prompt alone
+            taken = self._runtime.fetch(self._pair.proposer.snapshot(part.state.proposer))
+            self._snapshots = [*self._snapshots, (settled, taken)][-SNAPSHOTS:]
+            self._state, kept, snapshot, read = part.state, settled, None, part.prefilled
+        return self._go_on(params, request, kept, snapshot), read
+
+    def _place(self, prompt: np.ndarray) -> tuple[int, Any]:
+        """How many tokens of ``prompt`` need not be read again, and the snapshot to go on from."""
+        if self._state is None:
+            self._snapshots = []
+            return 0, None
+        most = min(len(self._held), len(prompt)) - 1  # an anchor has no K/V, and a prompt's end is read
+        differs = np.flatnonzero(self._held[:most] != prompt[:most])
+        common = int(differs[0]) if len(differs) else most
+        self._snapshots = [one for one in self._snapshots if one[0] <= common]
+        # The state may be ahead of the text, where that was cut.
+        length = int(self._runtime.fetch(self._state.length)[0])
+        if common >= self._pair.proposer.earliest(self._state.proposer, length):
+            return common, None
+        return self._snapshots[-1] if self._snapshots else (0, None)
+
+    def _go_on(self, params: Any, request: Request, kept: int, snapshot: Any) -> Generation:
+        state, self._state = self._state, None  # freed, or consumed
+        plan = self._pair.plan
+        if kept == 0:
+            del state
+            return Generation.begin(self._runtime, plan, params, request)
+        if snapshot is not None:
+            snapshot = pytree.tree_map(torch.clone, snapshot)
+        return Generation.go_on(self._runtime, plan, params, state, request, [kept], snapshot)
+
+
+def _mark(weight: Any) -> Any:
+    """Changes with every write that torch counts; of a device's array, which is never written, itself."""
+    if not isinstance(weight, Tensor):
+        return weakref.ref(weight)
+    return weight.data_ptr(), None if weight.is_inference() else weight._version
+
+
+def _unchanged(marks: list[Any], params: dict[str, Any]) -> bool:
+    same = [
+        mark() is leaf if isinstance(mark, weakref.ref) else mark == _mark(leaf)
+        for mark, leaf in zip(marks, params.values(), strict=False)
+    ]
+    return len(marks) == len(params) and all(same)
