@@ -32,6 +32,7 @@ FLOORS = [
     "engine",
     "generation",
     "integrations selftest stream train",
+    "chat",
     "cli",
 ]
 

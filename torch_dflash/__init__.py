@@ -7,6 +7,7 @@ This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is 
 
 from torch_dflash.agreement.check import check as check
 from torch_dflash.agreement.result import Agreement as Agreement
+from torch_dflash.chat import Chat as Chat
 from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
 from torch_dflash.demo.target import load_demo_target as load_demo_target
 from torch_dflash.engine.engine import Engine as Engine

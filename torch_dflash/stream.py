@@ -61,10 +61,11 @@ def stream(
     gains = call.engine().gains(call.request)
     rows = len(call.request.rows)
     texts = [None if tokenizer is None else TextStream(tokenizer) for _ in range(rows)]
-    return _pieces(gains, texts)
+    return pieces(gains, texts)
 
 
-def _pieces(gains: Iterator[list[Any]], texts: list[TextStream | None]) -> Iterator[list[Piece]]:
+def pieces(gains: Iterator[list[Any]], texts: list[TextStream | None]) -> Iterator[list[Piece]]:
+    """The rows' gains, one list for each read, with what their tokens are as text."""
     over = [False] * len(texts)
     for gained in gains:
         pieces = []

@@ -17,6 +17,7 @@ HEAVY = {
     "cache/test_page_allocator.py::test_a_small_pool_says_the_same[llama-xla]",
     "cache/test_page_allocator.py::test_rows_that_wait_stream_and_stop_as_ever[llama]",
     "cache/test_ring.py::test_a_ring_drafts_what_a_dense_buffer_drafts[None-xla]",
+    "chat/test_chat.py::test_ten_steps_of_a_tool_call_loop_read_the_conversation_once[dflash-xla]",
     "chat/test_session.py::test_a_turn_says_what_a_fresh_row_does_and_reads_what_is_new[dflash-xla-paged-llama]",
     "cli/test_selftest.py::test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla",
     "cli/test_selftest.py::test_xla_passes_and_says_where_it_ran",

@@ -12,6 +12,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}>{% endif %}"
 )
 
+# A conversation begins with what was its prompt and its answer, as it does with most models' templates.
+GROWING = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if terse %}!{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
 
 def byte_tokenizer(template=None):
     """One token per byte, so that characters beyond ASCII are cut anywhere; </s> stops."""
@@ -28,7 +35,7 @@ def byte_tokenizer(template=None):
 class NumberTokenizer:
     """Enough of a tokenizer for pages and the demo: a prompt of four ids in, numbers out."""
 
-    eos_token_id = None
+    eos_token_id, chat_template = None, "four ids of each message"
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -38,7 +45,7 @@ class NumberTokenizer:
 
     def apply_chat_template(self, messages, **options):
         assert options["return_dict"] and options["return_tensors"] == "pt"
-        ids = torch.tensor([self(message["content"])["input_ids"] for message in messages])
+        ids = torch.tensor([[i for message in messages for i in self(message["content"])["input_ids"]]])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def decode(self, ids, **options):

@@ -1,0 +1,136 @@
+"""`Chat`: messages in, message out; a turn reads only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.stats import DecodeStats
+from torch_dflash.engine.text import TextStream
+from torch_dflash.stream import Piece, pieces
+
+Message = dict[str, Any]
+Tools = Sequence[Mapping[str, Any] | Callable]
+
+
+class Chat:
+    """Answers conversations, of which each begins as the last one did.
+
+    Every call is given the whole conversation. What its tokens share with those that the state holds is not
+    read again: ``stats.prefilled`` counts what was. So an answer appended as it came costs nothing, and an
+    edit of an earlier message goes back to it. The text is that of ``engine.generate`` on the whole
+    conversation, through the tokenizer's chat template. One chat is for one thread.
+
+    Args:
+        engine: of `torch_dflash.compile`, on either runtime; one of its rows is used.
+        tokenizer: the target's, with a chat template.
+        template_options: further variables of the template, such as ``{"enable_thinking": False}``.
+        **options: of every answer, as in `torch_dflash.generate`. ``max_new_tokens`` unset: as many as the
+            engine's ``max_length`` has room for.
+
+    Attributes:
+        message: the last answer, or as much of it as has come; None before the first.
+        stats: its `DecodeStats`.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+
+    >>> # chat = td.Chat(engine, tokenizer, do_sample=False)
+    >>> # messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    >>> # messages.append(chat(messages))
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ):
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"tokenizer={type(tokenizer).__name__} has no chat template; set tokenizer.chat_template, or "
+                "call engine.generate with ids."
+            )
+        self._engine, self._tokenizer, self._options = engine, tokenizer, options
+        self._template = dict(template_options or {})
+        self._session = engine.session()
+        self.message: Message | None = None
+
+    @property
+    def stats(self) -> DecodeStats | None:
+        """Of the last answer."""
+        return self._session.stats
+
+    def __call__(self, messages: Sequence[Message], tools: Tools | None = None, **options: Any) -> Message:
+        """The answer to ``messages``: a message that may be appended to them; arguments as in `stream`."""
+        for _ in self.stream(messages, tools, **options):
+            pass
+        assert self.message is not None
+        return self.message
+
+    def stream(
+        self, messages: Sequence[Message], tools: Tools | None = None, **options: Any
+    ) -> Iterator[Piece]:
+        """Yield the answer piece by piece. It may be left at any point; ``message`` is then what has come.
+
+        Args:
+            messages: the whole conversation, each with ``role`` and ``content`` as its template reads them.
+            tools: functions or JSON schemas, for the template. A tokenizer with a ``response_template`` finds
+                the calls in the answer, others leave them in its ``content``.
+            **options: over those of the chat.
+
+        Raises:
+            TypeError, ValueError: something cannot be honoured, or does not fit into ``max_length``, at once;
+            the chat goes on as if it had not been asked.
+        """
+        prompt = self._render(messages, tools, add_generation_prompt=True)
+        options = self._options | options
+        if options.get("max_new_tokens") is None:
+            options["max_new_tokens"] = self._room(len(prompt))
+        if options.get("stop_strings") is not None:
+            options.setdefault("tokenizer", self._tokenizer)
+        settled = _shared(prompt, self._render(messages, tools, add_generation_prompt=False))
+        gains = self._session.gains(prompt, settled, **options)
+        answer = pieces(([gain] for gain in gains), [TextStream(self._tokenizer)])
+        return self._told(answer, prompt, tools)
+
+    def _told(self, answer: Iterator[list[Piece]], prompt: list[int], tools: Tools | None) -> Iterator[Piece]:
+        said: list[Piece] = []
+        self.message = {"role": "assistant", "content": ""}
+        for (piece,) in answer:
+            said.append(piece)
+            self.message = {"role": "assistant", "content": "".join(piece.text for piece in said)}
+            if piece.done and getattr(self._tokenizer, "response_template", None) is not None:
+                ids = [token for piece in said for token in piece.tokens]
+                self.message = self._tokenizer.parse_response(ids, prefix=prompt, tools=tools)
+            yield piece
+
+    def _render(self, messages: Sequence[Message], tools: Tools | None, **options: bool) -> list[int]:
+        if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
+            raise TypeError('messages: pass a list of {"role": ..., "content": ...}, at least one.')
+        given = {"tools": None if tools is None else list(tools)} | self._template | options
+        try:
+            out = self._tokenizer.apply_chat_template(
+                list(messages), return_tensors="pt", return_dict=True, **given
+            )
+        except Exception as error:  # a template may raise anything, by jinja's raise_exception too
+            raise ValueError(f"messages: the tokenizer's chat template refuses them ({error}).") from error
+        return out["input_ids"][0].tolist()
+
+    def _room(self, length: int) -> int:
+        room = self._engine.plan.capacity - length
+        if room < 1:
+            raise ValueError(
+                f"messages: {length} tokens leave no room for an answer in max_length="
+                f"{self._engine.plan.capacity}; leave messages out, or compile with a larger max_length."
+            )
+        return room
+
+
+def _shared(first: list[int], second: list[int]) -> int:
+    """How many ids both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
