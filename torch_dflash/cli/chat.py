@@ -1,0 +1,211 @@
+"""``torch-dflash chat``: a conversation with any pair, streamed, its drafted tokens in colour."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch_dflash.chat import Chat, Message
+from torch_dflash.checks import context_of
+from torch_dflash.cli.arguments import add_call_options, check_call_options, template_options
+from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
+from torch_dflash.cli.job import Job
+from torch_dflash.cli.timeline import Printer
+from torch_dflash.storage.files import write_whole
+
+LONGEST = 4096
+HELP = """/stats       what the last answer cost, and the conversation
+/save FILE   write the conversation, as a line for torch-dflash generate --jsonl
+/load FILE   go on with such a conversation
+/reset       begin anew
+/help        this list
+/exit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+def add_parser(commands) -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a target and a drafter",
+        description="Each line of stdin is a message, or a command: /help lists them. A turn reads only what "
+        "is new. Answers go to stdout, statistics and errors to stderr. Exit status: 0 done, 1 some messages "
+        "failed, 2 wrong usage.",
+    )
+    add_call_options(parser)
+    text = f"positions of the whole conversation (default {LONGEST}, or the target's context)"
+    parser.add_argument("--max-length", type=int, metavar="N", help=text)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the input ends; returns the exit status."""
+    try:
+        check_call_options(arguments)
+        job = Job.load(arguments)
+        asked = arguments.max_length
+        length = min(LONGEST, context_of(job.loaded.target)) if asked is None else asked
+        if length <= arguments.max_new_tokens:
+            raise UserError(
+                f"--max-length {length} leaves no room beside --max-new-tokens {arguments.max_new_tokens}; "
+                "raise the one or lower the other."
+            )
+        engine = job.engine(length - arguments.max_new_tokens, 1, job.streamed_rounds)
+        try:
+            template = template_options(arguments)
+            chat = Chat(engine, job.loaded.tokenizer, template_options=template, **job.options)
+        except ValueError as error:
+            raise UserError(f"--target {arguments.target}: {one_line(error)}") from None
+        if arguments.runtime == "xla":
+            engine.warmup()
+        return Conversation(chat, job).talk()
+    except UserError as error:
+        return fail("chat", error)
+    except KeyboardInterrupt:
+        return 130
+
+
+class Conversation:
+    """Messages, and what a line of input does with them."""
+
+    def __init__(self, chat: Chat, job: Job):
+        self.chat, self.job, self.turns = chat, job, 0
+        self.read = self.drafted = self.said = 0  # tokens of all turns
+        self.reset()
+
+    def talk(self) -> int:
+        """Take lines until there are no more; returns the exit status."""
+        person = sys.stdin.isatty()
+        if person:
+            with contextlib.suppress(ImportError):  # a system without it has no history of lines
+                import readline  # noqa: F401 - `input` uses it
+            print("/help lists commands, Ctrl-D leaves.", file=sys.stderr)
+        failed = False
+        while True:
+            try:
+                line = input("> " if person else "").strip()
+                if line in ("/exit", "/quit"):
+                    break
+                self.take(line)
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                print(file=sys.stderr)
+            except BrokenPipeError:
+                return hang_up()
+            except (UserError, ValueError) as error:
+                failed = True
+                fail("chat", error)
+        return int(failed and not person)
+
+    def take(self, line: str) -> None:
+        """Answer a message, or do what a command says.
+
+        Raises:
+            UserError, ValueError: it cannot be done, and nothing has changed.
+        """
+        command, _, rest = line.partition(" ")
+        commands: dict[str, Any] = {"/stats": self.report, "/reset": self.reset}
+        commands |= {"/help": lambda: print(HELP, file=sys.stderr)}
+        if command in ("/save", "/load"):
+            if not rest.strip():
+                raise UserError(f"{command}: name a file.")
+            path = Path(rest.strip()).expanduser()
+            try:
+                self.save(path) if command == "/save" else self.load(path)
+            except OSError as error:
+                raise UserError(f"{line}: {error.strerror}; name another file.") from None
+        elif line in commands:
+            commands[line]()
+        elif line.startswith("/"):
+            raise UserError(f"{command}: no such command; /help lists them.")
+        elif line:
+            self.answer(line)
+
+    def answer(self, text: str) -> None:
+        """Stream the answer to a message. What Ctrl-C leaves of it stays, like the message."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        seed = self.job.arguments.seed + self.turns
+        try:
+            pieces = self.chat.stream(messages, seed=seed)
+        except ValueError as error:
+            more = "/reset begins anew, and --max-length has more room"
+            raise UserError(f"{one_line(error)} ({more}.)") from None
+        printer = Printer(self.job.loaded.tokenizer, colour=sys.stdout.isatty())
+        said = 0
+        with stoppable() as stop, contextlib.suppress(KeyboardInterrupt):
+            for piece in pieces:
+                printer(piece.tokens, piece.drafted)
+                said += len(piece.tokens)
+                self.drafted += sum(piece.drafted)
+                if stop.is_set:
+                    break
+        printer.end()
+        self.said, self.turns = self.said + said, self.turns + 1
+        if said:
+            assert self.chat.message is not None and self.chat.stats is not None
+            self.messages = [*messages, self.chat.message]
+            self.read += self.chat.stats.prefilled
+
+    def reset(self) -> None:
+        """Only the system message stays."""
+        system = self.job.arguments.system
+        self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+
+    def report(self) -> None:
+        """Two lines on stderr."""
+        stats = self.chat.stats
+        if stats is None:
+            raise UserError("/stats: nothing was said yet.")
+        tpot = stats.time_per_output_token
+        print(
+            f"last answer: {stats.prefilled} prompt tokens read, {stats.new_tokens} new | acceptance length "
+            f"{stats.mean_acceptance_length:.2f} | TTFT {stats.time_to_first_token * 1e3:.1f} ms | TPOT "
+            f"{float('nan') if tpot is None else tpot * 1e3:.2f} ms\n"
+            f"all {self.turns}: {self.read} prompt tokens read, {self.said} new, {self.drafted} drafted",
+            file=sys.stderr,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the messages as one line of JSON, all or nothing."""
+        line = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+        write_whole(path, lambda part: part.write_text(line, encoding="utf-8"))
+
+    def load(self, path: Path) -> None:
+        """Take the messages of a file of `save` in place of these."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["messages"]
+            good = isinstance(found, list) and all({"role", "content"} <= one.keys() for one in found)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            good = False
+        if not good:
+            raise UserError(
+                f'/load {path}: must hold {{"messages": [{{"role": ..., "content": ...}}, ...]}}.'
+            )
+        self.messages = found
+
+
+class _Flag:
+    is_set = False
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[_Flag]:
+    """A flag that Ctrl-C sets, for the next piece to see; a second Ctrl-C does not wait for one."""
+    flag = _Flag()
+
+    def stop(*_: Any) -> None:
+        if flag.is_set:
+            raise KeyboardInterrupt
+        flag.is_set = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, before)
