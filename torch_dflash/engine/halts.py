@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers import MaxTimeCriteria, StopStringCriteria
 from torch_dflash.checks import row_list
 
 
+@runtime_checkable
 class Halt(Protocol):
     """Looks at the texts that a read has brought, prompts included."""
 
