@@ -34,6 +34,7 @@ FLOORS = [
     "integrations selftest stream train",
     "chat",
     "cli",
+    "__main__",
 ]
 
 

@@ -7,22 +7,46 @@ import runpy
 
 import pytest
 from support import ROOT
-from support.tiny import VOCAB, make_pair
-from support.tokenizers import NumberTokenizer
+from support.tiny import VOCAB, make_drafter, make_pair, make_target
+from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
 from torch_dflash.cli import demo, main
 from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
 
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+AOT = "09_compile_for_a_tpu.py"
+
+
+def run_example(name, capsys):
+    runpy.run_path(str(ROOT / "examples" / name))
+    said = capsys.readouterr().out
+    assert said and "False" not in said
+    return said
+
 
 @pytest.mark.slow
 @pytest.mark.network
-@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=[pytest.mark.aot] if name == AOT else []) for name in EXAMPLES]
+)
 def test_examples_run(example, capsys):
-    runpy.run_path(str(ROOT / "examples" / example))
-    said = capsys.readouterr().out
-    assert said
-    assert "same text: False" not in said and "same tokens: False" not in said
+    run_example(example, capsys)
+
+
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if name != AOT])
+def test_examples_run_with_another_pair(example, monkeypatch, capsys):
+    target = make_target("llama", vocab_size=257, max_position_embeddings=1024)
+    drafter, tokenizer = make_drafter(target, max_position_embeddings=1024), byte_tokenizer(GROWING)
+    monkeypatch.setattr(td, "load_demo_pair", lambda **options: (target, drafter, tokenizer))
+    monkeypatch.setattr(td, "load_demo_target", lambda **options: (target, tokenizer))
+    run_example(example, capsys)
+
+
+def test_examples_are_short_and_listed():
+    listed = (ROOT / "examples/README.md").read_text()
+    for path in (ROOT / "examples").glob("[0-9]*"):
+        assert path.name in listed and len(path.read_text().splitlines()) < 60, path.name
 
 
 @pytest.fixture

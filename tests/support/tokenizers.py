@@ -44,9 +44,12 @@ class NumberTokenizer:
         return {"input_ids": [len(text) % self.vocab_size, 5, 6, 7]}
 
     def apply_chat_template(self, messages, **options):
-        assert options["return_dict"] and options["return_tensors"] == "pt"
-        ids = torch.tensor([[i for message in messages for i in self(message["content"])["input_ids"]]])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        assert options["return_dict"]
+        ids = [token for message in messages for token in self(message["content"])["input_ids"]]
+        if options.get("return_tensors") == "pt":
+            row = torch.tensor([ids])
+            return {"input_ids": row, "attention_mask": torch.ones_like(row)}
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def decode(self, ids, **options):
         return " ".join(str(int(token)) for token in ids)

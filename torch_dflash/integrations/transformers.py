@@ -78,8 +78,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         refuse_unsupported(config)
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
-        # As transformers counts them for its own processors.
-        padding = tuple((model_kwargs["attention_mask"] != 0).int().argmax(dim=1).tolist())
+        # As transformers counts them for its own processors; with inputs_embeds there is no column.
+        padding = tuple((model_kwargs["attention_mask"].cumsum(dim=1) == 0).sum(dim=1).tolist())
         call = {"seed": seed, "streamer": streamer_of_caller(model)}
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(

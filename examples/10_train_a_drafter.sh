@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A drafter for your model, from prompts to figures. Run it again after any interruption: each stage goes on.
 #
-#   examples/train_a_drafter.sh TARGET MASK_TOKEN_ID OUT [DEVICE [PROMPTS [small]]]
+#   examples/10_train_a_drafter.sh TARGET MASK_TOKEN_ID OUT [DEVICE [PROMPTS [small]]]
 #
 # TARGET: directory, hub id or demo. MASK_TOKEN_ID: an id that no text holds (docs/training.md). DEVICE: cuda
 # (default) or cpu. PROMPTS: how many of data/train/prompts to answer (default: all). small: tiny settings.
