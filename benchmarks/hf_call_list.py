@@ -129,6 +129,7 @@ CALLS: dict[str, Call] = {
     "`streamer`": Call(lambda: {"streamer": Silent()}, one_row=True),
     "`return_dict_in_generate`": greedy(return_dict_in_generate=True),
     "`output_scores`": greedy(output_scores=True, return_dict_in_generate=True),
+    "`output_logits`": greedy(output_logits=True, return_dict_in_generate=True),
     "`output_hidden_states`": greedy(output_hidden_states=True, return_dict_in_generate=True),
     "`cache_implementation`": greedy(cache_implementation="static"),
     "`past_key_values`, empty": Call(lambda: {"past_key_values": DynamicCache()}),

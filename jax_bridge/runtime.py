@@ -105,6 +105,11 @@ class XlaRuntime:
         table = state.page_table if page_table is None else put(page_table)
         return replace(state, page_table=table, done=put(done))
 
+    def record_from(self, state: DecodeState, known: np.ndarray) -> DecodeState:
+        """Set where the rows of logits that are kept begin: a small transfer."""
+        start = to_jax(torch.tensor(known, dtype=torch.int32, device="cpu"))
+        return replace(state, record=state.record | {"start": start})
+
     def advance(self, params: Arrays, state: DecodeState, turn: Turn | None = None) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""
         check_alive(state)

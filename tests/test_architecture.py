@@ -23,7 +23,7 @@ FLOORS = [
     "checks ops progress pytrees storage",
     "processors",
     "plan state",
-    "accept cache sampling",
+    "accept cache record sampling",
     "target",
     "proposers",
     "decode demo",

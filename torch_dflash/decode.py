@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
-from torch_dflash.cache.allocate import check_specs
+from torch_dflash.cache.allocate import check_specs, no_pages
 from torch_dflash.ops.windows import clear_rows, positions, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text, process
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.pytrees import register_state
-from torch_dflash.sampling import pick_tokens
+from torch_dflash.record import note_picks, start_record
+from torch_dflash.sampling import pick_tokens, warped_logits
 from torch_dflash.state import DecodeState, Draft, PromptChunk, Sampling
 from torch_dflash.target.adapter import Target
 
@@ -115,6 +116,7 @@ class Verified(NamedTuple):
     """The target on M rows: ``ids`` [B, M], its own ``logits`` [B, M, V] and ``picks`` [B, M] after each row.
 
     ``features`` [B, M, n*H] are the tapped layers' outputs, None without taps; ``cache`` the layers after it.
+    ``scores`` [B, M, V], what was picked from, is None unless the plan keeps it.
     """
 
     ids: Int[Tensor, "B M"]
@@ -122,6 +124,7 @@ class Verified(NamedTuple):
     picks: Int[Tensor, "B M"]
     features: Tensor | None
     cache: tuple
+    scores: Tensor | None
 
 
 def draft(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
@@ -155,9 +158,9 @@ def verify(
     own = out.logits[:, :width]
     following = positions(state.committed, width)
     tokens = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
-    picks = _pick(plan, state.rules, Text(tokens, following, ids), own, state.sampling)
+    picks, scores = _pick(plan, state.rules, Text(tokens, following, ids), own, state.sampling)
     features = None if out.features is None else out.features[:, :width]
-    return Verified(ids, own, picks, features, out.cache)
+    return Verified(ids, own, picks, features, out.cache, scores)
 
 
 def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Verified) -> DecodeState:
@@ -179,14 +182,19 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
         ),
         accepted=write_rows(state.accepted, kept[:, None].to(torch.uint8), state.rounds, dim=1),
         rounds=state.rounds + (~state.done).to(torch.int32),
+        record=note_picks(state.record, seen.picks, seen.logits, seen.scores, state.committed),
     )
 
 
-def _pick(plan: DecodePlan, rules: tuple, text: Text, logits: Tensor, sampling: Sampling) -> Tensor:
-    """The token that is to stand after each row of ``text``."""
+def _pick(
+    plan: DecodePlan, rules: tuple, text: Text, logits: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor | None]:
+    """The token that is to stand after each row of ``text``, and what it is picked from if that is kept."""
     unscaled = process(plan.processors, rules, text, logits)
     warp = partial(process, plan.processors, rules, text, scaled=True)
-    return pick_tokens(unscaled, text.length, sampling, plan.filters, warp)
+    picks = pick_tokens(unscaled, text.length, sampling, plan.filters, warp)
+    kept = "output_scores" in plan.outputs
+    return picks, warped_logits(unscaled, sampling, plan.filters, warp) if kept else None
 
 
 def _decode_round(pair: Pair, state: DecodeState, width: int, fewest: int) -> DecodeState:
@@ -211,9 +219,9 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         processor.read(memory, ids, count)
         for processor, memory in zip(pair.plan.processors, state.rules, strict=True)
     )
-    pick = _pick(pair.plan, rules, Text(tokens, length[:, None]), out.logits, state.sampling)[:, 0]
+    picks, scores = _pick(pair.plan, rules, Text(tokens, length[:, None]), out.logits, state.sampling)
     ended = fed & (chunk.following < 0)
-    bonus = torch.where(ended, pick, chunk.following)
+    bonus = torch.where(ended, picks[:, 0], chunk.following)
 
     column = torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype)
     next_ids = torch.where(column == last[:, None], bonus[:, None], torch.roll(ids, -1, dims=1))
@@ -228,6 +236,7 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         cache=out.cache,
         proposer=proposer.ingest(state.proposer, out.features, ids, next_ids, count),
         rules=rules,
+        record=note_picks(state.record, picks, out.logits, scores, length, ended.to(count.dtype)),
     )
 
 
@@ -256,6 +265,7 @@ def _reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: R
         rules=pytree.tree_map(chosen, memories(pair, requests), state.rules),
         accepted=cleared(state.accepted),
         rounds=cleared(state.rounds),
+        record={name: clear_rows(old, rows) for name, old in state.record.items()},
     )
 
 
@@ -271,11 +281,12 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
         done=rows.done,
         sampling=rows.sampling,
         cache=pair.target.start(plan),
-        page_table=_no_pages(plan, device),
+        page_table=no_pages(plan, device),
         proposer=pair.proposer.start(plan, device),
         rules=memories(pair, rows),
         accepted=torch.zeros(shape, dtype=torch.uint8, device=device),
         rounds=zeros.clone(),
+        record=start_record(plan, pair.target.vocab_size, device),
     )
 
 
@@ -286,9 +297,3 @@ def memories(pair: Pair, rows: RowRequests) -> tuple:
         processor.start(values, size)
         for processor, values in zip(pair.plan.processors, rows.rules, strict=True)
     )
-
-
-def _no_pages(plan: DecodePlan, device) -> Tensor | None:
-    if plan.cache == "static":
-        return None
-    return torch.zeros(plan.batch_size, plan.row_pages, dtype=torch.int32, device=device)

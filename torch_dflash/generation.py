@@ -42,6 +42,8 @@ def compile(
     stop_slots: int = 8,
     filters: bool = True,
     processors: tuple[str | Processor, ...] | None = None,
+    outputs: tuple[str, ...] = (),
+    top_logprobs: int = 0,
     prefill_chunk_size: int = 512,
     matmul_precision: str = "highest",
     compute: str = "auto",
@@ -68,6 +70,8 @@ def compile(
         filters: compile top-k, top-p and min-p in.
         processors: options that requests may use besides, such as "repetition_penalty", and rules of your own
             (`BlockProcessor`); unset: what the model's ``generation_config`` asks for.
+        outputs: what requests may be told besides: "output_scores", "output_logits", "output_logprobs".
+        top_logprobs: of how many ids a request may have the log-probabilities, at each token.
         prefill_chunk_size: largest piece of a prompt, a power of two.
         matmul_precision: XLA matmul precision; "highest" keeps fp32 exact on TPU and GPU.
         compute: the type of linear products, on a CPU: "auto" (the weights' own), "float32" or "bfloat16"
@@ -83,26 +87,9 @@ def compile(
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
     """
+    given = {name: value for name, value in locals().items() if name not in ("target", "drafter")}
     check_blocks(drafter, block_size=block_size, verify_width=verify_width)
-    options = EngineOptions(
-        runtime=runtime,
-        max_length=max_length,
-        batch_size=batch_size,
-        block_size=block_size,
-        verify_width=verify_width,
-        rounds_per_chunk=rounds_per_chunk,
-        stop_slots=stop_slots,
-        filters=filters,
-        processors=processors,
-        prefill_chunk_size=prefill_chunk_size,
-        matmul_precision=matmul_precision,
-        compute=compute,
-        quantize=quantize,
-        cache=cache,
-        page_size=page_size,
-        pool_pages=pool_pages,
-        verify=verify,
-    )
+    options = EngineOptions(**given)
     check_compiled(processors)
     engine = Engine(target, drafter, options)
     engine.keeps_alive = (target, drafter)
@@ -151,7 +138,8 @@ def generate(
         processors: rules of your own (`BlockProcessor`, `HostProcessor`), after the options'.
         stopping_criteria: transformers', or functions of (ids [B, T], None): asked on the host. Others than
             stop strings and a time are asked once a token, so that nothing is drafted; ``runtime="eager"``.
-        return_dict_in_generate: return ``.sequences`` and ``.stats``.
+        return_dict_in_generate: return ``.sequences`` and ``.stats``, and with ``output_scores``,
+            ``output_logits``, ``output_logprobs`` or ``top_logprobs=K`` what `GenerateOutput` says of them.
         runtime: as in `compile`.
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
             ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize`` and ``verify`` as in
@@ -172,6 +160,7 @@ def generate(
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
         "stopping_criteria": stopping_criteria,
+        "return_dict_in_generate": return_dict_in_generate,
     }
     asked = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
     check_streamer(streamer, len(asked.request.rows))
@@ -228,6 +217,8 @@ def read_call(
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
         processors=arranged([*request.processors, *own]),
+        outputs=request.told.outputs,
+        top_logprobs=request.told.top_logprobs,
         runtime=runtime,
         **(built | alone),
     )

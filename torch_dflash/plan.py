@@ -10,6 +10,8 @@ from torch_dflash.processors.interface import Processor
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
 MIN_BUCKET = TILE
+OUTPUTS = ("output_scores", "output_logits", "output_logprobs")
+"""Options that ask for what tokens were picked from."""
 
 
 def whole_tiles(rows: int) -> int:
@@ -30,6 +32,8 @@ class DecodePlan:
         rounds_per_chunk: rounds between two host reads.
         filters: whether top-k, top-p and min-p are compiled in (they sort the vocabulary).
         processors: kinds of what changes the logits before a token is picked, in this order.
+        outputs: what is kept of those logits, of `OUTPUTS` and in its order.
+        top_logprobs: of how many ids, the likeliest ones, the log-probabilities are kept.
         matmul_precision: XLA matmul precision; "highest" for fp32 exactness off the CPU.
         cache: kind of the target's cache: "static" (dense, a whole row's positions each) or "paged".
         page_size: positions in a page.
@@ -44,6 +48,8 @@ class DecodePlan:
     rounds_per_chunk: int = 16
     filters: bool = False
     processors: tuple[Processor, ...] = ()
+    outputs: tuple[str, ...] = ()
+    top_logprobs: int = 0
     matmul_precision: str = "highest"
     cache: str = "static"
     page_size: int = 64
@@ -87,6 +93,11 @@ class DecodePlan:
     def nodes(self) -> int:
         """Drafted tokens N per round."""
         return self.block_size - 1
+
+    @property
+    def most_gained(self) -> int:
+        """Most tokens that a row gains between two host reads: of all rounds, and of a prompt's pass."""
+        return self.rounds_per_chunk * self.verify_width + 1
 
     @property
     def slack(self) -> int:

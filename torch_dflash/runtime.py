@@ -15,6 +15,7 @@ from torch_dflash.decode import Pair, Params, RowRequests, begin, decode_round, 
 from torch_dflash.ops.windows import read_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
+from torch_dflash.record import Recorded, read_record
 from torch_dflash.rewind import rewind
 from torch_dflash.state import DecodeState, PromptChunk
 
@@ -24,7 +25,8 @@ from torch_dflash.state import DecodeState, PromptChunk
 class News:
     """What a host read fetches: each row's tokens and acceptance lengths that it lacks, and where it is.
 
-    ``tokens`` [B, K] from the first unknown position on, ``accepted`` [B, R] from the first unknown round on.
+    ``tokens`` [B, K] from the first unknown position on, ``accepted`` [B, R] from the first unknown round on,
+    ``record`` (`torch_dflash.record`) as far as the tokens.
     """
 
     tokens: Any
@@ -32,16 +34,18 @@ class News:
     length: Any
     done: Any
     rounds: Any
+    record: Any
 
 
 def news(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) -> News:
     """What ``state`` has beyond ``known`` [B] tokens and ``rounds`` [B] rounds: what one chunk can bring."""
     return News(
-        tokens=read_rows(state.tokens, known, plan.rounds_per_chunk * plan.verify_width + 1),
+        tokens=read_rows(state.tokens, known, plan.most_gained),
         accepted=read_rows(state.accepted, rounds, plan.rounds_per_chunk),
         length=state.length.clone(),
         done=state.done.clone(),
         rounds=state.rounds.clone(),
+        record=read_record(state.record, plan, known),
     )
 
 
@@ -60,12 +64,15 @@ class Turn(NamedTuple):
 class Gain(NamedTuple):
     """What a read brought a row: its ``tokens``, how many each of its ``rounds`` committed, whether it ended.
 
-    Rounds may count tokens behind the row's end.
+    Rounds may count tokens behind the row's end. ``logprobs`` and ``top`` are those of the tokens, where they
+    are kept: a number, and pairs of an id and its own, the likeliest first.
     """
 
     tokens: list[int]
     rounds: list[int]
     done: bool
+    logprobs: list[float] | None = None
+    top: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass
@@ -83,6 +90,7 @@ class Progress:
     rounds: np.ndarray
     known: np.ndarray
     ended: np.ndarray
+    record: Recorded
 
     @classmethod
     def empty(cls, plan: DecodePlan, lengths: np.ndarray) -> Progress:
@@ -92,7 +100,7 @@ class Progress:
         known[: len(lengths)] = lengths
         tokens, accepted = np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
         flags = zeros.astype(bool)
-        return cls(tokens, accepted, zeros, flags, zeros.copy(), known, flags.copy())
+        return cls(tokens, accepted, zeros, flags, zeros.copy(), known, flags.copy(), Recorded(known))
 
     @property
     def committed(self) -> np.ndarray:
@@ -106,8 +114,10 @@ class Progress:
 
     def gain(self, row: int, start: int, rounds: int) -> Gain:
         """A row's tokens from ``start`` on, and its rounds after the first ``rounds``."""
-        tokens = self.tokens[row, start : self.known[row]].tolist()
-        return Gain(tokens, self.accepted[row, rounds : self.rounds[row]].tolist(), bool(self.ended[row]))
+        end = int(self.known[row])
+        tokens, accepted = self.tokens[row, start:end], self.accepted[row, rounds : self.rounds[row]]
+        said = self.record.logprobs(row, start, end), self.record.top(row, start, end)
+        return Gain(tokens.tolist(), accepted.tolist(), bool(self.ended[row]), *said)
 
     def cut(self, row: int, end: int) -> None:
         """Forget a row's tokens from ``end`` on: it has ended there."""
@@ -119,6 +129,7 @@ class Progress:
             end, last = max(int(since), int(found.length[row]) + 1), int(found.rounds[row])
             self.tokens[row, since:end] = found.tokens[row, : end - since]
             self.accepted[row, rounds:last] = found.accepted[row, : last - rounds]
+            self.record.add(found.record, row, int(since), end)
             self.known[row] = end
         self.length, self.done, self.rounds = (np.array(x) for x in (found.length, found.done, found.rounds))
 
@@ -146,6 +157,10 @@ class Runtime(Protocol):
 
     def assign(self, state: Any, page_table: np.ndarray | None, done: np.ndarray) -> Any:
         """Set which rows rest and, where the cache is paged, the page tables; consumes ``state``."""
+        ...
+
+    def record_from(self, state: Any, known: np.ndarray) -> Any:
+        """Have the rows of logits that are kept begin at positions ``known`` [B]; consumes ``state``."""
         ...
 
     def advance(self, params: Any, state: Any, turn: Turn | None = None) -> Any:
@@ -215,6 +230,10 @@ class EagerRuntime:
 
         table = state.page_table if page_table is None else tensor(page_table)
         return replace(state, page_table=table, done=tensor(done))
+
+    def record_from(self, state: DecodeState, known: np.ndarray) -> DecodeState:
+        start = torch.tensor(known, dtype=torch.int32, device=state.done.device)
+        return replace(state, record=state.record | {"start": start})
 
     def advance(self, params: Params, state: DecodeState, turn: Turn | None = None) -> DecodeState:
         turn = turn or Turn.of(self.plan)

@@ -73,6 +73,30 @@ def filter_logits(scaled: Float[Tensor, "B M V"], sampling: Sampling) -> Float[T
     return torch.where(scaled >= lowest, scaled, -torch.inf)
 
 
+def _scaled(
+    logits: Float[Tensor, "B M V"], sampling: Sampling, filters: bool, warp: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(sampled rows' logits by temperature and filters, the best moved to 0; what it was, scaled)."""
+    # The best logit is moved to 0 first: divided by a tiny temperature, the others would overflow too.
+    greedy, best = sampling.temperature <= 0, logits.amax(dim=-1, keepdim=True)
+    temperature = torch.where(greedy, 1.0, sampling.temperature).clamp(min=1e-30)[:, None, None]
+    scaled = (logits - best) / temperature
+    return warp(filter_logits(scaled, sampling) if filters else scaled), best / temperature
+
+
+def warped_logits(
+    logits: Float[Tensor, "B M V"], sampling: Sampling, filters: bool, warp: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "B M V"]:
+    """What `pick_tokens` picks from: a greedy row's logits as they are, a sampled row's warped."""
+
+    def sampled(logits: Tensor) -> Tensor:
+        scaled, best = _scaled(logits, sampling, filters, warp)
+        return torch.where((sampling.temperature <= 0)[:, None, None], logits, scaled + best)
+
+    any_sampled = (sampling.temperature > 0).any()
+    return branch(any_sampled, sampled, lambda logits: logits.clone(), logits.to(torch.float32))
+
+
 def pick_tokens(
     logits: Float[Tensor, "B M V"],
     position: Int[Tensor, "B M"],
@@ -86,14 +110,10 @@ def pick_tokens(
     """
 
     def sample(logits: Tensor, position: Tensor) -> Tensor:
-        greedy = sampling.temperature <= 0
-        # The best logit is moved to 0 first: divided by a tiny temperature, the others would overflow too.
-        temperature = torch.where(greedy, 1.0, sampling.temperature).clamp(min=1e-30)
-        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None, None]
-        if filters:
-            scaled = filter_logits(scaled, sampling)
-        noisy = warp(scaled) + gumbel(sampling.seed, position, logits.shape[-1])
-        return argmax(torch.where(greedy[:, None, None], logits, noisy), position)
+        scaled, _ = _scaled(logits, sampling, filters, warp)
+        noisy = scaled + gumbel(sampling.seed, position, logits.shape[-1])
+        greedy = (sampling.temperature <= 0)[:, None, None]
+        return argmax(torch.where(greedy, logits, noisy), position)
 
     def argmax(logits: Tensor, position: Tensor) -> Tensor:
         return torch.argmax(logits, dim=-1).to(torch.int32)

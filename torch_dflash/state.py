@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Bool, Float, Int, UInt8
@@ -51,6 +51,7 @@ class DecodeState:
     rules: tuple  # one memory per processor of the plan
     accepted: UInt8[Tensor, "B S"]  # tokens committed in each round, trimmed at stop ids, not at limit
     rounds: Int[Tensor, " B"]
+    record: dict[str, Tensor] = field(default_factory=dict)  # what the plan keeps of logits (`record`)
 
     @property
     def committed(self) -> Int[Tensor, " B"]:

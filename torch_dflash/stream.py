@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_dflash.engine.text import TextStream
+from torch_dflash.engine.told import check_streamed
 from torch_dflash.generation import read_call
 
 
@@ -22,12 +23,18 @@ class Piece:
         drafted: of each token, whether it was drafted and accepted: all that a target pass commits but the
             last, which is the target's own pick.
         done: whether the row has ended.
+        logprobs: with ``output_logprobs``, of each token the logarithm of its probability by the target's own
+            logits, whatever temperature, processors and filters made of them.
+        top_logprobs: with ``top_logprobs=K``, in the place of each token (id, logarithm) pairs of the
+            likeliest ids, in order.
     """
 
     tokens: list[int]
     text: str
     drafted: list[bool]
     done: bool
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 def stream(
@@ -56,8 +63,9 @@ def stream(
     Raises:
         TypeError, ValueError: bad input, at once and not at the first piece.
     """
-    options |= {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk}
+    options |= {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
     call = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+    check_streamed(call.request.told)
     gains = call.engine().gains(call.request)
     rows = len(call.request.rows)
     texts = [None if tokenizer is None else TextStream(tokenizer) for _ in range(rows)]
@@ -73,7 +81,8 @@ def pieces(gains: Iterator[list[Any]], texts: list[TextStream | None]) -> Iterat
             final = gain.done and not over[row]
             over[row] = gain.done
             said = "" if text is None else text.push(gain.tokens, final=final)
-            pieces.append(Piece(gain.tokens, said, _drafted(gain.rounds, len(gain.tokens)), gain.done))
+            drafted = _drafted(gain.rounds, len(gain.tokens))
+            pieces.append(Piece(gain.tokens, said, drafted, gain.done, gain.logprobs, gain.top))
         yield pieces
 
 

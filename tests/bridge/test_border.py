@@ -28,6 +28,7 @@ class Side:
 
     def __init__(self, pair, runtime, cache="static"):
         options = {"max_length": 64, "batch_size": 4, "rounds_per_chunk": 1, "filters": False}
+        options["outputs"] = ("output_logprobs",)
         self.engine = td.compile(*pair, runtime=runtime, cache=cache, page_size=16, **options)
         self.runtime = self.engine.runtime
         self.params = self.runtime.refresh(self.engine.tensors())
@@ -86,8 +87,8 @@ def leaves(tree, path=""):
     if is_dataclass(tree):
         for field in fields(tree):
             yield from leaves(getattr(tree, field.name), f"{path}.{field.name}")
-    elif isinstance(tree, tuple):
-        for index, item in enumerate(tree):
+    elif isinstance(tree, tuple | dict):
+        for index, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(item, f"{path}[{index}]")
     elif tree is not None:
         yield path, tree

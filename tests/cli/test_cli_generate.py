@@ -189,6 +189,22 @@ def test_json_lines_keep_their_order_and_bad_ones_say_why(pair, capsys, tmp_path
     assert "7 of 11 lines failed; line 2" in err and "acceptance length" in err
 
 
+def test_json_lines_with_log_probabilities(pair, capsys, tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "longer"}\n')
+    assert generate(pair, "--jsonl", "--file", str(file), "--logprobs", "--top-logprobs", "2") == 0
+    for line in capsys.readouterr().out.splitlines():
+        result = json.loads(line)
+        ids = pair.tokenizer(chat(result["prompt"]))["input_ids"]
+        logits = pair.model(torch.tensor([ids + result["tokens"]])).logits[0, len(ids) - 1 : -1]
+        log = logits.log_softmax(-1)
+        own = log.gather(1, torch.tensor(result["tokens"])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(result["logprobs"]), own, rtol=1e-4, atol=1e-4)
+        found = torch.tensor(result["top_logprobs"])
+        assert found.shape == (int(NEW), 2, 2) and torch.equal(found[..., 0].long(), log.topk(2).indices)
+        torch.testing.assert_close(found[..., 1], log.topk(2).values, rtol=1e-4, atol=1e-4)
+
+
 def test_sampled_lines_do_not_depend_on_their_batch(pair, capsys, tmp_path):
     file = tmp_path / "in.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("same", "same", "other")))
@@ -240,6 +256,8 @@ def errors(pair, tmp_path):
         (["--prompt", "x", "--jsonl"], ["--jsonl with --prompt", "leave --jsonl out"]),
         (["--jsonl", "--file", str(tmp_path / "void")], ["no lines"]),
         ([*prompt, "--batch-size", "2"], ["--batch-size 2", "leave it out"]),
+        (["--prompt", "x", "--logprobs"], ["--logprobs", "pass --jsonl"]),
+        (["--prompt", "x", "--top-logprobs", "2"], ["--top-logprobs", "pass --jsonl"]),
         (["--jsonl", "--batch-size", "0", "-"], ["--batch-size 0", "at least 1"]),
         ([*prompt, "--max-new-tokens", "0"], ["--max-new-tokens 0", "at least 1"]),
         (

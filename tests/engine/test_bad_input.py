@@ -132,7 +132,13 @@ OPTIONS = [
         ValueError,
         ["logits_processor abs", "runtime='eager'", "BlockProcessor"],
     ),
-    ({"output_scores": True}, ValueError, ["output_scores=True", "pass output_scores=False"]),
+    ({"output_attentions": True}, ValueError, ["output_attentions=True", "pass output_attentions=False"]),
+    ({"output_scores": "yes"}, ValueError, ["output_scores='yes'", "True or False"]),
+    ({"output_logprobs": 1}, ValueError, ["output_logprobs=1", "True or False"]),
+    ({"top_logprobs": -1}, ValueError, ["top_logprobs=-1", "at least 0"]),
+    ({"top_logprobs": 1 << 20}, ValueError, ["top_logprobs=1048576", "at most"]),
+    ({"output_logprobs": True}, ValueError, ["output_logprobs=True", "return_dict_in_generate=True"]),
+    ({"top_logprobs": 2}, ValueError, ["top_logprobs=2", "return_dict_in_generate=True"]),
     ({"prompt_lookup_num_tokens": 3}, ValueError, ["prompt_lookup_num_tokens=3", "unset"]),
 ]
 SAMPLING = [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from torch_dflash.cache.dense import LatentLayer, StaticLayer, allocate_dense
 from torch_dflash.cache.paged import allocate_pool
@@ -30,3 +32,10 @@ def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
         raise ValueError(
             "cache='paged': the target's layers expand what they cache (latent attention); choose 'static'."
         )
+
+
+def no_pages(plan: DecodePlan, device) -> Int[Tensor, "B row_pages"] | None:
+    """The page tables of rows that have no page; None where the cache has none."""
+    if plan.cache == "static":
+        return None
+    return torch.zeros(plan.batch_size, plan.row_pages, dtype=torch.int32, device=device)

@@ -17,7 +17,7 @@ from torch_dflash.cli.writable import check_outputs, make_folder
 from torch_dflash.plan import DecodePlan
 
 PASSES = ("verify", "draft", "round")
-# Fields of the plan that have an option of their own here, or change nothing in one round.
+# Fields of the plan that have an option of their own here, change nothing in one round, or are for outputs.
 BY_HAND = (
     "batch_size",
     "capacity",
@@ -26,6 +26,8 @@ BY_HAND = (
     "stop_slots",
     "rounds_per_chunk",
     "processors",
+    "outputs",
+    "top_logprobs",
 )
 STDOUT = "-"
 MEANING = """\

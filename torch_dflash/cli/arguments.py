@@ -71,6 +71,8 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--batch-size {arguments.batch_size} with one prompt: it is for --jsonl; leave it out."
         )
+    if (arguments.logprobs or arguments.top_logprobs is not None) and not arguments.jsonl:
+        raise UserError("--logprobs, --top-logprobs: they stand in JSON lines; pass --jsonl.")
     if arguments.prompt is not None and arguments.jsonl:
         raise UserError("--jsonl with --prompt: JSON lines come from --file PATH or -; leave --jsonl out.")
     check_call_options(arguments)

@@ -40,6 +40,8 @@ def add_parser(commands) -> None:
         "one result line each, in order",
     )
     add("--raw", action="store_true", help="send the text as it is, without the chat template")
+    add("--logprobs", action="store_true", help="with --jsonl: each new id and its log-probability")
+    add("--top-logprobs", type=int, metavar="K", help="with --jsonl: also those of the K likeliest ids")
     add(
         "--batch-size",
         type=int,
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         check_options(arguments)
         data = read_input(arguments)
-        job = Job.load(arguments)
+        job = Job.load(arguments, output_logprobs=arguments.logprobs, top_logprobs=arguments.top_logprobs)
         return _lines(job, data) if arguments.jsonl else _one(job, data)
     except UserError as error:
         return fail("generate", error)

@@ -32,8 +32,8 @@ class Job:
     room: int
 
     @classmethod
-    def load(cls, arguments: argparse.Namespace) -> Job:
-        """The pair that ``arguments`` name, with their options (`arguments.add_call_options`)."""
+    def load(cls, arguments: argparse.Namespace, **further: Any) -> Job:
+        """The pair that ``arguments`` name, with their options (`arguments.add_call_options`) and others."""
         loaded = load_pair(
             arguments.target,
             arguments.drafter,
@@ -42,7 +42,8 @@ class Job:
             block_size=arguments.block_size,
         )
         room = prompt_room(arguments.max_new_tokens, loaded.target)
-        return cls(arguments, loaded, call_options(arguments, loaded), room)
+        options = call_options(arguments, loaded) | {name: value for name, value in further.items() if value}
+        return cls(arguments, loaded, options, room)
 
     def encode(self, messages: list[dict]) -> list[int]:
         """Prompt ids of ``messages``, --system before them."""
@@ -65,7 +66,7 @@ class Job:
     def engine(self, length: int, batch_size: int, rounds_per_chunk: int | None) -> td.Engine:
         """An engine for prompts of up to ``length`` tokens; what does not fit is a `UserError`."""
         asked, row = self.arguments, torch.zeros(1, length, dtype=torch.long)
-        options = self.options | {"seed": asked.seed}
+        options = self.options | {"seed": asked.seed, "return_dict_in_generate": True}
         try:
             request = read_request(self.loaded.target, row, torch.ones_like(row), options)
             return td.compile(
@@ -82,6 +83,8 @@ class Job:
                 filters=request.filters,
                 # Of other lines, too: a shorter one may need what the longest does not.
                 processors=(*request.processors, *self.own_processors()),
+                outputs=request.told.outputs,
+                top_logprobs=request.told.top_logprobs,
                 cache=asked.cache,
                 verify=asked.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(length)),

@@ -143,17 +143,31 @@ def _results(
     items, output: GenerateOutput, seconds: float, decode, stops: set[int]
 ) -> Iterator[dict[str, Any]]:
     assert output.stats is not None
-    for item, new, lengths in zip(items, output.new_tokens, output.stats.acceptance_lengths, strict=True):
+    rows = zip(items, output.new_tokens, output.stats.acceptance_lengths, strict=True)
+    for row, (item, new, lengths) in enumerate(rows):
         yield {
             "line": item.number,
             **item.echo,
             "text": decode(new),
             "prompt_tokens": len(item.ids),
             "new_tokens": len(new),
+            **_logprobs(output, row, new),
             "acceptance_lengths": lengths,
             "finish_reason": "stop" if new[-1] in stops else "length",
             "seconds": round(seconds, 6),
         }
+
+
+def _logprobs(output: GenerateOutput, row: int, new: list[int]) -> dict[str, Any]:
+    """A row's ids and what is known of their log-probabilities, where it was asked for."""
+    said: dict[str, Any] = {}
+    if output.logprobs is not None:
+        said = {"tokens": new, "logprobs": output.logprobs[row, : len(new)].tolist()}
+    if output.top_ids is not None and output.top_logprobs is not None:
+        both = output.top_ids[row].tolist(), output.top_logprobs[row].tolist()
+        pairs = [list(zip(ids, logs, strict=True)) for ids, logs in zip(*both, strict=True)]
+        said["top_logprobs"] = pairs[: len(new)]
+    return said
 
 
 def _write(record: dict[str, Any]) -> None:

@@ -12,9 +12,11 @@ from transformers.generation import GenerationMixin
 from torch_dflash.engine.options import OF_AN_ENGINE
 from torch_dflash.engine.refusals import config_fields
 from torch_dflash.engine.rules import OURS
+from torch_dflash.engine.told import OF_LOGITS
 
-# Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own.
-COMPILED = frozenset(OF_AN_ENGINE) - {"max_length"}
+# Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own, and
+# `top_logprobs` what it asks of an engine that may keep more.
+COMPILED = frozenset(OF_AN_ENGINE) - {"max_length", "top_logprobs"}
 _ONE_TOKEN = "written for one token at a time"
 _OPTIONS = {
     "logits_processor": f"{_ONE_TOKEN}; pass options, or processors=(td.HostProcessor(...),)",
@@ -69,7 +71,8 @@ def take_arguments(options: dict[str, Any], target: Any) -> None:
         TypeError: a name that neither transformers nor an engine knows, or one of `torch_dflash.compile`.
         ValueError: an argument of transformers that a round cannot honour; the message says what to do.
     """
-    fields = config_fields() | {"seed", "tokenizer", *OURS}
+    own = *OURS, *OF_LOGITS
+    fields = config_fields() | {"seed", "tokenizer", *own}
     for name in [name for name in options if name not in fields or name in COMPILED]:
         value = options.pop(name)
         if value is None and name not in COMPILED and _known(name, target):
@@ -78,7 +81,7 @@ def take_arguments(options: dict[str, Any], target: Any) -> None:
             raise TypeError(f"{name} is fixed when an engine is built; pass it to torch_dflash.compile.")
         if not _known(name, target):
             raise TypeError(
-                f"unknown option {name!r}; options are seed, {', '.join(OURS)} and the "
+                f"unknown option {name!r}; options are seed, {', '.join(own)} and the "
                 "fields of transformers' GenerationConfig."
             )
         if name not in _IGNORED and not _NOTHING.get(name, lambda _: False)(value):

@@ -13,6 +13,7 @@ from torch_dflash.engine.request import Request
 from torch_dflash.engine.scheduler import READ, Scheduler
 from torch_dflash.engine.width import Pace, Widths
 from torch_dflash.plan import DecodePlan
+from torch_dflash.record import WHOLE
 from torch_dflash.runtime import Progress, Runtime, Turn
 from torch_dflash.state import DecodeState
 
@@ -110,9 +111,13 @@ class Generation:
 
     def step(self, largest_chunk: int, widths: Widths) -> Progress:
         """Prompts, then rounds (the first step reads prompts alone), then the one host read."""
-        prompts = self.prepare(largest_chunk)
+        first = self._progress is None
         if self._progress is None:
             self._progress = Progress.empty(self.plan, self.scheduler.lengths)
+        if {*WHOLE.values()} & {*self.plan.outputs}:
+            self.state = self.runtime.record_from(self.state, self._progress.known)
+        prompts = self.prepare(largest_chunk)
+        if first:
             return self._read(self._progress)
         turn, rounds = widths.next(self.pace), self._progress.rounds
         compiled, started = self.runtime.compilations, time.perf_counter()

@@ -23,10 +23,12 @@ from torch_dflash.engine.request import Request
 from torch_dflash.engine.rules import arranged, of_the_model
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.session import Session
+from torch_dflash.engine.told import check_top
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import make_proposer
+from torch_dflash.record import WHOLE
 from torch_dflash.runtime import EagerRuntime, Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
@@ -55,6 +57,7 @@ class Engine:
             check_context(model, options.max_length)
             proposer = make_proposer(model, drafter, options.block_size)
             plan = options.plan(proposer.width)
+            check_top(plan.top_logprobs, skeleton.vocab_size)
             self.plan = replace(plan, processors=self._processors(model, skeleton.vocab_size))
             self.pair = Pair(skeleton, proposer, self.plan)
             if options.verify:
@@ -103,6 +106,7 @@ class Engine:
         **options: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
+        options["return_dict_in_generate"] = return_dict_in_generate
         input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
         request = self.read(input_ids, attention_mask, options)
         output = self.run(request, input_ids, streamer)
@@ -126,14 +130,14 @@ class Engine:
         if streamer is not None:
             streamer.end()
         compiled = self.runtime.compilations - compiled
-        pad = request.pad_token_id
-        return collect(input_ids, request.lengths, progress, pad, times, compiled, generation.prefilled)
+        return collect(input_ids, request, progress, times, compiled, generation.prefilled)
 
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
+        options["return_dict_in_generate"] = False
         gains = self.gains(self._read_repeated(input_ids, attention_mask, options))
         return ([gain.tokens for gain in gained] for gained in gains)
 
@@ -151,10 +155,16 @@ class Engine:
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
+        options["return_dict_in_generate"] = False
         request = self._read_repeated(input_ids, attention_mask, options)
         if request.halts:
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
+            )
+        if set(self.plan.outputs) & set(WHOLE.values()):
+            raise ValueError(
+                f"outputs={self.plan.outputs}: logits are kept from one read to the next, and a state that "
+                "is handed out is not read; compile an engine without them."
             )
         due = Scheduler(self.plan, request.lengths, request.limits).next_step().prefill
         if len(due) < len(request.rows):

@@ -16,8 +16,9 @@ from torch_dflash.checks import (
 )
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.engine.rules import check_processors
+from torch_dflash.engine.told import check_outputs
 from torch_dflash.engine.width import Widths, ladder
-from torch_dflash.plan import DecodePlan
+from torch_dflash.plan import OUTPUTS, DecodePlan
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
 
@@ -46,6 +47,8 @@ class EngineOptions:
     stop_slots: int = 8
     filters: bool = True
     processors: tuple[str | Processor, ...] | None = None
+    outputs: tuple[str, ...] = ()
+    top_logprobs: int = 0
     prefill_chunk_size: int = _of_a_call(LARGEST_CHUNK)
     matmul_precision: str = _of_a_call("highest")
     compute: str = _of_a_call("auto")
@@ -67,6 +70,7 @@ class EngineOptions:
         check_cache(self.cache)
         check_precision(self.matmul_precision)
         check_processors(self.processors)
+        check_outputs(self.outputs, self.top_logprobs)
         self._check_host()
         check_arithmetic(self.compute, self.quantize, self.runtime)
         if self.prefill_chunk_size != bucket(self.prefill_chunk_size):
@@ -90,6 +94,7 @@ class EngineOptions:
 
     def plan(self, width: int) -> DecodePlan:
         """The plan of these options with a proposer that drafts ``width`` rows, and without processors."""
+        kept = {*self.outputs, *(["output_logprobs"] if self.top_logprobs else [])}
         return DecodePlan(
             batch_size=self.batch_size,
             capacity=self.max_length,
@@ -99,6 +104,8 @@ class EngineOptions:
             # A chunk ends in one host read: worth batching on a device, free in eager mode.
             rounds_per_chunk=self.rounds_per_chunk or (16 if self.runtime == "xla" else 1),
             filters=self.filters,
+            outputs=tuple(name for name in OUTPUTS if name in kept),
+            top_logprobs=self.top_logprobs,
             matmul_precision=self.matmul_precision,
             cache=self.cache,
             page_size=self.page_size,

@@ -10,15 +10,31 @@ import torch
 from torch import LongTensor, Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from torch_dflash.engine.request import Request
 from torch_dflash.engine.stats import DecodeStats, acceptance_lengths
+from torch_dflash.engine.told import tell
 from torch_dflash.runtime import Progress
 
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):
-    """``sequences`` [B, T + new] in Hugging Face layout, and ``stats``."""
+    """``sequences`` [B, T + new] in Hugging Face layout, ``stats``, and what else was asked for.
+
+    Attributes:
+        scores: with ``output_scores``, for each new token float32 [B, V] after processors and filters.
+        logits: with ``output_logits``, for each new token the target's own, float32 [B, V].
+        logprobs: with ``output_logprobs``, float32 [B, new]: the logarithm of each new token's probability by
+            the target's own logits, whatever temperature, processors and filters made of them.
+        top_logprobs, top_ids: with ``top_logprobs=K``, [B, new, K]: those of the likeliest ids, in order.
+
+    Where a row has ended, and others go on, there is NaN (in ``top_ids`` -1). transformers has there what it
+    computes over the padding. Scores and logits lie in the host's memory.
+    """
 
     stats: DecodeStats | None = None
+    logprobs: torch.FloatTensor | None = None
+    top_logprobs: torch.FloatTensor | None = None
+    top_ids: torch.LongTensor | None = None
 
     @property
     def new_tokens(self) -> list[list[int]]:
@@ -31,19 +47,28 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 def collect(
     input_ids: Tensor,
-    prompt_lengths: list[int],
+    request: Request,
     progress: Progress,
-    pad_token_id: int,
     read_at: list[float],
     compilations: int,
     prefilled: int,
 ) -> GenerateOutput:
-    """Turn the last host read into an output.
+    """Turn the last host read into an output; arguments as in `stats_of`."""
+    stats = stats_of(request, progress, read_at, compilations, prefilled)
+    sequences = join_rows(input_ids, request.lengths, progress, request.pad_token_id)
+    told = tell(request.told, progress, request.lengths, input_ids.device)
+    return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats, **told)
+
+
+def stats_of(
+    request: Request, progress: Progress, read_at: list[float], compilations: int, prefilled: int
+) -> DecodeStats:
+    """What a call has done up to a host read.
 
     ``read_at`` holds when each read ended, in seconds; ``prefilled`` is how many prompt tokens were read.
     """
     lengths, capped, fresh = [], [], []
-    for row, prompt_length in enumerate(prompt_lengths):
+    for row, prompt_length in enumerate(request.lengths):
         after_first = int(progress.length[row]) - prompt_length
         accepted = progress.accepted[row, : int(progress.rounds[row])].tolist()
         trimmed, cut = acceptance_lengths(accepted, after_first)
@@ -51,7 +76,7 @@ def collect(
         capped.append(cut)
         fresh.append(after_first + 1)
     longest = max(fresh)
-    stats = DecodeStats(
+    return DecodeStats(
         acceptance_lengths=lengths,
         capped=capped,
         rounds=max(map(len, lengths)),
@@ -62,8 +87,6 @@ def collect(
         host_reads=len(read_at),
         prefilled=prefilled,
     )
-    sequences = join_rows(input_ids, prompt_lengths, progress, pad_token_id)
-    return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats)
 
 
 def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, pad_token_id: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch_dflash.engine.prompts import check_ids, split_rows
 from torch_dflash.engine.request import Request, defaults_of, resolve
 from torch_dflash.engine.rules import check_covered
 from torch_dflash.engine.seeds import seed_key
+from torch_dflash.engine.told import check_told
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Processor
 from torch_dflash.state import Sampling
@@ -134,3 +135,4 @@ def check_fits(request: Request, plan: DecodePlan) -> None:
             "the engine was compiled with filters=False; compile with filters=True or pass top_k=0."
         )
     check_covered(request.processors, plan.processors)
+    check_told(request.told, plan)

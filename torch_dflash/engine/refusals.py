@@ -24,6 +24,8 @@ HONOURED = frozenset(
         "stop_strings",
         "max_time",
         "num_return_sequences",
+        "output_scores",
+        "output_logits",
         *KINDS,
     }
 ) - {*OURS}
@@ -79,8 +81,6 @@ NEUTRAL: dict[str, tuple] = {
     "speculation_type": (),
     "use_mtp": (False,),
     "dola_layers": (),
-    "output_scores": (False,),
-    "output_logits": (False,),
     "output_attentions": (False,),
     "output_hidden_states": (False,),
 }

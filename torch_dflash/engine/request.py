@@ -18,6 +18,7 @@ from torch_dflash.engine.refusals import refuse_unsupported
 from torch_dflash.engine.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
 from torch_dflash.engine.seeds import row_seeds
 from torch_dflash.engine.special_ids import check_pad, stop_ids
+from torch_dflash.engine.told import OF_LOGITS, Told, read_told
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -40,6 +41,7 @@ class Request:
     pad_token_id: int
     processors: Asked = field(default_factory=dict)
     halts: list[Halt] = field(default_factory=list)
+    told: Told = Told()
     rows: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
@@ -88,8 +90,9 @@ def resolve(
         defaults: the target's ``generation_config``; not modified.
         rows: of the batch.
         width: columns of the padded prompt, which ``max_length`` counts.
-        options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer`` and those of
-            `torch_dflash.engine.rules.OURS`; None means unset, save for ``eos_token_id`` (`UNSET`).
+        options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer``, those of
+            `torch_dflash.engine.rules.OURS` and of `torch_dflash.engine.told.OF_LOGITS`; None means unset,
+            save for ``eos_token_id`` (`UNSET`).
         vocab_size: of the target, which ids of options are checked against.
 
     Raises:
@@ -97,6 +100,7 @@ def resolve(
     """
     eos = options.pop("eos_token_id", UNSET)
     seed, tokenizer = options.pop("seed", None), options.pop("tokenizer", None)
+    own = {name: options.pop(name, None) for name in OF_LOGITS}
     config = copy.deepcopy(defaults)
     # Before transformers sees them: its messages name no fix.
     if not isinstance(options.get("do_sample"), bool | None):
@@ -114,6 +118,7 @@ def resolve(
     config.update(**asked)
     config.update(defaults_only=True, **config._get_default_generation_params())
     refuse_unsupported(config)
+    told = read_told(config, own, vocab_size)
     sampled = bool(config.do_sample)
     if "temperature" in (asked | per_row) and not sampled:
         wanted = check_rows("temperature", per_row.get("temperature", config.temperature), rows)
@@ -145,6 +150,7 @@ def resolve(
         pad_token_id=next((int(ids[0]) for ids in stops if ids), 0) if pad is None else pad,
         processors=asked_processors(wanted, Batch(width, budgets, stops, sampled, vocab_size)),
         halts=halts_of(config, tokenizer),
+        told=told,
     )
     _check_ranges(request)
     return request

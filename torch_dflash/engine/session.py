@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.outputs import collect
+from torch_dflash.engine.outputs import stats_of
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.stats import DecodeStats
+from torch_dflash.engine.told import check_streamed
 from torch_dflash.runtime import Gain, Progress, Runtime
 
 SNAPSHOTS = 8
@@ -73,7 +74,8 @@ class Session:
             another request has begun.
         """
         ids = torch.tensor([prompt])
-        request = self._read(ids, torch.ones_like(ids), options)
+        request = self._read(ids, torch.ones_like(ids), options | {"return_dict_in_generate": True})
+        check_streamed(request.told)
         if len(request.rows) != 1:
             raise ValueError(f"num_return_sequences={len(request.rows)}: one text goes on; call generate.")
         return self._run(request, settled)
@@ -83,7 +85,6 @@ class Session:
         started, compiled = time.perf_counter(), self._runtime.compilations
         generation, prefilled = self._begin(request, settled)
         prompt, times = request.rows[0], []
-        given = torch.from_numpy(prompt)[None]
         shown, rounds = len(prompt), 0
         steps = self._steps(generation)
         while True:
@@ -98,8 +99,7 @@ class Session:
             self._held = np.concatenate([prompt, progress.tokens[0, len(prompt) : progress.known[0]]])
             fresh = self._runtime.compilations - compiled
             read = prefilled + generation.prefilled
-            pad = request.pad_token_id
-            self.stats = collect(given, request.lengths, progress, pad, times, fresh, read).stats
+            self.stats = stats_of(request, progress, times, fresh, read)
             yield progress.gain(0, shown, rounds)
             shown, rounds = int(progress.known[0]), int(progress.rounds[0])
 

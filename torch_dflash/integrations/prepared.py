@@ -87,6 +87,18 @@ def _read_warpers(warpers: list[Any]) -> dict[str, Any]:
     return asked
 
 
+def check_scores(processors: Iterable[Any], config: Any) -> None:
+    """Raise ``ValueError`` for one that moves scores and no token, which a round would leave out."""
+    for item in processors:
+        kind = type(item)
+        unseen = kind in _WARPERS and not config.do_sample
+        if unseen or (kind is processors_of.LogitNormalization and not config.renormalize_logits):
+            raise ValueError(
+                f"output_scores=True with {kind.__name__} in logits_processor, which changes scores and no "
+                "token here; leave it out, or pass output_logits=True instead."
+            )
+
+
 def read_criteria(criteria: Iterable[Any]) -> tuple[list[int], list[int] | None, list[Any]]:
     """The lengths of which the least ends all rows, the ids that end a row (None: nothing says), the others.
 

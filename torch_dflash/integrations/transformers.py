@@ -15,15 +15,16 @@ from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.refusals import refuse_unsupported
 from torch_dflash.engine.request import room_below
 from torch_dflash.engine.special_ids import stop_ids
+from torch_dflash.engine.told import OF_LOGITS
 from torch_dflash.generation import generate
-from torch_dflash.integrations.prepared import OF_SAMPLES, read_criteria, read_processors
+from torch_dflash.integrations.prepared import OF_SAMPLES, check_scores, read_criteria, read_processors
 from torch_dflash.integrations.prepared_rules import OFF, Call
 from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.own import BlockProcessor
 from torch_dflash.proposers.choose import check_drafter
 
-_BOUND = (*OF_A_CALL, "seed", "streamer")
+_BOUND = (*OF_A_CALL, "seed", "streamer", *OF_LOGITS)
 
 
 class dflash:  # noqa: N801 - reads as the keyword it is passed for
@@ -38,7 +39,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
 
     Args:
         drafter: as in `generate`.
-        **bound: options of an engine that `generate` takes, ``seed``, ``streamer``; a call's own go first.
+        **bound: options of an engine that `generate` takes, ``seed``, ``streamer``,
+            ``output_logprobs``, ``top_logprobs``; a call's own go first.
 
     Raises:
         TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
@@ -68,11 +70,14 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         stopping_criteria=None,
         generation_config: GenerationConfig | None = None,
         seed: int | list[int] | None = None,
+        output_logprobs: bool | None = None,
+        top_logprobs: int | None = None,
         **model_kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """transformers' contract: prepared ids and a resolved ``generation_config``.
 
-        ``seed`` may be given to ``target.generate`` itself; the mask comes in ``model_kwargs``.
+        ``seed``, ``output_logprobs`` and ``top_logprobs`` may be given to ``target.generate`` itself; the
+        mask comes in ``model_kwargs``.
         """
         config = generation_config or model.generation_config
         refuse_unsupported(config)
@@ -80,7 +85,8 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
         # As transformers counts them for its own processors; with inputs_embeds there is no column.
         padding = tuple((model_kwargs["attention_mask"].cumsum(dim=1) == 0).sum(dim=1).tolist())
-        call = {"seed": seed, "streamer": streamer_of_caller(model)}
+        call = {"seed": seed, "output_logprobs": output_logprobs, "top_logprobs": top_logprobs}
+        call["streamer"] = streamer_of_caller(model)
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(
             model,
@@ -110,6 +116,8 @@ def _asked(
     else:
         ids = frozenset(one for row in stop_ids(eos, 1) for one in row)
         options, own = read_processors(processors, Call(width, length, ids, padding))
+        if config.output_scores and config.return_dict_in_generate:
+            check_scores(processors, config)
         if not config.do_sample and options["typical_p"] < 1:
             raise ValueError(
                 "logits_processor holds TypicalLogitsWarper in a greedy call, whose likeliest token it may "
