@@ -21,7 +21,7 @@ from jax_bridge.layout import Forms, keep
 from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
-from torch_dflash.storage.weight_files import Stored, find_files, read_headers
+from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, find_files, read_headers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What classes raise over fields that make no sense to them.
@@ -80,6 +80,7 @@ def load(
     dtype: torch.dtype | None = None,
     *,
     progress: bool | None = None,
+    **hub: Any,
 ) -> DeviceModel:
     """Read a causal LM's safetensors into JAX arrays, one tensor at a time.
 
@@ -96,6 +97,8 @@ def load(
             Weights that the model class keeps in float32 stay so, and buffers such as rotary frequencies keep
             theirs.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
+        **hub: where in the repository and how to fetch it, as ``from_pretrained`` takes them: ``revision``,
+            ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``.
 
     Raises:
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
@@ -106,11 +109,14 @@ def load(
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
     if mesh is not None:
         check_mesh(mesh)
+    unknown = [name for name in hub if name not in HUB_OPTIONS]
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
     source = find_source(path_or_id)
-    fields = _read_config(source)
-    stored = read_headers(find_files(source))
+    fields = _read_config(source, hub)
+    stored = read_headers(find_files(source, **hub))
     check_sizes(fields, stored, source)
-    model = empty_model(source, dtype)
+    model = empty_model(source, dtype, **hub)
     parts = match(model, stored, source)
     forms = Forms() if mesh is not None else Forms.of(model, model.get_output_embeddings())
     live = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -132,10 +138,10 @@ def load(
     return DeviceModel(model, arrays, mesh)
 
 
-def empty_model(path_or_id: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTrainedModel:
     """The checkpoint's model with meta parameters, real buffers and its own generation config."""
     try:
-        config = AutoConfig.from_pretrained(path_or_id)
+        config = AutoConfig.from_pretrained(path_or_id, **hub)
         with init_empty_weights(include_buffers=False):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     except _UNBUILDABLE as error:
@@ -145,15 +151,15 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None) -> PreTrainedModel:
         ) from error
     model.tie_weights()  # the empty init makes parameters of its own out of tied ones
     try:
-        model.generation_config = GenerationConfig.from_pretrained(path_or_id)
+        model.generation_config = GenerationConfig.from_pretrained(path_or_id, **hub)
     except OSError:
         pass  # the checkpoint has none: what the model made from its config stays
     return model.eval().requires_grad_(False)
 
 
-def _read_config(source: str) -> dict[str, Any]:
+def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
     """config.json as it is: building a config of it may take as long as it asks for."""
-    fields, _ = PreTrainedConfig.get_config_dict(source)
+    fields, _ = PreTrainedConfig.get_config_dict(source, **hub)
     check_types(fields, source)
     method = (fields.get("quantization_config") or {}).get("quant_method")
     if method is not None:

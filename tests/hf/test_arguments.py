@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import tiny
+from support.published import publish
 from support.refusals import IDS, refuses
 from support.refusals import no_step_runs as no_step_runs
 from transformers import AutoModel, DynamicCache, GenerationConfig, StoppingCriteriaList
@@ -232,7 +233,7 @@ def test_what_custom_generate_is_not(pair):
 
 def test_drafters_that_were_not_taken_for_one(pair, tmp_path):
     target, drafter = pair
-    drafter.save_pretrained(tmp_path)
+    publish(tmp_path)
     other = AutoModel.from_pretrained(tmp_path)  # the config says qwen3
     for entry in (
         lambda: generate(target, other),

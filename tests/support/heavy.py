@@ -42,6 +42,8 @@ HEAVY = {
     "engine/test_long_run.py::test_time_and_memory_of_a_round_do_not_grow[static]",
     "engine/test_state_file.py::test_another_process_on_the_other_runtime_goes_on[xla-eager-paged]",
     "engine/test_state_file.py::test_another_process_on_the_other_runtime_goes_on[xla-eager-static]",
+    "hf/test_generation_configs.py::test_no_option_is_needed[Llama 3.1 to 3.3-xla]",
+    "hf/test_generation_configs.py::test_no_option_is_needed[suppress lists-xla]",
     "hf/test_custom_generate.py::test_custom_generate_samples_like_generate[xla]",
     "parity/test_reference_loop.py::test_a_reference_generation_goes_on_in_ours[llama]",
     "parity/test_reference_loop.py::test_decode_stops_where_ours_does[llama]",

@@ -94,7 +94,7 @@ def check_decay(given: Any) -> tuple[int, float] | None:
         raise ValueError(
             f"exponential_decay_length_penalty={given!r}: must be (number of tokens, factor), as (30, 1.01)."
         )
-    return int(pair[0]), float(pair[1])
+    return None if pair[1] == 1 else (int(pair[0]), float(pair[1]))
 
 
 def power_of_two(needed: int, least: int) -> int:

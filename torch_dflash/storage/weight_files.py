@@ -17,6 +17,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""How ``from_pretrained`` is told where in a repository to look, and how to fetch it."""
 CONVERTED = (
     "If transformers converts this checkpoint while loading (quantised weights, other names), "
     "load it with AutoModelForCausalLM.from_pretrained and pass that model."

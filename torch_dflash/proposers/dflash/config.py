@@ -110,8 +110,20 @@ class DFlashConfig(Qwen3Config):
                     "drafter (no dflash_config, no target_layer_ids); pass the drafter's directory or id."
                 )
         config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
+        if config.get("pad_token_id") == config.get("vocab_size"):
+            config.pop("pad_token_id", None)  # as `to_diff_dict` wrote it
         config.pop("auto_map", None)  # points at remote code that we neither need nor re-publish
         return config, kwargs
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What ``config.json`` holds.
+
+        With a padding id beyond the vocabulary. A drafter has no embedding and never asks for it, but
+        ``AutoModel``, to which these files are a Qwen3 without one, would draw the missing weights at random:
+        of this config it builds nothing. Servers know drafters by ``model_type`` "qwen3", so that cannot say
+        it.
+        """
+        return super().to_diff_dict() | {"pad_token_id": self.vocab_size}
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):

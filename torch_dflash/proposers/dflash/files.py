@@ -8,9 +8,8 @@ from typing import Any
 
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.storage.weight_files import Stored, find_files, read_headers
+from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, find_files, read_headers
 
-_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # Weights from elsewhere than the plain files.
 _OTHER_SOURCES = ("state_dict", "gguf_file", "variant", "adapter_kwargs")
 
@@ -28,7 +27,7 @@ def check_files(source: str | os.PathLike[str], given: dict[str, Any]) -> None:
     _require_safetensors(source, given)
     if any(given.get(name) is not None for name in _OTHER_SOURCES):
         return
-    hub = {name: given[name] for name in _HUB if name in given}
+    hub = {name: given[name] for name in HUB_OPTIONS if name in given}
     config = given.get("config")
     described = isinstance(config, DFlashConfig)
     raw = {} if described else DFlashConfig.get_config_dict(config or source, **hub)[0]

@@ -6,6 +6,7 @@ query, no input norm, no MLP. The block's rows see the context and (unless causa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from torch_dflash.ops.attention import Attend, KeyValue, attend_to, finite_values, visible
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.files import check_files
+from torch_dflash.proposers.dflash.hub import OnHub
 
 
 class DFlashAttention(nn.Module):
@@ -81,7 +83,7 @@ class DFlashLayer(nn.Module):
         return block + self.mlp(self.post_attention_layernorm(block))
 
 
-class DFlashDraftModel(PreTrainedModel):
+class DFlashDraftModel(OnHub, PreTrainedModel):
     """A DFlash v1 drafter. It has no embedding and no head: both are the target's.
 
     ``from_pretrained`` reads z-lab's published layout (a directory or a hub id) without remote code.
@@ -91,6 +93,7 @@ class DFlashDraftModel(PreTrainedModel):
     config: Any  # DFlashConfig; its inherited fields are typed as optional
     base_model_prefix = "model"
     _no_split_modules = ["DFlashLayer"]
+    spec_generate: Callable[..., Any]  # of `torch_dflash.integrations.spec_generate`
 
     def __init__(self, config: Any):
         config.check()

@@ -1,0 +1,86 @@
+"""A drafter's way to the hub, with a card of its own; it comes back by transformers' ``from_pretrained``."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard
+
+from torch_dflash.proposers.dflash.card import hub_card
+
+CARD = "README.md"
+
+
+class OnHub:
+    """What a drafter does otherwise than the ``PreTrainedModel`` beside it."""
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        target: str | None = None,
+        license: str | None = None,
+        acceptance: dict[str, float] | None = None,
+        card: ModelCard | None = None,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+    ) -> Any:
+        """Commit config, weights and model card to the hub; as ``PreTrainedModel.push_to_hub``.
+
+        A card that the repository has already stays, unless this call says something for it.
+
+        Args:
+            repo_id: "owner/name"; made if need be.
+            target: hub id of the model that it drafts for; license: the hub's name of one, as "apache-2.0";
+                acceptance: mean acceptance length by set of prompts. All for the card.
+            card: one of your own instead.
+            commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as
+                in transformers.
+
+        Returns:
+            huggingface_hub's ``CommitInfo``.
+
+        Raises:
+            huggingface_hub.errors.HfHubHTTPError: the hub refuses.
+        """
+        said: Any = {"target": target, "license": license, "acceptance": acceptance, "tags": tags}
+        if card is None:
+            keeps, card = not any(said.values()), hub_card(self, repo_id, **said)
+        else:
+            keeps = False
+        api = HfApi(token=token, library_name="torch-dflash")
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = keeps and api.file_exists(repo_id, CARD, revision=revision)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            if not there:
+                card.save(Path(folder, CARD))
+            return api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                revision=revision,
+                create_pr=create_pr,
+                commit_message=commit_message or "Upload DFlash drafter",
+                commit_description=commit_description,
+            )
+
+    def save_pretrained(self, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any):
+        """Write ``config.json`` and safetensors; as ``PreTrainedModel.save_pretrained``.
+
+        Raises:
+            ValueError: ``push_to_hub=True``, whose card would be transformers' empty one.
+        """
+        if push_to_hub:
+            raise ValueError("push_to_hub=True in save_pretrained: call drafter.push_to_hub(repo_id).")
+        parent: Any = super()
+        parent.save_pretrained(save_directory, *args, **kwargs)
