@@ -82,11 +82,3 @@ def test_a_function_that_returns_something_else_is_refused(pair):
     for function, said in ((lambda *given: None, "NoneType"), (lambda *given: given[2][..., 1:], str(VOCAB))):
         with pytest.raises(ValueError, match=said):
             texts(pair, td.BlockProcessor(function))
-
-
-@pytest.mark.parametrize("given, said", [(["repetition_penalty"], "a tuple"), (("top_k",), "'top_k'")])
-def test_what_is_no_processor_is_refused(pair, given, said):
-    with pytest.raises(ValueError, match=said):
-        td.generate(*pair, torch.tensor([[1, 2]]), processors=given)
-    with pytest.raises(ValueError, match=said):
-        td.compile(*pair, runtime="eager", processors=given)

@@ -241,7 +241,7 @@ def test_a_cost_that_was_measured_wrongly_is_measured_again(wrong, monkeypatch):
 @pytest.mark.parametrize("rounds", [16, 128, 1024])
 def test_showing_a_cost_again_leaves_every_width_measured(rounds):
     costs = {1: 1.0, 4: 3.0, 8: 4.0}  # none of which pays
-    widths, pace, turns = Widths(ladder(8), rounds), Pace(since_look=-UNLIMITED), []
+    widths, pace, turns = Widths(ladder(8), rounds), Pace(since_look=-int(UNLIMITED)), []
     for width in costs:
         widths._seconds[width].extend([costs[width]] * TRIALS)
     for _ in range(300):

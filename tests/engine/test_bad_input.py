@@ -323,3 +323,11 @@ def test_rules_that_cannot_be_called():
     for kind in (td.BlockProcessor, td.HostProcessor):
         with pytest.raises(TypeError, match=f"{kind.__name__}\\(5\\): its function must be one"):
             kind(5)
+
+
+@pytest.mark.parametrize("given, said", [(["repetition_penalty"], "a tuple"), (("top_k",), "'top_k'")])
+def test_what_is_no_processor_is_refused(pair, given, said):
+    with pytest.raises(ValueError, match=said):
+        td.generate(*pair, torch.tensor([[1, 2]]), processors=given)
+    with pytest.raises(ValueError, match=said):
+        td.compile(*pair, runtime="eager", processors=given)

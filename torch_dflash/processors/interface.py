@@ -84,7 +84,7 @@ def check_callable(processor: Any) -> None:
         raise TypeError(f"{given}: its function must be one that can be called.")
 
 
-def column(asked: Sequence[Any], unset: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def column(asked: Sequence[Any], unset: float | int, dtype: torch.dtype = torch.float32) -> Tensor:
     """One number of each row, ``unset`` where a row asks for nothing."""
     return torch.tensor([unset if value is None else value for value in asked], dtype=dtype, device="cpu")
 

@@ -15,18 +15,18 @@ from torch_dflash.processors.interface import Forgetful, Text, column
 
 
 class Seen(NamedTuple):
-    """Which ids a row holds; the last column takes what is not to be kept."""
+    """Which ids a row holds, by V+1 columns: the last one takes what is not to be kept."""
 
     penalty: Float[Tensor, " B"]
-    ids: Bool[Tensor, "B V+1"]
+    ids: Bool[Tensor, "B columns"]
 
 
 class Counts(NamedTuple):
-    """How often the target picked each id; the last column takes what is not to be kept."""
+    """How often the target picked each id, by V+1 columns: the last one takes what is not to be kept."""
 
     presence: Float[Tensor, " B"]
     frequency: Float[Tensor, " B"]
-    ids: Int[Tensor, "B V+1"]
+    ids: Int[Tensor, "B columns"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class OccurrencePenalty(Forgetful):
         return logits - frequency * times - presence * (times > 0)
 
 
-def tally(like: Tensor, ids: Int[Tensor, "B C"], count: Int[Tensor, " B"]) -> Int[Tensor, "B V+1"]:
+def tally(like: Tensor, ids: Int[Tensor, "B C"], count: Int[Tensor, " B"]) -> Int[Tensor, "B columns"]:
     """How often each id is among the first ``count[b]`` of ``ids[b]``; the others go to the last column."""
     at = torch.arange(ids.shape[1], device=ids.device)
     kept = torch.where(at < count[:, None], ids, like.shape[1] - 1).to(torch.int32)
