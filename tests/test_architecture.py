@@ -32,7 +32,7 @@ FLOORS = [
     "engine",
     "generation",
     "integrations selftest stream train",
-    "chat",
+    "chat doctor",
     "cli",
     "__main__",
 ]

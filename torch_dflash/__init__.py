@@ -10,6 +10,8 @@ from torch_dflash.agreement.result import Agreement as Agreement
 from torch_dflash.chat import Chat as Chat
 from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
 from torch_dflash.demo.target import load_demo_target as load_demo_target
+from torch_dflash.doctor import Diagnosis as Diagnosis
+from torch_dflash.doctor import diagnose as diagnose
 from torch_dflash.engine.engine import Engine as Engine
 from torch_dflash.engine.outputs import GenerateOutput as GenerateOutput
 from torch_dflash.engine.state_file import load_state as load_state

@@ -22,11 +22,12 @@ def main_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    from torch_dflash.cli import aot, chat, demo, generate, selftest, train
+    from torch_dflash.cli import aot, chat, demo, doctor, generate, selftest, train
 
     aot.add_parser(commands)
     chat.add_parser(commands)
     demo.add_parser(commands)
+    doctor.add_parser(commands)
     generate.add_parser(commands)
     selftest.add_parser(commands)
     train.add_parser(commands)

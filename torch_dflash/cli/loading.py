@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
@@ -105,13 +105,15 @@ def place_of(device: str | None) -> torch.device:
 def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
     folder = existing("--target", source, TARGETS)
     with reading("--target", source):
+        config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "dflash_config"):
+        raise UserError(f"--target {source}: that is a DFlash drafter; pass it as --drafter.")
+    with reading("--target", source):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         loading: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
         model, info = loading
-    if hasattr(model.config, "dflash_config"):
-        raise UserError(f"--target {source}: that is a DFlash drafter; pass it as --drafter.")
     if info["missing_keys"]:
         raise UserError(
             f"--target {source}: its weights lack {sorted(info['missing_keys'])[:3]}; transformers would "

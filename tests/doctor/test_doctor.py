@@ -1,0 +1,212 @@
+"""The doctor names the convention by which a drafter learned, and leaves sound pairs alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from support import ROOT
+from support.refusals import refuses
+from support.tiny import make_drafter, make_target
+from support.tokenizers import TEMPLATE, byte_tokenizer
+
+import torch_dflash as td
+from torch_dflash.cli import doctor as command
+from torch_dflash.cli import main
+from torch_dflash.cli.loading import Loaded
+from torch_dflash.doctor import answers, judge_texts
+from torch_dflash.doctor.changes import changes
+from torch_dflash.doctor.convention import Convention
+from torch_dflash.doctor.judge import Judge, standard_score
+from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.doctor.repair import repair
+from torch_dflash.doctor.static import findings
+
+
+@pytest.fixture(scope="module")
+def judged():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import judged_pairs
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    return judged_pairs
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "kinds", "steps"),
+    [
+        ("qwen3", 0, (), 120),
+        ("llama", 30, (), 8),
+        ("llama", 10, ("taps", "mask"), 100),
+        ("gpt_oss", 3, ("row",), 100),
+        ("qwen3", 4, ("causal",), 150),
+        ("llama", 5, ("tied",), 100),
+        ("qwen2", 12, ("window",), 150),
+        ("llama", 7, ("normed", "rope"), 150),
+    ],
+)
+def test_what_is_wrong_is_named(judged, family, seed, kinds, steps):
+    case = judged.make_case(family, seed, kinds, steps)
+    before = {name: value.clone() for name, value in case.drafter.state_dict().items()}
+    own = Convention.of(case.drafter)
+    found = judge_texts(case.target, case.drafter, case.texts, masks=case.masks)
+    assert sorted(one.name for one in found.changes) == sorted(one.name for one in case.learned), str(found)
+    assert found.verdict == ("broken" if kinds else "weak" if steps < 20 else "healthy"), str(found)
+    assert found.verdict in str(found) and all(change.words in str(found) for change in found.changes)
+    assert Convention.of(case.drafter) == own
+    assert all(torch.equal(value, before[name]) for name, value in case.drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_as_it_is_counts_what_decoding_accepts(family):
+    target = make_target(family)
+    for more in ({}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}):
+        drafter = make_drafter(target, **more)
+        td.selftest.pairs.correlate(target, drafter, 6.0)
+        ids = torch.tensor([[5, 17, 80, 33, 2, 9, 41]])
+        options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+        out = td.generate(target, drafter, ids, torch.ones_like(ids), runtime="eager", **options)
+        judge = Judge(target, drafter, record(target, [Text(out.sequences[0], 7)]), blocks=10_000)
+        counts = dict(
+            zip((at for _, at in judge.places), judge(Convention.of(drafter)).tolist(), strict=True)
+        )
+        place, lengths = 7, out.stats.acceptance_lengths[0]
+        for length in lengths[:-1]:  # the last one may be cut by the limit
+            assert counts[place] + 1 == length
+            place += length
+        assert len(set(lengths)) > 1
+
+
+def test_states_are_those_that_taps_read():
+    target = make_target("llama")
+    seen = []
+    hooks = [
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        for layer in target.model.layers
+    ]
+    (one,) = record(target, [Text(torch.arange(3, 15), 4)])
+    for hook in hooks:
+        hook.remove()
+    assert len(one.states) == len(seen) + 1
+    for state, output in zip(one.states[1:], seen, strict=True):
+        assert torch.equal(state, (output[0] if isinstance(output, tuple) else output)[0].view_as(state))
+
+
+def test_every_change_is_another_convention_and_its_fields_say_it():
+    target = make_target("gpt_oss", tie_word_embeddings=False)
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
+    for more in (
+        {},
+        windows,
+        {"is_causal": True},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+    ):
+        drafter = make_drafter(target, **more)
+        own = Convention.of(drafter)
+        every = changes(target, drafter, 100, [1, 2])
+        kinds = {change.kind for change in every}
+        assert {"taps", "normed", "causal", "mask", "scale", "tied", "row", "hidden_norm", "norm"} < kinds
+        for change in every:
+            other = change.apply(own)
+            assert other != own, change.name
+            if change.fields is None:
+                continue
+            config = drafter.config.to_dict() | {"dflash_config": None} | change.fields
+            again = type(drafter)(type(drafter.config)(**config))
+            assert Convention.of(again) == other, (change.name, more)
+
+
+def test_scores():
+    old = torch.tensor([0, 1, 2, 3] * 16)
+    assert standard_score(old, old) == 0 and standard_score(old + 1, old) > 4
+    noise = torch.randint(-1, 2, (64,), generator=torch.Generator().manual_seed(0))
+    assert abs(standard_score(old + noise, old)) < 3
+
+
+def test_odd_fields_are_noted():
+    target = make_target("llama", num_hidden_layers=8)
+    drafter = make_drafter(target, target_layer_ids=[2, 6], num_target_layers=None)
+    target.generation_config.eos_token_id = [3, drafter.config.mask_token_id]
+    drafter.half()
+    said = "\n".join(map(str, findings(target, drafter)))
+    for words in ("one more than the usual [1, 5]", "num_target_layers=None", "float16", "is a stop id"):
+        assert words in said, said
+    target.generation_config.eos_token_id = None
+    assert "twice" in str(findings(target, make_drafter(target, target_layer_ids=[3, 3]))[0])
+    assert not findings(target, make_drafter(target, rope_parameters=dict(target.config.rope_parameters)))
+
+
+def test_a_repair_says_it_in_both_places_and_keeps_the_old_one(tmp_path):
+    drafter = make_drafter(make_target("llama"))
+    drafter.save_pretrained(tmp_path)
+    old = (tmp_path / "config.json").read_text()
+    copy = repair(tmp_path, {"target_layer_ids": [1, 3], "is_causal": True})
+    assert copy.read_text() == old
+    again = td.DFlashDraftModel.from_pretrained(tmp_path)
+    assert again.config.target_layer_ids == [1, 3] and again.config.is_causal is True
+    assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [1, 3]
+    with pytest.raises(FileExistsError, match="move it away"):
+        repair(tmp_path, {"is_causal": False})
+
+
+@pytest.fixture
+def shell(judged, tmp_path, monkeypatch):
+    """A directory with a drafter whose config is wrong, and the command's words for its pair."""
+    case = judged.make_case("llama", 10, ("taps", "mask"), 100)
+    case.drafter.save_pretrained(tmp_path / "drafter")
+    tokenizer = byte_tokenizer(TEMPLATE)
+    monkeypatch.setattr(
+        command, "load_pair", lambda *names, **more: Loaded(case.target, tokenizer, case.drafter)
+    )
+    monkeypatch.setattr(answers, "answer", lambda *call: case.texts)
+    monkeypatch.setattr(answers, "likely_masks", lambda *call: case.masks)
+    return case, ["doctor", "--target", "demo", "--drafter", str(tmp_path / "drafter")]
+
+
+def test_the_command_writes_what_it_found_and_mends_it(shell, tmp_path, capsys):
+    case, line = shell
+    files = ["--json", str(tmp_path / "it.json"), "--png", str(tmp_path / "it.png")]
+    assert main([*line, "--fix", *files]) == 1
+    said = capsys.readouterr().out
+    assert "the taps are off by one" in said and "the mask id is" in said and "fixed:" in said
+    found = json.loads((tmp_path / "it.json").read_text())
+    assert found["verdict"] == "broken" and {one["kind"] for one in found["changes"]} == {"taps", "mask"}
+    assert found["with_changes"] > found["acceptance_length"] + 1 and len(found["tried"]) > 20
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+    mended = td.DFlashDraftModel.from_pretrained(tmp_path / "drafter")
+    assert judge_texts(case.target, mended, case.texts, masks=case.masks).verdict == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--blocks", "0"], "--blocks 0: must be at least 1"),
+        (["--prompts", "/nonexistent.jsonl"], "--prompts /nonexistent.jsonl"),
+        (["--png", "/nonexistent/x.png"], "--png /nonexistent/x.png: its folder does not exist"),
+        (["--drafter", "demo", "--fix"], "only a directory's config.json can be corrected"),
+        (["--drafter", "ngram"], "has no conventions to be judged"),
+    ],
+)
+def test_the_command_refuses_in_one_line(more, words, monkeypatch, capsys):
+    pair = Loaded(None, None, td.NGramProposer(4))
+    monkeypatch.setattr(command, "load_pair", lambda *names, **options: pair)
+    assert main(["doctor", "--target", "demo", "--drafter", "demo", *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_from_prompts_to_a_diagnosis():
+    target = make_target("llama", vocab_size=260, max_position_embeddings=512)
+    tokenizer = byte_tokenizer(TEMPLATE.replace("{% if terse %}", "{% if enable_thinking or terse %}"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|mask|>"]})
+    drafter = make_drafter(target, mask_token_id=258)
+    found = td.diagnose(target, drafter, tokenizer, ["alpha", "beta"], max_new_tokens=24, blocks=32)
+    assert found.verdict == "weak" and "enable_thinking" in str(found)
+    assert answers.likely_masks(target, tokenizer, []) == [257, 258, 259, 0]
+    assert answers.likely_masks(target, tokenizer, [Text(torch.tensor([0, 258]), 1)]) == [257, 259]
+    with refuses(ValueError, "texts: no answer of two tokens"):
+        td.diagnose(target, drafter, tokenizer, ["alpha"], max_new_tokens=1)
+    with refuses(ValueError, "hidden_size=16 of the drafter"):
+        td.diagnose(target, make_drafter(target, hidden_size=16), tokenizer)

@@ -1,0 +1,5 @@
+"""Why are few drafts accepted? A pair is read field by field, then judged under other conventions."""
+
+from torch_dflash.doctor.answers import diagnose as diagnose
+from torch_dflash.doctor.diagnosis import Diagnosis as Diagnosis
+from torch_dflash.doctor.diagnosis import judge_texts as judge_texts

@@ -1,0 +1,116 @@
+"""From a pair and prompts to a diagnosis: the target answers, and conventions are judged on its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torch_dflash.checks import check_counts
+from torch_dflash.demo.questions import QUESTIONS
+from torch_dflash.doctor.convention import Convention
+from torch_dflash.doctor.diagnosis import Diagnosis, judge_texts
+from torch_dflash.doctor.judge import Judge
+from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.doctor.static import Finding
+from torch_dflash.generation import generate
+from torch_dflash.proposers.choose import check_pair
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+
+SPARE = 3
+"""Ids past the tokenizer's own that are tried as masks."""
+
+
+def diagnose(
+    target: Any,
+    drafter: DFlashDraftModel,
+    tokenizer: Any,
+    prompts: Sequence[str] | None = None,
+    *,
+    template_options: dict[str, Any] | None = None,
+    max_new_tokens: int = 128,
+    blocks: int = 256,
+) -> Diagnosis:
+    """Why few drafts of a pair are accepted, if few are: `judge_texts` on the target's greedy answers.
+
+    Args:
+        target: a live transformers causal LM.
+        drafter: a `DFlashDraftModel`; neither is changed.
+        tokenizer: the target's; with a chat template, prompts go through it.
+        prompts: questions such as the pair will serve; unset: one of maths, of code and of chat.
+        template_options: further variables of the chat template. Where it knows ``enable_thinking``, the
+            answers to the other value are drafted too, and a difference is noted.
+        max_new_tokens: of each answer.
+        blocks: how many are drafted by each convention.
+
+    Raises:
+        TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
+    """
+    check_pair(target, drafter)
+    check_counts(max_new_tokens=max_new_tokens)
+    asked = list(QUESTIONS.values()) if prompts is None else list(prompts)
+    options = dict(template_options or {})
+    texts = answer(target, [_encode(tokenizer, prompt, options) for prompt in asked], max_new_tokens)
+    found = judge_texts(target, drafter, texts, masks=likely_masks(target, tokenizer, texts), blocks=blocks)
+    if "enable_thinking" not in str(getattr(tokenizer, "chat_template", "")):
+        return found
+    other = options | {"enable_thinking": not options.get("enable_thinking", True)}
+    more = answer(target, [_encode(tokenizer, prompt, other) for prompt in asked], max_new_tokens)
+    judge, own = Judge(target, drafter, record(target, more), blocks), Convention.of(drafter)
+    length = 1 + float(judge(own).double().mean())
+    words = (
+        f"answers with enable_thinking={other['enable_thinking']} come to {length:.2f}; ask as in training."
+    )
+    note = Finding("acceptance length", f"{found.length:.2f}", words)
+    return replace(found, findings=[*found.findings, note])
+
+
+def answer(target: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Text]:
+    """The target's own greedy continuation of each prompt, without the penalties that a model may ask for."""
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    place = target.device
+    out: Any = generate(
+        target,
+        None,
+        ids.to(place),
+        mask.to(place),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        runtime="eager",
+        return_dict_in_generate=True,
+    )
+    return [
+        Text(torch.tensor([*prompt, *new]), len(prompt))
+        for prompt, new in zip(prompts, out.new_tokens, strict=True)
+    ]
+
+
+def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Text]) -> list[int]:
+    """Ids that may have stood for a token to be drafted: called so, unused, or special, and in no text."""
+    said = {token for text in texts for token in text.ids.tolist()}
+    rows = target.get_input_embeddings().weight.shape[0]
+    special = {**getattr(tokenizer, "added_tokens_encoder", {})}
+    special |= dict.fromkeys(map(str, getattr(tokenizer, "all_special_tokens", ())))
+    ids = {name: tokenizer.convert_tokens_to_ids(name) if at is None else at for name, at in special.items()}
+    named = [at for name, at in ids.items() if "mask" in name.lower()]
+    size = len(tokenizer)
+    spare = [*range(size, min(rows, size + SPARE)), *([rows - 1] if rows > size else [])]
+    found = dict.fromkeys([*named, *spare, *ids.values()])
+    return [at for at in found if at is not None and 0 <= at < rows and at not in said]
+
+
+def _encode(tokenizer: Any, prompt: str, options: dict[str, Any]) -> list[int]:
+    if getattr(tokenizer, "chat_template", None) is None:
+        return list(tokenizer(prompt)["input_ids"])
+    messages = [{"role": "user", "content": prompt}]
+    out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
+    return list(out["input_ids"])
