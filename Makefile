@@ -95,7 +95,7 @@ $(WITH_DEMO): pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(INSTALLED): $(WITH_DEMO)
-	@$(QUIETLY) "install what tests need" $(INSTALL) -e ".[demo,train,dev]"
+	@$(QUIETLY) "install what tests need" $(INSTALL) -e ".[demo,train,grammar,dev]"
 	@touch $@
 
 $(WITH_REFERENCE): $(INSTALLED)

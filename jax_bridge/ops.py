@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Array, Int
@@ -25,6 +26,7 @@ from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attent
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
 from torch_dflash.ops.dense_attention import dense_attention
+from torch_dflash.ops.on_host import on_host
 from torch_dflash.ops.paged_attention import paged_attention
 from torch_dflash.ops.spread import spread
 from torch_dflash.ops.windows import write_rows
@@ -218,6 +220,13 @@ def _chunked(step, size, *rows):
     return call_jax(chunked_jax, step, size, *rows)
 
 
+def _on_host(*given, function, shape):
+    def ask(*arrays):
+        return function(*map(np.asarray, arrays))
+
+    return call_jax(partial(jax.pure_callback, ask, jax.ShapeDtypeStruct(shape, jnp.int32)), *given)
+
+
 LOWERED = {
     write_rows: _write_rows,
     grouped_attention: _grouped_attention,
@@ -225,6 +234,7 @@ LOWERED = {
     paged_attention: _paged_attention,
     block_attention: _block_attention,
     spread: _spread,
+    on_host: _on_host,
     branch: _branch,
     chunked: _chunked,
 }

@@ -21,6 +21,7 @@ ONE_DOOR = "torch_dflash.engine.engine"
 # The rooms of torch_dflash, from the ground up: each may import those above its own line.
 FLOORS = [
     "checks ops progress pytrees storage",
+    "grammars",
     "processors",
     "plan state",
     "accept cache record sampling",

@@ -20,6 +20,7 @@ from torch_dflash.engine.stats import DecodeStats as DecodeStats
 from torch_dflash.engine.text import TextStream as TextStream
 from torch_dflash.generation import compile as compile
 from torch_dflash.generation import generate as generate
+from torch_dflash.grammars.grammar import Grammar as Grammar
 from torch_dflash.integrations.spec_generate import spec_generate as spec_generate
 from torch_dflash.integrations.transformers import dflash as dflash
 from torch_dflash.plan import DecodePlan as DecodePlan

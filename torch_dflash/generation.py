@@ -68,8 +68,8 @@ def compile(
         rounds_per_chunk: rounds between host reads; unset: 16 for "xla", 1 for "eager".
         stop_slots: most stop ids a row may have.
         filters: compile top-k, top-p and min-p in.
-        processors: options that requests may use besides, such as "repetition_penalty", and rules of your own
-            (`BlockProcessor`); unset: what the model's ``generation_config`` asks for.
+        processors: options that requests may use besides, such as "repetition_penalty" or "grammar", and
+            rules of your own (`BlockProcessor`); unset: what the model's ``generation_config`` asks for.
         outputs: what requests may be told besides: "output_scores", "output_logits", "output_logprobs".
         top_logprobs: of how many ids a request may have the log-probabilities, at each token.
         prefill_chunk_size: largest piece of a prompt, a power of two.
@@ -143,7 +143,9 @@ def generate(
         runtime: as in `compile`.
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
             ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize`` and ``verify`` as in
-            `compile`; ``generation_config`` or any field of one. Other arguments of transformers' are
+            `compile`; ``grammar``, a `Grammar` that the new tokens keep to, or a list of one or None a row;
+            ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
+            ``generation_config`` or any field of one. Other arguments of transformers' are
             taken where they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 
     Returns:

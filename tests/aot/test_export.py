@@ -126,6 +126,21 @@ def test_large_batch_writes_rows_in_a_loop_without_scatter():
     assert not violations(aot.export_round(model).mlir_module())
 
 
+def test_a_grammar_as_a_table_exports_without_the_host():
+    kinds = (td.processors.GrammarTable(states=16, classes=16, vocab_size=TINY["vocab_size"]),)
+    assert not violations(aot.export_round(tiny(processors=kinds), chunk=True).mlir_module())
+
+
+@pytest.mark.aot
+def test_a_grammar_on_the_host_compiles_into_the_loop_for_a_tpu():
+    asked, plain = (
+        aot.compile_round(tiny(processors=kinds), chunk=True)
+        for kinds in ((td.processors.GrammarMatcher(),), ())
+    )
+    words = ("is_host_transfer=true", "callback")
+    assert any(word in asked.hlo for word in words) and not any(word in plain.hlo for word in words)
+
+
 def test_sampling_with_filters_exports():
     # Sorting the vocabulary is the one thing that may be a custom call on another platform.
     assert not violations(aot.export_round(tiny(filters=True)).mlir_module())

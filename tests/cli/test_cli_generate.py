@@ -142,6 +142,22 @@ def test_penalties_and_stop_texts(pair, capsys):
     assert say("--stop", "never", "--stop", stop).strip() == plain[: plain.index(stop) + len(stop)].strip()
 
 
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_answers_of_a_grammar(pair, capsys, tmp_path, runtime):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    assert generate(pair, "--prompt", "hello", "--json-schema", str(schema), runtime=runtime) == 0
+    assert json.loads(capsys.readouterr().out) in ("yes", "no")
+    if runtime == "eager":
+        lines = tmp_path / "lines"
+        lines.write_text('{"prompt": "a"}\n{"prompt": "bb"}\n')
+        assert generate(pair, "--jsonl", "--file", str(lines), "--regex", "[0-9]{2}x") == 0
+        texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+        assert generate(pair, "--prompt", "x", "--regex", "abab", "--no-repeat-ngram-size", "1") == 2
+        assert "none was left" in capsys.readouterr().err.splitlines()[-1]
+        assert [text[2:] for text in texts] == ["x", "x"] and all(text[:2].isdecimal() for text in texts)
+
+
 BAD = "x" * 200
 LINES = [
     ('{"prompt": "one", "id": "a"}', chat("one")),
@@ -281,6 +297,11 @@ def errors(pair, tmp_path):
         ([*prompt, "--drafter", pair.misfit], ["hidden_size=64 of the drafter", "trained for this target"]),
         ([*prompt, "--drafter", "none", "--block-size", "4"], ["block_size=4 without a drafter"]),
         ([*prompt, "--drafter", "ngram", "--block-size", "1"], ["--drafter ngram", "width=1", "from 2"]),
+        ([*prompt, "--regex", "(["], ["Grammar.regex('([')", "unclosed character class"]),
+        ([*prompt, "--regex", "a", "--json-schema", "f"], ["--json-schema and --regex", "one of them"]),
+        ([*prompt, "--json-schema", str(tmp_path / "none")], ["--json-schema", "No such file"]),
+        ([*prompt, "--json-schema", str(binary)], ["--json-schema", "no JSON", "mend"]),
+        ([*prompt, "--regex", "a", "--ignore-eos"], ["eos_token_id=[]", "no way to end"]),
         ([*prompt, "--verify-width", "99"], ["verify_width=99", "block_size=6"]),
         ([*prompt, "--verify-width", "wide"], ["verify_width='wide'", '"auto"']),
     ]

@@ -11,7 +11,7 @@ import torch
 import transformers
 from support import ROOT
 from support.tiny import VOCAB, make_drafter, make_target
-from support.tokenizers import NumberTokenizer
+from support.tokenizers import TEMPLATE, NumberTokenizer, byte_tokenizer
 
 import jax_bridge as jb
 import torch_dflash as td
@@ -32,9 +32,12 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
+def hub(monkeypatch, tmp_path, request):
     """Tiny models in the place of the hub's and of the bundled pair; what was asked for, in order."""
-    target = make_target("qwen3", num_hidden_layers=3, max_position_embeddings=4096)
+    spells = "grammar" in request.node.name  # that page needs a tokenizer of text, and a way to end
+    tokenizer = byte_tokenizer(TEMPLATE) if spells else NumberTokenizer(VOCAB)
+    own = {"vocab_size": 257, "eos_token_id": 0} if spells else {}
+    target = make_target("qwen3", num_hidden_layers=3, max_position_embeddings=4096, **own)
     drafter = make_drafter(target, num_hidden_layers=1, max_position_embeddings=4096)
     target.save_pretrained(tmp_path)  # this directory stands for the id; the loading is real
     asked: list[str] = []
@@ -47,10 +50,10 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(owner, name, loads)
 
     whole = jb.load
-    stand_in(td, "load_demo_pair", lambda: (target, drafter, NumberTokenizer(VOCAB)))
+    stand_in(td, "load_demo_pair", lambda: (target, drafter, tokenizer))
     stand_in(td.DFlashDraftModel, "from_pretrained", lambda name, **options: drafter)
     stand_in(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, **options: target)
-    stand_in(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: NumberTokenizer(VOCAB))
+    stand_in(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: tokenizer)
     stand_in(jb, "load", lambda name: whole(tmp_path))
     monkeypatch.chdir(tmp_path)  # pages may write files
     return asked

@@ -49,6 +49,7 @@ HEAVY = {
     "hf/test_generation_configs.py::test_no_option_is_needed[Llama 3.1 to 3.3-xla]",
     "hf/test_generation_configs.py::test_no_option_is_needed[suppress lists-xla]",
     "hf/test_custom_generate.py::test_custom_generate_samples_like_generate[xla]",
+    "hf/test_grammar.py::test_xla_text_is_that_of_transformers_with_the_matcher[table]",
     "parity/test_reference_loop.py::test_a_reference_generation_goes_on_in_ours[llama]",
     "parity/test_reference_loop.py::test_decode_stops_where_ours_does[llama]",
     "parity/test_reference_loop.py::test_every_draft_token_and_acceptance_length[llama]",

@@ -57,10 +57,28 @@ def read_input(arguments: argparse.Namespace) -> bytes:
         return arguments.prompt.encode("utf-8", "surrogateescape")
     if arguments.stdin or arguments.file == "-":
         return sys.stdin.buffer.read()
+    return _read_file("--file", arguments.file)
+
+
+def read_schema(arguments: argparse.Namespace) -> str | None:
+    """The text of --json-schema, which is JSON; None: it was not given."""
+    if arguments.json_schema is None:
+        return None
+    if arguments.regex is not None:
+        raise UserError("--json-schema and --regex both say what an answer may be; give one of them.")
+    text = _read_file("--json-schema", arguments.json_schema)
     try:
-        return Path(arguments.file).expanduser().read_bytes()
+        json.loads(text)
+        return text.decode()
+    except ValueError as error:
+        raise UserError(f"--json-schema {arguments.json_schema}: no JSON ({error}); mend the file.") from None
+
+
+def _read_file(option: str, name: str) -> bytes:
+    try:
+        return Path(name).expanduser().read_bytes()
     except OSError as error:
-        raise UserError(f"--file {arguments.file}: {error.strerror}; give a file that can be read.") from None
+        raise UserError(f"{option} {name}: {error.strerror}; give a file that can be read.") from None
 
 
 def check_options(arguments: argparse.Namespace) -> None:

@@ -6,16 +6,20 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from torch_dflash.cli.arguments import add_call_options, check_options, check_room, read_input
+from torch_dflash.cli.arguments import add_call_options, check_options, check_room, read_input, read_schema
 from torch_dflash.cli.encode import StdoutStreamer
-from torch_dflash.cli.errors import UserError, fail, hang_up
+from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
 from torch_dflash.cli.job import Job
 from torch_dflash.cli.jsonl import read_items, run_lines
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.stats import DecodeStats
+from torch_dflash.grammars.grammar import Grammar
+from torch_dflash.grammars.matcher import NoTokenLeft
 
 DEFAULT_BATCH = 8
 
@@ -42,6 +46,8 @@ def add_parser(commands) -> None:
     add("--raw", action="store_true", help="send the text as it is, without the chat template")
     add("--logprobs", action="store_true", help="with --jsonl: each new id and its log-probability")
     add("--top-logprobs", type=int, metavar="K", help="with --jsonl: also those of the K likeliest ids")
+    add("--json-schema", metavar="FILE", help="answer with JSON that fits the schema in this file")
+    add("--regex", metavar="R", help="answer with text that this regular expression matches as a whole")
     add(
         "--batch-size",
         type=int,
@@ -56,14 +62,28 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         check_options(arguments)
         data = read_input(arguments)
+        schema = read_schema(arguments)
         job = Job.load(arguments, output_logprobs=arguments.logprobs, top_logprobs=arguments.top_logprobs)
+        job = replace(job, options=job.options | _grammar(arguments, schema, job.loaded.tokenizer))
         return _lines(job, data) if arguments.jsonl else _one(job, data)
-    except UserError as error:
+    except (NoTokenLeft, UserError) as error:
         return fail("generate", error)
     except BrokenPipeError:
         return hang_up()
     except KeyboardInterrupt:
         return 130
+
+
+def _grammar(arguments: argparse.Namespace, schema: str | None, tokenizer: Any) -> dict[str, Any]:
+    """The option that --json-schema or --regex stands for."""
+    if schema is None and arguments.regex is None:
+        return {}
+    try:
+        if schema is not None:
+            return {"grammar": Grammar.json_schema(schema, tokenizer)}
+        return {"grammar": Grammar.regex(arguments.regex, tokenizer)}
+    except (ImportError, TypeError, ValueError) as error:
+        raise UserError(one_line(error)) from None
 
 
 def _one(job: Job, data: bytes) -> int:
@@ -79,7 +99,7 @@ def _one(job: Job, data: bytes) -> int:
     row = torch.tensor([ids])
     started = time.perf_counter()
     if job.arguments.runtime == "xla":  # compile just what this prompt needs, outside the measured times
-        few = {"max_new_tokens": min(2, job.arguments.max_new_tokens), "eos_token_id": []}
+        few = {"max_new_tokens": min(2, job.arguments.max_new_tokens), "eos_token_id": [], "grammar": None}
         engine.generate(row, torch.ones_like(row), seed=0, **(job.options | few))
     compiling = time.perf_counter() - started
     output = engine.generate(

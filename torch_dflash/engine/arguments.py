@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.generation import GenerationMixin
 
+from torch_dflash.engine.answers import RESPONSE_FORMAT
 from torch_dflash.engine.options import OF_AN_ENGINE
 from torch_dflash.engine.refusals import config_fields
 from torch_dflash.engine.rules import OURS
@@ -71,7 +72,7 @@ def take_arguments(options: dict[str, Any], target: Any) -> None:
         TypeError: a name that neither transformers nor an engine knows, or one of `torch_dflash.compile`.
         ValueError: an argument of transformers that a round cannot honour; the message says what to do.
     """
-    own = *OURS, *OF_LOGITS
+    own = *OURS, RESPONSE_FORMAT, *OF_LOGITS
     fields = config_fields() | {"seed", "tokenizer", *own}
     for name in [name for name in options if name not in fields or name in COMPILED]:
         value = options.pop(name)

@@ -29,6 +29,7 @@ class Generation:
         scheduler: who decodes next, and on which pages.
         rows: the prompts, for rows that have not read theirs.
         halts: what ends rows between chunks.
+        grammars: of each row, its own or None: what is read is held against it once more.
         kept: of each prompt, the tokens that the state holds already; unset: none.
     """
 
@@ -41,11 +42,12 @@ class Generation:
         scheduler: Scheduler,
         rows,
         halts=(),
+        grammars=(),
         kept=None,
     ):
         self.runtime, self.plan, self.params = runtime, plan, params
         self.state, self.scheduler, self.rows = state, scheduler, rows
-        self._halts, self._ends = halts, {}
+        self._halts, self._ends, self._grammars = halts, {}, grammars
         self._kept = [0] * len(rows) if kept is None else kept
         self.pace, self.prefilled = Pace(), 0
         self._progress: Progress | None = None
@@ -55,7 +57,7 @@ class Generation:
         """An empty state and every prompt still to be read."""
         state = runtime.begin(params, row_requests(request, plan))
         scheduler = Scheduler(plan, request.lengths, request.limits)
-        return cls(runtime, plan, params, state, scheduler, request.rows, request.halts)
+        return cls(runtime, plan, params, state, scheduler, request.rows, request.halts, request.grammars)
 
     @classmethod
     def resume(cls, runtime: Runtime, plan: DecodePlan, params: Any, state: DecodeState) -> Generation:
@@ -80,7 +82,9 @@ class Generation:
         counts[: len(kept)] = kept
         state = runtime.rewind(params, state, counts, row_requests(request, plan), snapshot)
         scheduler = Scheduler(plan, request.lengths, request.limits, table)
-        return cls(runtime, plan, params, state, scheduler, request.rows, request.halts, kept)
+        return cls(
+            runtime, plan, params, state, scheduler, request.rows, request.halts, request.grammars, kept
+        )
 
     @property
     def over(self) -> bool:
@@ -134,6 +138,9 @@ class Generation:
         self.scheduler.update(progress.length, progress.done)
         progress.ended = self.scheduler.ended.copy()
         self._halt(progress, since)
+        for row, grammar in enumerate(self._grammars):
+            if grammar is not None:
+                grammar.check(progress.tokens[row, len(self.rows[row]) : progress.known[row]].tolist(), row)
         return progress
 
     def _halt(self, progress: Progress, since: np.ndarray) -> None:

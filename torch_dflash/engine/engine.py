@@ -161,6 +161,10 @@ class Engine:
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
             )
+        if any(request.grammars):
+            raise ValueError(
+                "grammar: it ends with its call, which a state that is handed out outlives; call generate."
+            )
         if set(self.plan.outputs) & set(WHOLE.values()):
             raise ValueError(
                 f"outputs={self.plan.outputs}: logits are kept from one read to the next, and a state that "

@@ -86,6 +86,7 @@ def stats_of(
         compilations=compilations,
         host_reads=len(read_at),
         prefilled=prefilled,
+        grammar_reads=max((grammar.reads for grammar in request.grammars if grammar), default=0),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
+from torch_dflash.engine.answers import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
 from torch_dflash.engine.halts import Halt, halts_of
 from torch_dflash.engine.refusals import refuse_unsupported
 from torch_dflash.engine.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
@@ -62,6 +63,11 @@ class Request:
         return [a + b for a, b in zip(self.lengths, self.max_new_tokens, strict=True)]
 
     @property
+    def grammars(self) -> list[RowGrammar | None]:
+        """Each row's own, which lives as long as this request."""
+        return grammars_of(self.processors, len(self.max_new_tokens))
+
+    @property
     def filters(self) -> bool:
         """Whether any row filters the vocabulary."""
         rows = zip(self.temperature, self.top_k, self.top_p, self.min_p, strict=True)
@@ -90,7 +96,7 @@ def resolve(
         defaults: the target's ``generation_config``; not modified.
         rows: of the batch.
         width: columns of the padded prompt, which ``max_length`` counts.
-        options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer``, those of
+        options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer``, ``response_format``, those of
             `torch_dflash.engine.rules.OURS` and of `torch_dflash.engine.told.OF_LOGITS`; None means unset,
             save for ``eos_token_id`` (`UNSET`).
         vocab_size: of the target, which ids of options are checked against.
@@ -101,6 +107,9 @@ def resolve(
     eos = options.pop("eos_token_id", UNSET)
     seed, tokenizer = options.pop("seed", None), options.pop("tokenizer", None)
     own = {name: options.pop(name, None) for name in OF_LOGITS}
+    options["grammar"] = read_format(
+        options.pop(RESPONSE_FORMAT, None), options.pop("grammar", None), tokenizer, rows
+    )
     config = copy.deepcopy(defaults)
     # Before transformers sees them: its messages name no fix.
     if not isinstance(options.get("do_sample"), bool | None):

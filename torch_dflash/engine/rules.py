@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch_dflash.checks import INT32_MAX, check_rows
+from torch_dflash.engine.answers import asked_grammars
 from torch_dflash.engine.rule_values import (
     check_decay,
     check_numbers,
@@ -17,6 +18,7 @@ from torch_dflash.engine.rule_values import (
 )
 from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.processors.endings import ForcedTokens, LengthDecay
+from torch_dflash.processors.grammars import GrammarMatcher, GrammarTable
 from torch_dflash.processors.interface import Processor
 from torch_dflash.processors.ngrams import NoRepeatNgram
 from torch_dflash.processors.penalties import OccurrencePenalty, RepetitionPenalty
@@ -39,15 +41,16 @@ KINDS: dict[str, Processor] = {
     "forced_bos_token_id": ForcedTokens(),
     "forced_eos_token_id": ForcedTokens(),
     "exponential_decay_length_penalty": LengthDecay(),
+    "grammar": GrammarMatcher(),
     "typical_p": TypicalP(),
     "epsilon_cutoff": EpsilonCutoff(),
     "eta_cutoff": EtaCutoff(),
 }
 """What an option is compiled in as, in transformers' order; tables in the sizes that nobody has asked for."""
-ORDER = tuple(dict.fromkeys(map(type, KINDS.values())))
+ORDER = (*dict.fromkeys(map(type, KINDS.values())), GrammarTable)
 MOST_BEHIND = 255
-OURS = ("presence_penalty", "frequency_penalty")
-"""Options that transformers does not have, as vLLM and OpenAI's API mean them."""
+OURS = ("presence_penalty", "frequency_penalty", "grammar")
+"""Options that transformers does not have; the penalties as vLLM and OpenAI's API mean them."""
 PER_ROW = (*OURS, "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "typical_p")
 PER_ROW += ("epsilon_cutoff", "eta_cutoff")
 """Options of which each row may have its own."""
@@ -104,6 +107,8 @@ def asked_processors(options: dict[str, Any], batch: Batch) -> Asked:
         LengthDecay(power_of_two(max(map(len, stops)), 8)),
         [(*decay, ids) if decay and ids else None for ids in stops],
     )
+    for kind, rules in asked_grammars(options.get("grammar"), batch.stop_ids, batch.vocab_size).items():
+        add(kind, rules)
     for name in ("typical_p", "epsilon_cutoff", "eta_cutoff"):
         add(KINDS[name], numbers[name])
     return asked
@@ -114,7 +119,7 @@ def check_covered(asked: Asked, compiled: tuple[Processor, ...]) -> None:
     for kind in asked:
         if any(own.covers(kind) for own in compiled):
             continue
-        names = [option for option, own in KINDS.items() if type(own) is type(kind)]
+        names = [option for option, own in KINDS.items() if type(own) is type(kind)] or ["grammar"]
         fix = repr(names[0]) if kind == KINDS[names[0]] else f"td.processors.{kind!r}"
         raise ValueError(
             f"{' or '.join(names)} was asked for, but the engine was compiled without it, or for less of it; "

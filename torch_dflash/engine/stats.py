@@ -21,6 +21,7 @@ class DecodeStats:
         compilations: XLA programs compiled during the call.
         prefilled: prompt tokens read by prefill, all rows together; a chat finds most of its prompts held.
         host_reads: reads of the state by the engine, one per chunk (eager rounds also test flags).
+        grammar_reads: further reads, by grammars that are matched on the host: one a pass.
     """
 
     acceptance_lengths: list[list[int]]
@@ -32,6 +33,7 @@ class DecodeStats:
     compilations: int
     host_reads: int
     prefilled: int
+    grammar_reads: int = 0
 
     @property
     def whole_rounds(self) -> list[int]:

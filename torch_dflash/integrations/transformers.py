@@ -24,14 +24,14 @@ from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.own import BlockProcessor
 from torch_dflash.proposers.choose import check_drafter
 
-_BOUND = (*OF_A_CALL, "seed", "streamer", *OF_LOGITS)
+_BOUND = (*OF_A_CALL, "seed", "streamer", "tokenizer", *OF_LOGITS)
 
 
 class dflash:  # noqa: N801 - reads as the keyword it is passed for
     """Block decoding for ``target.generate(..., custom_generate=dflash(drafter))``.
 
     A ``streamer`` may be given to ``target.generate``, to a pipeline's call, or bound here. A ``tokenizer``
-    is dropped by transformers on its way to a custom generate.
+    is dropped by transformers on its way to a custom generate: bind the one that a ``response_format`` needs.
 
     transformers' processors, warpers and criteria are honoured as it lists them. A user's own are asked on
     the host, token by token, with ``runtime="eager"``, where nothing is drafted then; a `BlockProcessor`
@@ -40,7 +40,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
     Args:
         drafter: as in `generate`.
         **bound: options of an engine that `generate` takes, ``seed``, ``streamer``,
-            ``output_logprobs``, ``top_logprobs``; a call's own go first.
+            ``tokenizer``, ``output_logprobs``, ``top_logprobs``; a call's own go first.
 
     Raises:
         TypeError: another keyword; ``target.generate`` itself takes the options of generation. ValueError:
@@ -72,12 +72,14 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         seed: int | list[int] | None = None,
         output_logprobs: bool | None = None,
         top_logprobs: int | None = None,
+        grammar: Any = None,
+        response_format: Any = None,
         **model_kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """transformers' contract: prepared ids and a resolved ``generation_config``.
 
-        ``seed``, ``output_logprobs`` and ``top_logprobs`` may be given to ``target.generate`` itself; the
-        mask comes in ``model_kwargs``.
+        ``seed``, ``output_logprobs``, ``top_logprobs``, ``grammar`` and ``response_format`` may be given to
+        ``target.generate`` itself; the mask comes in ``model_kwargs``.
         """
         config = generation_config or model.generation_config
         refuse_unsupported(config)
@@ -86,6 +88,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         # As transformers counts them for its own processors; with inputs_embeds there is no column.
         padding = tuple((model_kwargs["attention_mask"].cumsum(dim=1) == 0).sum(dim=1).tolist())
         call = {"seed": seed, "output_logprobs": output_logprobs, "top_logprobs": top_logprobs}
+        call |= {"grammar": grammar, "response_format": response_format}
         call["streamer"] = streamer_of_caller(model)
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(

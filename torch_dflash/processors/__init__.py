@@ -2,6 +2,8 @@
 
 from torch_dflash.processors.endings import ForcedTokens as ForcedTokens
 from torch_dflash.processors.endings import LengthDecay as LengthDecay
+from torch_dflash.processors.grammars import GrammarMatcher as GrammarMatcher
+from torch_dflash.processors.grammars import GrammarTable as GrammarTable
 from torch_dflash.processors.host import HostProcessor as HostProcessor
 from torch_dflash.processors.interface import Processor as Processor
 from torch_dflash.processors.interface import Text as Text

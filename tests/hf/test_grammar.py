@@ -1,0 +1,397 @@
+"""Grammars: the text is that of plain decoding under the same matcher, in blocks, through every door."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import llguidance.hf
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+from support.refusals import refuses
+from support.scripted import Scripted
+from support.tiny import correlate, make_drafter, make_target, ragged_prompts
+from support.tokenizers import byte_tokenizer
+from transformers import LogitsProcessorList
+
+import torch_dflash as td
+from torch_dflash.grammars.matcher import MatcherRow
+from torch_dflash.processors.grammars import GrammarTable, only
+
+NEW, STOP, VOCAB = 28, 0, 288  # the tokenizer has fewer ids than the model
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "bc"]}, "tags": {"type": "array", "items": {"type": "boolean"}}},
+    "required": ["kind", "tags"],
+    "additionalProperties": False,
+}
+PATTERN = "([0-9]{1,3}|ab|é)(-([0-9]{1,3}|ab|é))*"
+LARK = 'start: "[" pair ("," pair)* "]"\npair: /[a-c]{1,2}/ "=" /[0-9]+/'
+TOKENIZER = byte_tokenizer()
+
+
+def make_grammar(kind):
+    return {
+        "json": lambda: td.Grammar.json_schema(SCHEMA, TOKENIZER),
+        "regex": lambda: td.Grammar.regex(PATTERN, TOKENIZER),
+        "table": lambda: td.Grammar.regex(PATTERN, TOKENIZER, device=True),
+        "lark": lambda: td.Grammar.lark(LARK, TOKENIZER),
+    }[kind]()
+
+
+class Reference:
+    """As transformers' users write it: a matcher made anew for every row and token, with its own stop id."""
+
+    def __init__(self, kind, starts):
+        self.tokenizer = llguidance.hf.from_tokenizer(TOKENIZER)
+        text = {"json": json.dumps(SCHEMA), "lark": LARK}.get(kind, PATTERN)
+        form = {"json": LLMatcher.grammar_from_json_schema, "lark": LLMatcher.grammar_from_lark}
+        self.grammar, self.starts = form.get(kind, LLMatcher.grammar_from_regex)(text), starts
+
+    def __call__(self, ids, scores):
+        scores = scores.clone()
+        for row, start in enumerate(self.starts):
+            matcher, answer = LLMatcher(self.tokenizer, self.grammar), ids[row, start:].tolist()
+            if STOP in answer:
+                continue
+            assert matcher.consume_tokens(answer)
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[:VOCAB]
+            banned = np.ones(VOCAB, bool)
+            banned[: len(allowed)] = allowed == 0
+            scores[row, torch.from_numpy(banned)] = -torch.inf
+        return scores
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = make_target("qwen3", vocab_size=VOCAB)
+    drafter = make_drafter(target)
+    correlate(target, drafter, 2.5)
+    return target, drafter
+
+
+@pytest.fixture(scope="module")
+def batch():
+    ids, mask = ragged_prompts(3)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def asked(options):
+    fixed = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": STOP, "pad_token_id": STOP}
+    return fixed | options
+
+
+def ours(pair, batch, grammar, runtime="eager", **options):
+    options = asked(options) | {"runtime": runtime, "return_dict_in_generate": True}
+    out = td.generate(*pair, **batch, grammar=grammar, **options)
+    return out.new_tokens, out.stats
+
+
+def theirs(target, batch, kind, **options):
+    ids = batch["input_ids"]
+    listed = LogitsProcessorList([Reference(kind, [ids.shape[1]] * len(ids))])
+    out = target.generate(**batch, **asked(options), logits_processor=listed)
+    return [new[: new.index(STOP) + 1 if STOP in new else NEW] for new in out[:, ids.shape[1] :].tolist()]
+
+
+def copier(batch, answers, rows=4):
+    """Drafts each row's own answer, every fourth token wrong: some are accepted, all rejected ones matter."""
+    drafter = Scripted(rows, 96, width=6)
+    texts = []
+    for ids, mask, answer in zip(batch["input_ids"], batch["attention_mask"], answers, strict=True):
+        wrong = [(token + 5) % 250 if at % 4 == 2 else token for at, token in enumerate(answer)]
+        texts.append([*ids[mask.bool()].tolist(), *wrong])
+    drafter.say(texts)
+    return drafter
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "table", "lark"])
+def test_eager_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
+    want = theirs(pair[0], batch, kind)
+    grammar = make_grammar(kind)
+    assert ours((pair[0], None), batch, grammar)[0] == want
+    assert ours(pair, batch, grammar)[0] == want
+    drafted, stats = ours((pair[0], copier(batch, want)), batch, grammar)
+    assert drafted == want and stats.mean_acceptance_length > 2
+    assert stats.grammar_reads == (0 if kind == "table" else stats.rounds + 1)
+    assert want != ours((pair[0], None), batch, None)[0]
+
+
+@pytest.mark.parametrize("kind", ["json", "table"])
+def test_xla_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
+    want = theirs(pair[0], batch, kind)
+    drafted, stats = ours((pair[0], copier(batch, want)), batch, make_grammar(kind), runtime="xla")
+    assert drafted == want and stats.mean_acceptance_length > 2
+    assert stats.host_reads < stats.rounds
+    # The program ends no sooner than it notices that all rows have: a pass more asks once more.
+    reads = 0 if kind == "table" else stats.rounds + 1
+    assert stats.grammar_reads == reads
+
+
+def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch):
+    json_, regex, lark = map(make_grammar, ("json", "regex", "lark"))
+    kinds = "grammar", GrammarTable(64, 16, VOCAB), "suppress_tokens"
+    engine = td.compile(*pair, runtime="xla", max_length=96, batch_size=4, processors=kinds)
+    engine.generate(**batch, **asked({}))
+    free = ours((pair[0], None), batch, None)[0]
+    for given in ([json_, None, regex], [None, lark, json_], lark, [make_grammar("table"), None, lark]):
+        options = asked({"return_dict_in_generate": True})
+        out = engine.generate(**batch, grammar=given, **options)
+        assert out.stats.compilations == 0
+        for row, grammar in enumerate(given if isinstance(given, list) else [given] * 3):
+            kind = {json_: "json", regex: "regex", lark: "lark", None: None}.get(grammar, "table")
+            assert out.new_tokens[row] == (theirs(pair[0], batch, kind)[row] if kind else free[row])
+    with refuses(ValueError, "new token 0", "none was left", "suppress_tokens"):
+        engine.generate(**batch, grammar=json_, suppress_tokens=TOKENIZER("{")["input_ids"], **asked({}))
+    assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and it goes on
+
+
+def test_sampled_text_is_plain_decodings(pair, batch):
+    options = {"do_sample": True, "temperature": 2.0, "top_k": 0, "top_p": 0.9, "seed": 5}
+    for kind in ("lark", "table"):
+        grammar = make_grammar(kind)
+        want = ours((pair[0], None), batch, grammar, **options)[0]
+        assert ours((pair[0], copier(batch, want)), batch, grammar, **options)[0] == want
+        assert ours(pair, batch, grammar, **options)[0] == want
+        texts = [TOKENIZER.decode(row, skip_special_tokens=True) for row in want if STOP in row]
+        whole = r"\[[a-c]{1,2}=[0-9]+(,[a-c]{1,2}=[0-9]+)*\]" if kind == "lark" else PATTERN
+        assert all(re.fullmatch(whole, text) for text in texts)
+
+
+def test_the_law_of_samples_is_the_targets_among_what_is_allowed(pair):
+    """A first token of three, and behind "a" one of two more or the end."""
+    grammar = td.Grammar.regex("(a(b|c)?|d)", TOKENIZER, device=True)
+    rows, ids = 800, torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "temperature": 8.0, "eos_token_id": STOP}
+    spelt = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "abcd"}
+    with torch.no_grad():
+
+        def law(text, allowed):
+            logits = pair[0](torch.cat([ids, torch.tensor([text])], 1) if text else ids).logits[0, -1] / 8
+            return dict(zip(allowed, logits[allowed].softmax(0).tolist(), strict=True))
+
+        first = law([], [spelt["a"], spelt["d"]])
+        second = law([spelt["a"]], [STOP, spelt["b"], spelt["c"]])
+    want = {(spelt["d"], STOP): first[spelt["d"]]} | {
+        (spelt["a"], *([STOP] if end == STOP else [end, STOP])): first[spelt["a"]] * share
+        for end, share in second.items()
+    }
+    drafter = Scripted(rows, 32, width=4)
+    drafter.say([[5, 6, 7, spelt["a"], max(second, key=second.get), STOP]] * rows)
+    for given in (grammar, td.Grammar.regex("(a(b|c)?|d)", TOKENIZER)):
+        out = td.generate(
+            pair[0],
+            drafter,
+            ids.expand(rows, -1),
+            runtime="eager",
+            grammar=given,
+            seed=1,
+            pad_token_id=STOP,
+            return_dict_in_generate=True,
+            **options,
+        )
+        found = [tuple(row) for row in out.new_tokens]
+        assert {*found} <= {*want}
+        for text, share in want.items():
+            assert abs(found.count(text) / rows - share) < 4 * (share * (1 - share) / rows) ** 0.5 + 1e-9
+    assert out.stats.mean_acceptance_length > 1.05
+
+
+def test_every_door_takes_a_grammar(pair, batch):
+    want = theirs(pair[0], batch, "json")
+    grammar = make_grammar("json")
+    ids, block = batch["input_ids"], td.dflash(pair[1], runtime="eager", tokenizer=TOKENIZER)
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
+    plain = {"runtime": "eager", "return_dict_in_generate": True}
+    for given in ({"grammar": grammar}, {"response_format": form}):
+        out = pair[0].generate(**batch, custom_generate=block, **asked(given))
+        assert [
+            new[: len(row)] for new, row in zip(out[:, ids.shape[1] :].tolist(), want, strict=True)
+        ] == want
+        named = given | ({"tokenizer": TOKENIZER} if "response_format" in given else {})
+        assert td.generate(*pair, **batch, **asked(named), **plain).new_tokens == want
+        engine = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=("grammar",))
+        assert engine.generate(**batch, **asked(named), return_dict_in_generate=True).new_tokens == want
+    pieces = list(td.stream(*pair, **batch, runtime="eager", grammar=grammar, **asked({})))
+    assert [[token for piece in pieces for token in piece[row].tokens] for row in range(3)] == want
+    options = asked({"response_format": {"type": "text"}, "tokenizer": TOKENIZER}) | plain
+    assert td.generate(*pair, **batch, **options).new_tokens == ours(pair, batch, None)[0]
+    options["response_format"] = [{"type": "json_object"}, None, form]
+    rows = td.generate(*pair, **batch, **options).new_tokens
+    assert rows[2] == want[2] and TOKENIZER.decode(rows[0])[0] == "{"
+
+
+def test_a_session_goes_on_under_another_grammar(pair):
+    engine = td.compile(*pair, runtime="eager", max_length=96, processors=("grammar",))
+    session, prompt = engine.session(), [1, 2, 3, 4, 5]
+    for kind in ("json", "lark", "json"):
+        answer = [
+            t for gain in session.gains(prompt, grammar=make_grammar(kind), **asked({})) for t in gain.tokens
+        ]
+        row = {
+            "input_ids": torch.tensor([prompt]),
+            "attention_mask": torch.ones(1, len(prompt), dtype=torch.long),
+        }
+        assert answer == theirs(pair[0], row, kind)[0]
+        assert session.stats.grammar_reads == session.stats.rounds + 1
+        prompt = [*prompt, *answer, 9]
+
+
+def test_answers_follow_from_the_tokens_alone():
+    """Whatever was asked before, of other texts and other drafts, and in which order."""
+    row = make_grammar("json").row((STOP,), VOCAB)
+    text = TOKENIZER('{"kind":"bc","tags":[true,false]}')["input_ids"]
+    other = TOKENIZER('{ "kind" : "a"')["input_ids"]
+    fresh = lambda: make_grammar("json").row((STOP,), VOCAB)  # noqa: E731
+    order = torch.randperm(len(text), generator=torch.Generator().manual_seed(0)).tolist()
+    for at in [*order, *order[:3]]:
+        drafts = [text[at : at + 4], other[:4], [STOP, 5], [200, 3]][at % 4]
+        for answer in (text[:at], other[: at % len(other)]):
+            assert (row.allowed(answer, drafts, 9) == fresh().allowed(answer, drafts, 9)).all()
+
+
+@pytest.mark.parametrize(
+    "pattern", [PATTERN, '"([^"\\\\]|\\\\["n])*"', "yes|no|YES", "[^a]{2}", "(a|bc)+😀?"]
+)
+def test_a_table_allows_what_the_matcher_allows(pattern):
+    table = td.Grammar.regex(pattern, TOKENIZER, device=True).row((STOP,), VOCAB)
+    matcher = td.Grammar.regex(pattern, TOKENIZER).row((STOP,), VOCAB)
+    following, class_of, bits = table.arrays(VOCAB)
+    generator = np.random.default_rng(0)
+    for _ in range(12):
+        state, text = 1, []
+        for _ in range(10):
+            want = matcher.allowed(text, [], 9)[0]
+            assert (bits[state] == want).all(), text
+            ids = np.unpackbits(want.view(np.uint8), bitorder="little").nonzero()[0]
+            token = int(generator.choice(ids))
+            if token == STOP:
+                break
+            state, text = following[state, class_of[token]], [*text, token]
+
+
+BROKEN = {
+    "the rejected draft is remembered": lambda go: (
+        lambda self, answer: go(self, [*self._taken, *answer][:40])
+    ),
+    "off by one": lambda go: lambda self, answer: go(self, answer[:-1]),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_matcher_that_is_elsewhere_is_caught(pair, batch, monkeypatch, how):
+    want = theirs(pair[0], batch, "json")
+    monkeypatch.setattr(MatcherRow, "_go_to", BROKEN[how](MatcherRow._go_to))
+    with pytest.raises(ValueError, match="row 0: token .* is not one that its grammar allows"):
+        assert ours((pair[0], copier(batch, want)), batch, make_grammar("json"))[0] != want
+
+
+def test_a_neighbours_history_is_caught(pair, batch, monkeypatch):
+    want = theirs(pair[0], batch, "json")
+    values = td.processors.GrammarMatcher.values
+
+    def neighbours(self, asked, starts):
+        handles, starts = values(self, asked, starts)
+        return handles.roll(1), starts.roll(1)
+
+    monkeypatch.setattr(td.processors.GrammarMatcher, "values", neighbours)
+    with pytest.raises(ValueError, match="is not one that its grammar allows"):
+        assert ours((pair[0], copier(batch, want)), batch, make_grammar("json"))[0] != want
+
+
+def wrong_states(observe, change):
+    return lambda self, memory, ids, count: observe(self, memory, *change(ids, count))
+
+
+TABLES = {
+    "the rejected draft is remembered": lambda ids, count: (ids, torch.full_like(count, ids.shape[1])),
+    "off by one": lambda ids, count: (ids, (count - 1).clamp(min=0)),
+    "a neighbour's history": lambda ids, count: (ids.roll(1, 0), count.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("how", TABLES)
+def test_a_table_in_a_wrong_state_is_caught(pair, batch, monkeypatch, how):
+    want = theirs(pair[0], batch, "table")
+    observe = GrammarTable.observe
+    monkeypatch.setattr(GrammarTable, "observe", wrong_states(observe, TABLES[how]))
+    with pytest.raises(ValueError, match="is not one that its grammar allows"):
+        assert ours((pair[0], copier(batch, want)), batch, make_grammar("table"))[0] != want
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_an_end_that_is_allowed_early_is_caught(pair, batch, monkeypatch, device):
+    grammar = td.Grammar.regex("[0-9]{2,}", TOKENIZER, device=device)
+    wish = td.BlockProcessor(lambda tokens, length, logits: logits + 99.0 * (torch.arange(VOCAB) == STOP))
+    rows, _ = ours(pair, batch, grammar, processors=(wish,))
+    assert all(row[2:] == [STOP] for row in rows)  # as soon as it may end, and no sooner
+    monkeypatch.setattr(
+        "torch_dflash.processors.grammars.only",
+        lambda bits, logits: torch.where(torch.arange(VOCAB) == STOP, logits, only(bits, logits)),
+    )
+    with pytest.raises(ValueError, match="row 0: token 0, new token 0, is not one that its grammar allows"):
+        ours(pair, batch, grammar, processors=(wish,))
+
+
+def test_options_that_leave_no_token_are_an_error_and_no_other_text(pair, batch):
+    for device in (False, True):
+        grammar = td.Grammar.regex("a[0-9]+", TOKENIZER, device=device)
+        with refuses(ValueError, "new token 1", "none was left", "suppress_tokens"):
+            ours(pair, batch, grammar, suppress_tokens=TOKENIZER("0123456789")["input_ids"])
+
+
+def test_what_is_no_grammar_is_refused_by_name(pair, batch):
+    grammar = make_grammar("json")
+    for make, words in {
+        lambda: td.Grammar.json_schema("{nope", TOKENIZER): ("schema='{nope'", "must be a JSON schema"),
+        lambda: td.Grammar.json_schema({"type": "nosuch"}, TOKENIZER): (
+            "json_schema",
+            "Invalid type: nosuch",
+        ),
+        lambda: td.Grammar.json_schema({"not": {}}, TOKENIZER): ('Unimplemented keys: ["not"]',),
+        lambda: td.Grammar.regex("([", TOKENIZER): ("Grammar.regex('([')", "unclosed character class"),
+        lambda: td.Grammar.regex("[^\\s\\S]", TOKENIZER): ("no token may come first",),
+        lambda: td.Grammar.regex("\\d+", TOKENIZER, device=True): (
+            "read it differently",
+            "[0-9]",
+            "device=False",
+        ),
+        lambda: td.Grammar.regex("[a-z]{600}", TOKENIZER, device=True): ("512 states", "device=False"),
+        lambda: td.Grammar.lark("start: nosuch", TOKENIZER): ("Grammar.lark", 'unknown name: "nosuch"'),
+        lambda: ours(pair, batch, "json"): ("grammar='json'", "td.Grammar.json_schema"),
+        lambda: ours(pair, batch, [grammar]): ("grammar has 1 entries for a batch of 3",),
+        lambda: ours(pair, batch, grammar, eos_token_id=None): ("eos_token_id=[]", "no way to end"),
+        lambda: ours(pair, batch, grammar, response_format={"type": "text"}): ("pass one of them",),
+        lambda: ours(pair, batch, None, response_format={"type": "text/csv"}): ("json_object", "json_schema"),
+        lambda: ours(pair, batch, None, response_format={"type": "json_object"}): ("pass tokenizer=",),
+        lambda: ours(pair, batch, None, response_format={"type": "json_schema"}, tokenizer=TOKENIZER): (
+            '"json_schema": {"schema": {...}}',
+        ),
+    }.items():
+        with refuses(ValueError, *words):
+            make()
+    with refuses(TypeError, "tokenizer=str", "fast tokenizer"):
+        td.Grammar.regex("a", "gpt2")
+    small = make_target("qwen3", vocab_size=200)
+    with refuses(ValueError, "its tokenizer has 257 ids, the target 200", "own tokenizer"):
+        ours((small, None), batch, grammar)
+
+
+def test_an_engine_says_what_it_was_compiled_without(pair, batch):
+    engine = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=("grammar",))
+    with refuses(ValueError, "grammar was asked for", "td.processors.GrammarTable(", "vocab_size=288)"):
+        engine.generate(**batch, grammar=make_grammar("table"), **asked({}))
+    with refuses(ValueError, "grammar", "a state that is handed out", "call generate"):
+        engine.start(**batch, grammar=make_grammar("json"), **asked({}))
+    bare = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=())
+    with refuses(ValueError, "grammar was asked for", "processors=('grammar',)"):
+        bare.generate(**batch, grammar=make_grammar("json"), **asked({}))
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with refuses(ImportError, "pip install torch-dflash[grammar]"):
+        td.Grammar.regex("a", TOKENIZER)

@@ -1,0 +1,1 @@
+"""What an answer may say: JSON schemas, regular expressions and Lark grammars, token by token."""

@@ -1,0 +1,149 @@
+"""A row's grammar on the host: what may follow each row of a block, a function of the tokens before it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torch_dflash.grammars.bits import ALL, holds, put
+from torch_dflash.grammars.vocabulary import Vocabulary, library
+
+_numbers = itertools.count()
+_rows: weakref.WeakValueDictionary[int, MatcherRow] = weakref.WeakValueDictionary()
+
+
+class NoTokenLeft(ValueError):
+    """A row has left its grammar, since there was nothing in it to pick; or its matcher gave up."""
+
+
+class MatcherRow:
+    """llguidance's matcher for the answer of one row of one request.
+
+    What it says follows from the tokens it is asked about alone: its matcher is only held where it was last,
+    and goes back and forth to them. So it does not matter which calls come, how often, and in which order.
+
+    Attributes:
+        handle: its number, by which compiled programs call it; it lives as long as its request.
+        reads: calls of programs on the host that it was part of.
+    """
+
+    def __init__(self, source: str, vocabulary: Vocabulary, stop_ids: Sequence[int]):
+        self._new = lambda: library("llguidance").LLMatcher(vocabulary.tokenizer, source, log_level=0)
+        self._matcher: Any = self._new()
+        self._taken: list[int] = []
+        self._stops, self._ends = frozenset(stop_ids), vocabulary.eos
+        self._words_known = -(-vocabulary.size // 32)
+        self._lock, self._error = threading.Lock(), ""
+        self.reads = 0
+        self.handle = next(_numbers)
+        _rows[self.handle] = self
+
+    def allowed(self, answer: list[int], drafts: list[int], words: int) -> np.ndarray:
+        """Bits [1 + drafts, words] of what may follow ``answer``, and each of its drafts.
+
+        Behind a draft that may not stand there all is allowed, for it is cut; so behind the end.
+        """
+        rows = np.full((1 + len(drafts), words), ALL)
+        with self._lock:
+            if not self._go_to(answer):
+                return rows
+            for at, token in enumerate([*drafts, -1]):
+                rows[at] = self._bits(words)
+                if token in self._stops or not holds(rows[at], token) or not self._take([token]):
+                    break
+        return rows
+
+    def check(self, answer: list[int], row: int) -> None:
+        """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole one before a stop id."""
+        text = answer[:-1] if answer[-1:] and answer[-1] in self._stops else answer
+        with self._lock:
+            whole = self._go_to(text) and (text is answer or self._matcher.is_accepting())
+            place, error = len(self._taken), self._error
+        if error:
+            raise NoTokenLeft(f"row {row}: llguidance gave its grammar up: {error}")
+        if not whole:
+            raise refused(row, answer[place], place)
+
+    def check_beginning(self, said: str) -> None:
+        """Raise ``ValueError`` where no token may come first and the empty text is none of the grammar's."""
+        bits = self.allowed([], [], self._words_known)[0]
+        if self._error or not (bits.any() or self._matcher.is_accepting()):
+            why = self._error or "no text of it can be spelt with the tokenizer's ids"
+            raise ValueError(f"{said}: no token may come first: {why}.")
+
+    def _go_to(self, answer: list[int]) -> bool:
+        """Take the matcher behind ``answer``, or as far as the grammar goes; whether that is all."""
+        taken = self._taken
+        common = len(taken)
+        if answer[:common] != taken:
+            pairs = enumerate(zip(taken, answer, strict=False))
+            common = next((at for at, (a, b) in pairs if a != b), min(len(taken), len(answer)))
+        if common < len(taken) and not self._matcher.rollback(len(taken) - common):
+            self._matcher, common = self._new(), 0
+        self._taken = taken[:common]
+        return self._take(answer[common:])
+
+    def _take(self, tokens: list[int]) -> bool:
+        known = next((at for at, token in enumerate(tokens) if token in self._ends), len(tokens))
+        count = self._matcher.try_consume_tokens(tokens[:known])
+        self._taken = self._taken + tokens[:count]
+        self._note_error()
+        return count == len(tokens)
+
+    def _bits(self, words: int) -> np.ndarray:
+        bits = np.zeros(words, np.int32)
+        if not self._matcher.is_stopped():
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[:words]
+            bits[: len(found)] = found
+        put(bits, self._ends | self._stops, False)
+        if self._matcher.is_accepting():
+            put(bits, self._stops, True)
+        self._note_error()
+        return bits
+
+    def _note_error(self) -> None:
+        if self._matcher.is_error():
+            self._error = " ".join(self._matcher.get_error().partition("<state>")[0].split())
+            self._matcher, self._taken = self._new(), []
+
+
+def allowed_bits(
+    tokens: np.ndarray, length: np.ndarray, handles: np.ndarray, starts: np.ndarray, words: int
+) -> np.ndarray:
+    """What may follow each row of a block, bits [B, M, words]: a pure function of its arguments.
+
+    Args:
+        tokens: [B, S] the rows' texts. length: [B, M] how much of it stands before each row of the block.
+        handles: [B] of `MatcherRow`; -1: all is allowed. starts: [B] lengths of the prompts.
+        words: of the bits.
+
+    Raises:
+        RuntimeError: a row's request is gone.
+    """
+    bits = np.full((*length.shape, words), ALL)
+    for at, handle in enumerate(handles.tolist()):
+        if handle < 0:
+            continue
+        row = _rows.get(handle)
+        if row is None:
+            raise RuntimeError(f"row {at}: the grammar of its request is gone; decode from the prompt again.")
+        row.reads += 1
+        begin, first, last = int(starts[at]), int(length[at, 0]), int(length[at, -1])
+        if first >= begin:  # else a part of the prompt, of which nothing is picked
+            answer, drafts = tokens[at, begin:first].tolist(), tokens[at, first:last].tolist()
+            bits[at] = row.allowed(answer, drafts, words)
+    return bits
+
+
+def refused(row: int, token: int, place: int) -> NoTokenLeft:
+    """What to raise for a token that is not its grammar's: nothing else was left to pick."""
+    return NoTokenLeft(
+        f"row {row}: token {token}, new token {place}, is not one that its grammar allows: none was left. "
+        "Other options (suppress_tokens, bad_words_ids, min_new_tokens, forced ids, processors of your own) "
+        "took those that it allows, or the tokenizer has none; change them."
+    )

@@ -1,0 +1,158 @@
+"""A regular expression as a table: (state of an automaton, class of a token) -> next state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_dflash.grammars.bits import ALL, packed, put
+from torch_dflash.grammars.matcher import MatcherRow, refused
+from torch_dflash.grammars.regular import DEAD, FIRST, byte_automaton
+from torch_dflash.grammars.vocabulary import Vocabulary
+
+MOST_STATES = 512
+MOST_ENTRIES = 1 << 22
+"""Integers of a row's tables: 16 MiB."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """The token-level automaton of a pattern.
+
+    Attributes:
+        following: int32 [states, classes]; `DEAD` where a token of the class may not follow.
+        class_of: int32 [V], of each token of the tokenizer; class 0 may never follow.
+        accepts: bool [states], whether the text is complete.
+        allowed: bits [states, words] of what may follow; all behind `DEAD`, where what is picked is cut.
+    """
+
+    following: np.ndarray
+    class_of: np.ndarray
+    accepts: np.ndarray
+    allowed: np.ndarray
+
+
+class TableRow:
+    """A table for one row of one request, whose stop ids are its own."""
+
+    reads = 0
+
+    def __init__(self, table: TokenTable, stop_ids: Sequence[int]):
+        self.table, self._stops = table, frozenset(stop_ids)
+
+    def arrays(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(``following``, ``class_of`` for ``vocab_size`` ids, ``allowed`` for them, with the stop ids)."""
+        table, classes = self.table, np.zeros(vocab_size, np.int32)
+        classes[: len(table.class_of)] = table.class_of
+        classes[list(self._stops)] = 0
+        allowed = np.zeros((len(table.following), -(-vocab_size // 32)), np.int32)
+        allowed[:, : table.allowed.shape[1]] = table.allowed
+        put(allowed, self._stops, False)
+        allowed[table.accepts] |= packed(np.isin(np.arange(vocab_size), list(self._stops)))
+        allowed[DEAD] = ALL
+        return table.following, classes, allowed
+
+    def check(self, answer: list[int], row: int) -> None:
+        """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole one before a stop id."""
+        state, table = FIRST, self.table
+        for place, token in enumerate(answer):
+            if token in self._stops:
+                right, following = bool(table.accepts[state]), DEAD
+            else:
+                known = token < len(table.class_of)
+                following = int(table.following[state, table.class_of[token]]) if known else DEAD
+                right = following != DEAD
+            if not right:
+                raise refused(row, token, place)
+            state = following
+
+    def check_beginning(self, said: str) -> None:
+        """Raise ``ValueError`` where no token may come first and the empty text is none of the grammar's."""
+        if not (self.table.following[FIRST].any() or self.table.accepts[FIRST]):
+            raise ValueError(
+                f"{said}: no token may come first: no text of it can be spelt with the tokenizer's ids."
+            )
+
+
+def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
+    """The automaton of ``pattern`` (Rust's regex syntax) over tokens with these bytes; b"" is no text.
+
+    Raises:
+        ValueError: no regular expression that interegular knows, or its tables are too large.
+            ImportError: interegular is missing.
+    """
+    step, accepts = byte_automaton(pattern, MOST_STATES)
+    ends = _walk(step, spelt)  # [states, V]
+    columns = np.ascontiguousarray(ends.T)
+    columns = np.concatenate([np.zeros_like(columns[:1]), columns])  # the class that may never follow
+    whole = columns.view(np.dtype((np.void, columns.dtype.itemsize * columns.shape[1]))).ravel()
+    _, first, class_of = np.unique(whole, return_index=True, return_inverse=True)
+    class_of = class_of.reshape(-1)
+    order = np.argsort(class_of[0] != np.arange(len(first)), kind="stable")  # the dead class comes first
+    following = columns[first[order]].T.astype(np.int32)
+    class_of = np.argsort(order)[class_of[1:]].astype(np.int32)
+    alive = accepts.copy()
+    while True:  # states from which the end can be spelt
+        more = alive | (alive[following] & (following != DEAD)).any(axis=1)
+        if (more == alive).all():
+            break
+        alive = more
+    following = np.where(alive[following], following, DEAD)
+    check_size(pattern, following.shape[0], following.shape[1], len(spelt))
+    allowed = packed((following != DEAD)[:, class_of])
+    allowed[DEAD] = ALL
+    return TokenTable(following, class_of, accepts, allowed)
+
+
+def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str) -> None:
+    """Raise ``ValueError`` unless each state of ``table`` allows what the matcher of ``source`` does there.
+
+    Two libraries read the pattern; a state is compared behind the first text that leads to it.
+    """
+    ends = (min(vocabulary.eos),)
+    matched = MatcherRow(source, vocabulary, ends)
+    _, class_of, allowed = TableRow(table, ends).arrays(vocabulary.size)
+    example = {kind: token for token, kind in enumerate(class_of.tolist())}
+    texts: dict[int, list[int]] = {FIRST: []}
+    waiting = [FIRST]
+    for state in waiting:  # which grows
+        if not np.array_equal(matched.allowed(texts[state], [], allowed.shape[1])[0], allowed[state]):
+            raise ValueError(
+                f"{said}: after ids {texts[state]} interegular and llguidance read it differently; write out "
+                "what they do ([0-9] for a digit, [a-z] for a letter), or pass device=False."
+            )
+        for kind, to in enumerate(table.following[state].tolist()):
+            if to != DEAD and to not in texts:
+                texts[to] = [*texts[state], example[kind]]
+                waiting.append(to)
+
+
+def check_size(pattern: str, states: int, classes: int, vocab_size: int) -> None:
+    """Raise ``ValueError`` for tables that are larger than a row may have; sizes are those of buckets."""
+    states, classes = (1 << (size - 1).bit_length() for size in (states, classes))
+    entries = states * (classes + vocab_size // 32 + 1) + vocab_size
+    if states > MOST_STATES or entries > MOST_ENTRIES:
+        raise ValueError(
+            f"Grammar.regex({pattern!r}, device=True): its tables have {states} states and {entries} "
+            f"entries, of at most {MOST_STATES} and {MOST_ENTRIES}; pass device=False, or a simpler pattern."
+        )
+
+
+def _walk(step: np.ndarray, spelt: Sequence[bytes]) -> np.ndarray:
+    """Where each token leads from each state, int16 [states, V]: all its bytes, one after another."""
+    lengths = np.array([len(text) for text in spelt])
+    longest_first = np.argsort(-lengths, kind="stable")
+    letters = np.zeros((len(spelt), max(int(lengths.max(initial=0)), 1)), np.uint8)
+    for at, text in enumerate(spelt):
+        letters[at, : len(text)] = np.frombuffer(text, np.uint8)
+    letters, lengths = letters[longest_first], lengths[longest_first]
+    ends = np.repeat(np.arange(len(step), dtype=np.int16)[:, None], len(spelt), axis=1)
+    for at in range(letters.shape[1]):
+        count = int((lengths > at).sum())
+        ends[:, :count] = step[ends[:, :count], letters[None, :count, at]]
+    ends[:, lengths == 0] = DEAD
+    found = np.empty_like(ends)
+    found[:, longest_first] = ends
+    return found

@@ -1,0 +1,67 @@
+"""A tokenizer as the libraries of grammars see it: each id with its bytes."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+_known: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
+
+
+def library(name: str) -> Any:
+    """An optional library of grammars.
+
+    Raises:
+        ImportError: it is not installed; the message says how to.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"a grammar needs {name} ({error}): pip install torch-dflash[grammar].") from error
+
+
+class Vocabulary:
+    """The ids of a fast ``tokenizer``, made once for each (`of`), for it takes a second.
+
+    Attributes:
+        tokenizer: llguidance's.
+        size: number of ids.
+        eos: ids that llguidance takes for ends; here the stop ids of a row are.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        try:
+            self.tokenizer = library("llguidance.hf").from_tokenizer(tokenizer)
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer={type(tokenizer).__name__}: llguidance refuses it: {error}"
+            ) from None
+        self.size: int = self.tokenizer.vocab_size
+        self.eos = frozenset(self.tokenizer.eos_tokens)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Vocabulary:
+        """The vocabulary of a transformers tokenizer.
+
+        Raises:
+            TypeError: it is none, or a slow one. ValueError: llguidance cannot read it.
+        """
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise TypeError(
+                f"tokenizer={type(tokenizer).__name__}: a grammar needs the model's fast tokenizer "
+                "(transformers' PreTrainedTokenizerFast)."
+            )
+        found = _known.get(tokenizer)
+        if found is None or found.size < len(tokenizer):  # tokens were added
+            found = _known[tokenizer] = cls(tokenizer)
+        return found
+
+    @cached_property
+    def spelt(self) -> list[bytes]:
+        """The bytes of each id; b"" for special ones, which are no text."""
+        special, decode = self.tokenizer.is_special_token, self.tokenizer.decode_bytes
+        return [b"" if special(token) else decode([token]) for token in range(self.size)]

@@ -1,0 +1,105 @@
+"""Grammars of rows: what may not follow is left out, asked of the host or looked up on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from torch_dflash.grammars.bits import ALL, words_of
+from torch_dflash.grammars.matcher import MatcherRow, allowed_bits
+from torch_dflash.grammars.table import DEAD, FIRST, TableRow
+from torch_dflash.ops.on_host import on_host
+from torch_dflash.processors.interface import Forgetful, Text, column
+
+
+@dataclass(frozen=True)
+class GrammarMatcher(Forgetful):
+    """Any grammar, matched on the host: one read of the rows' tokens a pass, in both runtimes.
+
+    A memory is a row's number there and where its answer begins; what may follow is worked out from the
+    tokens each time.
+    """
+
+    def values(self, asked: Sequence[MatcherRow | None], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        handles = [None if one is None else one.handle for one in asked]
+        return column(handles, -1, torch.int32), column(starts, 0, torch.int32)
+
+    def __call__(self, memory: tuple[Tensor, Tensor], text: Text, logits: Tensor) -> Tensor:
+        words = words_of(logits.shape[-1])
+        ask = partial(allowed_bits, words=words)
+        shape = (*logits.shape[:2], words)
+        return only(on_host(text.tokens, text.length, *memory, function=ask, shape=shape), logits)
+
+
+class Automaton(NamedTuple):
+    """Each row's tables (`torch_dflash.grammars.table`), and the state behind what was taken in."""
+
+    state: Int[Tensor, " B"]
+    following: Int[Tensor, "B states classes"]
+    class_of: Int[Tensor, "B V"]
+    allowed: Int[Tensor, "B states words"]
+
+
+@dataclass(frozen=True)
+class GrammarTable(Forgetful):
+    """Regular grammars as tables on the device: nothing is read on the host.
+
+    Args:
+        states, classes: most that a row's table has.
+        vocab_size: ids of the target.
+    """
+
+    states: int
+    classes: int
+    vocab_size: int
+
+    def covers(self, other: Any) -> bool:
+        fits = type(other) is type(self) and other.vocab_size == self.vocab_size
+        return fits and other.states <= self.states and other.classes <= self.classes
+
+    def values(self, asked: Sequence[TableRow | None], starts: Sequence[int]) -> Automaton:
+        following = np.zeros((len(asked), self.states, self.classes), np.int32)
+        class_of = np.zeros((len(asked), self.vocab_size), np.int32)
+        allowed = np.full((len(asked), self.states, words_of(self.vocab_size)), ALL)
+        for at, row in enumerate(asked):
+            if row is not None:
+                next_states, class_of[at], bits = row.arrays(self.vocab_size)
+                following[at, : next_states.shape[0], : next_states.shape[1]] = next_states
+                allowed[at, : len(bits)] = bits
+        first = [None if row is None else FIRST for row in asked]
+        return Automaton(
+            column(first, DEAD, torch.int32), *map(torch.from_numpy, (following, class_of, allowed))
+        )
+
+    def observe(self, memory: Automaton, ids: Tensor, count: Tensor) -> Automaton:
+        states = torch.stack([memory.state, *_states(memory, ids)], dim=1)
+        return memory._replace(state=states.gather(1, count[:, None].long())[:, 0])
+
+    def __call__(self, memory: Automaton, text: Text, logits: Tensor) -> Tensor:
+        states = [memory.state] if text.rows is None else _states(memory, text.rows)
+        rows = torch.arange(len(memory.state), device=logits.device)[:, None]
+        return only(memory.allowed[rows, torch.stack(states, dim=1).long()], logits)
+
+
+def _states(memory: Automaton, ids: Int[Tensor, "B M"]) -> list[Int[Tensor, " B"]]:
+    """The state behind each of ``ids``, which follow what was taken in."""
+    rows, state, found = torch.arange(len(ids), device=ids.device), memory.state, []
+    for at in range(ids.shape[1]):
+        kind = memory.class_of[rows, ids[:, at].long()]
+        state = memory.following[rows, state.long(), kind.long()]
+        found.append(state)
+    return found
+
+
+def only(bits: Int[Tensor, "B M words"], logits: Float[Tensor, "B M V"]) -> Float[Tensor, "B M V"]:
+    """``logits`` of the tokens whose bits are set (`torch_dflash.grammars.bits`), -inf elsewhere."""
+    place = torch.arange(32, device=logits.device, dtype=torch.int32)
+    flags = ((bits[..., None] >> place) & 1).flatten(-2)[..., : logits.shape[-1]]
+    return torch.where(flags != 0, logits, -torch.inf)
