@@ -66,7 +66,7 @@ def _file() -> Path | None:
 def _read(file: Path | None) -> dict[str, dict]:
     try:
         found = json.loads(file.read_text()) if file else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     whole = isinstance(found, dict) and all(isinstance(own, dict) for own in found.values())
     return found if whole else {}

@@ -64,7 +64,7 @@ def test_it_is_measured_once_for_all_processes(folder, asked, monkeypatch):
     assert len(json.loads((folder / measured.FILE).read_text())) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "{"])
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "{", "[" * 200_000], ids=len)
 def test_a_damaged_file_is_measured_anew(content, folder, asked):
     (folder / measured.FILE).write_text(content)
     assert not measured.lies_by_inputs(SHAPE) and not again(SHAPE)

@@ -108,6 +108,7 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
         (("--verify-width", "99"), "--verify-width 99: the drafter's blocks have 6 rows"),
         (("--json", "/nonexistent/x.json"), "--json /nonexistent/x.json: its folder does not exist"),
         (("--repeats", "0"), "--repeats 0: must be"),
+        (("--draw", "-1"), "--draw -1: must be"),
         (("--draw", "2", "--prompts", "/nonexistent"), "--draw 2: /nonexistent: 0 prompts in its *.jsonl"),
         (("--png", "/nonexistent/x.png"), "--png /nonexistent/x.png: its folder does not exist"),
     ],

@@ -66,6 +66,8 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         if getattr(arguments, name) < 1:
             option = "--" + name.replace("_", "-")
             raise UserError(f"{option} {getattr(arguments, name)}: must be an integer of at least 1.")
+    if arguments.draw < 0:
+        raise UserError(f"--draw {arguments.draw}: must be an integer of at least 0.")
     rows = arguments.verify_width
     if rows != "auto" and (isinstance(rows, str) or rows < 2):
         raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
