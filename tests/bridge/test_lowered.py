@@ -15,6 +15,7 @@ from torch_dflash.ops import (
     block_attention,
     control_flow,
     dense_attention,
+    on_host,
     paged_attention,
     spread,
     windows,
@@ -25,7 +26,8 @@ from torch_dflash.ops.lowerable import OPERATIONS, lowerable
 def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
-    modules = (attention, block_attention, control_flow, dense_attention, paged_attention, spread, windows)
+    modules = (attention, block_attention, control_flow, dense_attention, on_host, paged_attention, spread)
+    modules += (windows,)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 
