@@ -11,13 +11,15 @@ import torch
 from torch_dflash.checks import check_counts
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.diagnosis import Diagnosis, judge_texts
+from torch_dflash.doctor.diagnosis import Diagnosis, Tried, judge_texts
 from torch_dflash.doctor.judge import Judge
 from torch_dflash.doctor.recorded import Text, record
 from torch_dflash.doctor.static import Finding
+from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.train.answers.data import encode_conversation
 
 SPARE = 3
 """Ids past the tokenizer's own that are tried as masks."""
@@ -52,14 +54,18 @@ def diagnose(
     check_counts(max_new_tokens=max_new_tokens)
     asked = list(QUESTIONS.values()) if prompts is None else list(prompts)
     options = dict(template_options or {})
-    texts = answer(target, [_encode(tokenizer, prompt, options) for prompt in asked], max_new_tokens)
+
+    def ids(template: dict[str, Any]) -> list[list[int]]:
+        turns = ([{"role": "user", "content": prompt}] for prompt in asked)
+        return [encode_conversation(tokenizer, turn, template) for turn in turns]
+
+    texts = answer(target, ids(options), max_new_tokens)
     found = judge_texts(target, drafter, texts, masks=likely_masks(target, tokenizer, texts), blocks=blocks)
     if "enable_thinking" not in str(getattr(tokenizer, "chat_template", "")):
         return found
     other = options | {"enable_thinking": not options.get("enable_thinking", True)}
-    more = answer(target, [_encode(tokenizer, prompt, other) for prompt in asked], max_new_tokens)
-    judge, own = Judge(target, drafter, record(target, more), blocks), Convention.of(drafter)
-    length = 1 + float(judge(own).double().mean())
+    more = record(target, answer(target, ids(other), max_new_tokens))
+    length = Tried((), Judge(target, drafter, more, blocks)(Convention.of(drafter))).length
     words = (
         f"answers with enable_thinking={other['enable_thinking']} come to {length:.2f}; ask as in training."
     )
@@ -67,14 +73,9 @@ def diagnose(
     return replace(found, findings=[*found.findings, note])
 
 
-def answer(target: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Text]:
+def answer(target: Any, prompts: list[list[int]], max_new_tokens: int) -> list[Text]:
     """The target's own greedy continuation of each prompt, without the penalties that a model may ask for."""
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
+    ids, mask = pad_rows(prompts)
     place = target.device
     out: Any = generate(
         target,
@@ -106,11 +107,3 @@ def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Text]) -> list[int
     spare = [*range(size, min(rows, size + SPARE)), *([rows - 1] if rows > size else [])]
     found = dict.fromkeys([*named, *spare, *ids.values()])
     return [at for at in found if at is not None and 0 <= at < rows and at not in said]
-
-
-def _encode(tokenizer: Any, prompt: str, options: dict[str, Any]) -> list[int]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        return list(tokenizer(prompt)["input_ids"])
-    messages = [{"role": "user", "content": prompt}]
-    out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **options)
-    return list(out["input_ids"])

@@ -11,8 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.recorded import Recorded, final_norm
+from torch_dflash.doctor.recorded import Recorded
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks
 
 

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from torch_dflash.target.final_norm import final_norm
+
 
 @dataclass(frozen=True)
 class Text:
@@ -26,12 +28,6 @@ class Recorded:
 
     text: Text
     states: list[Float[Tensor, "T H"]]
-
-
-def final_norm(target: Any) -> torch.nn.Module | None:
-    """The norm between the last block and the head, where the target has one by that name."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    return norm if isinstance(norm, torch.nn.Module) else None
 
 
 @torch.no_grad()

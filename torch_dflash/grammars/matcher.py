@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dflash.grammars.bits import ALL, holds, put
+from torch_dflash.grammars.bits import ALL, holds, put, words_of
 from torch_dflash.grammars.vocabulary import Vocabulary, library
 
 _numbers = itertools.count()
@@ -37,7 +37,7 @@ class MatcherRow:
         self._matcher: Any = self._new()
         self._taken: list[int] = []
         self._stops, self._ends = frozenset(stop_ids), vocabulary.eos
-        self._words_known = -(-vocabulary.size // 32)
+        self._words_known = words_of(vocabulary.size)
         self._lock, self._error = threading.Lock(), ""
         self.reads = 0
         self.handle = next(_numbers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_dflash.grammars.bits import ALL, packed, put
+from torch_dflash.grammars.bits import ALL, packed, put, words_of
 from torch_dflash.grammars.matcher import MatcherRow, refused
 from torch_dflash.grammars.regular import DEAD, FIRST, byte_automaton
 from torch_dflash.grammars.vocabulary import Vocabulary
@@ -47,7 +47,7 @@ class TableRow:
         table, classes = self.table, np.zeros(vocab_size, np.int32)
         classes[: len(table.class_of)] = table.class_of
         classes[list(self._stops)] = 0
-        allowed = np.zeros((len(table.following), -(-vocab_size // 32)), np.int32)
+        allowed = np.zeros((len(table.following), words_of(vocab_size)), np.int32)
         allowed[:, : table.allowed.shape[1]] = table.allowed
         put(allowed, self._stops, False)
         allowed[table.accepts] |= packed(np.isin(np.arange(vocab_size), list(self._stops)))

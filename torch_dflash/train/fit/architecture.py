@@ -10,6 +10,7 @@ import torch
 from torch_dflash.checks import check_counts
 from torch_dflash.proposers.dflash.config import DFlashConfig, default_target_layer_ids
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.features.extract import Layers, check_layers
 
 # Of the target's own shape, so that the drafter's cost per layer is the target's.
@@ -80,8 +81,8 @@ def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.init_seed)
         drafter = DFlashDraftModel(config)
-    final_norm: Any = getattr(target.get_decoder(), "norm", None)
-    if getattr(final_norm, "weight", None) is not None:
+    norm: Any = final_norm(target)
+    if getattr(norm, "weight", None) is not None:
         # The head was trained on states of this scale; with ones, the first losses are many times too high.
-        drafter.norm.weight.data.copy_(final_norm.weight.detach())
+        drafter.norm.weight.data.copy_(norm.weight.detach())
     return drafter.to(target.device)

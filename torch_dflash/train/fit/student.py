@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows
 from torch_dflash.train.fit.objective import Losses, Objective, Vocabulary, block_losses
@@ -71,7 +72,7 @@ class Student(nn.Module):
 
 
 def _frozen_norm(target) -> nn.Module:
-    norm = getattr(target.get_decoder(), "norm", None)
+    norm = final_norm(target)
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     if norm is None or cap is not None:
         raise ValueError(
