@@ -25,6 +25,9 @@ from torch_dflash.target.forgetting import forgetting
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
 _counter = threading.local()
+EXACT = {"xla_allow_excess_precision": False}
+"""Every half-precision value is rounded, as in torch. XLA may leave roundings out where it fuses operations,
+and what it fuses depends on the number of rows: a step would decide near-ties otherwise than a block."""
 
 
 def _count(event: str, duration_secs: float, **_: Any) -> None:
@@ -165,7 +168,7 @@ class Programs:
 
     def _compile(self, key: tuple, lowered: Any, started: Future) -> None:
         try:
-            program = lowered.compile()
+            program = lowered.compile(EXACT if jax.default_backend() == "cpu" else None)
             self._uncounted[key] = compilations()  # of this thread, which has no other work
         except BaseException as error:
             started.set_exception(error)

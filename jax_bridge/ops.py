@@ -19,7 +19,7 @@ from jax_bridge.forms import Multiplier, Readable, stored_as
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
-from jax_bridge.products import linear_jax
+from jax_bridge.products import linear_jax, stacked_linear_jax
 from jax_bridge.shared import once
 from jax_bridge.steady import layer_norm_jax, mean_jax, softmax_jax
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
@@ -29,6 +29,7 @@ from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.on_host import on_host
 from torch_dflash.ops.paged_attention import paged_attention
 from torch_dflash.ops.spread import spread
+from torch_dflash.ops.stacked import stacked_linear
 from torch_dflash.ops.windows import write_rows
 
 UNROLLED_ROWS = 8
@@ -111,6 +112,10 @@ def _linear(rows, weight, bias=None):
         return once(linear_jax, rows, kept if isinstance(kept, Multiplier) else weight, bias)
 
     return call_jax(multiply, rows, weight, bias)
+
+
+def _stacked_linear(rows, stack, transposed):
+    return call_jax(partial(once, stacked_linear_jax, transposed=transposed), rows, stack)
 
 
 _embedding_of_torchax = environment()._ops[torch.ops.aten.embedding].func
@@ -235,6 +240,7 @@ LOWERED = {
     block_attention: _block_attention,
     spread: _spread,
     on_host: _on_host,
+    stacked_linear: _stacked_linear,
     branch: _branch,
     chunked: _chunked,
 }

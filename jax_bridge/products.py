@@ -1,7 +1,7 @@
-"""A linear layer's product in the form that the device is fast at; only the CPU's differs.
+"""Products in the form that the device is fast at; only the CPU's differs.
 
 XLA's CPU compiler makes a product with a bfloat16 result ten times slower than one with a float32 result that
-is rounded after.
+is rounded after. A product of one row it computes in a way of its own, which is rounded otherwise.
 """
 
 from __future__ import annotations
@@ -38,3 +38,25 @@ def _summed_wide(rows: Array, weight: Any, bias: Array | None) -> Array:
     out = weight.product(flat) if isinstance(weight, Multiplier) else dot(flat, weight, jnp.float32)
     out = out if bias is None else out + bias.astype(jnp.float32)
     return out.astype(rows.dtype).reshape(*rows.shape[:-1], weight.shape[0])
+
+
+def stacked_linear_jax(
+    rows: Float[Array, "N R In"], stack: Float[Array, "N K L"], *, transposed: bool
+) -> Float[Array, "N R Out"]:
+    """`torch_dflash.ops.stacked.stacked_linear`.
+
+    The weights' axis is summed where it lies: with a transpose XLA's CPU compiler copies one weight but not a
+    stack of them, and rounds the two otherwise.
+    """
+    dims = (((2,), (1 if transposed else 2,)), ((0,), (0,)))
+
+    def as_it_is(rows: Array, stack: Array) -> Array:
+        return jax.lax.dot_general(rows, stack, dims)
+
+    def wide(rows: Array, stack: Array) -> Array:
+        two = jnp.concatenate([rows, rows], axis=1) if rows.shape[1] == 1 else rows
+        sums = jnp.promote_types(rows.dtype, jnp.float32)
+        out = jax.lax.dot_general(two, stack, dims, preferred_element_type=sums)
+        return out[:, : rows.shape[1]].astype(rows.dtype)
+
+    return jax.lax.platform_dependent(rows, stack, cpu=wide, default=as_it_is)

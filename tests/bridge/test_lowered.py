@@ -18,6 +18,7 @@ from torch_dflash.ops import (
     on_host,
     paged_attention,
     spread,
+    stacked,
     windows,
 )
 from torch_dflash.ops.lowerable import OPERATIONS, lowerable
@@ -27,7 +28,7 @@ def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
     modules = (attention, block_attention, control_flow, dense_attention, on_host, paged_attention, spread)
-    modules += (windows,)
+    modules += (stacked, windows)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 

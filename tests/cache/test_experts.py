@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 import pytest
 import torch
 from support import ROOT
 from support.experts import CHOSEN, COUNT, FLAGS, Experts, routed
+from torch.func import functional_call
 from transformers.integrations.moe import batched_mm_experts_forward
 
+import jax_bridge as jb
+from jax_bridge._torchax import call_torch
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program
+from jax_bridge.lower import EXACT, tracing
 from torch_dflash.cli.configs import load_configs
 from torch_dflash.target.experts import ONE_BY_ONE, static_experts
 
@@ -48,6 +54,28 @@ def test_gradients_flow_as_in_transformers():
         experts.zero_grad()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_row_of_a_block_gets_what_it_would_get_alone(transposed):
+    """Bit by bit in bfloat16, on a CPU: the next router has near-ties."""
+    torch.manual_seed(1)
+    experts = Experts(True, False, transposed, False).bfloat16()
+    weights = {name: jb.to_jax(leaf.detach()) for name, leaf in experts.named_parameters()}
+    rows, index, shares = routed(33)
+    given = jb.to_jax((rows.bfloat16(), index.int(), shares.bfloat16()))
+
+    def mix(weights, *given):
+        return call_torch(lambda held, *given: functional_call(experts, held, given), weights, *given)
+
+    def compiled(*given):
+        with tracing("highest"):
+            return jax.jit(mix).lower(weights, *given).compile(EXACT)(weights, *given)
+
+    block = compiled(*given)
+    for row in range(3):
+        alone = compiled(*(part[row : row + 1] for part in given))
+        np.testing.assert_array_equal(alone, block[row : row + 1])
 
 
 @pytest.mark.aot

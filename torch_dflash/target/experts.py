@@ -14,6 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from torch_dflash.ops.stacked import stacked_linear
+
 EXPERTS = "static_experts"
 ONE_BY_ONE = 16
 """(Row, expert) pairs up to which each reads its own expert: fewer bytes than all experts have."""
@@ -30,6 +32,9 @@ def static_experts(
     More than a few pairs reach most experts between them, so every expert then sees every row, and the
     weights decide: the experts are read once, where they lie. The needless products cost no time while
     reading does (up to about 160 rows on a v5p), and less than the copies at any number of rows.
+
+    Both sum in float32 in the order of the experts, so that a row of a block gets what it would get alone: a
+    sum rounded otherwise decides near-ties of the next router, and with them tokens.
     """
     pairs = top_k_index.numel()
     mix = _one_by_one if pairs <= min(ONE_BY_ONE, module.num_experts - 1) else _all_at_once
@@ -39,14 +44,16 @@ def static_experts(
 def _all_at_once(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     expert = torch.arange(module.num_experts, device=index.device, dtype=index.dtype)
     hit = index[:, :, None] == expert  # [R, top_k, experts]
-    share = torch.where(hit, weights[:, :, None], 0).sum(dim=1).T[:, :, None]  # [experts, R, 1]
-    out = _apply(module, rows.expand(module.num_experts, -1, -1), lambda stack: stack)
+    share = torch.where(hit, weights[:, :, None].float(), 0).sum(dim=1).T[:, :, None]  # [experts, R, 1]
+    out = _apply(module, rows.expand(module.num_experts, -1, -1), lambda stack: stack).float()
     # An expert that was not asked may overflow on a row of another's: zero times that would be NaN.
     return torch.where(hit.any(dim=1).T[:, :, None], out * share, 0).sum(dim=0)
 
 
 def _one_by_one(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     # A slice of one expert at a time: a product reads it in place, where a gather of several would copy.
+    index, order = index.sort(dim=1)
+    weights = weights.gather(1, order).float()
     sums = []
     for row in range(index.shape[0]):
         chosen = [index[row, place : place + 1] for place in range(index.shape[1])]
@@ -54,7 +61,7 @@ def _one_by_one(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Te
             _apply(module, rows[row : row + 1][None], lambda stack, at=at: torch.index_select(stack, 0, at))
             for at in chosen
         ]
-        sums.append((torch.cat(outs)[:, 0] * weights[row, :, None]).sum(dim=0))
+        sums.append((torch.cat(outs)[:, 0].float() * weights[row, :, None]).sum(dim=0))
     return torch.stack(sums)
 
 
@@ -69,7 +76,7 @@ def _apply(module: Any, rows: Float[Tensor, "experts R H"], pick: Any) -> Float[
 
 def _linear(module: Any, rows: Tensor, name: str, pick: Any) -> Tensor:
     weight = pick(getattr(module, name))
-    out = torch.bmm(rows, weight if module.is_transposed else weight.transpose(1, 2))
+    out = stacked_linear(rows, weight, module.is_transposed)
     return out + pick(getattr(module, f"{name}_bias"))[:, None] if module.has_bias else out
 
 

@@ -1,0 +1,20 @@
+"""The product of a stack of linear layers, such as experts are."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_dflash.ops.lowerable import lowerable
+
+
+@lowerable
+def stacked_linear(
+    rows: Float[Tensor, "N R In"], stack: Float[Tensor, "N K L"], transposed: bool
+) -> Float[Tensor, "N R Out"]:
+    """Each layer's ``rows`` times its weight, [Out, In] or, ``transposed``, [In, Out].
+
+    `jax_bridge.products` computes a row alone as it does beside others.
+    """
+    return torch.bmm(rows, stack if transposed else stack.transpose(1, 2))
