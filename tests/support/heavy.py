@@ -41,6 +41,7 @@ HEAVY = {
     "doctor/test_doctor.py::test_what_is_wrong_is_named[llama-5-kinds5-100]",
     "doctor/test_doctor.py::test_what_is_wrong_is_named[llama-7-kinds7-150]",
     "doctor/test_doctor.py::test_what_is_wrong_is_named[qwen2-12-kinds6-150]",
+    "doctor/test_doctor.py::test_what_is_wrong_is_named[qwen2-15400-kinds8-150]",
     "doctor/test_doctor.py::test_what_is_wrong_is_named[qwen3-4-kinds4-150]",
     "engine/test_announce.py::test_it_stands_on_stderr_and_can_be_silenced",
     "engine/test_long_run.py::test_time_and_memory_of_a_round_do_not_grow[static]",

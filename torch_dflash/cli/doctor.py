@@ -148,5 +148,7 @@ def _as_json(found: Diagnosis) -> dict[str, Any]:
         "findings": [
             {"field": one.field, "value": str(one.value), "words": one.words} for one in found.findings
         ],
-        "tried": [{"name": one.name, "acceptance_length": one.length} for one in found.tried],
+        "tried": [
+            {"name": one.name, "acceptance_length": one.length, "nats": one.nats} for one in found.tried
+        ],
     }

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from torch import Tensor
-
 from torch_dflash.checks import check_counts
 from torch_dflash.doctor.changes import Change, changes
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.judge import Judge, standard_score
+from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
 from torch_dflash.doctor.static import Finding, findings
 from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
-SURE = 4.0
-"""Standard errors that a change has to gain: dozens of changes and hundreds of pairs are tried."""
-GAIN = 0.1
-"""Accepted drafts a block that a change has to gain."""
-SCREENED = 64
-FINALISTS = 12
+SURE = 3.5
+"""Standard errors that a change has to gain: hundreds are tried."""
+GAIN = 0.02
+"""Nats a block that a change has to gain: another dtype shifts all blocks by a hundredth."""
+FAINT = 0.25
+"""Nats that it has to gain where the drafter stays weak: what has hardly learned is likelier by chance."""
+ROUNDS = ((16, 48), (64, 12))
+"""Pairs of changes are screened on so many blocks, and so many go on."""
 WEAK = 2.0
 """An acceptance length below which a pair without a fault is called weak: a step in two."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A convention by its ``changes`` (none: as the config says), and its accepted drafts in each block."""
+    """A convention by its ``changes`` (none: as the config says), and all blocks as it drafts them."""
 
     changes: tuple[Change, ...]
-    accepted: Tensor
+    drafted: Drafted
 
     @property
     def name(self) -> str:
@@ -43,12 +43,19 @@ class Tried:
     @property
     def length(self) -> float:
         """Acceptance length: accepted drafts of a block and the bonus token, in the mean."""
-        return 1 + float(self.accepted.double().mean())
+        return 1 + float(self.drafted.accepted.double().mean())
+
+    @property
+    def nats(self) -> float:
+        """What a block says of the target's tokens, in the mean."""
+        return float(self.drafted.nats.double().mean())
 
     def beats(self, other: Tried) -> bool:
-        """Whether it is better beyond noise."""
-        sure = standard_score(self.accepted, other.accepted) >= SURE
-        return sure and self.length - other.length >= GAIN
+        """Whether the target's tokens are likelier, and drafts no less often accepted, both beyond noise."""
+        new, old = self.drafted, other.drafted
+        least = GAIN if self.length >= WEAK else FAINT
+        sure = standard_score(new.nats, old.nats) >= SURE and self.nats - other.nats >= least
+        return sure and standard_score(new.accepted, old.accepted) > -1
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Diagnosis:
         length: acceptance length of blocks drafted as the pair is, teacher-forced on the target's text.
         better: the same with ``changes``.
         positions: share of blocks whose first k drafts are right, as the pair is.
-        tried: every convention that was judged on all blocks, the best first.
+        tried: every convention that was judged on all blocks, the likeliest first.
         findings: what the configs say.
     """
 
@@ -104,10 +111,12 @@ def judge_texts(
 ) -> Diagnosis:
     """Judge a pair under the conventions it may have mixed up, singly and in pairs.
 
-    The target runs once over the texts. Each convention then drafts the same blocks, teacher-forced: what
-    would be accepted is compared block by block, and a convention counts as better by `SURE` standard errors
-    and `GAIN` drafts at least. Where taps are off by one, say, text stays right and only speed is lost, so
-    nothing else would tell.
+    The target runs once over the texts. Each convention then drafts the same blocks, teacher-forced, and is
+    compared with others block by block: how likely it holds the target's own tokens, each convention at the
+    temperature that suits it best, which tells more than how many drafts are accepted. It counts as better by
+    `SURE` standard errors and `GAIN` nats (`FAINT` for a weak drafter), unless fewer drafts are accepted. A
+    pair of changes has to be better than either alone. Where taps are off by one, say, text stays right and
+    only speed is lost, so nothing else would tell.
 
     Args:
         target: a live transformers causal LM.
@@ -128,10 +137,7 @@ def judge_texts(
     longest = max(len(text.ids) for text in texts)
     single = [Tried((one,), judge(one.apply(own))) for one in changes(target, drafter, longest, masks)]
     pairs = [Tried(pair, judge(_both(own, pair))) for pair in _finalists(judge, own, single)]
-    chosen = base
-    for tried in (single, pairs):
-        best = max(tried, key=lambda one: one.length, default=chosen)
-        chosen = best if best.beats(chosen) else chosen
+    chosen = _best(_best(base, single, []), pairs, [base, *single])
     verdict = "broken" if chosen.changes else "weak" if base.length < WEAK else "healthy"
     width = drafter.config.block_size
     return Diagnosis(
@@ -139,8 +145,8 @@ def judge_texts(
         changes=chosen.changes,
         length=base.length,
         better=chosen.length,
-        positions=[float((base.accepted >= k).double().mean()) for k in range(1, width)],
-        tried=sorted([base, *single, *pairs], key=lambda one: -one.length),
+        positions=[float((base.drafted.accepted >= k).double().mean()) for k in range(1, width)],
+        tried=sorted([base, *single, *pairs], key=lambda one: -one.nats),
         findings=findings(target, drafter),
     )
 
@@ -151,11 +157,22 @@ def _both(own: Convention, pair: tuple[Change, ...]) -> Convention:
     return own
 
 
-def _finalists(judge: Judge, own: Convention, single: list[Tried]) -> Iterator[tuple[Change, ...]]:
+def _best(chosen: Tried, tried: list[Tried], known: list[Tried]) -> Tried:
+    """The best of ``tried`` that beats ``chosen`` and those ``known`` that it has all changes of."""
+    for one in sorted(tried, key=lambda one: -one.nats):
+        less = [other for other in known if all(change in one.changes for change in other.changes)]
+        if all(one.beats(other) for other in [chosen, *less]):
+            return one
+    return chosen
+
+
+def _finalists(judge: Judge, own: Convention, single: list[Tried]) -> list[tuple[Change, ...]]:
     """The pairs of changes that are best on a part of the blocks."""
-    every = max(1, len(judge.places) // SCREENED)
     kinds = [one.changes[0] for one in single]
     pairs = [pair for pair in combinations(kinds, 2) if pair[0].kind != pair[1].kind]
-    means = [float(judge(_both(own, pair), every).double().mean()) for pair in pairs]
-    order = sorted(range(len(pairs)), key=lambda at: -means[at])
-    return (pairs[at] for at in order[:FINALISTS])
+    for blocks, most in ROUNDS:
+        every = max(1, len(judge.places) // blocks)
+        nats = [judge.likelihood(_both(own, pair), every) for pair in pairs]
+        order = sorted(range(len(pairs)), key=lambda at: -nats[at])
+        pairs = [pairs[at] for at in order[:most]]
+    return pairs

@@ -1,8 +1,9 @@
-"""How many drafts of each block the target would accept, by a convention: teacher-forced on its own text."""
+"""How well a convention drafts the target's own text, teacher-forced: what is accepted, what is likely."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,27 @@ from torch_dflash.doctor.recorded import Recorded
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks
+
+TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
+"""From a quarter to 64, at which nothing is said: of each convention the one that suits it best counts."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Blocks as a convention drafts them.
+
+    Attributes:
+        accepted: drafts of each block that the target would accept.
+        likelihood: nats that each block says of the target's tokens, all rows, at each of `TEMPERATURES`.
+    """
+
+    accepted: Int[Tensor, " blocks"]
+    likelihood: Float[Tensor, "blocks temperatures"]
+
+    @property
+    def nats(self) -> Float[Tensor, " blocks"]:
+        """`likelihood` at its best temperature: to be more or less sure of everything is no merit."""
+        return self.likelihood[:, self.likelihood.mean(dim=0).argmax()]
 
 
 class Judge:
@@ -32,6 +54,7 @@ class Judge:
         self.target, self.drafter, self.recorded = target, drafter, list(recorded)
         self.width = drafter.config.block_size
         self._embedding = target.get_input_embeddings().weight
+        self._words = torch.cat([one.text.ids for one in self.recorded]).long().unique().to(target.device)
         places = [
             (at, place)
             for at, one in enumerate(self.recorded)
@@ -41,29 +64,55 @@ class Judge:
         self.places = [places[int(i * step)] for i in range(min(blocks, len(places)))]
 
     @torch.no_grad()
-    def __call__(self, convention: Convention, every: int = 1) -> Int[Tensor, " blocks"]:
-        """Accepted drafts of each block, or of each ``every``-th one."""
+    def __call__(self, convention: Convention) -> Drafted:
+        """Every block by ``convention``."""
+        counts, nats = [], []
+        for twin, batch, rows in self._drafted(convention, 1):
+            counts.append(self.count(twin, convention, batch, rows))
+            nats.append(self.say(twin, convention, batch, rows))
+        return Drafted(torch.cat(counts), torch.cat(nats))
+
+    @torch.no_grad()
+    def likelihood(self, convention: Convention, every: int) -> float:
+        """Nats in the mean of each ``every``-th block: what is accepted would take the whole head."""
+        drafted = self._drafted(convention, every)
+        nats = [self.say(twin, convention, batch, rows) for twin, batch, rows in drafted]
+        return float(torch.cat(nats).mean(dim=0).max())
+
+    def _drafted(self, convention: Convention, every: int) -> Iterator[tuple[Any, Batch, Tensor]]:
         twin, places = convention.applied(self.drafter), self.places[::every]
-        counts = []
         for at, one in enumerate(self.recorded):
             anchors = [place for text, place in places if text == at]
             if anchors:
-                counts.append(self.count(twin, convention, one, anchors))
-        return torch.cat(counts)
+                batch = self.batch(convention, one, anchors)
+                yield twin, batch, self.rows(twin, convention, batch)
 
     def count(
-        self, twin: Any, convention: Convention, one: Recorded, anchors: list[int]
+        self, twin: Any, convention: Convention, batch: Batch, rows: Float[Tensor, "one A N H"]
     ) -> Int[Tensor, " A"]:
-        """Accepted drafts of the blocks at ``anchors``."""
-        batch = self.batch(convention, one, anchors)
-        rows, (wanted, known) = self.rows(twin, convention, batch), block_targets(batch, self.width)
-        counts = torch.zeros(len(anchors), dtype=torch.int32, device=rows.device)
-        alive = torch.arange(len(anchors), device=rows.device)
+        """Accepted drafts of the blocks of ``batch``."""
+        wanted, known = block_targets(batch, self.width)
+        counts = torch.zeros(rows.shape[1], dtype=torch.int32, device=rows.device)
+        alive = torch.arange(rows.shape[1], device=rows.device)
         for row in range(self.width - 1):  # the head is most of the work, and few rows need it
             tokens = self.read(twin, convention, rows[:, alive, row : row + 1])[0, :, 0].argmax(dim=-1)
             alive = alive[(tokens == wanted[0, alive, row]) & known[0, alive, row]]
             counts[alive] += 1
         return counts.cpu()
+
+    def say(
+        self, twin: Any, convention: Convention, batch: Batch, rows: Float[Tensor, "one A N H"]
+    ) -> Float[Tensor, "A temperatures"]:
+        """Nats that each block says of the target's tokens, as against the others that the texts hold."""
+        wanted, known = block_targets(batch, self.width)
+        logits = self.read(twin, convention, rows, self._words)[0].float()
+        logits = torch.where(torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0)  # says nothing
+        at = torch.searchsorted(self._words, wanted[0].long())[..., None]
+        nats = [
+            ((logits / heat).log_softmax(dim=-1).gather(-1, at)[..., 0] * known[0]).sum(dim=1)
+            for heat in TEMPERATURES
+        ]
+        return torch.stack(nats, dim=1).cpu()
 
     def batch(self, convention: Convention, one: Recorded, anchors: list[int]) -> Batch:
         """What the drafter is given of a text."""
@@ -84,17 +133,25 @@ class Judge:
         return hidden[:, :, convention.first_row : convention.first_row + self.width - 1]
 
     def read(
-        self, twin: Any, convention: Convention, rows: Float[Tensor, "B A N H"]
+        self,
+        twin: Any,
+        convention: Convention,
+        rows: Float[Tensor, "B A N H"],
+        words: Int[Tensor, " V"] | None = None,
     ) -> Float[Tensor, "B A N V"]:
-        """What the drafter says by such states."""
+        """What the drafter says by such states, of all tokens or of ``words``."""
         head = self.target.get_output_embeddings()
-        if convention.tied:
-            return twin.logits(rows.to(self._embedding.dtype), lambda rows: F.linear(rows, self._embedding))
-        return twin.logits(rows.to(head.weight.dtype), head)
+        source = self.target.get_input_embeddings() if convention.tied else head
+        weight, bias = source.weight, getattr(source, "bias", None)
+        if words is not None:
+            weight, bias = weight[words], None if bias is None else bias[words]
+        elif not convention.tied:
+            return twin.logits(rows.to(weight.dtype), head)
+        return twin.logits(rows.to(weight.dtype), lambda rows: F.linear(rows, weight, bias))
 
 
 def standard_score(new: Tensor, old: Tensor) -> float:
     """By how many standard errors ``new`` is better than ``old``, block by block."""
     gain = (new - old).double()
-    error = gain.std() / max(1, len(gain)) ** 0.5
-    return float(gain.mean() / error) if error > 0 else 0.0 if gain.mean() == 0 else float(len(gain))
+    mean, error = gain.mean(), gain.std() / max(1, len(gain)) ** 0.5
+    return float(mean / error) if error > 0 else float(mean.sign()) * len(gain)
