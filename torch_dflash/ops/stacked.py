@@ -11,9 +11,9 @@ from torch_dflash.ops.lowerable import lowerable
 
 @lowerable
 def stacked_linear(
-    rows: Float[Tensor, "N R In"], stack: Float[Tensor, "N K L"], transposed: bool
-) -> Float[Tensor, "N R Out"]:
-    """Each layer's ``rows`` times its weight, [Out, In] or, ``transposed``, [In, Out].
+    rows: Float[Tensor, "experts R in"], stack: Float[Tensor, "experts K L"], transposed: bool
+) -> Float[Tensor, "experts R out"]:
+    """Each layer's ``rows`` times its weight, [out, in] or, ``transposed``, [in, out].
 
     `jax_bridge.products` computes a row alone as it does beside others.
     """
