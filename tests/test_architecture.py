@@ -275,6 +275,7 @@ with install_import_hook(["torch_dflash"], "beartype.beartype"):
 import torch, pytest
 from support import tiny
 from torch_dflash.accept import trim_at_stop
+from torch_dflash.proposers.dflash.native import ends_in_blocks
 ids, mask = tiny.ragged_prompts(3)
 for family in ("qwen3", "gpt_oss"):
     target, drafter = tiny.make_pair(family)
@@ -286,7 +287,9 @@ target, drafter = tiny.make_pair()
 block = td.dflash(drafter, runtime="eager")
 target.generate(ids, attention_mask=mask, max_new_tokens=5, custom_generate=block)
 row = ids[:1]
-target.generate(row, max_new_tokens=9, do_sample=False, assistant_model=drafter, speculation_type="dflash")
+if ends_in_blocks():
+    native = {"assistant_model": drafter, "speculation_type": "dflash"}
+    target.generate(row, max_new_tokens=9, do_sample=False, **native)
 engine = td.compile(target, drafter, runtime="eager", max_length=64).warmup()
 list(engine.stream(row, max_new_tokens=5))
 try:

@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+import transformers
+from support.refusals import refuses
+from support.versions import needs_native
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -88,6 +91,15 @@ def test_custom_generate_takes_a_generation_config(pair, batch):
     assert max(length for row in out.stats.acceptance_lengths for length in row) in (2, 3)
 
 
+@pytest.mark.parametrize("version", ["5.15.0", "5.17.2"])
+def test_a_loop_that_writes_on_behind_a_stop_id_is_refused(pair, batch, monkeypatch, version):
+    monkeypatch.setattr(transformers, "__version__", version)
+    row = {name: rows[:1] for name, rows in batch.items()}
+    with refuses(ValueError, "stop id inside of a block", "transformers>=5.18", "custom_generate"):
+        pair[0].generate(**row, max_new_tokens=NEW, assistant_model=pair[1], speculation_type="dflash")
+
+
+@needs_native
 def test_custom_generate_agrees_with_transformers_own_dflash(pair, batch):
     row = {name: rows[:1] for name, rows in batch.items()}
     asked = {"max_new_tokens": NEW, "do_sample": False}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.trained import MASK, NEW, VOCAB, WIDTH
+from support.versions import needs_native
 
 import torch_dflash as td
 from torch_dflash.train.export.card import add_figures
@@ -78,6 +79,7 @@ def test_the_authors_loader_computes_the_same(world, overfit):
     assert (mine - found).abs().max() < 1e-5 < 1 < mine.abs().max()
 
 
+@needs_native
 def test_transformers_own_loop_says_the_same_with_it(world, overfit):
     drafter = td.DFlashDraftModel.from_pretrained(overfit.exported, dtype=torch.float32)
     for prompt in overfit.trained[:3]:

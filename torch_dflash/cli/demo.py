@@ -17,12 +17,13 @@ from torch_dflash.cli.errors import UserError, fail
 from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
 from torch_dflash.cli.writable import check_outputs
-from torch_dflash.demo.contest import Method, has_native_dflash, ours, transformers_own
+from torch_dflash.demo.contest import Method, ours, transformers_own
 from torch_dflash.demo.pair import load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS, draw
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.plan import MIN_BUCKET
+from torch_dflash.proposers.dflash.native import ends_in_blocks
 
 DTYPES = ("bfloat16", "float32")
 
@@ -138,7 +139,7 @@ def _methods(
         with parts.timed("load"):
             exact = load_demo_target(torch.float32, progress=False)[0]
         methods[TRANSFORMERS.format("float32")] = transformers_own(exact, stops)
-    if has_native_dflash():
+    if ends_in_blocks():
         native = {"assistant_model": drafter, "speculation_type": "dflash"}
         methods[NATIVE.format(arguments.dtype)] = transformers_own(target, stops, **native)
     with parts.timed("warm up"):

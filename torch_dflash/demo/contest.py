@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 Show = Callable[[list[int]], None]
@@ -91,8 +90,3 @@ def transformers_own(target: Any, stops: list[int], **more: Any) -> Method:
         return found
 
     return answer
-
-
-def has_native_dflash() -> bool:
-    """Whether this release of transformers drafts with DFlash itself."""
-    return hasattr(GenerationConfig(), "speculation_type")

@@ -26,6 +26,7 @@ from torch_dflash.ops.attention import Attend, KeyValue, attend_to, finite_value
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.files import check_files
 from torch_dflash.proposers.dflash.hub import OnHub
+from torch_dflash.proposers.dflash.native import check_loop
 
 
 class DFlashAttention(nn.Module):
@@ -188,9 +189,13 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
 
         Returns:
             ``.last_hidden_state`` [B, W, H]; row i is the state of the token at the block's position i.
+
+        Raises:
+            ValueError: that loop is of a version which writes on behind a stop id.
         """
         if isinstance(noise_embeds, nn.Module):  # as transformers calls a custom generate
             raise TypeError("custom_generate=DFlashDraftModel: pass torch_dflash.dflash(drafter).")
+        check_loop(past_key_values)
 
         def memory(attention, key, value):
             if past_key_values is not None:
