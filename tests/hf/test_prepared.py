@@ -40,6 +40,13 @@ NEW = 12
 WIDTH = 7
 
 
+def ignoring(lengths):
+    """A repetition penalty with a length for each row, as newer versions of transformers make it."""
+    penalty = RepetitionPenaltyLogitsProcessor(2.0)
+    penalty.prompt_ignore_length = torch.tensor(lengths)
+    return penalty
+
+
 @pytest.fixture(scope="module")
 def text(pair, batch):
     """The target's free greedy text."""
@@ -180,11 +187,11 @@ UNREADABLE = [
     ([ExponentialDecayLengthPenalty((1, 1.5), 5, WIDTH)], ["another prompt", "exponential_decay"]),
     (
         [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=3)],
-        ["another prompt", "repetition_penalty"],
+        ["counts their padding", "repetition_penalty"],
     ),
     (  # not the padding of these two rows
-        [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([3, 1]))],
-        ["another prompt", "repetition_penalty"],
+        [ignoring([3, 1])],
+        ["counts their padding", "repetition_penalty"],
     ),
     ([MinLengthLogitsProcessor(99, [5])], ["MinLengthLogitsProcessor for another", "min_length"]),
     ([ForcedEOSTokenLogitsProcessor(99, [5])], ["ForcedEOSTokenLogitsProcessor for another", "forced_eos"]),

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.refusals import refuses
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast, StoppingCriteriaList
+from support.tokenizers import letters
+from support.versions import COUNTS_PADDING
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 import torch_dflash as td
@@ -85,10 +83,14 @@ def test_eager_text_is_that_of_transformers(pair, batch, plain, name):
     assert rows == want and want != plain
     assert ours(pair, batch, verify_width=1, **options)[0] == rows
     assert td.generate(pair[0], None, **batch, runtime="eager", **asked(options)).shape[0] == 2
+    if COUNTS_PADDING and "repetition_penalty" in options:
+        with refuses(ValueError, "RepetitionPenaltyLogitsProcessor", "counts their padding", "td.generate"):
+            through_transformers(pair, batch, **options)
+        batch = {name: value[:1] for name, value in batch.items()}
     padded, block = through_transformers(pair, batch, **options)
     if name not in ("no_repeat_ngram_size", "many"):  # in a batch, transformers' counts the padding too
         assert torch.equal(block, padded)
-    assert [row[: len(new)].tolist() for row, new in zip(block, want, strict=True)] == want
+    assert [row[: len(new)].tolist() for row, new in zip(block, want, strict=False)] == want[: len(block)]
 
 
 @pytest.mark.parametrize("name", ["many", "forced ids", "decay"])
@@ -187,14 +189,6 @@ def test_more_texts_of_one_prompt(pair, batch):
     twice = {name: value.repeat_interleave(3, dim=0) for name, value in batch.items()}
     assert torch.equal(three, td.generate(*pair, **twice, runtime="eager", **options))
     assert len({tuple(row) for row in three[:3].tolist()}) == 3
-
-
-def letters():
-    """A tokenizer whose token i is one letter, and the letters."""
-    names = {chr(97 + i if i < 26 else 0x100 + i): i for i in range(96)} | {"<unk>": 96}
-    tokenizer = Tokenizer(WordLevel(names, "<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = Split(Regex("."), "isolated"), Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer), list(names)
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
@@ -378,7 +372,7 @@ def test_what_no_option_can_say_is_refused(pair, batch):
 
     with refuses(ValueError, "TypicalLogitsWarper in a greedy call", "do_sample=True"):
         generate(logits_process.TypicalLogitsWarper(0.2))
-    with refuses(ValueError, "RepetitionPenaltyLogitsProcessor for another prompt", "repetition_penalty"):
+    with refuses(ValueError, "RepetitionPenaltyLogitsProcessor", "counts their padding"):
         generate(logits_process.RepetitionPenaltyLogitsProcessor(3.0))  # counts the padding
     with refuses(ValueError, "logits_processor print", "torch_dflash.generate", "pure=True"):
         td.compile(*pair, runtime="eager", processors=(td.HostProcessor(print),), verify_width=1)

@@ -28,13 +28,15 @@ class Call:
 class Rule:
     """How an option is read off a processor, and what besides must hold of it.
 
-    ``ban``: it only takes tokens away, so it may stand anywhere before a forced one.
+    ``ban``: it only takes tokens away, so it may stand anywhere before a forced one. ``otherwise``: what is
+    said where it does not hold.
     """
 
     option: str
     value: Callable[[Any, Call], Any]
     holds: Callable[[Any, Call], bool] = lambda item, call: True
     ban: bool = False
+    otherwise: str = "for another prompt, length or stop id than this call's; pass {} as an option."
 
 
 def _ids(tensor: Any) -> list[int]:
@@ -59,7 +61,11 @@ RULES: dict[type, Rule] = {
         "sequence_bias", lambda item, call: dict(item.sequence_bias)
     ),
     processors_of.RepetitionPenaltyLogitsProcessor: Rule(
-        "repetition_penalty", lambda item, call: item.penalty, _ignores_padding
+        "repetition_penalty",
+        lambda item, call: item.penalty,
+        _ignores_padding,
+        otherwise="that leaves out a part of the prompts, or counts their padding, as transformers "
+        "before 5.23 does; pass {} to td.generate, or one prompt at a time.",
     ),
     processors_of.NoRepeatNGramLogitsProcessor: Rule(
         "no_repeat_ngram_size", lambda item, call: item.ngram_size, ban=True
@@ -118,10 +124,7 @@ def read_rules(items: list[Any], call: Call) -> dict[str, Any]:
     for item in items:
         rule, name = RULES[type(item)], type(item).__name__
         if not rule.holds(item, call):
-            raise ValueError(
-                f"logits_processor holds {name} for another prompt, length or stop id than this call's; pass "
-                f"{rule.option} as an option."
-            )
+            raise ValueError(f"logits_processor holds {name} {rule.otherwise.format(rule.option)}")
         if rule.option in asked:
             raise ValueError(f"logits_processor holds {name} twice; pass one of it.")
         for earlier in done:
