@@ -1,11 +1,13 @@
 # Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
 # and made again only when pyproject.toml changes.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-heavy test-aot test-typed test-full lint format hooks figures docs clean
+.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-full lint format hooks figures docs clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 # Installed before everything else, so that no dependency brings in another build of torch.
 TORCH ?= torch==2.13.0
+# The version that tests run with; unset: the newest.
+TRANSFORMERS ?= transformers
 # The published implementation, only for parity tests. Its own pins conflict with ours.
 REFERENCE ?= dflash==0.1.0
 PYTEST_ARGS ?=
@@ -34,6 +36,7 @@ help:
 	@echo "make demo      a real pair answers a question, plainly and with DFlash"
 	@echo "make test      run the tests (PYTEST_ARGS='-k name' to choose)"
 	@echo "make test-heavy run the further cases that make test leaves out"
+	@echo "make test-transformers run what transformers' own generation tests ask, of more families"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
 	@echo "make test-full all four; an hour or so"
@@ -53,6 +56,10 @@ test: $(WITH_REFERENCE)
 test-heavy: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m heavy -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 	$(ONE_THREAD) $(BIN)/python -m pytest --hypothesis-profile=drawn tests/decoding/test_rule_kinds.py
+
+# Its further cases are heavy ones, so `make test` and `make test-heavy` together run them too.
+test-transformers: $(INSTALLED)
+	$(ONE_THREAD) $(COMPILE_FAST) $(BIN)/python -m pytest -m "not aot" -n $(WORKERS) tests/transformers_suite $(PYTEST_ARGS)
 
 test-aot: $(WITH_REFERENCE) $(WITH_LIBTPU)
 	PYTHONPATH="$(LIBTPU)" $(ONE_THREAD) $(BIN)/python -m pytest -m aot $(PYTEST_ARGS)
@@ -91,7 +98,7 @@ $(BIN)/python:
 # Order-only: the age of the interpreter's link says nothing about what is installed.
 $(WITH_DEMO): pyproject.toml | $(BIN)/python
 	@$(QUIETLY) "install torch" $(INSTALL) "$(TORCH)"
-	@$(QUIETLY) "install torch-dflash" $(INSTALL) -e ".[demo]"
+	@$(QUIETLY) "install torch-dflash" $(INSTALL) -e ".[demo]" "$(TRANSFORMERS)"
 	@touch $@
 
 $(INSTALLED): $(WITH_DEMO)

@@ -1,9 +1,9 @@
-"""A tokenizer of bytes, and one of numbers."""
+"""A tokenizer of bytes, one of letters, and one of numbers."""
 
 from __future__ import annotations
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
@@ -53,3 +53,13 @@ class NumberTokenizer:
 
     def decode(self, ids, **options):
         return " ".join(str(int(token)) for token in ids)
+
+
+def letters():
+    """A tokenizer whose token i is one letter, and the letters."""
+    names = {chr(97 + i if i < 26 else 0x100 + i): i for i in range(96)} | {"<unk>": 96}
+    tokenizer = Tokenizer(models.WordLevel(names, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    special = {"unk_token": "<unk>", "pad_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special), list(names)

@@ -335,6 +335,10 @@ def other_wrapped_call(model):
     module._wrapped_call_impl = lambda rows: -rows
 
 
+def other_generate(model):  # not its repository's, as transformers would put it there
+    model.generate = functools.partial(print, model=None)
+
+
 def dressed_hook(model):
     def hook(module, args, output):
         return output * -3
@@ -366,6 +370,7 @@ def dressed_hook(model):
         (set_("late", 3.0), r"late is 3\.0, .* absent"),
         (other_call, r"a replaced _call_impl.*del model\.model\.layers\.1\.mlp\._call_impl"),
         (other_wrapped_call, "a replaced _wrapped_call_impl"),
+        (other_generate, "a replaced generate"),
         (dressed_hook, "carries rotate_half"),
     ],
 )

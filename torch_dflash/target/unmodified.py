@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -243,9 +243,12 @@ def _methods(kind: type) -> frozenset[str]:
 def _is_own(module: nn.Module, name: str) -> bool:
     """Whether what stands in the instance is the class's own method, put back after it was wrapped.
 
-    accelerate puts it back without the decorators that transformers gave it.
+    accelerate puts it back without the decorators that transformers gave it. A ``generate`` that came with
+    a repository is what calls a loop, and nothing that a loop runs.
     """
     found = vars(module)[name]
+    if name == "generate" and isinstance(found, partial):
+        return found.keywords.get("model") is module
     if getattr(found, "__self__", None) is not module:
         return False
     function = getattr(found, "__func__", None)

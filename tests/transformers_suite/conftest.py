@@ -1,0 +1,31 @@
+"""Pairs of several families, of which `make test` sees one, and prompts as transformers takes them."""
+
+import pytest
+import torch
+from support.doors import pair_of
+from support.tiny import ragged_prompts
+
+FAMILIES = ["qwen3"]
+# Windows, sinks and experts, soft caps, latent attention.
+MORE = ["qwen2", "gpt_oss", "gemma2", "deepseek_v3"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.heavy) for name in MORE]
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def pair(request):
+    """A target and a drafter, which no test may change."""
+    return pair_of(request.param)
+
+
+@pytest.fixture(scope="session")
+def batch():
+    """A left-padded batch of two prompts."""
+    ids, mask = ragged_prompts(2)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture(scope="session")
+def row():
+    """One prompt without padding."""
+    ids = ragged_prompts(1)[0]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
