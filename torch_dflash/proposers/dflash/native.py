@@ -1,4 +1,4 @@
-"""transformers' own DFlash loop, ``speculation_type="dflash"``: it calls a drafter with a cache of its own."""
+"""transformers' own DFlash loop, ``speculation_type="dflash"``, calls a drafter with a cache of its own."""
 
 from __future__ import annotations
 
