@@ -45,11 +45,15 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: Any | None) -> jax.
     host = tensor.cpu().contiguous()
     if copy and host.data_ptr() == tensor.data_ptr():
         host = host.clone()  # JAX may keep the memory it is handed, and it must not be the user's
-    array = jax.dlpack.from_dlpack(host) if host.numel() else jnp.zeros(host.shape, _dtype(host))
     target = device or jax.devices()[0]
-    # The clone is aliased by `array` alone; a donated array must also be JAX's own allocation. A transfer
-    # makes it without a program to compile.
-    return jax.device_put(array, target, may_alias=False if copy else None)
+    if not host.numel():
+        return jax.device_put(jnp.zeros(host.shape, _dtype(host)), target)
+    if not copy:
+        return jax.device_put(jax.dlpack.from_dlpack(host), target)
+    # The clone is aliased alone; a donated array must also be JAX's own allocation. A second transfer makes
+    # it without a program to compile. numpy holds the clone meanwhile: what JAX holds by DLPack may be freed
+    # by a thread of its own when Python ends, and torch then aborts the process.
+    return jax.device_put(jax.device_put(_numpy(host), target), target, may_alias=False)
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,6 +68,11 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
             f"an int64 tensor holds values up to {int(tensor.max())}, beyond int32; set jax_enable_x64."
         )
     return tensor.to(narrow)
+
+
+def _numpy(host: torch.Tensor) -> np.ndarray:
+    """A view, of the types too that numpy knows by JAX alone."""
+    return host.flatten().view(torch.uint8).numpy().view(_dtype(host)).reshape(host.shape)
 
 
 def _dtype(tensor: torch.Tensor) -> np.dtype:
