@@ -122,7 +122,8 @@ class Cast(Multiplier):
 
     def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
         """``rows @ weight.T`` in float32."""
-        return dot(rows.astype(self.array.dtype), self.array, jnp.float32)
+        rounded = jnp.dtype(self.dtype) != jnp.float32
+        return dot(rows.astype(self.array.dtype), self.array, jnp.float32, twice=rounded)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "table", "scale"], meta_fields=["dtype"])
@@ -171,13 +172,14 @@ def plain(weight: Weight) -> jax.Array:
     return weight.unwrap() if isinstance(weight, StoredWeight) else weight
 
 
-def dot(rows: Array, weight: Array, sums: Any) -> Array:
+def dot(rows: Array, weight: Array, sums: Any, twice: bool = False) -> Array:
     """``rows`` [N, in] times a weight [out, in], summed in the type ``sums``.
 
-    On some CPUs a product of one row in a narrow type is ten times slower than one of two.
+    On some CPUs a product of one row in a narrow type is ten times slower than one of two. ``twice``: one is
+    never alone in any type, for its sums have another order then.
     """
-    narrow = rows.shape[0] == 1 and rows.dtype != jnp.float32
-    wide = jnp.concatenate([rows, rows]) if narrow else rows
+    alone = rows.shape[0] == 1 and (twice or rows.dtype != jnp.float32)
+    wide = jnp.concatenate([rows, rows]) if alone else rows
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(wide, weight, dims, preferred_element_type=sums)[: rows.shape[0]]
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from jax_bridge.arrays import to_jax
 from jax_bridge.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized
-from jax_bridge.measured import lies_by_inputs
+from jax_bridge.measured import is_slow, lies_by_inputs
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -71,6 +71,8 @@ class Forms:
             if self.quantize is not None:
                 return Form(Quantized, dtype, read)
             wanted = dtype if self.compute == "auto" else getattr(torch, self.compute)
+            if wanted == dtype and dtype in HALVES and is_slow(name_of(dtype), shape):
+                wanted = torch.float32
             if wanted != dtype:
                 return Form(Cast, wanted, read)
         if name in self.linear and dtype == torch.float32 and lies_by_inputs(shape):

@@ -1,7 +1,8 @@
-"""Which way round a float32 weight is multiplied faster on this CPU: measured once, kept on disk.
+"""How weights are multiplied faster on this CPU: measured once, kept on disk.
 
-On some CPUs a weight kept as [in, out] gains a third, on others it loses one (`benchmarks/weight_layout.py`).
-The two round differently in the last bits: one process has one layout, two machines may have two.
+On some CPUs a float32 weight kept as [in, out] gains a third, on others it loses one
+(`benchmarks/weight_layout.py`). The two round differently in the last bits: one process has one layout, two
+machines may have two. CPUs without instructions for a narrow type may be faster in float32.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 import jaxlib
 
 from jax_bridge.compile_cache import keep_programs
+from jax_bridge.forms import dot
 from torch_dflash.storage.files import StageError, write_json
 from torch_dflash.storage.machine import fingerprint
 
@@ -31,6 +34,11 @@ ROWS = (1, 8)
 REPEATS = 4
 GAIN = 0.95
 """A weight stays as torch keeps it where that takes at most this part of the time."""
+NARROW = (1024, 1024)
+"""Of the weights that show how fast a narrow type is: the CPU's instructions decide it, not the shape."""
+LOSS = 1.2
+"""A narrow weight is kept in float32, twice its bytes, where its products take more than this many times as
+long."""
 
 
 def lies_by_inputs(shape: tuple[int, ...]) -> bool:
@@ -39,16 +47,29 @@ def lies_by_inputs(shape: tuple[int, ...]) -> bool:
     return out * size < SMALLEST or _kept(min(out, max(1, MOST // size)), size)
 
 
+def is_slow(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight [out, in] of a narrow type is to be multiplied in float32, which says the same."""
+    return prod(shape) >= SMALLEST and _slow(dtype)
+
+
 @cache
 def _kept(out: int, size: int) -> bool:
-    """`_measure`, once for all processes on machines like this one."""
-    name, machine = f"[{out}, {size}]", f"{fingerprint()}, jaxlib {jaxlib.__version__}"
-    file = _file()
+    # Beside other work a measurement may say anything: the exception has to be seen three times.
+    return _once(f"[{out}, {size}]", lambda: any(_measure(out, size) for _ in range(3)))
+
+
+@cache
+def _slow(dtype: str) -> bool:
+    return _once(f"{dtype} is slow", lambda: all(_measure_type(dtype) for _ in range(3)))
+
+
+def _once(name: str, measure: Callable[[], bool]) -> bool:
+    """What ``measure`` says, once for all processes on machines like this one."""
+    machine, file = f"{fingerprint()}, jaxlib {jaxlib.__version__}", _file()
     known = _read(file)
     own = known.setdefault(machine, {})
     if not isinstance(own.get(name), bool):
-        # Beside other work a measurement may say anything: the exception has to be seen three times.
-        own[name] = any(_measure(out, size) for _ in range(3))
+        own[name] = measure()
         if file is not None:
             with suppress(OSError, StageError):  # the next process measures again
                 write_json(file, known)
@@ -78,14 +99,32 @@ def _measure(out: int, size: int) -> bool:
     layouts = {"oi": (out, size), "io": (size, out)}
     weights = {name: [jnp.full(shape, 0.5) for _ in range(count)] for name, shape in layouts.items()}
     products = {name: jax.jit(partial(jnp.einsum, f"ri,{name}->ro")) for name in layouts}
-    seconds = dict.fromkeys(layouts, 0.0)
+    seconds = _race(size, products, weights)
+    return seconds["oi"] > GAIN * seconds["io"]
+
+
+def _measure_type(dtype: str) -> bool:
+    """Time the products of a narrow type and of float32."""
+    count = MOST // prod(NARROW)
+    weights = {kind: [jnp.full(NARROW, 0.5, kind) for _ in range(count)] for kind in (dtype, "float32")}
+
+    def product(rows: jax.Array, weight: jax.Array) -> jax.Array:
+        return dot(rows.astype(weight.dtype), weight, jnp.float32)
+
+    seconds = _race(NARROW[1], dict.fromkeys(weights, jax.jit(product)), weights)
+    return seconds[dtype] > LOSS * seconds["float32"]
+
+
+def _race(size: int, products: dict[str, Callable], weights: dict[str, list[jax.Array]]) -> dict[str, float]:
+    """Seconds by name, in turns, for rows of ``size`` entries."""
+    seconds = dict.fromkeys(products, 0.0)
     for rows in (jnp.ones((number, size)) for number in ROWS):
-        runs = {name: partial(_run, products[name], rows, weights[name]) for name in layouts}
+        runs = {name: partial(_run, product, rows, weights[name]) for name, product in products.items()}
         for run in runs.values():
             run()  # compiles
         turns = [{name: run() for name, run in runs.items()} for _ in range(REPEATS)]
-        seconds = {name: seconds[name] + min(turn[name] for turn in turns) for name in layouts}
-    return seconds["oi"] > GAIN * seconds["io"]
+        seconds = {name: seconds[name] + min(turn[name] for turn in turns) for name in products}
+    return seconds
 
 
 def _run(product: Callable, rows: jax.Array, weights: list[jax.Array]) -> float:

@@ -163,6 +163,8 @@ class XlaRuntime:
                 state = self.prefill(params, state, chunk)
             for width in self._rounds:
                 _next(bar, self._name(width))
+                # A round that runs: XLA prepares some products when they are first made.
+                state = self.assign(state, table, np.zeros(self.plan.batch_size, bool))
                 state = self.advance(params, state, Turn(width, 1))
             _next(bar, "read")
             zeros = np.zeros(self.plan.batch_size, np.int32)

@@ -29,10 +29,9 @@ class _Converted(NamedTuple):
     places: torch.Tensor
     bits: torch.Tensor
     weight: weakref.ref
-    form: Form
 
 
-# By live tensor, weakly, so that engines of one model (lengths, batch sizes) use the same arrays.
+# By live tensor, weakly, and by form: engines of one model (lengths, batch sizes) use the same arrays.
 _converted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -45,19 +44,23 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
 
 
+def _forms_of(tensor: torch.Tensor) -> dict[Form, _Converted]:
+    """What was made of this tensor and an engine still uses, by form."""
+    known = _converted.get(tensor) or {}
+    return {form: made for form, made in known.items() if made.weight() is not None}
+
+
 def _known(tensor: torch.Tensor, form: Form) -> _Converted | None:
-    """What was made of this tensor, if an engine still uses it and no counted write came since."""
-    known = _converted.get(tensor)
-    if known is None or known.form != form or known.weight() is None:
-        return None
-    return known if known.mark == fingerprint(tensor) else None
+    """What was made of this tensor, if no counted write came since."""
+    known = _forms_of(tensor).get(form)
+    return known if known is not None and known.mark == fingerprint(tensor) else None
 
 
 def _convert(tensor: torch.Tensor, form: Form) -> Weight:
     mark, at = fingerprint(tensor), places(tensor)
     bits = at.flatten().clone()
     weight = keep(tensor.detach(), form)
-    _converted[tensor] = _Converted(mark, at, bits, weakref.ref(weight), form)
+    _converted[tensor] = _forms_of(tensor) | {form: _Converted(mark, at, bits, weakref.ref(weight))}
     return weight
 
 

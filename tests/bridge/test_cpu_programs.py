@@ -8,7 +8,7 @@ from math import prod
 import jax
 import pytest
 import torch
-from support.tiny import make_pair
+from support.tiny import make_drafter, make_target
 
 import torch_dflash as td
 from jax_bridge import angles, lower, ops
@@ -21,16 +21,24 @@ LENGTH = 480  # 496 slots, which no other dimension has
 
 def compiled(dtype: torch.dtype, drafts: bool, **options):
     """The rounds of a tiny pair: (the program's text, the shapes of its weights and caches)."""
-    target, drafter = (model.to(dtype) for model in make_pair("llama"))
-    engine = td.compile(target, drafter if drafts else None, max_length=LENGTH, filters=False, **options)
+    program, leaves = built(dtype, drafts, **options)
+    shapes = {dims(leaf.shape) for leaf in leaves if prod(leaf.shape) >= SMALLEST and len(leaf.shape) > 1}
+    return program.as_text(), shapes
+
+
+def built(dtype: torch.dtype, drafts: bool, max_length: int = LENGTH, **options):
+    """The rounds of a tiny pair: (the program, its weights and caches)."""
+    target = make_target("llama", max_position_embeddings=16 * LENGTH)
+    drafter = make_drafter(target, max_position_embeddings=16 * LENGTH)
+    target, drafter = target.to(dtype), drafter.to(dtype)
+    engine = td.compile(target, drafter if drafts else None, max_length=max_length, filters=False, **options)
     runtime = engine.runtime
     params = runtime.refresh(engine.tensors())
     state = engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
     state, rounds = runtime.take_in(params, state), runtime._rounds[engine.plan.verify_width]
     with lower.tracing("highest"):
-        text = jax.jit(rounds, donate_argnums=1).lower(params, state).compile().as_text()
-    leaves = jax.tree.leaves((params, state), is_leaf=lambda leaf: isinstance(leaf, StoredWeight))
-    return text, {dims(leaf.shape) for leaf in leaves if prod(leaf.shape) >= SMALLEST and len(leaf.shape) > 1}
+        program = jax.jit(rounds, donate_argnums=1).lower(params, state).compile()
+    return program, jax.tree.leaves((params, state), is_leaf=lambda leaf: isinstance(leaf, StoredWeight))
 
 
 def dims(shape) -> tuple[int, ...]:
@@ -72,6 +80,27 @@ def test_angles_are_computed_once_a_pass(function, monkeypatch):
     assert text.count(f" {function}(") > 2  # each layer's queries and keys
 
 
+def read_by_slot(drafts: bool, **options) -> float:
+    """Bytes that a round moves more for each slot that the caches have more; a loop's body counts once."""
+    short, long = (
+        built(torch.float32, drafts, times * LENGTH, **options)[0].cost_analysis()["bytes accessed"]
+        for times in (1, 16)
+    )
+    return (long - short) / (15 * LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "options", "most"),
+    [
+        (False, {}, 0),
+        (True, {}, 48),  # positions of the drafter's slots, an int32 each, some times over
+        (False, {"cache": "paged"}, 1),  # the page table
+    ],
+)
+def test_what_a_round_moves_follows_the_context_and_not_the_capacity(drafts, options, most):
+    assert read_by_slot(drafts, **options) <= most  # a layer's keys and values would be 128
+
+
 def test_a_form_that_reads_every_slot_shows(monkeypatch):
     def plain(inputs, key, value):
         return ops.call_torch(ops.dense_attention.plain, inputs, key, value, _all(inputs, key))
@@ -81,3 +110,4 @@ def test_a_form_that_reads_every_slot_shows(monkeypatch):
 
     monkeypatch.setattr(ops, "stream_dense", plain)
     assert moves(*compiled(torch.float32, False))
+    assert read_by_slot(False) > 128

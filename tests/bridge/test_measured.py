@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from jax_bridge import measured
-from jax_bridge.forms import Transposed
+from jax_bridge.forms import Cast, Transposed
 from jax_bridge.layout import Form, Forms
 
 SHAPE = (1024, 512)
@@ -22,8 +22,10 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "_file", lambda: tmp_path / "cache" / measured.FILE)
     (tmp_path / "cache").mkdir()
     measured._kept.cache_clear()
+    measured._slow.cache_clear()
     yield tmp_path / "cache"
     measured._kept.cache_clear()
+    measured._slow.cache_clear()
 
 
 @pytest.fixture
@@ -100,3 +102,24 @@ def test_small_weights_are_not_measured_and_large_ones_in_part(folder, asked):
     assert measured.lies_by_inputs((100, 100))
     measured.lies_by_inputs((50_000, 4096))
     assert asked == [(measured.MOST // 4096, 4096)] * 3
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(1.3, True), (1.1, False), (0.5, False)])
+def test_a_type_that_takes_longer_than_float32_is_kept_in_it(seconds, slow, folder, monkeypatch):
+    def run(product, rows, weights):
+        assert rows.dtype == "float32" and product(rows, weights[0]).dtype == "float32"
+        return seconds if weights[0].dtype == "bfloat16" else 1.0
+
+    monkeypatch.setattr(measured, "_run", run)
+    form = Forms(frozenset({"a"})).choose("a", SHAPE, torch.bfloat16, jax.devices("cpu")[0])
+    assert form == (Form(Cast, torch.float32) if slow else Form())
+    monkeypatch.setattr(measured, "_run", None)  # the next process asks the file
+    measured._slow.cache_clear()
+    assert measured.is_slow("bfloat16", SHAPE) == slow
+    assert not measured.is_slow("bfloat16", (100, 100))
+
+
+def test_one_measurement_beside_other_work_does_not_widen_a_type(folder, monkeypatch):
+    said = iter([True, True, False])
+    monkeypatch.setattr(measured, "_measure_type", lambda dtype: next(said))
+    assert not measured.is_slow("bfloat16", SHAPE)

@@ -14,7 +14,8 @@ from torch import nn
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.forms import Cast, Quantized, Readable, plain, quantized
+from jax_bridge import layout
+from jax_bridge.forms import Cast, Quantized, Readable, name_of, plain, quantized
 from jax_bridge.layout import Form, keep
 from jax_bridge.products import linear_jax
 
@@ -30,6 +31,40 @@ def test_drafting_says_what_plain_decoding_says(case, family):
     texts, stats = run(td.compile(target, drafter, **options), PROMPTS, max_new_tokens=40)
     assert texts == run(td.compile(target, None, **options), PROMPTS, max_new_tokens=40)[0]
     assert stats.mean_acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_type_that_is_slow_here_is_multiplied_in_float32(dtype, monkeypatch):
+    monkeypatch.setattr(layout, "is_slow", lambda *weight: True)
+    target, drafter = (model.to(dtype) for model in make_pair("qwen3", agree=6.0))
+    options = {"max_length": 96, "batch_size": 3, "filters": False}
+    drafting, alone = td.compile(target, drafter, **options), td.compile(target, None, **options)
+    kept = drafting.runtime.refresh(drafting.tensors())["target.model.model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(kept, Cast) and kept.array.dtype == jnp.float32 and kept.dtype == name_of(dtype)
+    texts, stats = run(drafting, PROMPTS, max_new_tokens=40)
+    assert texts == run(alone, PROMPTS, max_new_tokens=40)[0]
+    assert stats.mean_acceptance_length > 1.2
+    rows, weight = torch.randn(5, 40).to(dtype), torch.randn(24, 40).to(dtype)
+    kept = keep(weight, Form(Cast, torch.float32))
+    whole = linear_jax(jb.to_jax(rows), kept)
+    np.testing.assert_array_equal(whole, linear_jax(jb.to_jax(rows), jb.to_jax(weight)))
+    np.testing.assert_array_equal(whole[:1], linear_jax(jb.to_jax(rows[:1]), kept))
+
+
+def test_engines_of_one_model_keep_their_own_arithmetic():
+    target, _ = make_pair("llama")
+    engines = [td.compile(target, None, max_length=64, quantize=kind) for kind in (None, "int8")]
+    first = [engine.runtime.refresh(engine.tensors()) for engine in engines]
+    again = [engine.runtime.refresh(engine.tensors()) for engine in engines]
+    for before, after in zip(first, again, strict=True):
+        assert all(after[name] is before[name] for name in before)
+    name = "target.model.model.layers.0.mlp.up_proj.weight"
+    with torch.no_grad():
+        target.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert all(
+        engine.runtime.refresh(engine.tensors())[name] is not before[name]
+        for engine, before in zip(engines, first, strict=True)
+    )
 
 
 def test_each_linear_weight_is_multiplied_in_the_type_asked_for():
