@@ -2,18 +2,17 @@
 
     python benchmarks/cpu_distance.py --answers 32 --json docs/results/cpu_distance.json
 
+The target answers prompts of the evaluation sets, which no drafter has learned from, greedily in float32.
 Each answer is read behind its prompt in one pass, in every arithmetic. Of the answers' tokens two things are
-told: at how many the likeliest is the one that float32 has there, and the perplexity. The answers are drawn
-by a seed from those that the target itself gave, so its perplexity is low.
+told: at how many the likeliest is the one that float32 has there, and the perplexity, which is low because
+the answers are the target's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +23,14 @@ import torch
 import torch_dflash as td
 from jax_bridge.arrays import to_jax
 from jax_bridge.lower import lower, tracing
+from torch_dflash.cli.encode import encode
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.decode import RowRequests
+from torch_dflash.demo.questions import draw
 from torch_dflash.demo.target import load_demo_target
-from torch_dflash.train.answers.data import encode_conversation, read_answers
 
-ANSWERS = Path(__file__).parents[1] / "data" / "train" / "answers"
-ROOM = 512
+PROMPTS = Path(__file__).parents[1] / "data" / "eval"
+ROOM, NEW = 512, 128
 ARITHMETIC: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "float32, products in bfloat16": (torch.float32, {"compute": "bfloat16"}),
@@ -54,16 +54,13 @@ class Seen(NamedTuple):
     log_probability: np.ndarray
 
 
-def draw(tokenizer: Any, count: int, seed: int) -> list[Text]:
-    """``count`` answers that fit the room, prompts included."""
-    answers = read_answers([ANSWERS])
-    random.Random(seed).shuffle(answers)
-    prompts = (encode_conversation(tokenizer, answer.messages) for answer in answers)
-    texts = (
-        Text([*prompt, *answer.response_ids], len(prompt))
-        for prompt, answer in zip(prompts, answers, strict=False)
-    )
-    return list(islice((text for text in texts if len(text.ids) <= ROOM), count))
+def answer(target: Any, tokenizer: Any, count: int, seed: int) -> list[Text]:
+    """``count`` prompts that fit the room, and what the target says to them."""
+    engine = td.compile(target, None, max_length=ROOM, filters=False)
+    asked = (encode(tokenizer, [{"role": "user", "content": text}]) for _, text in draw(PROMPTS, count, seed))
+    prompts = [ids for ids in asked if len(ids) <= ROOM - NEW]
+    texts = (engine.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False) for ids in prompts)
+    return [Text(text[0].tolist(), len(ids)) for ids, text in zip(prompts, texts, strict=True)]
 
 
 def look(target: Any, texts: list[Text], **options: Any) -> Seen:
@@ -99,7 +96,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     targets = {dtype: load_demo_target(dtype, progress=False) for dtype in (torch.float32, torch.bfloat16)}
-    texts = draw(targets[torch.float32][1], asked.answers, asked.seed)
+    texts = answer(*targets[torch.float32], asked.answers, asked.seed)
     rows, exact = [], None
     for name, (dtype, options) in ARITHMETIC.items():
         seen = look(targets[dtype][0], texts, **options)
@@ -109,7 +106,7 @@ def main() -> None:
         rows.append({"arithmetic": name, "agreement": agreement, "perplexity": perplexity})
         print(f"{name:32} agreement {agreement:.4f}  perplexity {perplexity:.4f}", flush=True)
     if asked.json:
-        of = {"answers": asked.answers, "seed": asked.seed, "tokens": len(exact.likeliest)}
+        of = {"answers": len(texts), "seed": asked.seed, "tokens": len(exact.likeliest)}
         write_json(asked.json, of | {"rows": rows})
 
 

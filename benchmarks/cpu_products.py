@@ -10,7 +10,6 @@ is read, and so what reading the weights once takes at least.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -136,8 +135,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--repeats", type=int, default=12)
     asked = parser.parse_args()
-    load = os.getloadavg()[0]
-    found = {"read_gb_per_s": read_speed(), "load_before": load, "products": measure(asked.repeats)}
+    found = {"read_gb_per_s": read_speed(), "products": measure(asked.repeats)}
     for one in found["products"]:
         print(*one.values(), sep="\t")
     print(f"memory is read at {found['read_gb_per_s']} GB/s")

@@ -9,7 +9,6 @@ the first token of prompts of 100, 500 and 1,500 tokens. All take turns in one p
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from typing import Any
@@ -74,7 +73,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--repeats", type=int, default=5)
     asked = parser.parse_args()
-    load, runs = os.getloadavg()[0], runs_of("float32") | runs_of("bfloat16")
+    runs = runs_of("float32") | runs_of("bfloat16")
     found: dict[tuple, list[dict]] = {name: [] for name in runs}
     for repeat in range(asked.repeats + 1):
         for name, run in runs.items():
@@ -89,7 +88,7 @@ def main() -> None:
     for row in rows:
         print(*row.values(), sep="\t")
     if asked.json:
-        results = {"threads": torch.get_num_threads(), "load_before": load, "question": QUESTION}
+        results = {"threads": torch.get_num_threads(), "question": QUESTION}
         write_json(asked.json, results | {"new_tokens": NEW, "rows": rows})
 
 

@@ -23,6 +23,7 @@ from torch_dflash.demo.questions import QUESTIONS, draw
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.plan import MIN_BUCKET
+from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.native import ends_in_blocks
 
 DTYPES = ("bfloat16", "float32")
@@ -156,9 +157,9 @@ def _ask(one: Asked, methods: dict[str, Method], tokenizer: Any, new: int, show:
         if shown:
             legend = " (green: drafted and accepted)" if sys.stdout.isatty() and name == DFLASH else ""
             print(f"{name}{legend}:", flush=True)
-        one.answers.setdefault(name, []).append(
-            method(one.ids, new, printer if shown else lambda piece: None)
-        )
+        with progress_bar(False if shown else None, total=new, desc=name, unit="token", leave=False) as bar:
+            show_piece = printer if shown else lambda piece, bar=bar: bar.update(len(piece))
+            one.answers.setdefault(name, []).append(method(one.ids, new, show_piece))
         if shown:
             printer.end()
             print()

@@ -57,24 +57,34 @@ class Parts:
 def report(asked: list[Asked], dtype: str, parts: Parts) -> bool:
     """Print everything; whether our texts are those of plain decoding."""
     rows = _rows(asked)
+    ours = next(row for row in rows if row["method"] == DFLASH)
+    print(_sentence(rows, ours, " (median)" if len(asked) > 1 else "") + "\n")
     print(f"{'':34}{'tokens a pass':>14}{'tok/s':>8}{'vs plain':>10}{'(quartiles)':>14}  same text")
     for row in rows:
-        spread = "({:.2f}..{:.2f})".format(*row["quartiles"]) if len(asked) > 1 else ""
+        spread = "({:.2f}..{:.2f})".format(*row["quartiles"]) if row["quartiles"] and len(asked) > 1 else ""
         print(
-            f"{row['method']:34}{row['acceptance_length']:>14.2f}{row['tokens_per_second']:>8.1f}"
-            f"{row['speedup']:>9.2f}x{spread:>14}  {'yes' if row['same_text'] else 'NO'}"
+            f"{row['method']:34}{_told(row['acceptance_length'], 14)}{_told(row['tokens_per_second'], 8, 1)}"
+            f"{_told(row['speedup'], 9)}{'x' if row['speedup'] else ' '}{spread:>14}"
+            f"  {'yes' if row['same_text'] else 'NO'}"
         )
-    ours = next(row for row in rows if row["method"] == DFLASH)
-    best = max((row for row in rows if "generate" in row["method"]), key=lambda row: row["speedup"])
+    print("\ntime: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
+    return bool(ours["same_text"])
+
+
+def _sentence(rows: list[dict[str, Any]], ours: dict[str, Any], median: str) -> str:
     text = "same text" if ours["same_text"] else "OTHER TEXT"
-    median = " (median)" if len(asked) > 1 else ""
-    print(
-        f"\nDFlash: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
+    if ours["speedup"] is None:
+        return f"DFlash: {text}; answers of one token come with the prompt's pass, so there is no speed."
+    best = max((row for row in rows if "generate" in row["method"]), key=lambda row: row["speedup"])
+    return (
+        f"DFlash: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
         f"{ours['acceptance_length']:.1f} tokens per target pass;\n"
         f"{ours['speedup'] / best['speedup']:.2f} times as fast as {best['method']}."
     )
-    print("time: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
-    return bool(ours["same_text"])
+
+
+def _told(value: float | None, width: int, digits: int = 2) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
 
 
 def as_json(asked: list[Asked], parts: Parts) -> dict[str, Any]:
@@ -87,23 +97,27 @@ def as_json(asked: list[Asked], parts: Parts) -> dict[str, Any]:
 
 
 def _rows(asked: list[Asked]) -> list[dict[str, Any]]:
-    """A method each: tokens a pass and tokens a second of all questions, the median of what is gained."""
+    """A method each: tokens a pass and tokens a second of all questions, the median of what is gained.
+
+    None: all answers were of one token, which comes with the prompt's pass.
+    """
     rows = []
     for name in asked[0].answers:
         answers = [one.answers[name][0] for one in asked]
-        gained = sorted(one.seconds(PLAIN) / one.seconds(name) for one in asked)
+        timed = [one for one in asked if len(one.answers[name][0].pieces) > 1]
+        gained = sorted(one.seconds(PLAIN) / one.seconds(name) for one in timed)
         quartiles = statistics.quantiles(gained, n=4, method="inclusive") if len(gained) > 1 else gained * 3
         later = [len(piece) for answer in answers for piece in answer.pieces[1:]]
-        counts = [sum(map(len, answer.pieces[1:])) for answer in answers]
-        spent = sum(one.seconds(name) * count for one, count in zip(asked, counts, strict=True))
+        counts = [sum(map(len, one.answers[name][0].pieces[1:])) for one in timed]
+        spent = sum(one.seconds(name) * count for one, count in zip(timed, counts, strict=True))
         rows.append(
             {
                 "method": name,
-                "acceptance_length": sum(later) / max(len(later), 1),
-                "tokens_per_second": sum(counts) / spent if spent else float("nan"),
+                "acceptance_length": sum(later) / len(later) if later else None,
+                "tokens_per_second": sum(counts) / spent if spent else None,
                 "new_tokens": sum(len(answer.tokens) for answer in answers),
-                "speedup": statistics.median(gained),
-                "quartiles": [quartiles[0], quartiles[2]],
+                "speedup": statistics.median(gained) if gained else None,
+                "quartiles": [quartiles[0], quartiles[2]] if gained else None,
                 "same_text": all(one.same(name) for one in asked),
             }
         )

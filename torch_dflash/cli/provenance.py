@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -12,17 +13,20 @@ from pathlib import Path
 
 from torch_dflash.storage.machine import processor
 
+LOAD = getattr(os, "getloadavg", lambda: (None,))()[0]
+"""Of the machine, the minute before this process measured anything; None: the system does not tell."""
 PACKAGES = ("torch-dflash", "torch", "torchax", "jax", "jaxlib", "transformers")
 
 
 def provenance() -> dict:
-    """Command, date, versions and hardware of this process."""
+    """Command, date, versions, hardware and the load before this process."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "hardware": hardware(),
+        "load_before": LOAD,
     }
 
 
