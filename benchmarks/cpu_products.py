@@ -25,6 +25,7 @@ from torch_dflash.cli.provenance import write_json
 HIDDEN, INNER, KV, VOCAB, LAYERS = 576, 1536, 192, 49_152, 30
 ROWS = (1, 2, 4, 8, 16)
 LAYOUTS = {"[out, in]": False, "[in, out]": True}
+FUSED = "[out, in], q/k/v and gate/up as one"
 
 
 def dot(rows: Any, weight: Any, turned: bool, kind: Any) -> jax.Array:
@@ -60,7 +61,7 @@ def in_int8(rows: Any, weight: Any, turned: bool) -> jax.Array:
 FORMS: dict[str, Callable] = {"float32": in_float32, "bfloat16": in_bfloat16, "int8": in_int8}
 
 
-def make_weights(form: str, turned: bool) -> Any:
+def make_weights(form: str, turned: bool, fused: bool = False) -> Any:
     """Weights of every layer and of the head, as ``form`` takes them."""
     random = np.random.default_rng(0)
 
@@ -72,9 +73,18 @@ def make_weights(form: str, turned: bool) -> Any:
             return jnp.asarray(weight.T.copy() if turned else weight), jnp.asarray(scale)
         return jnp.asarray(weight.T.copy() if turned else weight, form)
 
-    shapes = [(HIDDEN, HIDDEN), (KV, HIDDEN), (KV, HIDDEN), (HIDDEN, HIDDEN)]
-    shapes += [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
-    return [[one(*shape) for shape in shapes] for _ in range(LAYERS)], one(VOCAB, HIDDEN)
+    def several(*outers: int) -> list[Any]:
+        return [one(outer, HIDDEN) for outer in ([sum(outers)] if fused else outers)]
+
+    def layer() -> Any:
+        return several(HIDDEN, KV, KV), one(HIDDEN, HIDDEN), several(INNER, INNER), one(HIDDEN, INNER)
+
+    return [layer() for _ in range(LAYERS)], one(VOCAB, HIDDEN)
+
+
+def split(products: list[jax.Array], *sizes: int) -> list[jax.Array]:
+    """Products by weight, of one product too that was made of all."""
+    return products if len(products) > 1 else jnp.split(products[0], np.cumsum(sizes)[:-1], axis=1)
 
 
 def one_pass(form: str, turned: bool) -> Callable:
@@ -86,11 +96,13 @@ def one_pass(form: str, turned: bool) -> Callable:
     def run(weights: Any, x: Any) -> jax.Array:
         times = lambda x, weight: FORMS[form](x, weight, turned)  # noqa: E731
         layers, head = weights
-        for query, key, value, out, gate, up, down in layers:
+        for heads, out, gates, down in layers:
             h = norm(x)
-            x = x + times(times(h, query) + jnp.tile(times(h, key) * times(h, value), (1, 3)), out)
+            query, key, value = split([times(h, weight) for weight in heads], HIDDEN, KV, KV)
+            x = x + times(query + jnp.tile(key * value, (1, 3)), out)
             h = norm(x)
-            x = x + times(jax.nn.silu(times(h, gate)) * times(h, up), down)
+            gate, up = split([times(h, weight) for weight in gates], INNER, INNER)
+            x = x + times(jax.nn.silu(gate) * up, down)
         return times(norm(x), head).argmax(-1)
 
     return jax.jit(run)
@@ -100,8 +112,8 @@ def measure(repeats: int) -> list[dict]:
     """Milliseconds of one pass, by form, layout and rows."""
     programs = {}
     for form in FORMS:
-        for layout, turned in LAYOUTS.items():
-            weights = make_weights(form, turned)
+        for layout, turned in (LAYOUTS | {FUSED: False}).items():
+            weights = make_weights(form, turned, layout == FUSED)
             for rows in ROWS:
                 x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, HIDDEN), np.float32))
                 programs[form, layout, rows] = one_pass(form, turned).lower(weights, x).compile(), weights, x

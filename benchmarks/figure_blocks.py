@@ -41,9 +41,9 @@ def quickstart() -> str:
     return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
 
 
-def demo() -> str:
+def demo(name: str = "demo_cpu") -> str:
     """The methods of ``torch-dflash demo``: all questions together."""
-    found = result("demo_cpu")
+    found = result(name)
     rows = [
         [
             row["method"],
@@ -258,6 +258,7 @@ def first_answer() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "demo": demo,
+    "demo-int8": lambda: demo("demo_cpu_int8"),
     "acceptance": lambda: acceptance_table(result("acceptance_cpu")["sets"]),
     "acceptance-commands": lambda: commands("acceptance_cpu"),
     "control-commands": lambda: commands("acceptance_shuffled_cpu"),

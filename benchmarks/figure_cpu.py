@@ -6,8 +6,11 @@ from figure_text import result, table
 
 
 def cpu_products() -> str:
-    """One pass's products by type and layout, and what reading the weights takes."""
-    found = result("cpu_products")
+    """One pass's products by type and layout, and what reading the weights takes, on two CPUs."""
+    return "\n\n".join(_products(result(name)) for name in ("cpu_products", "cpu_products_xeon"))
+
+
+def _products(found: dict) -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for one in found["products"]:
         rows.setdefault((one["form"], one["layout"]), []).append(f"{one['fastest_ms']:.1f}")
