@@ -43,6 +43,16 @@ def compilations() -> int:
     return getattr(_counter, "value", 0)
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What compiles meanwhile, to measure the machine, is no program of a pair."""
+    before = compilations()
+    try:
+        yield
+    finally:
+        _counter.value = before
+
+
 def lower(step: Callable) -> Callable:
     """torch's ``step(params, *args)`` in JAX, for parameters as a runtime holds them."""
 

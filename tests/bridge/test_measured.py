@@ -13,6 +13,7 @@ from torch import nn
 from jax_bridge import measured
 from jax_bridge.forms import Cast, Transposed
 from jax_bridge.layout import Form, Forms
+from jax_bridge.lower import compilations
 
 SHAPE = (1024, 512)
 
@@ -111,8 +112,9 @@ def test_a_type_that_takes_longer_than_float32_is_kept_in_it(seconds, slow, fold
         return seconds if weights[0].dtype == "bfloat16" else 1.0
 
     monkeypatch.setattr(measured, "_run", run)
+    before = compilations()
     form = Forms(frozenset({"a"})).choose("a", SHAPE, torch.bfloat16, jax.devices("cpu")[0])
-    assert form == (Form(Cast, torch.float32) if slow else Form())
+    assert form == (Form(Cast, torch.float32) if slow else Form()) and compilations() == before
     monkeypatch.setattr(measured, "_run", None)  # the next process asks the file
     measured._slow.cache_clear()
     assert measured.is_slow("bfloat16", SHAPE) == slow

@@ -17,7 +17,7 @@ from torch_dflash.cli.errors import UserError, fail
 from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
 from torch_dflash.cli.writable import check_outputs
-from torch_dflash.demo.contest import Method, ours, transformers_own
+from torch_dflash.demo.contest import Method, Show, ours, transformers_own
 from torch_dflash.demo.pair import load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS, draw
 from torch_dflash.demo.target import DemoModelError, load_demo_target
@@ -158,8 +158,14 @@ def _ask(one: Asked, methods: dict[str, Method], tokenizer: Any, new: int, show:
             legend = " (green: drafted and accepted)" if sys.stdout.isatty() and name == DFLASH else ""
             print(f"{name}{legend}:", flush=True)
         with progress_bar(False if shown else None, total=new, desc=name, unit="token", leave=False) as bar:
-            show_piece = printer if shown else lambda piece, bar=bar: bar.update(len(piece))
-            one.answers.setdefault(name, []).append(method(one.ids, new, show_piece))
+            one.answers.setdefault(name, []).append(method(one.ids, new, printer if shown else _count(bar)))
         if shown:
             printer.end()
             print()
+
+
+def _count(bar: Any) -> Show:
+    def show(piece: list[int]) -> None:
+        bar.update(len(piece))
+
+    return show
