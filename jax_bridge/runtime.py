@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -127,7 +126,7 @@ class XlaRuntime:
         check_alive(state)
         # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
         part = replace(state, sampling=None, cache=(), proposer=(), rules=(), page_table=None)
-        return jax.device_get(self._run("read", self._read, (part, jnp.asarray(known), jnp.asarray(rounds))))
+        return jax.device_get(self._run("read", self._read, (part, *jax.device_put((known, rounds)))))
 
     def fetch(self, part: Any) -> Any:
         """A part of a state as torch tensors of their own, on the CPU."""
