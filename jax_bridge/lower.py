@@ -16,41 +16,17 @@ import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
+from jax_bridge.counting import compilations, count
 from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
 from torch_dflash.target.forgetting import forgetting
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
-_counter = threading.local()
 EXACT = {"xla_allow_excess_precision": False}
 """Every half-precision value is rounded, as in torch. XLA may leave roundings out where it fuses operations,
 and what it fuses depends on the number of rows: a step would decide near-ties otherwise than a block."""
-
-
-def _count(event: str, duration_secs: float, **_: Any) -> None:
-    if event == _COMPILED:
-        _counter.value = compilations() + 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_count)
-
-
-def compilations() -> int:
-    """XLA programs compiled so far by this thread, or for it by another."""
-    return getattr(_counter, "value", 0)
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """What compiles meanwhile, to measure the machine, is no program of a pair."""
-    before = compilations()
-    try:
-        yield
-    finally:
-        _counter.value = before
 
 
 def lower(step: Callable) -> Callable:
@@ -143,7 +119,7 @@ class Programs:
                 self._started.pop(key, None)  # the next call may have more memory, or more luck
                 raise
             self._compiled[key] = program
-            _counter.value = compilations() + self._uncounted.pop(key, 0)
+            count(self._uncounted.pop(key, 0))
         return program
 
     def shapes(self, step: Callable, args: tuple) -> Any:

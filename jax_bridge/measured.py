@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import jaxlib
 
 from jax_bridge.compile_cache import keep_programs
+from jax_bridge.counting import uncounted
 from jax_bridge.forms import dot
-from jax_bridge.lower import uncounted
 from torch_dflash.storage.files import StageError, write_json
 from torch_dflash.storage.machine import fingerprint
 

@@ -14,9 +14,10 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.border import Border
 from jax_bridge.compile_cache import keep_programs
+from jax_bridge.counting import compilations
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Forms
-from jax_bridge.lower import Programs, compilations, lower, lower_begin, lower_prefill, lower_rounds
+from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.state import check_alive, register_states, state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests

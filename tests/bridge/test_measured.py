@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from jax_bridge import measured
+from jax_bridge.counting import compilations
 from jax_bridge.forms import Cast, Transposed
 from jax_bridge.layout import Form, Forms
-from jax_bridge.lower import compilations
 
 SHAPE = (1024, 512)
 
