@@ -207,7 +207,9 @@ def read_call(
     input_ids, attention_mask = repeated(target, input_ids, attention_mask, options)
     request = read_request(target, input_ids, attention_mask, options)
     pad, prompts = request.pad_token_id, cast(Tensor, input_ids)
-    request.halts.extend(read_criteria(criteria or (), prompts, request.lengths, pad))
+    request.halts.extend(
+        read_criteria(criteria or (), prompts, request.lengths, pad, request.told.normalised)
+    )
     own = [_with_prompts(one, prompts) for one in processors or ()]
     alone = one_by_one(request, own, runtime)
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})

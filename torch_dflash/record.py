@@ -102,6 +102,9 @@ class Recorded:
             del kept[since - int(self._first[row]) :]
             kept.extend(rows[row, : end - since].copy())  # else all that was read would stay
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
     def of(self, name: str, row: int, since: int, end: int) -> list[np.ndarray]:
         """The entries of a row's tokens from position ``since`` to before ``end``."""
         first = int(self._first[row])

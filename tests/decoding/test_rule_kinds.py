@@ -88,7 +88,8 @@ def expected(options, tokens, length, logits, start, cap):
     """What transformers' processors, in its order, make of the logits of one row."""
     text = tokens[None, :length].long()
     for name in OPTIONS:
-        if name in options:
+        # Of the two kinds of least length, `generate` leaves that of the new tokens.
+        if name in options and not (name == "min_length" and "min_new_tokens" in options):
             logits = OPTIONS[name][1](options[name], start, cap)(text, logits)
     return logits
 

@@ -265,6 +265,51 @@ def test_a_users_criterion_is_asked_what_transformers_asks(pair, batch):
     assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1] == 9
 
 
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+@pytest.mark.parametrize("first, ends", [("the prompt's last", True), ("the id 0", False)])
+def test_a_stop_string_may_begin_in_the_prompt_and_nowhere_else(pair, batch, runtime, first, ends):
+    tokenizer, names = letters()
+    one = {name: value[:1] for name, value in batch.items()}
+    free = theirs(pair, one)[0]
+    begins = int(one["input_ids"][0, -1]) if ends else 0
+    options = {"stop_strings": [names[begins] + names[free[0]]], "tokenizer": tokenizer}
+    wanted = theirs(pair, one, **options)[0]
+    assert (len(wanted) == 1) == ends
+    assert ours(pair, one, runtime, **options)[0] == [wanted]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"output_scores": True, "return_dict_in_generate": True, "repetition_penalty": 1.3},
+        {"output_scores": True, "return_dict_in_generate": True, "renormalize_logits": True},
+        {"output_logits": True, "return_dict_in_generate": True},
+        {"output_scores": True},
+    ],
+    ids=str,
+)
+def test_a_users_criterion_gets_the_scores_so_far(pair, batch, given):
+    block, seen = td.dflash(pair[1], runtime="eager"), []
+
+    class Sure(stopping_criteria.StoppingCriteria):
+        def __call__(self, ids, scores, **more):
+            steps = None if scores is None else torch.stack(tuple(scores)).nan_to_num(neginf=-1e9)
+            self.asked = [*getattr(self, "asked", []), steps]
+            return torch.full((len(ids),), scores is not None and len(scores) >= 5)
+
+    for call in ({}, {"custom_generate": block}):
+        criterion = Sure()
+        options = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 96}
+        out = pair[0].generate(**batch, **asked(options | given), **call)
+        seen.append((out if isinstance(out, torch.Tensor) else out.sequences, criterion.asked))
+    (theirs_text, theirs_scores), (ours_text, ours_scores) = seen
+    assert torch.equal(theirs_text, ours_text) and len(theirs_scores) == len(ours_scores)
+    for wanted, found in zip(theirs_scores, ours_scores, strict=True):
+        assert (wanted is None) == (found is None)
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "answer", [lambda over: int(over), lambda over: torch.tensor([over])], ids=["0", "[0]"]
 )
@@ -442,3 +487,12 @@ def test_a_row_without_a_number_of_new_tokens_heeds_that_of_all(pair, plain, bat
     row = {name: value[:1] for name, value in batch.items()}
     rows, _ = ours(pair, batch, **options, min_new_tokens=[None, 4])
     assert rows[0] == theirs(pair, row, **options)[0] != theirs(pair, row, **options | {"min_length": 0})[0]
+
+
+def test_a_forced_first_token_moves_what_may_not_begin(pair):
+    """transformers lets the bans of the beginning wait for the token after a forced one."""
+    one = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
+    plain, _ = through_transformers(pair, one, forced_bos_token_id=7)
+    options = {"forced_bos_token_id": 7, "begin_suppress_tokens": [int(plain[0, 1])]}
+    banned, block = through_transformers(pair, one, **options)
+    assert torch.equal(block, banned) and banned[0, 0] == 7 and banned[0, 1] != plain[0, 1]

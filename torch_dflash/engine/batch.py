@@ -118,6 +118,8 @@ class Generation:
         first = self._progress is None
         if self._progress is None:
             self._progress = Progress.empty(self.plan, self.scheduler.lengths)
+            for row, prompt in enumerate(self.rows):  # a stop string may begin there
+                self._progress.tokens[row, : len(prompt)] = prompt
         if {*WHOLE.values()} & {*self.plan.outputs}:
             self.state = self.runtime.record_from(self.state, self._progress.known)
         prompts = self.prepare(largest_chunk)
@@ -150,7 +152,8 @@ class Generation:
             progress.cut(row, end)
         texts = [progress.tokens[row, : progress.known[row]] for row in rows]
         for halt in self._halts:
-            for row, end in zip(rows, halt.ends(texts, [int(at) for at in since[: len(rows)]]), strict=True):
+            found = halt.ends(texts, [int(at) for at in since[: len(rows)]], progress.record)
+            for row, end in zip(rows, found, strict=True):
                 if end is not None and progress.known[row] > len(self.rows[row]):
                     self._ends[row] = min(end, self._ends.get(row, end))
                     progress.cut(row, self._ends[row])

@@ -15,14 +15,18 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from torch_dflash.checks import row_list
+from torch_dflash.record import Recorded
 
 
 @runtime_checkable
 class Halt(Protocol):
     """Looks at the texts that a read has brought, prompts included."""
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
-        """How many tokens of each row stay, if it ends here; its tokens from ``since`` on are new."""
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
+        """How many tokens of each row stay, if it ends here; its tokens from ``since`` on are new.
+
+        ``record``: what is kept of each new token besides (`torch_dflash.record`).
+        """
         ...
 
 
@@ -32,7 +36,7 @@ class StopStrings:
     def __init__(self, criterion: StopStringCriteria):
         self._criterion = criterion
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
         return [self._end(text, start) for text, start in zip(texts, since, strict=True)]
 
     def _end(self, text: np.ndarray, since: int) -> int | None:
@@ -44,15 +48,24 @@ class StopStrings:
 class Criterion:
     """A user's own ``StoppingCriteria``, asked once for every token, as transformers asks it."""
 
-    def __init__(self, criterion: Any, prompts: Tensor, lengths: Sequence[int], pad_token_id: int):
+    def __init__(
+        self,
+        criterion: Any,
+        prompts: Tensor,
+        lengths: Sequence[int],
+        pad_token_id: int,
+        normalised: bool = False,
+    ):
         if not callable(criterion):
             raise TypeError(f"stopping_criteria holds {criterion!r}: must be functions of (ids, scores).")
         self._criterion, self._prompts, self._pad = criterion, prompts, pad_token_id
         self._lengths = lengths
+        self._scores: list[Tensor] = []
+        self._normalised = normalised
         self.name = f"stopping_criteria {getattr(criterion, '__name__', type(criterion).__name__)}"
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
-        answer = self._criterion(self._ids(texts), None)
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
+        answer = self._criterion(self._ids(texts), self._scores_of(texts, record))
         said = torch.as_tensor(answer if isinstance(answer, int | Tensor | list) else [])
         if said.is_floating_point() or tuple(said.shape) not in ((), (1,), (len(texts),)):
             raise ValueError(
@@ -69,6 +82,21 @@ class Criterion:
         fresh = torch.from_numpy(np.stack(filled).astype(np.int64))
         return torch.cat([self._prompts.long().cpu(), fresh], dim=1)
 
+    def _scores_of(self, texts: Sequence[np.ndarray], record: Recorded) -> tuple[Tensor, ...] | None:
+        """With ``output_scores``, those [B, V] of each new token; NaN where a row has ended."""
+        if "scores" not in record:
+            return None
+        while rows := {row: found for row in range(len(texts)) if (found := self._next(texts, record, row))}:
+            ended = np.full_like(next(iter(rows.values()))[0], np.nan)
+            step = [rows[row][0] if row in rows else ended for row in range(len(texts))]
+            scores = torch.from_numpy(np.stack(step))
+            self._scores.append(torch.log_softmax(scores, dim=-1) if self._normalised else scores)
+        return tuple(self._scores)
+
+    def _next(self, texts: Sequence[np.ndarray], record: Recorded, row: int) -> list[np.ndarray]:
+        at = self._lengths[row] + len(self._scores)
+        return record.of("scores", row, at, at + 1) if at < len(texts[row]) else []
+
 
 class Deadline:
     """``max_time``: rows end with the first read after so many seconds; those that wait begin before."""
@@ -76,19 +104,24 @@ class Deadline:
     def __init__(self, seconds: float):
         self._last = time.perf_counter() + seconds
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int]) -> list[int | None]:
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
         over = time.perf_counter() > self._last
         return [len(text) if over else None for text in texts]
 
 
 def read_criteria(
-    criteria: Iterable[Any], prompts: Tensor, lengths: Sequence[int], pad_token_id: int
+    criteria: Iterable[Any],
+    prompts: Tensor,
+    lengths: Sequence[int],
+    pad_token_id: int,
+    normalised: bool = False,
 ) -> list[Halt]:
     """What transformers' criteria, and a user's own, ask for.
 
     Args:
         prompts: [B, T], padded. lengths: of each without padding.
         pad_token_id: fills rows that have ended.
+        normalised: whether scores are logarithms of probabilities (``renormalize_logits``).
     """
     found: list[Halt] = []
     if not isinstance(criteria, Iterable):
@@ -99,7 +132,7 @@ def read_criteria(
         elif type(item) is MaxTimeCriteria:
             found.append(Deadline(item.max_time + item.initial_timestamp - time.time()))
         else:
-            found.append(Criterion(item, prompts, lengths, pad_token_id))
+            found.append(Criterion(item, prompts, lengths, pad_token_id, normalised))
     return found
 
 

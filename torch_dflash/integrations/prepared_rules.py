@@ -15,13 +15,20 @@ class Call:
     """What a list of processors was made for.
 
     ``width``: columns of the prompts; ``max_length``: of the text with them; ``stop_ids``: of all rows;
-    ``padding``: masked columns before each prompt.
+    ``padding``: masked columns before each prompt; ``forces_first``: whether the token after a prompt of one
+    is forced, which transformers then leaves to that.
     """
 
     width: int
     max_length: int
     stop_ids: frozenset[int]
     padding: tuple[int, ...] = ()
+    forces_first: bool = False
+
+    @property
+    def begins(self) -> int:
+        """Columns before the first token that is not forced."""
+        return self.width + (self.width == 1 and self.forces_first)
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ RULES: dict[type, Rule] = {
     processors_of.SuppressTokensAtBeginLogitsProcessor: Rule(
         "begin_suppress_tokens",
         lambda item, call: _ids(item.begin_suppress_tokens),
-        lambda item, call: item.begin_index == call.width,
+        lambda item, call: item.begin_index == call.begins,
         ban=True,
     ),
     processors_of.ForcedBOSTokenLogitsProcessor: Rule(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import ForcedBOSTokenLogitsProcessor, GenerationConfig, PreTrainedModel
 
 from torch_dflash.checks import check_blocks
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
@@ -118,7 +118,8 @@ def _asked(
         )
     else:
         ids = frozenset(one for row in stop_ids(eos, 1) for one in row)
-        options, own = read_processors(processors, Call(width, length, ids, padding))
+        forced = any(isinstance(item, ForcedBOSTokenLogitsProcessor) for item in processors)
+        options, own = read_processors(processors, Call(width, length, ids, padding, forced))
         if config.output_scores and config.return_dict_in_generate:
             check_scores(processors, config)
         if not config.do_sample and options["typical_p"] < 1:
