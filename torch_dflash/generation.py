@@ -136,8 +136,9 @@ def generate(
         eos_token_id: unset: the model's; None or []: never stop.
         pad_token_id: fills rows that ended early; unset: the model's, else its first stop id.
         processors: rules of your own (`BlockProcessor`, `HostProcessor`), after the options'.
-        stopping_criteria: transformers', or functions of (ids [B, T], None): asked on the host. Others than
-            stop strings and a time are asked once a token, so that nothing is drafted; ``runtime="eager"``.
+        stopping_criteria: transformers', or functions of (ids [B, T], scores so far or None): asked on the
+            host. Others than stop strings and a time are asked once a token, so that nothing is drafted;
+            ``runtime="eager"``.
         return_dict_in_generate: return ``.sequences`` and ``.stats``, and with ``output_scores``,
             ``output_logits``, ``output_logprobs`` or ``top_logprobs=K`` what `GenerateOutput` says of them.
         runtime: as in `compile`.

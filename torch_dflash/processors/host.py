@@ -18,8 +18,8 @@ class HostProcessor(Forgetful):
     """A ``LogitsProcessor``, or any function of (ids [B, T], scores [B, V]), by transformers' contract.
 
     It is written for one new token at a time and may keep what it likes, so its rows are decoded one token a
-    pass: the text is that of plain decoding, without a gain. Only one that is ``pure``, whose scores follow
-    from ids and scores alone, is asked for each row of a block.
+    pass: the text is that of plain decoding, without a gain. Only one that is ``pure``, whose scores of a
+    row follow from that row's ids and scores alone, is asked for each row of a block.
 
     Ids are those of transformers: the ``prompts`` [B, P] as they were given, masked columns too, then what is
     new; a row that has ended is filled up with ``pad_token_id``. Rows of a pure one gain at different rates:
