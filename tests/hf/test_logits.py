@@ -193,7 +193,7 @@ def test_pieces_of_a_stream_have_theirs(pair, batch, runtime):
 
 def test_stop_strings_cut_them_too(pair, batch):
     class Halt:  # ends the first row behind its third new token, the second behind its sixth
-        def ends(self, texts, since):
+        def ends(self, texts, since, record):
             keep = [len(prompt) + new for prompt, new in zip(call.request.rows, (3, 6), strict=True)]
             return [end if len(text) >= end else None for text, end in zip(texts, keep, strict=True)]
 
