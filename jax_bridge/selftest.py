@@ -21,7 +21,7 @@ from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine.engine import Engine
 from torch_dflash.runtime import Turn
-from torch_dflash.selftest.backend import Reads, best_speed
+from torch_dflash.selftest.backend import READ, Reads, best_speed
 
 
 class XlaBackend:
@@ -32,6 +32,7 @@ class XlaBackend:
     def __init__(self):
         self.device = jax.devices()[0]
         self.accelerated = self.device.platform != "cpu"
+        self.narrow = not self.accelerated
 
     def describe(self) -> str:
         return f"{jax.device_count()} x {self.device.device_kind} ({self.device.platform})"
@@ -104,17 +105,9 @@ class XlaBackend:
         held = (aliased is None or aliased >= size) and (stayed is None or stayed == len(old)) and freed
         return held and (aliased is not None or stayed is not None), ", ".join(words)
 
-    def copy_speed(self, megabytes: int) -> float:
-        # In place: memory that is fresh from the system is slower than any copy.
-        add = jax.jit(lambda array: array + 1, donate_argnums=0)
-        arrays = [jnp.ones(megabytes << 18, jnp.float32)]
-        moved = 2 * arrays[0].nbytes
-
-        def once():
-            arrays[0] = add(arrays[0])
-            return arrays[0]
-
-        return best_speed(once, self.wait, moved)
+    def read_speed(self) -> float:
+        array = jnp.ones(READ << 18, jnp.float32)
+        return best_speed(partial(jax.jit(jnp.sum), array), self.wait, array.nbytes)
 
 
 def reference_hidden(drafter, embedding, anchor: int, features: torch.Tensor, width: int) -> torch.Tensor:

@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_bridge.kernels.online_softmax import LOWEST
 from jax_bridge.steady import row_sum
 
+KEYS_OF_FEW_ROWS = 128
+"""Keys of a block for steps and rounds: one number, so that their sums have one order."""
 MOST_KEYS, FEWEST_KEYS = 256, 64
-"""Keys of a block: few, or its copies leave the caches of a CPU; more, where each brings little work."""
+"""And for prompts: few, or its copies leave the caches of a CPU; more, where each brings little work."""
 BLOCK_BYTES = 6 << 20
 FEW_ROWS = 64
 FLOOR = LOWEST / 10
@@ -70,14 +72,8 @@ class Running(NamedTuple):
 
 
 def _scores(query: Array, key: Array) -> Float[Array, "B G heads M keys"]:
-    """Few rows go second: XLA's CPU compiler is three times slower at them first, with keys by rows."""
-    if query.shape[2] * query.shape[3] > FEW_ROWS:
-        return _flat_product(lambda rows: jnp.einsum("bgrd,bgkd->bgrk", rows, key, **IN_FLOAT32), query)
-
-    def turned(rows: Array) -> Array:
-        return jnp.einsum("bgkd,bgrd->bgkr", key, rows, **IN_FLOAT32).swapaxes(2, 3)
-
-    return _flat_product(turned, query)
+    """Rows go first, however few: as the second operand they are summed in an order of their number."""
+    return _flat_product(lambda rows: jnp.einsum("bgrd,bgkd->bgrk", rows, key, **IN_FLOAT32), query)
 
 
 def _gains(weight: Array, value: Array) -> Float[Array, "B G heads M Dv"]:
@@ -93,11 +89,13 @@ def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
 
 
 def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:
-    """How many keys a block has for ``query``; a power of two."""
+    """How many keys a block has for ``query``; a power of two, the same for every count of few rows."""
     batch, groups, heads, rows, dim = query.shape
+    if rows < FEW_ROWS:
+        return KEYS_OF_FEW_ROWS
     each = 4 * batch * groups * (heads * rows + dim + v_dim)  # bytes: its scores, itself and its value
     keys = FEWEST_KEYS
-    while rows >= FEW_ROWS and keys < MOST_KEYS and 2 * keys * each <= BLOCK_BYTES:
+    while keys < MOST_KEYS and 2 * keys * each <= BLOCK_BYTES:
         keys *= 2
     return keys
 

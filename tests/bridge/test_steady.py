@@ -92,19 +92,28 @@ def test_gradients_are_those_of_a_sum():
     )
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_attention_of_a_row_is_what_it_is_among_others(heads):
-    key, value = (jnp.asarray(torch.randn(1, 2, 64, 64).numpy()) for _ in range(2))
-    query = jnp.asarray(torch.randn(1, 2, heads, 8, 64).numpy())
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 3, 4, 7, 8])
+def test_attention_of_a_row_is_what_it_is_among_others(heads, dim):
+    key, value = (jnp.asarray(torch.randn(1, 2, 128, dim).numpy()) for _ in range(2))
+    query = jnp.asarray(torch.randn(1, 2, heads, 16, dim).numpy())
 
-    def attend(query):
-        seen = jnp.ones((1, query.shape[3], 64), bool)
-        running = streamed.Running.begin(query, 64)
-        return jax.jit(lambda: running.add(query, streamed.Block(key, value, seen), 0.125).result())()
+    @jax.jit  # everything is an argument: what is known would be folded, in an order of its own
+    def attend(query, key, value):
+        seen = jnp.ones((1, query.shape[3], 128), bool)
+        return streamed.Running.begin(query, dim).add(query, streamed.Block(key, value, seen), 0.125).result()
 
-    whole = attend(query)
-    for count in range(1, 8):
-        np.testing.assert_array_equal(attend(query[:, :, :, :count]), whole[:, :, :, :count])
+    whole = attend(query, key, value)
+    for count in range(1, 16):
+        some = attend(query[:, :, :, :count], key, value)
+        np.testing.assert_array_equal(some, whole[:, :, :, :count])
+
+
+def test_a_block_of_keys_is_as_long_for_a_step_as_for_a_round():
+    def keys(rows: int, batch: int = 1) -> int:
+        return streamed.fitting_keys(jnp.zeros((batch, 2, 4, rows, 64)), 64)
+
+    assert len({keys(rows, batch) for rows in (1, 2, 8, 32) for batch in (1, 16, 64)}) == 1
 
 
 def float_sums() -> int:

@@ -15,7 +15,7 @@ import torch_dflash.cli.selftest as command
 import torch_dflash.decode
 import torch_dflash.proposers.dflash.proposer as dflash
 from jax_bridge.runtime import XlaRuntime
-from jax_bridge.selftest import reference_hidden
+from jax_bridge.selftest import XlaBackend, reference_hidden
 from torch_dflash.cli import main
 from torch_dflash.ops import block_attention
 from torch_dflash.runtime import EagerRuntime, Turn
@@ -258,5 +258,25 @@ def test_a_timed_round_does_what_its_name_says():
 def test_where_flatness_ends():
     costs = {2: 1.0, 4: 1.05, 8: 1.3, 16: 1.0}
     rows = [{"pass": f"verify, M={width}", "plain_steps": cost} for width, cost in costs.items()]
-    assert timing.flat_rows(rows) == 4
-    assert timing.flat_rows([{**row, "plain_steps": 2.0} for row in rows]) == 1
+    wide = [row | {"arithmetic": "bfloat16"} for row in rows]
+    dear = [row | {"arithmetic": "float32", "plain_steps": 2.0} for row in rows]
+    assert timing.flat_rows(dear + wide) == {"float32": 1, "bfloat16": 4}
+
+
+@pytest.mark.slow
+def test_narrow_products_have_lines_of_their_own(monkeypatch):
+    monkeypatch.setattr(timing, "REPEATS", 1)
+    monkeypatch.setattr(timing, "VERIFY_WIDTHS", (2,))
+    rows = list(timing.measure(XlaBackend(), "tiny"))
+    passes = [
+        (row["arithmetic"], row["pass"]) for row in rows if row["pass"] in ("verify, M=2", "draft, W=16")
+    ]
+    assert passes == [
+        ("float32", "verify, M=2"),
+        ("float32", "draft, W=16"),
+        ("bfloat16", "verify, M=2"),
+        ("int8", "verify, M=2"),
+    ]
+    exact, half, quarter = (row for row in rows if row["pass"] == "verify, M=2")
+    weights = 2 * (exact["bytes_read"] - half["bytes_read"])
+    assert exact["bytes_read"] - quarter["bytes_read"] == weights * 3 // 4 > 0

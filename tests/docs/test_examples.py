@@ -110,6 +110,7 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
         (("--repeats", "0"), "--repeats 0: must be"),
         (("--draw", "-1"), "--draw -1: must be"),
         (("--draw", "2", "--prompts", "/nonexistent"), "--draw 2: /nonexistent: 0 prompts in its *.jsonl"),
+        (("--quantize", "int8"), "--quantize int8: --runtime eager has no such products"),
         (("--png", "/nonexistent/x.png"), "--png /nonexistent/x.png: its folder does not exist"),
     ],
 )

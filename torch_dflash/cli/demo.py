@@ -73,6 +73,11 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     rows = arguments.verify_width
     if rows != "auto" and (isinstance(rows, str) or rows < 2):
         raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
+    if arguments.quantize and arguments.runtime != "xla":
+        raise UserError(
+            f"--quantize {arguments.quantize}: --runtime {arguments.runtime} has no such products; "
+            "leave one of the two out."
+        )
     check_outputs(json=arguments.json, png=arguments.png)
     kinds = list(QUESTIONS) if arguments.kind == "all" else [arguments.kind]
     questions = [(kind, QUESTIONS[kind]) for kind in kinds]

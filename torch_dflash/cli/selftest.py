@@ -115,20 +115,23 @@ def _timings(
 def _table(timings: list[dict[str, Any]]) -> str:
     """The timings to read, and what the columns mean."""
     first = timings[0]
+    flat = ", ".join(f"{rows} rows in {name}" for name, rows in flat_rows(timings).items())
     lines = [
-        f"{'pass':22}{'ms':>10}{'(range)':>18}{'plain steps':>13}{'MB read':>10}{'floor ms':>10}{'GB/s':>8}"
+        f"{'arithmetic':12}{'pass':22}{'ms':>10}{'(range)':>18}{'plain steps':>13}{'MB read':>10}"
+        f"{'floor ms':>10}{'GB/s':>8}"
     ]
     for row in timings:
         spread = f"({row['fastest_ms']:.2f}..{row['slowest_ms']:.2f})"
         lines.append(
-            f"{row['pass']:22}{row['ms']:>10.2f}{spread:>18}{row['plain_steps']:>13.2f}"
+            f"{row['arithmetic']:12}{row['pass']:22}{row['ms']:>10.2f}{spread:>18}{row['plain_steps']:>13.2f}"
             f"{row['bytes_read'] / 1e6:>10.1f}{row['floor_ms']:>10.2f}{row['gb_per_s']:>8.1f}"
         )
     lines.append(
         f"{first['size']} pair, {first['dtype']}, batch 1. MB read: weights once and every K/V slot once,\n"
-        f"the least there is. Floor: that at the {first['copy_gb_per_s']:.1f} GB/s at which this device\n"
-        "reads and writes a large array; what fits a cache can be faster.\n"
-        f"Flat to {flat_rows(timings)} rows: up to there a verify pass costs at most {FLAT} plain steps."
+        f"the least there is. Floor: that at the {first['read_gb_per_s']:.1f} GB/s at which this device\n"
+        "reads a large array; what fits a cache can be faster.\n"
+        f"Flat to {flat}: up to there a verify\n"
+        f"pass costs at most {FLAT} plain steps in the same arithmetic."
     )
     return "\n".join(lines)
 

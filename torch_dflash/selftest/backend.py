@@ -20,6 +20,8 @@ from torch_dflash.selftest.pairs import make_drafter, make_pair
 
 WIDTH = 6
 CAPACITY = 96
+READ = 512
+"""Megabytes: more than the caches of a CPU hold."""
 CHUNK = 3  # rounds between host reads: several reads even in a short text
 
 
@@ -37,6 +39,7 @@ class Backend(Protocol):
 
     runtime: str
     accelerated: bool
+    narrow: bool  # whether products are computed in other types than the weights' when asked
 
     def describe(self) -> str:
         """The device in words."""
@@ -70,8 +73,8 @@ class Backend(Protocol):
         """Whether a chunk of rounds leaves every buffer where it was (None: does not apply), and why."""
         ...
 
-    def copy_speed(self, megabytes: int) -> float:
-        """GB/s, read and written together, of going once over a large array on the device."""
+    def read_speed(self) -> float:
+        """GB/s at which the device reads `READ` megabytes of float32, to sum them."""
         ...
 
 
@@ -79,6 +82,7 @@ class EagerBackend:
     """PyTorch on one of its devices."""
 
     runtime = "eager"
+    narrow = False
 
     def __init__(self, device: str | None = None):
         self.device = torch.device(device or "cpu")
@@ -120,19 +124,19 @@ class EagerBackend:
     def reuse(self, engine: Engine, state: Any) -> tuple[bool | None, str]:
         return None, "eager PyTorch writes its cache in place and donates nothing"
 
-    def copy_speed(self, megabytes: int) -> float:
-        array = torch.ones(megabytes << 18, device=self.device)
-        return best_speed(lambda: array.add_(1), self.wait, 2 * array.nbytes)
+    def read_speed(self) -> float:
+        array = torch.ones(READ << 18, device=self.device)
+        return best_speed(array.sum, self.wait, array.nbytes)
 
 
-def best_speed(copy_once: Callable[[], Any], wait: Callable[[Any], None], moved: int) -> float:
-    """GB/s of the best of five runs after a discarded one."""
+def best_speed(read_once: Callable[[], Any], wait: Callable[[Any], None], count: int) -> float:
+    """GB/s at which ``read_once`` reads ``count`` bytes: the best of eight runs after a discarded one."""
     times = []
-    for _ in range(6):
+    for _ in range(9):
         started = time.perf_counter()
-        wait(copy_once())
+        wait(read_once())
         times.append(time.perf_counter() - started)
-    return moved / min(times[1:]) / 1e9
+    return count / min(times[1:]) / 1e9
 
 
 class Case:

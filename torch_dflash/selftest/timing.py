@@ -28,6 +28,11 @@ ROUNDS = 8
 REPEATS = 5
 PROMPT = 64
 VERIFY_WIDTHS = (2, 4, 8, 16)
+NARROW: dict[str, tuple[dict[str, Any], int]] = {
+    "bfloat16": ({"compute": "bfloat16"}, 2),
+    "int8": ({"quantize": "int8"}, 1),
+}
+"""Types that products are computed in when asked: options of `torch_dflash.compile`, bytes of a weight."""
 FLAT = 1.1
 """Plain steps that a pass may cost to count as no dearer than one."""
 BLOCK = 16
@@ -78,7 +83,7 @@ class Timing:
     bytes_read: int
 
     def row(self, plain: float, speed: float) -> dict[str, Any]:
-        """The line as data; ``plain``: milliseconds of a plain step, ``speed``: GB/s the device copies at."""
+        """The line as data; ``plain``: milliseconds of a plain step, ``speed``: GB/s the device reads at."""
         return {
             "pass": self.name,
             "ms": self.milliseconds,
@@ -91,8 +96,16 @@ class Timing:
         }
 
 
-def flat_rows(rows: list[dict[str, Any]]) -> int:
-    """The widest verify pass up to which none costs more than `FLAT` plain steps; 1: not even two rows."""
+def flat_rows(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """By arithmetic, the rows of the widest verify pass up to which none costs more than `FLAT` plain steps.
+
+    1: not even two.
+    """
+    names = dict.fromkeys(row["arithmetic"] for row in rows)
+    return {name: _flat([row for row in rows if row["arithmetic"] == name]) for name in names}
+
+
+def _flat(rows: list[dict[str, Any]]) -> int:
     widest = 1
     for width in VERIFY_WIDTHS:
         cost = next(row["plain_steps"] for row in rows if row["pass"] == f"verify, M={width}")
@@ -135,18 +148,37 @@ def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
 
 
 def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
-    """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``backend``: one row of figures each."""
+    """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``backend``: one row of figures each.
+
+    First in the weights' own arithmetic; where products can be narrower, then what verifies in each.
+    """
     chosen = SIZES[size]
     target = make_target("qwen3", **chosen.target)
     drafter = make_drafter(target, **chosen.drafter)
     target, drafter = (backend.place(model.to(chosen.dtype)) for model in (target, drafter))
-    engines = {"plain step, M=1": _engine(backend, target, None, chosen)}
-    for width in VERIFY_WIDTHS:
-        engines[f"verify, M={width}"] = _engine(backend, target, Unaccepted(width), chosen)
+    engines = _verifying(backend, target, chosen)
     paged = f"verify, M={BLOCK}, paged"
     engines[paged] = _engine(backend, target, Unaccepted(BLOCK), chosen, cache="paged")
     block = _engine(backend, target, drafter, chosen)
     engines |= {f"draft, W={BLOCK}": block, f"whole round, W=M={BLOCK}": block}
+    about = {"size": size, "dtype": str(chosen.dtype), "read_gb_per_s": backend.read_speed()}
+    own = str(chosen.dtype).removeprefix("torch.")
+    yield from _turns(backend, engines, chosen.dtype.itemsize, about | {"arithmetic": own})
+    for name, (options, item) in NARROW.items() if backend.narrow else ():
+        engines = _verifying(backend, target, chosen, **options)
+        yield from _turns(backend, engines, item, about | {"arithmetic": name})
+
+
+def _verifying(backend: Backend, target: Any, size: Size, **options: Any) -> dict[str, Engine]:
+    """A plain step, and a verify pass of each width."""
+    engines = {"plain step, M=1": _engine(backend, target, None, size, **options)}
+    for width in VERIFY_WIDTHS:
+        engines[f"verify, M={width}"] = _engine(backend, target, Unaccepted(width), size, **options)
+    return engines
+
+
+def _turns(backend: Backend, engines: dict[str, Engine], item: int, about: Any) -> Iterator[dict[str, Any]]:
+    """Time what takes turns; ``item``: bytes that a product reads of a weight, ``about``: of all rows."""
     programs = {
         name: backend.repeat(engine, draft_pass if name.startswith("draft") else decode_round, ROUNDS)
         for name, engine in engines.items()
@@ -155,16 +187,15 @@ def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
     for _ in range(REPEATS + 1):
         for name, engine in engines.items():
             times[name].append(_timed(backend, engine, programs[name]))
-    speed = backend.copy_speed(512 if backend.accelerated else 64)
-    rows = []
+    plain = None
     for name, engine in engines.items():
         kept = sorted(seconds / ROUNDS * 1e3 for seconds in times[name][1:])
-        timing = Timing(name, statistics.median(kept), (kept[0], kept[-1]), _bytes(name, engine))
-        rows.append(timing.row(rows[0]["ms"] if rows else timing.milliseconds, speed))
-        yield rows[-1] | {"copy_gb_per_s": speed, "size": size, "dtype": str(chosen.dtype)}
+        timing = Timing(name, statistics.median(kept), (kept[0], kept[-1]), _bytes(name, engine, item))
+        plain = plain or timing.milliseconds
+        yield timing.row(plain, about["read_gb_per_s"]) | about
 
 
-def _engine(backend: Backend, target: Any, drafter: Any, size: Size, cache: str = "static") -> Engine:
+def _engine(backend: Backend, target: Any, drafter: Any, size: Size, **options: Any) -> Engine:
     return compile_pair(
         target,
         drafter,
@@ -172,9 +203,9 @@ def _engine(backend: Backend, target: Any, drafter: Any, size: Size, cache: str 
         max_length=PROMPT + (ROUNDS + 1) * BLOCK,  # a round may commit a whole block
         prefill_chunk_size=PROMPT,
         filters=False,
-        cache=cache,
         # In fp32 the exact product, as everywhere else; narrow types have no more than their own.
         matmul_precision="highest" if size.dtype == torch.float32 else "default",
+        **options,
     )
 
 
@@ -189,21 +220,20 @@ def _timed(backend: Backend, engine: Engine, program: Callable[[Any, Any], Any])
     return time.perf_counter() - started
 
 
-def _bytes(name: str, engine: Engine) -> int:
-    """What a pass reads at the very least: its weights once, and every slot of its K/V once."""
-    tensors, pair = engine.tensors(), engine.pair
-    item = next(iter(tensors.values())).element_size()
-    plan = engine.plan
+def _bytes(name: str, engine: Engine, item: int) -> int:
+    """What a pass reads at the very least: its weights once, ``item`` bytes each, and its K/V once."""
+    tensors, pair, plan = engine.tensors(), engine.pair, engine.plan
+    kept = next(iter(tensors.values())).element_size()
 
     def weights(prefix: str) -> int:
-        return sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(prefix))
+        return item * sum(tensor.numel() for key, tensor in tensors.items() if key.startswith(prefix))
 
     cached = sum(spec.heads * (spec.k_dim + spec.v_dim) for spec in pair.target.specs) * plan.slots
     # The pairs here tie embedding and head: what the lookup reads of it, the head reads anyway.
-    target = weights("target.") + plan.batch_size * cached * item
+    target = weights("target.") + plan.batch_size * cached * kept
     if not name.startswith(("draft", "whole")):
         return target
     head = pair.target.vocab_size * pair.target.hidden_size
-    read = plan.batch_size * pair.proposer.cost(plan, plan.slots).cached + head
-    draft = weights("proposer.") + read * item
+    read = plan.batch_size * pair.proposer.cost(plan, plan.slots).cached * kept + head * item
+    draft = weights("proposer.") + read
     return draft + target if name.startswith("whole") else draft
