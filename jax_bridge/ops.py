@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.angles import cos_jax, sin_jax
+from jax_bridge.argmax import argmax_jax
 from jax_bridge.forms import Multiplier, Readable, stored_as
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import paged_attention_jax
@@ -151,6 +152,10 @@ def _mean(rows, dim=None, keepdim=False, *, dtype=None):
     return call_jax(partial(once, mean_jax, dim=dim, keepdim=keepdim), cast)
 
 
+def _argmax(rows, dim=None, keepdim=False):
+    return call_jax(partial(once, argmax_jax, dim=dim, keepdim=keepdim), rows)
+
+
 def _softmax(rows, dim, *_):
     return call_jax(partial(once, softmax_jax, dim=dim), rows)
 
@@ -254,5 +259,6 @@ environment().override_op_definition(torch.ops.aten.embedding, _embedding)
 environment().override_op_definition(torch.ops.aten.cos, _angles_of(torch.ops.aten.cos, cos_jax))
 environment().override_op_definition(torch.ops.aten.sin, _angles_of(torch.ops.aten.sin, sin_jax))
 environment().override_op_definition(torch.ops.aten.mean, _mean)
+environment().override_op_definition(torch.ops.aten.argmax, _argmax)
 environment().override_op_definition(torch.ops.aten._softmax, _softmax)
 environment().override_op_definition(torch.ops.aten.native_layer_norm, _layer_norm)
