@@ -98,6 +98,11 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
     assert "OTHER TEXT" in capsys.readouterr().out
 
 
+def test_questions_of_like_lengths_share_their_programs():
+    target = make_target("qwen3", max_position_embeddings=700)
+    assert [demo._capacity(needed, target) for needed in (65, 256, 257, 650)] == [256, 256, 512, 700]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

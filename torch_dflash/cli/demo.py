@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import torch_dflash as td
+from torch_dflash.checks import context_of
 from torch_dflash.cli.arguments import check_room, prompt_room, rows_or_auto
 from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
@@ -27,6 +28,7 @@ from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.native import ends_in_blocks
 
 DTYPES = ("bfloat16", "float32")
+ROOM = 256
 
 
 def add_parser(commands) -> None:
@@ -123,13 +125,19 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     return 0 if same else 1
 
 
+def _capacity(needed: int, target: Any) -> int:
+    """Room for ``needed`` tokens, the same for questions of like lengths: their programs are on disk then."""
+    return min(-(-needed // ROOM) * ROOM, context_of(target))
+
+
 def _methods(
     arguments: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any, asked: list[Asked], parts: Parts
 ) -> dict[str, Method]:
     """What takes turns, warm: nothing compiles any more, and the costs of each width are known."""
     stops, new = default_stop_ids(target, tokenizer), arguments.max_new_tokens
     options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False, "rounds_per_chunk": 1}
-    options |= {"max_length": max(one.ids.shape[1] for one in asked) + new, "prefill_chunk_size": MIN_BUCKET}
+    longest = max(one.ids.shape[1] for one in asked)
+    options |= {"max_length": _capacity(longest + new, target), "prefill_chunk_size": MIN_BUCKET}
     options |= {"quantize": arguments.quantize}
     plain = td.compile(target, None, **options)
     drafting = td.compile(target, drafter, verify_width=arguments.verify_width, **options)
