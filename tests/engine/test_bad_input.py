@@ -104,7 +104,7 @@ OPTIONS = [
     ({"stopping_criteria": [5]}, TypeError, ["stopping_criteria holds 5", "functions"]),
     ({"processors": ([1],)}, ValueError, ["processors holds [1]", "BlockProcessor"]),
     ({"processors": (td.processors.RepetitionPenalty,)}, ValueError, ["processors holds <class", "Block"]),
-    ({"max_time": 0}, ValueError, ["max_time=0", "seconds above 0"]),
+    ({"max_time": -1}, ValueError, ["max_time=-1", "seconds of at least 0"]),
     ({"bad_words_ids": [1]}, ValueError, ["bad_words_ids holds (1", "[[5], [7, 8]]"]),
     ({"bad_words_ids": [[97]]}, ValueError, ["bad_words_ids holds 97", "0 to 96"]),
     ({"sequence_bias": [[[1], "much"]]}, ValueError, ["sequence_bias holds", "-1.5"]),

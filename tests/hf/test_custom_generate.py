@@ -55,6 +55,38 @@ def test_custom_generate_samples_like_generate(pair, batch, runtime):
     assert not torch.equal(first, expected)
 
 
+@pytest.mark.parametrize("option", ["presence_penalty", "frequency_penalty"])
+def test_custom_generate_takes_the_penalties_of_servers(pair, batch, option):
+    target, drafter = pair
+    asked = {"max_new_tokens": NEW, "do_sample": False, option: 4.0}
+    expected = td.generate(target, None, **batch, **asked, runtime="eager")
+    block = td.dflash(drafter, runtime="eager")
+    assert torch.equal(target.generate(**batch, **asked, custom_generate=block), expected)
+    plain = target.generate(**batch, max_new_tokens=NEW, do_sample=False, custom_generate=block)
+    assert not torch.equal(plain, expected)
+
+
+def test_no_time_at_all_ends_with_the_first_read(pair, batch):
+    target, drafter = pair
+    block = td.dflash(drafter, runtime="eager", rounds_per_chunk=1)
+    options = {"max_new_tokens": 200, "do_sample": False}
+    found = target.generate(**batch, **options, max_time=0.0, custom_generate=block)
+    assert found.shape[1] <= batch["input_ids"].shape[1] + drafter.config.block_size + 1
+
+
+def test_rules_out_of_order_are_named(pair, batch):
+    target, drafter = pair
+    words = "PrefixConstrainedLogitsProcessor before ForcedEOSTokenLogitsProcessor.*leave one of the two out"
+    with pytest.raises(ValueError, match=words):
+        target.generate(
+            **batch,
+            max_new_tokens=NEW,
+            prefix_allowed_tokens_fn=lambda row, ids: [1, 2],
+            forced_eos_token_id=3,
+            custom_generate=td.dflash(drafter, runtime="eager"),
+        )
+
+
 def test_custom_generate_is_greedy_where_do_sample_is_unset(pair, batch):
     target, drafter = pair
     # The other options have no effect then, to transformers too.

@@ -170,7 +170,7 @@ UNREADABLE = [
     ([TopKLogitsWarper(5, filter_value=-9.0)], ["TopKLogitsWarper with filter_value=-9.0", "leave"]),
     ([TopPLogitsWarper(0.5, min_tokens_to_keep=3)], ["TopPLogitsWarper with min_tokens_to_keep=3", "leave"]),
     ([MinPLogitsWarper(0.5, min_tokens_to_keep=3)], ["MinPLogitsWarper with min_tokens_to_keep=3", "leave"]),
-    ([MinPLogitsWarper(0.5), Quiet(5)], ["logits_processor holds MinPLogitsWarper where", "then warpers"]),
+    ([MinPLogitsWarper(0.5), Quiet(5)], ["logits_processor holds MinPLogitsWarper before", "then warpers"]),
     ([TypicalLogitsWarper(0.5), TopKLogitsWarper(5)], ["TypicalLogitsWarper(0.5) before TopK", "typical_p"]),
     (
         [

@@ -154,7 +154,7 @@ def halts_of(config: Any, tokenizer: Any) -> list[Halt]:
             raise ValueError(f"stop_strings={strings!r} needs the model's tokenizer; pass tokenizer=.")
         found.append(StopStrings(StopStringCriteria(tokenizer, strings)))
     if seconds is not None:
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"max_time={seconds!r}: must be a number of seconds above 0.")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+            raise ValueError(f"max_time={seconds!r}: must be a number of seconds of at least 0.")
         found.append(Deadline(seconds))
     return found

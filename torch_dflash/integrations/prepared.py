@@ -52,10 +52,11 @@ def read_processors(processors: Iterable[Any], call: Call) -> tuple[dict[str, An
     effective = [item for item in processors if not _without_effect(item, call.width)]
     kinds = [0 if type(item) in RULES else 2 if type(item) in _WARPERS else 1 for item in effective]
     if kinds != sorted(kinds):
-        at = next(place for place, kind in enumerate(kinds) if kind != sorted(kinds)[place])
+        at = next(place for place in range(1, len(kinds)) if kinds[place] < kinds[place - 1])
+        early, late = (type(effective[place]).__name__ for place in (at - 1, at))
         raise ValueError(
-            f"logits_processor holds {type(effective[at]).__name__} where it cannot be applied: penalties "
-            "and bans come first, then processors of your own, then warpers."
+            f"logits_processor holds {early} before {late}: penalties, bans and forced ids come first, then "
+            "processors of your own, then warpers; leave one of the two out."
         )
     ends = [kinds.count(0), len(kinds) - kinds.count(2)]
     rules, own, warpers = effective[: ends[0]], effective[ends[0] : ends[1]], effective[ends[1] :]

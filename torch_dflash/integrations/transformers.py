@@ -72,14 +72,16 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         seed: int | list[int] | None = None,
         output_logprobs: bool | None = None,
         top_logprobs: int | None = None,
+        presence_penalty: Any = None,
+        frequency_penalty: Any = None,
         grammar: Any = None,
         response_format: Any = None,
         **model_kwargs: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """transformers' contract: prepared ids and a resolved ``generation_config``.
 
-        ``seed``, ``output_logprobs``, ``top_logprobs``, ``grammar`` and ``response_format`` may be given to
-        ``target.generate`` itself; the mask comes in ``model_kwargs``.
+        What no ``GenerationConfig`` has (``seed`` to ``response_format``) may be given to ``target.generate``
+        itself; the mask comes in ``model_kwargs``.
         """
         config = generation_config or model.generation_config
         refuse_unsupported(config)
@@ -88,6 +90,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         # As transformers counts them for its own processors; with inputs_embeds there is no column.
         padding = tuple((model_kwargs["attention_mask"].cumsum(dim=1) == 0).sum(dim=1).tolist())
         call = {"seed": seed, "output_logprobs": output_logprobs, "top_logprobs": top_logprobs}
+        call |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
         call |= {"grammar": grammar, "response_format": response_format}
         call["streamer"] = streamer_of_caller(model)
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
