@@ -59,6 +59,8 @@ class Forms:
         parts = [(f"{name}.weight", part) for name, part in module.named_modules()]
         linear = {name for name, part in parts if isinstance(part, nn.Linear) and part.weight is not tied}
         read = {name for name, part in parts if isinstance(part, nn.Embedding)}
+        for name, part in module.named_modules():
+            read |= {f"{name}.{table}" for table in getattr(part, "lookups", ())}
         heads = {name for name, part in parts if tied is not None and getattr(part, "weight", None) is tied}
         return cls(frozenset(linear), frozenset(heads), frozenset(read), **arithmetic)
 

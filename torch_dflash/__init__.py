@@ -27,8 +27,11 @@ from torch_dflash.plan import DecodePlan as DecodePlan
 from torch_dflash.processors.host import HostProcessor as HostProcessor
 from torch_dflash.processors.own import BlockProcessor as BlockProcessor
 from torch_dflash.proposers.base import Proposer as Proposer
+from torch_dflash.proposers.checkpoints import load_drafter as load_drafter
 from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
+from torch_dflash.proposers.dflash2.config import DFlash2Config as DFlash2Config
+from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
 from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
 from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state import Draft as Draft

@@ -91,7 +91,7 @@ def test_a_drafter_is_trained_on_from_where_another_stopped(world, overfit, tmp_
     config = td.DFlashDraftModel.from_pretrained(tmp_path / "drafter").config
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (6, MASK, [0, 2])
     assert fit(world, tmp_path / "x", *line[:2], "--start-from", "ngram", shape=()) == 2
-    assert "--start-from ngram: pass a DFlash drafter" in capsys.readouterr().err
+    assert "--start-from ngram: pass a DFlash v1 drafter" in capsys.readouterr().err
     assert fit(world, tmp_path / "x", *line, "--layers", 3, shape=()) == 2
     assert "--layers: --start-from takes the drafter's own" in capsys.readouterr().err
 

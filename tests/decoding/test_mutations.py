@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.authors import CHUNK, EXACT, LOOP, MIXED, Case, engine_runs, gap, replay
+from support.authors import CHUNK, EXACT, LOOP, MIXED, Case, around, engine_runs, loop_gap, network_gap
 
 from torch_dflash import runtime
 from torch_dflash.ops import block_attention
@@ -21,16 +21,6 @@ from torch_dflash.target import adapter as target_module
 from torch_dflash.target.adapter import Target
 
 SEEN = 1e-3
-
-
-def around(owner, name, wrapper):
-    """Mutation: ``owner.name(...)`` becomes ``wrapper(original, ...)``."""
-
-    def mutate(patch):
-        original = getattr(owner, name)
-        patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
-
-    return mutate
 
 
 def sight(**change):
@@ -161,18 +151,6 @@ def case(tmp_path_factory):
     assert loop_gap(built) < LOOP
     assert network_gap(built) < EXACT
     return built
-
-
-def loop_gap(case) -> float:
-    """Check 1: our loop against the authors', where rounds begin at the same position. The text is right."""
-    runs = engine_runs(case)
-    assert [run.text for run in runs] == [run.text for run in case.runs]
-    return max(gap(run.hidden, theirs.hidden) for run, theirs in zip(runs, case.runs, strict=True))
-
-
-def network_gap(case) -> float:
-    """Check 2: our pinned `forward` on what the authors' network was given."""
-    return max(gap(replay(case, run), run.hidden) for run in case.runs)
 
 
 @pytest.mark.parametrize("name", IN_THE_NETWORK | IN_THE_LOOP)

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import pytest
 import torch
+from support.authors import SECOND
 from support.scripted import own_text
 from support.states import look
 from support.tiny import make_pair
@@ -39,6 +40,7 @@ def pairs():
             sliding_window=6,
             layer_types=["sliding_attention"] * 2,
         ),
+        "dflash2": make_pair("llama", agree=4.0, **SECOND),
     }
 
 
@@ -73,9 +75,9 @@ def reset_on(runtime, engine, params, state, rows, requests):
 
 
 @pytest.mark.parametrize("where", ["eager", "xla"])
-@pytest.mark.parametrize("kind", ["dflash", "ring", "ngram", "plain"])
+@pytest.mark.parametrize("kind", ["dflash", "ring", "dflash2", "ngram", "plain"])
 def test_a_row_is_given_to_another_request(pairs, kind, where):
-    target, drafter = pairs["ring" if kind == "ring" else "full"]
+    target, drafter = pairs[kind if kind in pairs else "full"]
     drafter = {"ngram": td.NGramProposer(5), "plain": None}.get(kind, drafter)
     engine = td.compile(target, drafter, runtime=where, max_length=64, batch_size=2)
     runtime, params = engine.runtime, engine.runtime.refresh(engine.tensors())

@@ -181,8 +181,8 @@ CAUSAL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (DFLASH2, "DFlash2DraftModel.*DFlash2 drafters.*not supported.*DFlash v1"),
-        (DFLASH2 | {"architectures": None}, "DFlash2 drafters.*not supported"),
+        (DFLASH2, "DFlash2DraftModel.*a DFlash2 drafter, not a DFlash v1 one.*load_drafter"),
+        (DFLASH2 | {"architectures": None}, "a DFlash2 drafter, not a DFlash v1 one"),
         (SPECULATORS, "speculators layout is not supported.*z-lab"),
         (ASSISTANT, "muse_glimmer_assistant.*not supported"),
         (CAUSAL, "Qwen3ForCausalLM.*not a DFlash drafter.*drafter's directory"),

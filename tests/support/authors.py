@@ -34,6 +34,7 @@ YARN = {
         "original_max_position_embeddings": 16,
     }
 }
+SECOND = {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8}
 CASES = {
     "full, tied head": ("qwen3", {}),
     "full, head of its own": ("llama", {}),
@@ -46,6 +47,15 @@ CASES = {
     "embedding scale": ("qwen2", {"input_embedding_scale": 1.7}),
     "attention bias": ("gpt_oss", {"attention_bias": True}),
     "yarn": ("gpt_oss", YARN),
+    "dflash2": ("qwen3", SECOND),
+    "dflash2, sliding": ("llama", SECOND | SLIDING | {"is_causal": False}),
+    "dflash2, everything": (
+        "qwen2",
+        SECOND
+        | MIXED
+        | {"is_causal": False, "conv_group_size": 16, "conv_kernel_size": 3, "selector_top_k": 7}
+        | {"output_multiplier": 0.3, "final_logit_softcapping": 20.0, "input_embedding_scale": 1.7},
+    ),
     "everything": (
         "llama",
         MIXED | YARN | {"attention_bias": True, "input_embedding_scale": 1.7, "num_key_value_heads": 1},
@@ -88,7 +98,7 @@ class Case:
         randomise(self.drafter, seed=1, gain=1.2)  # so that its own rounding does not grow beyond EXACT
         self.drafter.save_pretrained(folder)
         self.folder = folder
-        self.theirs = authors.DFlashDraftModel.from_pretrained(folder).eval()
+        self.theirs = getattr(authors, type(self.drafter).__name__).from_pretrained(folder).eval()
         self.runs = [authors_run(self, prompt, NEW) for prompt in prompts()]
 
 
@@ -108,15 +118,24 @@ def authors_run(case: Case, prompt: list[int], new: int) -> Run:
             run.drafts[max(run.hidden)] = logits[0].argmax(dim=-1).tolist()
         return logits
 
+    def propose(hidden, *given):
+        tokens, *rest = type(model).propose(model, hidden, *given)
+        if hidden.shape[1] == width - 1:
+            run.drafts[max(run.hidden)] = tokens[0].tolist()
+        return tokens, *rest
+
     hook = model.register_forward_hook(record, with_kwargs=True)
     model.compute_logits = compute_logits
+    if isinstance(model, authors.DFlash2DraftModel):
+        model.propose = propose
     timer, authors._cuda_time = authors._cuda_time, lambda: 0.0
     try:
         ids = torch.tensor([prompt])
         out = authors.dflash_generate(model, case.target, ids, new, stop_token_ids=None, return_stats=True)
     finally:
         authors._cuda_time = timer
-        del model.compute_logits
+        for name in {"compute_logits", "propose"} & vars(model).keys():
+            delattr(model, name)
         hook.remove()
     run.text = out.output_ids[0, len(prompt) :].tolist()
     run.accepted = out.acceptance_lengths
@@ -313,3 +332,25 @@ def whole(run: Run, first: int, new: int, width: int) -> list[int]:
             kept.append(length)
         start += length
     return kept
+
+
+def around(owner, name, wrapper):
+    """Mutation: ``owner.name(...)`` becomes ``wrapper(original, ...)``."""
+
+    def mutate(patch):
+        original = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    return mutate
+
+
+def loop_gap(case) -> float:
+    """Check 1: our loop against the authors', where rounds begin at the same position. The text is right."""
+    runs = engine_runs(case)
+    assert [run.text for run in runs] == [run.text for run in case.runs]
+    return max(gap(run.hidden, theirs.hidden) for run, theirs in zip(runs, case.runs, strict=True))
+
+
+def network_gap(case) -> float:
+    """Check 2: our pinned `forward` on what the authors' network was given."""
+    return max(gap(replay(case, run), run.hidden) for run in case.runs)

@@ -282,8 +282,8 @@ def _drafter(loaded: Any, arguments: argparse.Namespace) -> DFlashDraftModel:
                 "of the drafter."
             )
         return new_drafter(loaded.target, read_options(DrafterShape, arguments))
-    if not isinstance(loaded.drafter, DFlashDraftModel):
-        raise UserError(f"--start-from {arguments.start_from}: pass a DFlash drafter's directory or id.")
+    if not isinstance(loaded.drafter, DFlashDraftModel) or loaded.drafter.config.second:
+        raise UserError(f"--start-from {arguments.start_from}: pass a DFlash v1 drafter's directory or id.")
     for field in dataclasses.fields(DrafterShape):
         if getattr(arguments, field.name) not in (None, field.default):
             raise UserError(

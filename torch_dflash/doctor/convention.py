@@ -60,7 +60,7 @@ class Convention:
         config.mask_token_id, config.input_embedding_scale = self.mask_id, self.scale
         config.rope_parameters = json.loads(self.rope)
         with init_empty_weights(include_buffers=False):
-            twin: Any = DFlashDraftModel(config)
+            twin: Any = type(drafter)(config)
         twin.load_state_dict(drafter.state_dict(), assign=True)
         for layer, (window, causal) in zip(twin.layers, self.layers, strict=True):
             layer.self_attn.window, layer.self_attn.causal = window, causal

@@ -1,34 +1,56 @@
-"""Drafters from files: today of one kind. Another one branches here, and in `choose`."""
+"""Drafters from files, of every kind that is known. Another one joins `KINDS`."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.dflash2.config import DFlash2Config
+from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
+from torch_dflash.storage.weight_files import HUB_OPTIONS
+
+KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
+    False: (DFlashConfig, DFlashDraftModel),
+    True: (DFlash2Config, DFlash2DraftModel),
+}
+"""Config and model, by whether a config.json is a DFlash2 drafter's."""
 
 
-def load_drafter(source: str, dtype: Any = "auto") -> PreTrainedModel:
-    """The drafter in a directory or hub repository.
+def load_drafter(source: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> DFlashDraftModel:
+    """The drafter in a directory or hub repository, of whichever kind its ``config.json`` says.
 
     Args:
         source: a path or a hub id.
         dtype: of its weights; "auto" is the type they are stored in.
+        **options: further ones of ``from_pretrained`` (``revision``, ``subfolder``, ``token`` ...).
+
+    Returns:
+        A `DFlashDraftModel` or a `DFlash2DraftModel`.
 
     Raises:
         OSError, ValueError, TypeError: it cannot be read, by the field or tensor that is at fault.
     """
-    drafter: Any = DFlashDraftModel.from_pretrained(source, dtype=dtype)
+    _, model = _kind(source, options)
+    drafter: Any = model.from_pretrained(source, dtype=dtype, **options)
     return drafter
 
 
-def load_drafter_config(source: str) -> PreTrainedConfig:
+def load_drafter_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of the drafter in a directory or hub repository; errors as in `load_drafter`."""
-    return DFlashConfig.from_pretrained(source)
+    config, _ = _kind(source, {})
+    return config.from_pretrained(source)
 
 
 def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
     """A drafter that ``config`` describes, with weights that nobody has trained."""
-    return DFlashDraftModel(config)
+    return KINDS[isinstance(config, DFlash2Config)][1](config)
+
+
+def _kind(source: Any, options: dict[str, Any]) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:
+    given = {name: options[name] for name in HUB_OPTIONS if name in options}
+    raw, _ = PreTrainedConfig.get_config_dict(source, **given)
+    return KINDS[is_second(raw)]

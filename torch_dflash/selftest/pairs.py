@@ -16,8 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.checkpoints import KINDS
 
 VOCAB = 97
 MASK = 96
@@ -80,6 +79,11 @@ def randomise(model: Any, seed: int, gain: float = 2.0) -> Any:
             elif name.endswith("norm.weight"):
                 # Signs differ, or a tied head would repeat the token that is being read.
                 weight.copy_(noise.sign() * (1 + 0.3 * noise.abs()))
+            elif name.endswith("base_kernel"):
+                weight.copy_(0.2 * noise)
+                weight[:, 0] += 1
+            elif name.endswith("kernel_projection.weight"):
+                weight.copy_(noise * 0.4 / weight.shape[-1] ** 0.5)
             elif weight.ndim == 1 or name.endswith("_bias"):
                 weight.copy_(0.3 * noise)
             elif weight.shape[0] == VOCAB:
@@ -98,10 +102,11 @@ def make_target(family: str = "qwen3", seed: int = 0, **overrides):
 
 
 def make_drafter(target, seed: int = 1, **overrides):
-    """A random drafter that fits ``target``: two layers, taps 0 and 2, block 6."""
+    """A random drafter that fits ``target``: two layers, taps 0 and 2, block 6; DFlash2 of a rank."""
     base = target.config
     torch.manual_seed(seed)
-    config = DFlashConfig(
+    config_class, model = KINDS["selector_rank" in overrides]
+    config = config_class(
         **{
             "vocab_size": base.vocab_size,
             "hidden_size": base.hidden_size,
@@ -118,7 +123,7 @@ def make_drafter(target, seed: int = 1, **overrides):
         }
         | overrides
     )
-    return randomise(DFlashDraftModel(config), seed)
+    return randomise(model(config), seed)
 
 
 def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafter_overrides):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -32,10 +32,17 @@ def default_target_layer_ids(num_target_layers: int, taps: int) -> list[int]:
     return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
+def is_second(config: dict[str, Any]) -> bool:
+    """Whether a ``config.json`` is a DFlash2 drafter's: by its class, or by the selector's rank."""
+    nested = config.get("dflash_config") or {}
+    named = "DFlash2DraftModel" in (config.get("architectures") or [])
+    return named or "selector_rank" in nested or "selector_rank" in config
+
+
 class DFlashConfig(Qwen3Config):
     """Configuration of a DFlash v1 drafter (arXiv 2602.06036), a Qwen3-style stack without embedding or head.
 
-    The fields of ``NESTED_FIELDS`` are read from ``dflash_config`` or from the top level, and written to
+    The fields of ``nested_fields`` are read from ``dflash_config`` or from the top level, and written to
     both, so z-lab's loader, transformers' native DFlash and ours read the same directory.
 
     Args:
@@ -53,6 +60,8 @@ class DFlashConfig(Qwen3Config):
     """
 
     model_type = "qwen3"
+    nested_fields: ClassVar[tuple[str, ...]] = NESTED_FIELDS
+    second: ClassVar[bool] = False  # whether a DFlash2 drafter's
 
     num_target_layers: int | None = None
     block_size: int = 16
@@ -66,7 +75,7 @@ class DFlashConfig(Qwen3Config):
 
     def __post_init__(self, **kwargs):
         check_layout({"dflash_config": self.dflash_config}, type(self).__name__)
-        for name in NESTED_FIELDS:
+        for name in self.nested_fields:
             if self.dflash_config and name in self.dflash_config:
                 setattr(self, name, self.dflash_config[name])
         check_fields(self)
@@ -76,20 +85,20 @@ class DFlashConfig(Qwen3Config):
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
         self.dflash_config = dict(self.dflash_config or {}) | {
-            name: getattr(self, name) for name in NESTED_FIELDS
+            name: getattr(self, name) for name in self.nested_fields
         }
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Read ``config.json``; refuse what is not a DFlash v1 drafter before any weight is read."""
+        """Read ``config.json``; refuse what is not a drafter of this kind before any weight is read."""
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         check_layout(config, pretrained_model_name_or_path)
         architectures = config.get("architectures") or []
-        nested = config.get("dflash_config") or {}
-        if "DFlash2DraftModel" in architectures or "selector_rank" in nested:
+        if is_second(config) != cls.second:
+            own, other = ("DFlash v1", "DFlash2") if cls.second else ("DFlash2", "DFlash v1")
             raise ValueError(
-                f"architectures={architectures} in {pretrained_model_name_or_path}: DFlash2 drafters "
-                "(convolutions and candidate selector) are not supported; use a DFlash v1 checkpoint."
+                f"architectures={architectures} in {pretrained_model_name_or_path}: a {own} drafter, not a "
+                f"{other} one; load it with torch_dflash.load_drafter."
             )
         layout = sorted(SPECULATORS_FIELDS & set(config))
         if layout:
@@ -104,7 +113,7 @@ class DFlashConfig(Qwen3Config):
                 "not supported; use a checkpoint in z-lab's layout."
             )
         if config and "dflash_config" not in config and "target_layer_ids" not in config:
-            if "DFlashDraftModel" not in architectures:
+            if not {"DFlashDraftModel", "DFlash2DraftModel"} & set(architectures):
                 raise ValueError(
                     f"architectures={architectures} in {pretrained_model_name_or_path}: not a DFlash "
                     "drafter (no dflash_config, no target_layer_ids); pass the drafter's directory or id."

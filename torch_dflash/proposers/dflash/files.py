@@ -14,12 +14,15 @@ from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, find_files, r
 _OTHER_SOURCES = ("state_dict", "gguf_file", "variant", "adapter_kwargs")
 
 
-def check_files(source: str | os.PathLike[str], given: dict[str, Any]) -> None:
+def check_files(
+    source: str | os.PathLike[str], given: dict[str, Any], config_class: type[DFlashConfig] = DFlashConfig
+) -> None:
     """Refuse a checkpoint whose config does not fit its files, before anything is allocated.
 
     Args:
         source: a directory or a hub id.
         given: what ``from_pretrained`` was called with besides.
+        config_class: of the kind of drafter.
 
     Raises:
         OSError: no such checkpoint. ValueError: names the field or tensor, the value and the file.
@@ -30,13 +33,13 @@ def check_files(source: str | os.PathLike[str], given: dict[str, Any]) -> None:
     hub = {name: given[name] for name in HUB_OPTIONS if name in given}
     config = given.get("config")
     described = isinstance(config, DFlashConfig)
-    raw = {} if described else DFlashConfig.get_config_dict(config or source, **hub)[0]
+    raw = {} if described else config_class.get_config_dict(config or source, **hub)[0]
     check_types(raw, source)
     stored = read_headers(find_files(source, **hub))
     check_sizes({name: raw[name] for name in raw if name != "vocab_size"}, stored, source)  # no embedding
     if not described:
         given = {name: value for name, value in given.items() if name != "config"}
-        config = DFlashConfig.from_pretrained(config or source, **given)
+        config = config_class.from_pretrained(config or source, **given)
     config.check()
     _check_lengths(config, {name.removeprefix("model."): part for name, part in stored.items()}, source)
 
@@ -60,7 +63,7 @@ def _check_lengths(config: Any, stored: dict[str, Stored], source: Any) -> None:
     for field, (name, length) in lengths.items():
         if name not in stored:
             raise ValueError(
-                f"missing_keys={[name]} in {source}: the weights are not those of a DFlash v1 drafter; check "
+                f"missing_keys={[name]} in {source}: the weights are not those of a DFlash drafter; check "
                 "the file."
             )
         if stored[name].shape[:1] != (length,):

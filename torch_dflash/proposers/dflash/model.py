@@ -78,10 +78,17 @@ class DFlashLayer(nn.Module):
     def forward(self, block, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
         """``rope`` covers context rows then block rows; ``block_rope`` the block rows alone."""
         normed = self.input_layernorm(block)  # the context is already normed, and must not be twice
+        block = block + self.attend(normed, context, rope, block_rope, memory)
+        return block + self.feed(self.post_attention_layernorm(block))
+
+    def attend(self, normed, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
+        """From normed block rows to both."""
         key, value = self.self_attn.key_value(torch.cat([context, normed], dim=1), rope)
-        attend = memory(self.self_attn, key, value)
-        block = block + self.self_attn(normed, block_rope, attend)
-        return block + self.mlp(self.post_attention_layernorm(block))
+        return self.self_attn(normed, block_rope, memory(self.self_attn, key, value))
+
+    def feed(self, normed) -> Float[Tensor, "B W H"]:
+        """The MLP of normed block rows."""
+        return self.mlp(normed)
 
 
 class DFlashDraftModel(OnHub, PreTrainedModel):
@@ -90,7 +97,9 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
     ``from_pretrained`` reads z-lab's published layout (a directory or a hub id) without remote code.
     """
 
-    config_class = DFlashConfig
+    config_class: Any = DFlashConfig
+    kind = "DFlash v1"
+    layer_class: type[DFlashLayer] = DFlashLayer
     config: Any  # DFlashConfig; its inherited fields are typed as optional
     base_model_prefix = "model"
     _no_split_modules = ["DFlashLayer"]
@@ -100,7 +109,7 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         config.check()
         super().__init__(config)
         taps, hidden = len(config.target_layer_ids), config.hidden_size
-        self.layers = nn.ModuleList(DFlashLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
@@ -130,20 +139,20 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         Weights are read from safetensors only, and ``auto_map`` is ignored: no code of the checkpoint runs.
 
         Raises:
-            ValueError: not a DFlash v1 checkpoint, or weights missing or of another shape.
+            ValueError: not a checkpoint of this kind of drafter, or weights missing or of another shape.
             OSError: no such checkpoint.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if source is not None:  # else a state_dict is given
-            check_files(source, kwargs)
+            check_files(source, kwargs, cls.config_class)
         model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
                 raise ValueError(
                     f"{problem}={sorted(map(str, info[problem]))[:5]} in {args[0] if args else kwargs}: the "
-                    "weights are not those of a DFlash v1 drafter with this config; check both files."
+                    f"weights are not those of a {cls.kind} drafter with this config; check both files."
                 )
         return (model, info) if wants_info else model
 
@@ -211,6 +220,10 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         context = self.project(context_hidden_states)
         hidden = self.block(noise_embeds, context, position_ids, memory)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+    def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
+        """The drafts after ``anchor``, of the hidden states of a block's rows behind it."""
+        return torch.argmax(self.logits(hidden, head), dim=-1).to(torch.int32)
 
     def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
         """Draft logits through the target's ``head``, with the checkpoint's multiplier and soft cap."""

@@ -45,7 +45,7 @@ class DFlashState:
 
 
 class DFlashProposer(Proposer):
-    """Drafts a block in one pass of a `DFlashDraftModel` skeleton and takes the argmax of rows 1..W-1.
+    """Drafts a block in one pass of a `DFlashDraftModel` skeleton ; the drafter chooses from rows 1..W-1.
 
     Args:
         drafter: the live drafter; only its class and a copy of its config are used.
@@ -159,7 +159,7 @@ class DFlashProposer(Proposer):
 
         position = torch.cat([positions(pstate.length, rows), block_at], dim=1)
         hidden = drafter.block(noise, context, position, memory)
-        tokens = torch.argmax(drafter.logits(hidden[:, 1:], head), dim=-1).to(torch.int32)
+        tokens = drafter.choose(hidden[:, 1:], anchor, head)
         draft = Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1))
         # `length` and buffer move together: the buffered rows are K/V now.
         return draft, replace(

@@ -25,7 +25,8 @@ class Student(nn.Module):
         head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: the drafter does not fit the target, or the loss needs what the target does not have.
+        ValueError: a DFlash2 drafter, or one that does not fit the target; the loss needs what the target
+            does not have.
     """
 
     embedding: torch.Tensor
@@ -41,6 +42,11 @@ class Student(nn.Module):
         head_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if drafter.config.second:
+            raise ValueError(
+                f"drafter={type(drafter).__name__}: no loss here trains its selector; "
+                "pass a DFlashDraftModel."
+            )
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective

@@ -1,0 +1,1 @@
+"""DFlash2: convolutions in every layer, and a selector that chains the drafts of a block."""

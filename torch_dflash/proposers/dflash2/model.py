@@ -1,0 +1,85 @@
+"""The DFlash2 drafter: v1 with a convolution around each sublayer, and a selector behind the head.
+
+Source: dflash 0.1.0, ``model.py``, class ``DFlash2DraftModel``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.cache_utils import DFlashCache
+
+from torch_dflash.proposers.dflash.model import DFlashDraftModel, DFlashLayer
+from torch_dflash.proposers.dflash2.config import DFlash2Config
+from torch_dflash.proposers.dflash2.convolution import DynamicConvolution
+from torch_dflash.proposers.dflash2.selector import CandidateSelector
+
+
+class DFlash2Layer(DFlashLayer):
+    """A v1 layer whose attention and MLP each have a convolution before and after. The context has none."""
+
+    def __init__(self, config: Any, index: int):
+        super().__init__(config, index)
+        sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
+        self.attention_conv, self.mlp_conv = DynamicConvolution(*sizes), DynamicConvolution(*sizes)
+
+    def attend(self, normed, *rest) -> Float[Tensor, "B W H"]:
+        normed, kernel = self.attention_conv.before(normed)
+        return self.attention_conv.after(super().attend(normed, *rest), kernel)
+
+    def feed(self, normed) -> Float[Tensor, "B W H"]:
+        normed, kernel = self.mlp_conv.before(normed)
+        return self.mlp_conv.after(super().feed(normed), kernel)
+
+
+class DFlash2DraftModel(DFlashDraftModel):
+    """A DFlash2 drafter. As v1's it has no embedding and no head.
+
+    Drafts are the selector's best candidates, also for sampled rows: a draft never changes the text.
+    ``from_pretrained`` reads z-lab's published layout (a directory or a hub id) without remote code.
+    """
+
+    config_class = DFlash2Config
+    kind = "DFlash2"
+    layer_class = DFlash2Layer
+    _no_split_modules = ["DFlash2Layer"]
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        sizes = config.vocab_size, config.hidden_size, config.selector_rank
+        self.candidate_selector = CandidateSelector(*sizes, config.selector_top_k)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As `DFlashDraftModel.from_pretrained`. Codebooks are read with and without ``.weight`` behind."""
+        renamed = {rf"({name})\.weight$": r"\1" for name in CandidateSelector.lookups}
+        kwargs["key_mapping"] = renamed | kwargs.get("key_mapping", {})
+        return super().from_pretrained(*args, **kwargs)
+
+    def _init_weights(self, module) -> None:
+        if isinstance(module, DynamicConvolution):
+            module.begin_as_nothing()
+        elif isinstance(module, CandidateSelector):
+            module.begin_as_nothing(self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+    def forward(self, *args, past_key_values: Any = None, **kwargs):
+        """As v1's.
+
+        Raises:
+            ValueError: it is called by transformers' own loop, which drafts without a selector.
+        """
+        if isinstance(past_key_values, DFlashCache):
+            raise ValueError(
+                "speculation_type='dflash' with a DFlash2 drafter: that loop drafts without the candidate "
+                "selector; use custom_generate=torch_dflash.dflash(drafter)."
+            )
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+
+    def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
+        return self.candidate_selector(hidden, self.logits(hidden, head), anchor).to(torch.int32)
