@@ -1,4 +1,4 @@
-"""DFlash v1 once more in pure JAX, for comparison only: drafter, Llama and Qwen3 targets, greedy loop.
+"""DFlash once more in pure JAX, for comparison only: drafter, Llama and Qwen3 targets, greedy loop.
 
 It shares no code with ``torch_dflash`` and uses neither torch nor torchax, so an error common to
 the eager and the lowered path still shows as a difference from this one, and so does what lowering
@@ -7,7 +7,7 @@ costs. ``forward`` is the drafter on a cache that grows by concatenation: checka
 cache may also be pages, from ``empty_pages``.
 
 Method: DFlash, arXiv 2602.06036, with the mask and output switches that published checkpoints
-added since. DFlash2 checkpoints (convolutions, candidate selector) are refused by name.
+added since, and DFlash2's convolutions and candidate selector.
 
 Shapes: B batch, W block width (anchor included), S context rows, H hidden, Q query heads, G kv
 heads, D head dim, V vocab, n tapped target layers.

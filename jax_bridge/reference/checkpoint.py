@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from safetensors.flax import load_file
 
 from jax_bridge.reference.config import DrafterConfig, read_config
+from jax_bridge.reference.second import SELECTOR
 from jax_bridge.reference.target_config import TargetConfig, read_target_config
 
 _INDEX = "model.safetensors.index.json"
@@ -30,14 +31,11 @@ def load(
 
     Raises:
         FileNotFoundError: no config.json or no safetensors file in the directory.
-        ValueError: a config field, tensor name or tensor shape the v1 drafter does not have.
+        ValueError: a config field, tensor name or tensor shape that no DFlash drafter has.
     """
     folder = Path(path)
     config = read_config(folder / "config.json")
     params = _read(folder)
-    extra = set(params) - set(expected_shapes(config))
-    if any("attention_conv" in name or name.startswith("candidate_selector") for name in extra):
-        raise ValueError(f"{folder} is a DFlash2 checkpoint; this reference covers DFlash v1 only")
     _check(params, expected_shapes(config), folder, "num_hidden_layers and attention_bias")
     return _cast(params, dtype), config
 
@@ -80,14 +78,33 @@ def _files(folder: Path) -> list[Path]:
 
 
 def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of a v1 drafter: 3 and 11 per layer, plus 4 with biases."""
+    """Tensor names and shapes: 3 and 11 per layer, plus 4 with biases; of DFlash2 3 and 4 per layer more."""
     hidden = config.hidden_size
     return {
         "fc.weight": (hidden, len(config.target_layer_ids) * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
         **_layer_shapes(config, "layers", qk_norm=True),
+        **_second_shapes(config),
     }
+
+
+def _second_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    sizes, hidden = config.second, config.hidden_size
+    if sizes is None:
+        return {}
+    taps, book = sizes.conv_kernel_size, (config.vocab_size, sizes.selector_rank)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{SELECTOR}.hidden_projection.weight": (sizes.selector_rank, hidden),
+        f"{SELECTOR}.predecessor_codebook": book,
+        f"{SELECTOR}.successor_codebook": book,
+    }
+    for layer in range(config.num_hidden_layers):
+        for name in ("attention_conv", "mlp_conv"):
+            shapes[f"layers.{layer}.{name}.base_kernel"] = (2, taps, hidden)
+            groups = hidden // sizes.conv_group_size
+            shapes[f"layers.{layer}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    return shapes
 
 
 def target_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:

@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,22 @@ class LayerMask:
 
 
 @dataclass(frozen=True)
+class Second:
+    """Sizes of a DFlash2 drafter.
+
+    Attributes:
+        conv_kernel_size: rows of the block under a kernel, the last of them its own.
+        conv_group_size: channels with one dynamic kernel.
+        selector_rank: columns of a codebook. selector_top_k: candidates of a row.
+    """
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """Everything the forward needs besides the tensors. Counts are plain numbers.
 
@@ -38,6 +54,7 @@ class DrafterConfig:
         input_embedding_scale: factor on the target's raw embedding weight.
         output_multiplier: factor on the logits, before the soft cap.
         final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None or 0 for no cap.
+        vocab_size: rows of a codebook; v1 has none. second: what DFlash2 adds; None for v1.
     """
 
     hidden_size: int
@@ -56,6 +73,8 @@ class DrafterConfig:
     input_embedding_scale: float
     output_multiplier: float
     final_logit_softcapping: float | None
+    vocab_size: int = 0
+    second: Second | None = None
 
     def __post_init__(self) -> None:
         """Checks what would otherwise surface as a shape error or as silent low acceptance."""
@@ -126,7 +145,15 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DrafterCo
         input_embedding_scale=float(own("input_embedding_scale", 1.0)),
         output_multiplier=float(own("output_multiplier", 1.0)),
         final_logit_softcapping=None if softcap is None else float(softcap),
+        vocab_size=int(top("vocab_size", 0)),
+        second=_second(own),
     )
+
+
+def _second(own: Callable[..., Any]) -> Second | None:
+    if own("selector_rank", None) is None:
+        return None
+    return Second(**{field.name: int(own(field.name)) for field in fields(Second)})
 
 
 def _masks(raw: Mapping[str, Any], layers: int) -> tuple[LayerMask, ...]:

@@ -1,4 +1,4 @@
-"""The DFlash v1 drafter as pure functions of (params, config, arrays): arXiv 2602.06036.
+"""The DFlash drafter as pure functions of (params, config, arrays): arXiv 2602.06036.
 
 Queries come from the block only. Keys and values come from the context feature and the block,
 through the same projections; the context feature is shared by all layers and skips their
@@ -13,6 +13,7 @@ from jax_bridge.reference.attention import Rows, attention
 from jax_bridge.reference.config import DrafterConfig
 from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
 from jax_bridge.reference.rope import rotary_tables
+from jax_bridge.reference.second import convolved
 
 Cache = list[Rows]
 
@@ -54,11 +55,13 @@ def forward(
         name = f"layers.{layer}"
         block = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
         past = cache[layer] if cache is not None else None
+        block, after = convolved(params, config, f"{name}.attention_conv", block)
         mixed, rows = attention(params, f"{name}.self_attn", config, mask, block, context, tables, past)
         kept.append(rows)
-        hidden = hidden + mixed
+        hidden = hidden + after(mixed)
         inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
-        hidden = hidden + swiglu(params, f"{name}.mlp", inner)
+        inner, after = convolved(params, config, f"{name}.mlp_conv", inner)
+        hidden = hidden + after(swiglu(params, f"{name}.mlp", inner))
     return rms_norm(params, "norm", hidden, config.rms_norm_eps), kept
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from jax_bridge.reference.config import DrafterConfig
 from jax_bridge.reference.drafter import logits, noise_embeddings, project
 from jax_bridge.reference.layers import Params
+from jax_bridge.reference.second import choose
 from jax_bridge.reference.static import Layer, empty_layer, put_rows
 from jax_bridge.reference.static_drafter import draft_pass, extend
 from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_target, head_weight
@@ -126,7 +127,8 @@ def draft(models: Models, weights: Weights, state: State) -> Drafted:
     )
     head = head_weight(weights.target, models.target)
     scores = logits(models.drafter, hidden[:, 1:].astype(head.dtype), head)
-    return Drafted(hidden, jnp.argmax(scores, axis=-1).astype(jnp.int32), cache)
+    tokens = choose(weights.drafter, models.drafter, hidden[:, 1:], scores, anchor)
+    return Drafted(hidden, tokens, cache)
 
 
 def decode_round(models: Models, weights: Weights, state: State) -> State:

@@ -11,6 +11,7 @@ from jax_bridge.reference.attention import Seen, attend, project_keys_values, pr
 from jax_bridge.reference.config import DrafterConfig
 from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
 from jax_bridge.reference.rope import rotary_tables
+from jax_bridge.reference.second import convolved
 from jax_bridge.reference.static import Layer, positions, write_layer
 
 Cache = tuple[Layer, ...]
@@ -48,6 +49,7 @@ def draft_pass(
     for index, (layer, mask) in enumerate(zip(cache, config.masks, strict=True)):
         name = f"layers.{index}"
         block = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
+        block, after = convolved(params, config, f"{name}.attention_conv", block)
         queries = project_queries(
             params, f"{name}.self_attn", config, block, (cos[:, :, rows:], sin[:, :, rows:])
         )
@@ -57,9 +59,11 @@ def draft_pass(
         layer = write_layer(layer, (keys[:, :, :rows], values[:, :, :rows]), held)
         past = Seen(layer.key, layer.value, committed & visible(mask, block_at, slots))
         own = Seen(keys[:, :, rows:], values[:, :, rows:], visible(mask, block_at, block_at))
-        hidden = hidden + linear(params, f"{name}.self_attn.o_proj", attend(queries, [past, own]))
+        mixed = linear(params, f"{name}.self_attn.o_proj", attend(queries, [past, own]))
+        hidden = hidden + after(mixed)
         inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
-        hidden = hidden + swiglu(params, f"{name}.mlp", inner)
+        inner, after = convolved(params, config, f"{name}.mlp_conv", inner)
+        hidden = hidden + after(swiglu(params, f"{name}.mlp", inner))
         written.append(layer)
     return rms_norm(params, "norm", hidden, config.rms_norm_eps), tuple(written)
 

@@ -109,8 +109,9 @@ def test_transformers_own_loop_equals_ours_in_every_round(case, name):
         assert gap(native.hidden, theirs.hidden) < EXACT  # the same target code on both sides
 
 
-def test_the_jax_drafter_equals_both_on_real_features(case):
-    built = case("everything")
+@pytest.mark.parametrize("name", ["everything", "dflash2, everything"])
+def test_the_jax_drafter_equals_both_on_real_features(case, name):
+    built = case(name)
     params, config = jax_bridge.reference.load(built.folder)
     run, kept, found = engine_runs(built)[1], None, {}
     for given in run.passes[:6]:  # every round compiles anew

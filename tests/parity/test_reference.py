@@ -349,7 +349,7 @@ def test_checkpoints_refused_by_tensor_name(tmp_path):
         with pytest.raises(ValueError, match=message):
             load(tmp_path)
 
-    refuses("DFlash2", {**tensors, "layers.0.attention_conv.base_kernel": vector})
+    refuses("unexpected.*attention_conv", {**tensors, "layers.0.attention_conv.base_kernel": vector})
     refuses("unexpected.*lm_head", {**tensors, "lm_head.weight": vector})
     refuses("missing.*fc.weight", {k: v for k, v in tensors.items() if k != "fc.weight"})
     refuses("norm.weight has shape", {**tensors, "norm.weight": torch.ones(HIDDEN + 1)})
