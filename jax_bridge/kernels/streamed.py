@@ -88,11 +88,13 @@ def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
     return out[:, :, :count].reshape(*rows.shape[:-1], -1)
 
 
-def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:
+def fitting_keys(
+    query: Float[Array, "B G heads M D"], v_dim: int, of_few_rows: int = KEYS_OF_FEW_ROWS
+) -> int:
     """How many keys a block has for ``query``; a power of two, the same for every count of few rows."""
     batch, groups, heads, rows, dim = query.shape
     if rows < FEW_ROWS:
-        return KEYS_OF_FEW_ROWS
+        return of_few_rows
     each = 4 * batch * groups * (heads * rows + dim + v_dim)  # bytes: its scores, itself and its value
     keys = FEWEST_KEYS
     while keys < MOST_KEYS and 2 * keys * each <= BLOCK_BYTES:
