@@ -2,9 +2,10 @@
 
 The floor of a pass is its weights once and the K/V of the context once. Target and drafter share one head,
 and a round reads it in both passes, as what the second one needs is only known after the first: a round's
-floor is the sum of both, the head twice. What is left out is small: activations, the block's own K/V, and the
-embedding, of which a pass reads one row per token. A tied embedding is the head. Of a prompt chunk they are
-less small, hundreds of rows that they are, but its floor leaves them out too.
+floor is the sum of both, the head twice. What is left out is small: activations, the block's own K/V, and
+the embedding and a selector's codebooks, of which a pass reads a few rows per token. A tied embedding is the
+head. Of a prompt chunk they are less small, hundreds of rows that they are, but its floor leaves them out
+too.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
     """
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
-    drafter = [size for name, size in weights.items() if name.startswith("proposer.")]
+    tables = _tables(pair)
+    drafter = [size for name, size in weights.items() if name.startswith("proposer.") and name not in tables]
     cost = pair.proposer.cost(plan, context)
     return Floor(
         verify=_target_bytes(pair, params, context, plan.verify_width),
@@ -93,6 +95,12 @@ def prefill_floor(pair: Pair, params: Shapes, context: int, rows: int) -> int:
     parts = pair.proposer.cost(pair.plan, context).prompt
     used = (weights[names[id(weight)]] for part in parts for weight in part.parameters())
     return _target_bytes(pair, params, context, rows) + sum(used)
+
+
+def _tables(pair: Pair) -> set[str]:
+    """The proposer's weights of which a pass reads a few rows: a selector's codebooks."""
+    parts = pair.named_modules()
+    return {f"{name}.{table}" for name, part in parts for table in getattr(part, "lookups", ())}
 
 
 def _sizes(params: Shapes) -> dict[str, int]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from support.authors import SECOND
 from support.tiny import BASE as TINY
 from support.tiny import FAMILIES, MASK, make_pair
 from support.wide import qwen3_4b_width
@@ -44,23 +46,25 @@ def violations(module: str) -> set[str]:
 def tiny(family: str = "qwen3", drafter: str = "dflash", **plan) -> aot.AbstractPair:
     _, config, extra = FAMILIES[family]
     target = config(**(TINY | extra))
+    fields: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "num_target_layers": target.num_hidden_layers,
+        "target_layer_ids": [0, 2],
+        "block_size": 6,
+        "mask_token_id": MASK,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 5,
+    }
     drafters = {
-        "dflash": lambda: td.DFlashConfig(
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=512,
-            num_target_layers=target.num_hidden_layers,
-            target_layer_ids=[0, 2],
-            block_size=6,
-            mask_token_id=MASK,
-            layer_types=["full_attention", "sliding_attention"],
-            sliding_window=5,
-        ),
+        "dflash": lambda: td.DFlashConfig(**fields),
+        "dflash2": lambda: td.DFlash2Config(**fields, **SECOND),
         "ngram": lambda: NGramProposer(width=5),
         "plain": lambda: None,
     }
@@ -72,6 +76,7 @@ CASES = [
     ("llama", "dflash"),
     ("qwen2", "dflash"),
     ("gpt_oss", "dflash"),
+    ("llama", "dflash2"),
     ("qwen3", "ngram"),
     ("qwen3", "plain"),
 ]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any
 
 import jax
 import pytest
 from support import ROOT
 from transformers import AutoConfig
 
-import torch_dflash as td
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import forbidden
 from torch_dflash.cli.configs import load_configs
+from torch_dflash.proposers.checkpoints import load_drafter_config
 
 CONFIGS = ROOT / "benchmarks/configs"
 CONTEXT = 4096
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.aot
 
 
 @lru_cache
-def ratio(pair: str, step: str, rows: int | None = None) -> tuple[float, int]:
+def ratio(pair: str, step: str, rows: int | None = None, kind: str = "dflash") -> tuple[float, int]:
     """(bytes over floor, bytes) of a step; what no step may have is asserted on the way."""
     target = AutoConfig.from_pretrained(CONFIGS / pair)
-    drafter = td.DFlashConfig.from_pretrained(CONFIGS / f"{pair}-dflash")
+    drafter: Any = load_drafter_config(CONFIGS / f"{pair}-{kind}")
     block = max(rows or 0, drafter.block_size)
     model = aot.abstract_pair(
         target, drafter, capacity=CONTEXT, block_size=block, verify_width=rows, cache="paged", page_size=64
@@ -53,6 +54,12 @@ def test_qwen3_4b_verifies_near_its_floor_and_flat():
 @pytest.mark.parametrize("pair", ["qwen3-4b", "qwen3-8b", "llama-3.1-8b"])
 def test_a_round_is_near_the_sum_of_both_floors(pair):
     assert ratio(pair, "round")[0] <= 1.15
+
+
+def test_a_round_with_convolutions_and_selector_is_as_near():
+    found, moved = ratio("qwen3-4b", "round", kind="dflash2")
+    assert found <= 1.03
+    assert moved <= 1.013 * ratio("qwen3-4b", "round")[1]
 
 
 @pytest.mark.parametrize("pair", ["qwen3-8b", "llama-3.1-8b"])
