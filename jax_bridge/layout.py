@@ -58,9 +58,7 @@ class Forms:
         tied = None if head is None else head.weight
         parts = [(f"{name}.weight", part) for name, part in module.named_modules()]
         linear = {name for name, part in parts if isinstance(part, nn.Linear) and part.weight is not tied}
-        read = {name for name, part in parts if isinstance(part, nn.Embedding)}
-        for name, part in module.named_modules():
-            read |= {f"{name}.{table}" for table in getattr(part, "lookups", ())}
+        read = {name for name, part in parts if isinstance(part, nn.Embedding)} | lookups_of(module)
         heads = {name for name, part in parts if tied is not None and getattr(part, "weight", None) is tied}
         return cls(frozenset(linear), frozenset(heads), frozenset(read), **arithmetic)
 
@@ -80,6 +78,12 @@ class Forms:
         if name in self.linear and dtype == torch.float32 and lies_by_inputs(shape):
             return Form(Transposed)  # in bfloat16 a product of one row would be tens of times slower
         return Form(Readable) if read and dtype in HALVES else Form()
+
+
+def lookups_of(module: nn.Module) -> set[str]:
+    """Names of the weights, others than embeddings, of which rows are read: a selector's codebooks."""
+    parts = module.named_modules()
+    return {f"{name}.{table}" for name, part in parts for table in getattr(part, "lookups", ())}
 
 
 def keep(tensor: torch.Tensor, form: Form, dtype: torch.dtype | None = None, place: Any = None) -> Weight:

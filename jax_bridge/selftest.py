@@ -32,7 +32,6 @@ class XlaBackend:
     def __init__(self):
         self.device = jax.devices()[0]
         self.accelerated = self.device.platform != "cpu"
-        self.narrow = not self.accelerated
 
     def describe(self) -> str:
         return f"{jax.device_count()} x {self.device.device_kind} ({self.device.platform})"

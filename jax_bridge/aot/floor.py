@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jax_bridge.layout import lookups_of
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 
@@ -73,7 +74,7 @@ def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
     """
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
-    tables = _tables(pair)
+    tables = lookups_of(pair)
     drafter = [size for name, size in weights.items() if name.startswith("proposer.") and name not in tables]
     cost = pair.proposer.cost(plan, context)
     return Floor(
@@ -95,12 +96,6 @@ def prefill_floor(pair: Pair, params: Shapes, context: int, rows: int) -> int:
     parts = pair.proposer.cost(pair.plan, context).prompt
     used = (weights[names[id(weight)]] for part in parts for weight in part.parameters())
     return _target_bytes(pair, params, context, rows) + sum(used)
-
-
-def _tables(pair: Pair) -> set[str]:
-    """The proposer's weights of which a pass reads a few rows: a selector's codebooks."""
-    parts = pair.named_modules()
-    return {f"{name}.{table}" for name, part in parts for table in getattr(part, "lookups", ())}
 
 
 def _sizes(params: Shapes) -> dict[str, int]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from jax_bridge.kernels.streamed import FEWEST_KEYS, Block, Running, fitting_keys, stream
+from jax_bridge.kernels.streamed import Block, Running, fitting_keys, stream
 from torch_dflash.plan import TILE
 
 BLOCK_KEYS = 512
@@ -65,8 +65,7 @@ def jnp_paged_attention(
     """
     rows, page = fresh.shape[2], pool.shape[2]
     pool = _write(pool, fresh, table, start)
-    # For few rows a page of the usual size: one is sliced out of the pool, several are gathered.
-    keys = min(block_keys, fitting_keys(query, pool.shape[3] - k_dim, of_few_rows=FEWEST_KEYS))
+    keys = min(block_keys, fitting_keys(query, pool.shape[3] - k_dim))
     block_pages = max(1, keys // page)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
     at = start[:, None] + jnp.arange(rows, dtype=start.dtype)

@@ -16,10 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_bridge.kernels.online_softmax import LOWEST
 from jax_bridge.steady import row_sum
 
-KEYS_OF_FEW_ROWS = 128
-"""Keys of a block for steps and rounds: one number, so that their sums have one order."""
 MOST_KEYS, FEWEST_KEYS = 256, 64
-"""And for prompts: few, or its copies leave the caches of a CPU; more, where each brings little work."""
+"""Keys of a block: few, or its copies leave the caches of a CPU; more, where each brings little work."""
 BLOCK_BYTES = 6 << 20
 FEW_ROWS = 64
 FLOOR = LOWEST / 10
@@ -88,16 +86,12 @@ def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
     return out[:, :, :count].reshape(*rows.shape[:-1], -1)
 
 
-def fitting_keys(
-    query: Float[Array, "B G heads M D"], v_dim: int, of_few_rows: int = KEYS_OF_FEW_ROWS
-) -> int:
+def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:
     """How many keys a block has for ``query``; a power of two, the same for every count of few rows."""
     batch, groups, heads, rows, dim = query.shape
-    if rows < FEW_ROWS:
-        return of_few_rows
     each = 4 * batch * groups * (heads * rows + dim + v_dim)  # bytes: its scores, itself and its value
     keys = FEWEST_KEYS
-    while keys < MOST_KEYS and 2 * keys * each <= BLOCK_BYTES:
+    while rows >= FEW_ROWS and keys < MOST_KEYS and 2 * keys * each <= BLOCK_BYTES:
         keys *= 2
     return keys
 

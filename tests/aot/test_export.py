@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 import torch
 from support.authors import SECOND
 from support.tiny import BASE as TINY
-from support.tiny import FAMILIES, MASK, make_pair
+from support.tiny import FAMILIES, make_pair
 from support.wide import qwen3_4b_width
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -24,6 +23,7 @@ from jax_bridge.aot.passes import feature_shape
 from jax_bridge.state import register_states
 from torch_dflash.decode import RowRequests, decode_round
 from torch_dflash.proposers import NGramProposer
+from torch_dflash.selftest.pairs import drafter_config
 from torch_dflash.state import PromptChunk
 
 # The kernels are custom calls; so would host callbacks be.
@@ -46,25 +46,10 @@ def violations(module: str) -> set[str]:
 def tiny(family: str = "qwen3", drafter: str = "dflash", **plan) -> aot.AbstractPair:
     _, config, extra = FAMILIES[family]
     target = config(**(TINY | extra))
-    fields: dict[str, Any] = {
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "num_target_layers": target.num_hidden_layers,
-        "target_layer_ids": [0, 2],
-        "block_size": 6,
-        "mask_token_id": MASK,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "sliding_window": 5,
-    }
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}
     drafters = {
-        "dflash": lambda: td.DFlashConfig(**fields),
-        "dflash2": lambda: td.DFlash2Config(**fields, **SECOND),
+        "dflash": lambda: drafter_config(target, **layers),
+        "dflash2": lambda: drafter_config(target, **layers, **SECOND),
         "ngram": lambda: NGramProposer(width=5),
         "plain": lambda: None,
     }

@@ -10,18 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from support.lowered import lowered
 from support.tiny import make_drafter, make_target
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import argmax, lower, ops
-from jax_bridge._torchax import call_torch
 
 SIZES = [1, 255, 256, 257, 512, 1000, 49_152, 50_257]
-
-
-def lowered(function, rows: torch.Tensor) -> torch.Tensor:
-    return jb.to_torch(jax.jit(lambda rows: call_torch(function, rows))(jb.to_jax(rows)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.arithmetic import ARITHMETIC
+from support.lowered import lowered
 from support.tiny import make_pair, make_target
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import lower, steady
-from jax_bridge._torchax import call_torch
 from jax_bridge.kernels import streamed
 from torch_dflash.decode import verify
 from torch_dflash.state import Draft
@@ -28,10 +28,6 @@ NORMS = {
     "softmax": lambda x: torch.softmax(x, dim=-1),
     "layer norm": lambda x: F.layer_norm(x, x.shape[-1:], eps=1e-5),
 }
-
-
-def lowered(function, x: torch.Tensor) -> torch.Tensor:
-    return jb.to_torch(jax.jit(lambda x: call_torch(function, x))(jb.to_jax(x)))
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 128, 576, 1000])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.checks import context_of
+from torch_dflash.checks import check_arithmetic, context_of
 from torch_dflash.cli.arguments import check_room, prompt_room, rows_or_auto
 from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
@@ -75,11 +75,13 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     rows = arguments.verify_width
     if rows != "auto" and (isinstance(rows, str) or rows < 2):
         raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
-    if arguments.quantize and arguments.runtime != "xla":
+    try:
+        check_arithmetic("auto", arguments.quantize, arguments.runtime)
+    except ValueError:
         raise UserError(
             f"--quantize {arguments.quantize}: --runtime {arguments.runtime} has no such products; "
             "leave one of the two out."
-        )
+        ) from None
     check_outputs(json=arguments.json, png=arguments.png)
     kinds = list(QUESTIONS) if arguments.kind == "all" else [arguments.kind]
     questions = [(kind, QUESTIONS[kind]) for kind in kinds]

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
+from torch_dflash.proposers.dflash.fields import check_layout
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.config import DFlash2Config
 from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
@@ -53,4 +54,5 @@ def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
 def _kind(source: Any, options: dict[str, Any]) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:
     given = {name: options[name] for name in HUB_OPTIONS if name in options}
     raw, _ = PreTrainedConfig.get_config_dict(source, **given)
+    check_layout(raw, source)
     return KINDS[is_second(raw)]

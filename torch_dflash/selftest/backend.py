@@ -39,7 +39,6 @@ class Backend(Protocol):
 
     runtime: str
     accelerated: bool
-    narrow: bool  # whether products are computed in other types than the weights' when asked
 
     def describe(self) -> str:
         """The device in words."""
@@ -82,7 +81,6 @@ class EagerBackend:
     """PyTorch on one of its devices."""
 
     runtime = "eager"
-    narrow = False
 
     def __init__(self, device: str | None = None):
         self.device = torch.device(device or "cpu")

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from torch_dflash.proposers.checkpoints import KINDS
+from torch_dflash.proposers.checkpoints import KINDS, drafter_of
+from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
 
 VOCAB = 97
 MASK = 96
@@ -102,11 +103,15 @@ def make_target(family: str = "qwen3", seed: int = 0, **overrides):
 
 
 def make_drafter(target, seed: int = 1, **overrides):
-    """A random drafter that fits ``target``: two layers, taps 0 and 2, block 6; DFlash2 of a rank."""
-    base = target.config
+    """A random drafter that fits ``target``: see `drafter_config`."""
     torch.manual_seed(seed)
-    config_class, model = KINDS["selector_rank" in overrides]
-    config = config_class(
+    return randomise(drafter_of(drafter_config(target.config, **overrides)), seed)
+
+
+def drafter_config(base: Any, **overrides) -> DFlashConfig:
+    """For a target's config: two layers, taps 0 and 2, block 6; of a selector's rank DFlash2's."""
+    config_class, _ = KINDS[is_second(overrides)]
+    return config_class(
         **{
             "vocab_size": base.vocab_size,
             "hidden_size": base.hidden_size,
@@ -123,7 +128,6 @@ def make_drafter(target, seed: int = 1, **overrides):
         }
         | overrides
     )
-    return randomise(model(config), seed)
 
 
 def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafter_overrides):

@@ -164,7 +164,8 @@ def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
     about = {"size": size, "dtype": str(chosen.dtype), "read_gb_per_s": backend.read_speed()}
     own = str(chosen.dtype).removeprefix("torch.")
     yield from _turns(backend, engines, chosen.dtype.itemsize, about | {"arithmetic": own})
-    for name, (options, item) in NARROW.items() if backend.narrow else ():
+    narrows = backend.runtime == "xla" and not backend.accelerated
+    for name, (options, item) in NARROW.items() if narrows else ():
         engines = _verifying(backend, target, chosen, **options)
         yield from _turns(backend, engines, item, about | {"arithmetic": name})
 

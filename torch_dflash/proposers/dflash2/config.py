@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch_dflash.checks import check_counts, is_count
+from torch_dflash.checks import check_counts
 from torch_dflash.proposers.dflash.config import NESTED_FIELDS, DFlashConfig
+
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 class DFlash2Config(DFlashConfig):
@@ -23,13 +25,7 @@ class DFlash2Config(DFlashConfig):
         ValueError: a field is missing or cannot be honoured; the message names it and the fix.
     """
 
-    nested_fields: ClassVar[tuple[str, ...]] = (
-        *NESTED_FIELDS,
-        "conv_kernel_size",
-        "conv_group_size",
-        "selector_rank",
-        "selector_top_k",
-    )
+    nested_fields: ClassVar[tuple[str, ...]] = (*NESTED_FIELDS, *SIZES)
     second: ClassVar[bool] = True
 
     conv_kernel_size: int = 2
@@ -40,14 +36,13 @@ class DFlash2Config(DFlashConfig):
     def check(self) -> None:
         """Raise ``ValueError`` for a field that the network cannot be built from."""
         super().check()
-        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
-            check_counts(**{name: getattr(self, name)})
+        check_counts(**{name: getattr(self, name) for name in SIZES})
         if self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}; set "
                 "the one the drafter was trained with."
             )
-        if is_count(self.vocab_size) and self.selector_top_k > self.vocab_size:
+        if self.selector_top_k > self.vocab_size:
             raise ValueError(
                 f"selector_top_k={self.selector_top_k} of a vocabulary of {self.vocab_size}; lower it."
             )

@@ -1,0 +1,16 @@
+"""A torch function as XLA computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import torch
+
+import jax_bridge as jb
+from jax_bridge._torchax import call_torch
+
+
+def lowered(function: Callable, rows: torch.Tensor) -> torch.Tensor:
+    """``function(rows)`` as one compiled program."""
+    return jb.to_torch(jax.jit(lambda rows: call_torch(function, rows))(jb.to_jax(rows)))
