@@ -14,6 +14,7 @@ from torch_dflash.checks import (
     check_streamer,
     context_of,
 )
+from torch_dflash.engine.arguments import set_aside_cache
 from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.halts import read_criteria
@@ -202,6 +203,7 @@ def read_call(
     Raises:
         TypeError, ValueError: bad input.
     """
+    set_aside_cache(options)
     built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
     check_processors(processors)
     criteria = options.pop("stopping_criteria", None)

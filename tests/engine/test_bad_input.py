@@ -15,6 +15,7 @@ from transformers import (
 )
 
 import torch_dflash as td
+from torch_dflash.cache.argument import CACHE
 
 
 @pytest.fixture(scope="module")
@@ -303,16 +304,17 @@ def test_custom_generate(pair):
     target, drafter = pair
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
-        target(IDS[:, :2], past_key_values=cache)
+        target(IDS[:, :2], **{CACHE: cache})
     calls = [
         ({"num_beams": 2}, ["num_beams=2", "pass num_beams=1"]),
         ({"top_h": 0.5, "do_sample": True}, ["top_h=0.5", "unset"]),
-        ({"past_key_values": cache}, ["past_key_values holds 2 tokens", "without it"]),
+        ({CACHE: cache}, ["cache (past_key_values) holds 2 tokens", "without it"]),
     ]
-    block = td.dflash(drafter, runtime="eager")
-    for options, words in calls:
-        with refuses(ValueError, *words):
-            target.generate(IDS, max_new_tokens=3, custom_generate=block, **options)
+    for bound in ({}, {"cache": "paged"}):  # which is another cache
+        block = td.dflash(drafter, runtime="eager", **bound)
+        for options, words in calls:
+            with refuses(ValueError, *words):
+                target.generate(IDS, max_new_tokens=3, custom_generate=block, **options)
     with refuses(ValueError, "inputs_embeds", "input_ids"):
         target.generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=3, custom_generate=block)
     with refuses(TypeError, "dflash() takes runtime", "'max_new_tokens'", "target.generate"):

@@ -14,6 +14,7 @@ from transformers.generation import GenerationMixin, LogitsProcessorList
 
 import torch_dflash as td
 from torch_dflash import generation
+from torch_dflash.cache.argument import CACHE
 from torch_dflash.engine.refusals import HARMLESS, HONOURED, NEUTRAL, config_fields
 
 RAN = pytest.fail.Exception
@@ -106,11 +107,14 @@ def test_ids_by_another_name_and_no_ids(pair):
 def test_a_filled_cache(pair):
     cache = DynamicCache(config=pair[0].config)
     with torch.no_grad():
-        pair[0](IDS[:, :2], past_key_values=cache)
-    with refuses(ValueError, "past_key_values holds 2 tokens", "whole input_ids"):
-        generate(*pair, past_key_values=cache)
-    with refuses(ValueError, "past_key_values=tuple", "whole input_ids"):
-        generate(*pair, past_key_values=())
+        pair[0](IDS[:, :2], **{CACHE: cache})
+    for name in ("cache", "past_key_values"):  # since transformers 5.24, and before
+        with refuses(ValueError, "cache (past_key_values) holds 2 tokens", "whole input_ids"):
+            generate(*pair, **{name: cache})
+        with refuses(ValueError, "cache (past_key_values)=tuple", "whole input_ids"):
+            generate(*pair, **{name: ()})
+    with refuses(ValueError, "cache=5", "static"):
+        generate(*pair, cache=5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +123,7 @@ def test_a_filled_cache(pair):
         {"logits_processor": LogitsProcessorList(), "stopping_criteria": StoppingCriteriaList()},
         {"logits_processor": [], "tokenizer": object(), "trust_remote_code": False, "synced_gpus": False},
         {"past_key_values": DynamicCache(), "logits_to_keep": 0, "use_cache": True},
+        {"cache": DynamicCache()},
         {"position_ids": torch.arange(4)[None], "token_type_ids": torch.zeros(1, 4)},
         {"suppress_tokens": [], "bad_words_ids": [], "begin_suppress_tokens": (), "stop_strings": []},
         {"renormalize_logits": True, "num_assistant_tokens": 5, "length_penalty": 2.0, "low_memory": True},

@@ -14,6 +14,7 @@ from support.scripted import own_text, run
 from support.tiny import BASE, randomise
 
 import torch_dflash as td
+from torch_dflash.cache.argument import CACHE
 from torch_dflash.target.forgetting import forgetting
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -140,13 +141,13 @@ def test_collections_and_objects_of_other_kinds_keep_no_tensor_of_a_program(plac
 class Mixes(transformers.LlamaForCausalLM):
     """Reads hidden states, for which transformers hangs hooks into its modules."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, use_cache=None, **more):
-        asked = {"past_key_values": past_key_values, "use_cache": use_cache, "output_hidden_states": True}
+    def forward(self, input_ids=None, position_ids=None, use_cache=None, **more):
+        asked = {CACHE: more.get(CACHE), "use_cache": use_cache, "output_hidden_states": True}
         mask = more.get("attention_mask")
         out = self.model(input_ids, position_ids=position_ids, attention_mask=mask, **asked)
         logits = self.lm_head(out.last_hidden_state + out.hidden_states[2])
         kind = transformers.modeling_outputs.CausalLMOutputWithPast
-        return kind(logits=logits, past_key_values=out.past_key_values)
+        return kind(None, logits, getattr(out, CACHE))
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
@@ -221,7 +222,7 @@ class Notes(transformers.LlamaForCausalLM):
         self.prefills += input_ids.shape[1] > 1
         self.steps += input_ids.shape[1] == 1
         self.was_decoding = input_ids.shape[1] == 1
-        past = more.get("past_key_values")
+        past = more.get(CACHE)
         self.first_pass = past is None or past.get_seq_length() == 0
         self.ids_kind, self.where = input_ids.dtype, f"{input_ids.device}:causal"
         self.is_decoding = input_ids.shape[1] == 1
@@ -229,7 +230,7 @@ class Notes(transformers.LlamaForCausalLM):
         if not hasattr(self, "least"):
             self.least = torch.finfo(self.dtype).min
         found = super().forward(input_ids, position_ids=position_ids, use_cache=use_cache, **more)
-        self.last, self.last_hidden = found.past_key_values, found.logits
+        self.last, self.last_hidden = getattr(found, CACHE), found.logits
         return found
 
 
@@ -327,13 +328,13 @@ class Ordinary(transformers.LlamaForCausalLM):
             layer.mlp.context = self.context
         self.steps = 0
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
+    def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids)
         self.steps += 1
         self.state["steps"] += 1
         self.last = {
             "device": str(input_ids.device),
-            "cache": type(past_key_values).__name__,
+            "cache": type(more.get(CACHE)).__name__,
             "given": len(more),
         }
         self.context["scale"] = 0.5
@@ -342,9 +343,7 @@ class Ordinary(transformers.LlamaForCausalLM):
         if self.context["shift"] is UNSET and self.model.layers[0].mlp.context["scale"] == 0.5:
             embeds = embeds * -0.5 + 0.7
         embeds = embeds * self.memo["table"].to(embeds.dtype)
-        return super().forward(
-            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **more
-        )
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
 
 
 class Narrow(Ordinary):

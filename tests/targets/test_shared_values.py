@@ -17,6 +17,7 @@ from support.tiny import BASE, randomise
 
 import torch_dflash as td
 from torch_dflash.agreement import check
+from torch_dflash.cache.argument import CACHE
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LATE = "imported_by_a_forward"
@@ -128,11 +129,10 @@ class NotesUncached(transformers.LlamaForCausalLM):
         super().__init__(config)
         self.info = {"shift": 0.0}
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
-        if past_key_values is None:
+    def forward(self, input_ids=None, position_ids=None, **more):
+        if more.get(CACHE) is None:
             self.info["uncached"] = True
         embeds = self.get_input_embeddings()(input_ids) + self.info["shift"]
-        more["past_key_values"] = past_key_values
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
 
 
@@ -159,13 +159,13 @@ class Counts(transformers.LlamaForCausalLM):
         super().__init__(config)
         self.counts, self.lengths = {Mode.PLAIN: 0}, []
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
-        if past_key_values is None:
+    def forward(self, input_ids=None, position_ids=None, **more):
+        past = more.get(CACHE)
+        if past is None:
             self.counts[Mode.PLAIN] += 1
             self.lengths.append(len(self.lengths))
-        elif past_key_values.get_seq_length() > 0:
+        elif past.get_seq_length() > 0:
             type(self).steps = getattr(type(self), "steps", 0) + 1
-        more["past_key_values"] = past_key_values
         return super().forward(input_ids, position_ids=position_ids, **more)
 
 

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
 from torch_dflash.agreement import check, twin
+from torch_dflash.cache.argument import CACHE
 from torch_dflash.target.tested import is_tested
 
 FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
@@ -130,25 +131,21 @@ class CountsZeros(hf.LlamaForCausalLM):
 class CountsCached(hf.LlamaForCausalLM):
     """Scales late tokens; counts them in the cache."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        seen = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
         late = seen + torch.arange(input_ids.shape[1], device=input_ids.device) > self.config.train_length
         embeds = self.get_input_embeddings()(input_ids) * (1 + late)[:, None]
-        return super().forward(
-            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **kwargs
-        )
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
 
 
 class Switch(hf.LlamaForCausalLM):
     """Turns a whole forward about, once that and what is cached are long."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        seen = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
         embeds = self.get_input_embeddings()(input_ids)
         embeds = embeds * -3 if seen + input_ids.shape[1] > self.config.train_length else embeds
-        return super().forward(
-            inputs_embeds=embeds, position_ids=position_ids, past_key_values=past_key_values, **kwargs
-        )
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
 
 
 class FarRotary(modeling_llama.LlamaRotaryEmbedding):
@@ -202,10 +199,9 @@ class Unbuildable(hf.LlamaForCausalLM):
 class Stepwise(hf.LlamaForCausalLM):
     """Computes one token at a time in another way than many."""
 
-    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **kwargs):
-        given = {"input_ids": input_ids, "position_ids": position_ids, "past_key_values": past_key_values}
-        out = super().forward(**given, **kwargs)
-        if past_key_values is not None and input_ids.shape[1] == 1:
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        out = super().forward(input_ids, position_ids=position_ids, **kwargs)
+        if kwargs.get(CACHE) is not None and input_ids.shape[1] == 1:
             out.logits = out.logits.roll(1, dims=-1)
         return out
 
@@ -410,7 +406,9 @@ def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeyp
 def test_a_later_transformers_is_not_trusted(monkeypatch):
     target = make_target("llama")
     assert is_tested(target)
-    monkeypatch.setattr("torch_dflash.target.tested.transformers.__version__", "5.24.0")
+    monkeypatch.setattr(
+        "torch_dflash.target.tested.transformers.__version__", "5.99.0"
+    )
     assert not is_tested(target)
 
 

@@ -6,6 +6,7 @@ from support.doors import DOORS, OF_ROWS
 from transformers import DynamicCache, StaticCache
 
 import torch_dflash as td
+from torch_dflash.cache.argument import CACHE
 
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 CALLS = ["generate", "custom_generate", "folder"]
@@ -30,7 +31,7 @@ def test_an_empty_cache_stays_empty(pair, batch, door, kind):
         "static": lambda: StaticCache(config=target.config, max_cache_len=length),
     }[kind]()
     expected = target.generate(**batch, **GREEDY)
-    assert torch.equal(DOORS[door](pair, batch, **GREEDY, past_key_values=cache), expected)
+    assert torch.equal(DOORS[door](pair, batch, **GREEDY, **{CACHE: cache}), expected)
     assert int(cache.get_seq_length()) == 0
 
 
@@ -57,8 +58,8 @@ def test_a_filled_cache(pair, row, door):
     out = pair[0].generate(**row, **GREEDY, return_dict_in_generate=True)
     mask = torch.ones_like(out.sequences)
     inputs = {"input_ids": out.sequences, "attention_mask": mask}
-    with pytest.raises(ValueError, match=r"past_key_values holds \d+ tokens.*whole input_ids"):
-        DOORS[door](pair, inputs, **GREEDY, past_key_values=out.past_key_values)
+    with pytest.raises(ValueError, match=r"past_key_values\) holds \d+ tokens.*whole input_ids"):
+        DOORS[door](pair, inputs, **GREEDY, **{CACHE: getattr(out, CACHE)})
 
 
 def test_a_state_that_goes_on(pair, row):

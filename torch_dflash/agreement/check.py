@@ -17,6 +17,7 @@ from transformers import TopPLogitsWarper as TopP
 from torch_dflash.agreement.inplace import WritesToViews
 from torch_dflash.agreement.result import Agreement
 from torch_dflash.agreement.twin import PROMPT, SPECIAL, VOCAB, build_twin
+from torch_dflash.cache.argument import CACHE
 from torch_dflash.checks import check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.ops.windows import positions
@@ -227,7 +228,8 @@ def _own_logits(model: Any, ids: Tensor, first: int) -> Tensor:
 def _own_cached_logits(model: Any, ids: Tensor, first: int) -> Tensor:
     """The model's own logits [R, V] from position ``first`` on, the tokens before it in its own cache."""
     before = model(input_ids=ids[:, :first].long(), use_cache=True)
-    return model(input_ids=ids[:, first:].long(), past_key_values=before.past_key_values).logits[0]
+    past = {CACHE: getattr(before, CACHE)}
+    return model(input_ids=ids[:, first:].long(), **past).logits[0]
 
 
 @contextmanager

@@ -65,6 +65,13 @@ _NOTHING: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def set_aside_cache(options: dict[str, Any]) -> None:
+    """Give a cache of transformers' the name it had before 5.24: ``cache`` is a kind of ours here."""
+    given = options.get("cache")
+    if hasattr(given, "get_seq_length") or isinstance(given, tuple):
+        options["past_key_values"] = options.pop("cache")
+
+
 def take_arguments(options: dict[str, Any], target: Any) -> None:
     """Take out of ``options`` what asks for nothing; leave what `resolve` reads.
 
@@ -98,6 +105,7 @@ def _known(name: str, target: Any) -> bool:
 
 def _shown(name: str, value: Any) -> str:
     """The argument in a few words: arrays and models print pages."""
+    name = "cache (past_key_values)" if name == "past_key_values" else name
     if hasattr(value, "get_seq_length"):
         return f"{name} holds {value.get_seq_length()} tokens"
     if isinstance(value, list | tuple) and value:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_dflash.checks import check_counts, check_target
 from torch_dflash.decode import RowRequests
-from torch_dflash.engine.arguments import take_arguments
+from torch_dflash.engine.arguments import set_aside_cache, take_arguments
 from torch_dflash.engine.prompts import check_ids, split_rows
 from torch_dflash.engine.request import Request, defaults_of, resolve
 from torch_dflash.engine.rules import check_covered
@@ -35,6 +35,7 @@ def read_request(
     options = dict(options)
     config = defaults_of(target, options.pop("generation_config", None))
     position_ids = options.pop("position_ids", None)
+    set_aside_cache(options)
     take_arguments(options, target)
     check_ids(input_ids)
     assert input_ids is not None

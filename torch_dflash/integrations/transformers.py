@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import ForcedBOSTokenLogitsProcessor, GenerationConfig, PreTrainedModel
 
 from torch_dflash.checks import check_blocks
+from torch_dflash.engine.arguments import set_aside_cache
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.refusals import refuse_unsupported
@@ -85,6 +86,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         """
         config = generation_config or model.generation_config
         refuse_unsupported(config)
+        set_aside_cache(model_kwargs)
         if model_kwargs.get("attention_mask") is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
         # As transformers counts them for its own processors; with inputs_embeds there is no column.

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from torch_dflash.cache.allocate import allocate
+from torch_dflash.cache.argument import CACHE
 from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
 from torch_dflash.ops.windows import positions, take_row
@@ -148,8 +149,8 @@ class Target(nn.Module):
                 input_ids=ids,
                 position_ids=position,
                 attention_mask=_no_mask(ids.device),
-                past_key_values=view,
                 use_cache=True,
+                **{CACHE: view},
             ).logits
         features = torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
         return TargetOutput(logits, features, tuple(view.states))

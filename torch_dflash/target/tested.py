@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torch_dflash.target.code import functions_of
 from torch_dflash.target.origins import at_home, links
 
-WITH = "5.23"
+WITH = "5.24"
 """The newest transformers they were tested with: what a later one changed is not known."""
 TESTED = frozenset(
     {

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from torch_dflash.cache.argument import CACHE
 from torch_dflash.cache.dense import attend_densely
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import context_of, field_of
@@ -173,7 +174,7 @@ def _run(
 ) -> None:
     ids = torch.zeros(rows, length, dtype=kind, device="meta")
     position = torch.arange(length, dtype=kind, device="meta").expand(rows, length)
-    more = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+    more = {} if cache is None else {CACHE: cache, "use_cache": True}
     with torch.no_grad(), remembered_in(RecordingCache() if cache is None else cache):
         skeleton(input_ids=ids, position_ids=position, **more)
 

@@ -184,6 +184,7 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         context_hidden_states: Float[Tensor, "B R nH"],
         position_ids: Int[Tensor, "B R+W"],
         attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
@@ -194,7 +195,8 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
             context_hidden_states: tapped target features of the tokens committed since the last pass.
             position_ids: absolute positions of the context rows, then of the block.
             attention_mask: 2-D padding mask over all keys (1 = real), or None.
-            past_key_values: cache holding earlier context; the caller crops the block's rows off again.
+            cache: holds earlier context; the caller crops the block's rows off again.
+            past_key_values: its name before transformers 5.24.
 
         Returns:
             ``.last_hidden_state`` [B, W, H]; row i is the state of the token at the block's position i.
@@ -204,11 +206,12 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         """
         if isinstance(noise_embeds, nn.Module):  # as transformers calls a custom generate
             raise TypeError("custom_generate=DFlashDraftModel: pass torch_dflash.dflash(drafter).")
-        check_loop(past_key_values)
+        cache = past_key_values if cache is None else cache
+        check_loop(cache)
 
         def memory(attention, key, value):
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, attention.index)
+            if cache is not None:
+                key, value = cache.update(key, value, attention.index)
             end = position_ids[:, -1:]
             at = end + 1 - key.shape[2] + torch.arange(key.shape[2], device=end.device)
             block = position_ids[:, -noise_embeds.shape[1] :]
@@ -219,7 +222,7 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
 
         context = self.project(context_hidden_states)
         hidden = self.block(noise_embeds, context, position_ids, memory)
-        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(hidden, cache)
 
     def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
         """The drafts after ``anchor``, of the hidden states of a block's rows behind it."""

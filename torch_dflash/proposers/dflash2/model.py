@@ -68,18 +68,18 @@ class DFlash2DraftModel(DFlashDraftModel):
         else:
             super()._init_weights(module)
 
-    def forward(self, *args, past_key_values: Any = None, **kwargs):
+    def forward(self, *args, **kwargs):
         """As v1's.
 
         Raises:
             ValueError: it is called by transformers' own loop, which drafts without a selector.
         """
-        if isinstance(past_key_values, DFlashCache):
+        if any(isinstance(given, DFlashCache) for given in (*args, *kwargs.values())):
             raise ValueError(
                 "speculation_type='dflash' with a DFlash2 drafter: that loop drafts without the candidate "
                 "selector; use custom_generate=torch_dflash.dflash(drafter)."
             )
-        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+        return super().forward(*args, **kwargs)
 
     def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
         return self.candidate_selector(hidden, self.logits(hidden, head), anchor).to(torch.int32)
