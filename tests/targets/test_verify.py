@@ -406,9 +406,7 @@ def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeyp
 def test_a_later_transformers_is_not_trusted(monkeypatch):
     target = make_target("llama")
     assert is_tested(target)
-    monkeypatch.setattr(
-        "torch_dflash.target.tested.transformers.__version__", "5.99.0"
-    )
+    monkeypatch.setattr("torch_dflash.target.tested.transformers.__version__", "5.99.0")
     assert not is_tested(target)
 
 
