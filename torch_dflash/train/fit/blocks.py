@@ -101,4 +101,4 @@ def draft_blocks(
         )
 
     position = torch.cat([slots.expand(len(ids), -1), block_at], dim=1)
-    return drafter.block(noise, context, position, memory).unflatten(1, (blocks, width))
+    return drafter.block(noise, context, position, memory, blocks).unflatten(1, (blocks, width))
