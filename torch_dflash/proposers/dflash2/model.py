@@ -26,13 +26,13 @@ class DFlash2Layer(DFlashLayer):
         sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
         self.attention_conv, self.mlp_conv = DynamicConvolution(*sizes), DynamicConvolution(*sizes)
 
-    def attend(self, normed, *rest) -> Float[Tensor, "B W H"]:
-        normed, kernel = self.attention_conv.before(normed)
-        return self.attention_conv.after(super().attend(normed, *rest), kernel)
+    def attend(self, normed, blocks, *rest) -> Float[Tensor, "B W H"]:
+        normed, kernel = self.attention_conv.before(normed, blocks)
+        return self.attention_conv.after(super().attend(normed, blocks, *rest), kernel, blocks)
 
-    def feed(self, normed) -> Float[Tensor, "B W H"]:
-        normed, kernel = self.mlp_conv.before(normed)
-        return self.mlp_conv.after(super().feed(normed), kernel)
+    def feed(self, normed, blocks) -> Float[Tensor, "B W H"]:
+        normed, kernel = self.mlp_conv.before(normed, blocks)
+        return self.mlp_conv.after(super().feed(normed, blocks), kernel, blocks)
 
 
 class DFlash2DraftModel(DFlashDraftModel):

@@ -9,6 +9,7 @@ from typing import Any
 from torch_dflash.storage.files import write_atomically
 from torch_dflash.train.answers.provenance import data_section
 from torch_dflash.train.files import MANIFEST
+from torch_dflash.train.fit.heads import head_of
 from torch_dflash.train.fit.log import read_log
 
 CARD = "README.md"
@@ -38,13 +39,14 @@ tags: [dflash, speculative-decoding]
 # DFlash drafter for {name}
 
 Drafts blocks of {config.block_size} (the anchor included) for {name}: {weights / 1e6:.2f} M weights in
-{config.num_hidden_layers} layers, taps {config.target_layer_ids}, mask id {config.mask_token_id}. It has no
+{config.num_hidden_layers} layers, taps {config.target_layer_ids}, mask id {config.mask_token_id},
+head {head_of(config)}. It has no
 embedding and no head: both are the target's. The output of speculative decoding is the target's own.
 
 ```python
 import torch_dflash as td
 
-drafter = td.DFlashDraftModel.from_pretrained("path/to/this/directory", dtype=target.dtype)
+drafter = td.load_drafter("path/to/this/directory", dtype=target.dtype)
 out = td.generate(target, drafter, **inputs, max_new_tokens=256, return_dict_in_generate=True)
 print(out.stats.mean_acceptance_length)
 ```
