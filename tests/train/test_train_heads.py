@@ -280,7 +280,7 @@ def test_the_authors_loader_drafts_the_same(world, taught):
     drafter, directory = taught
     config = json.loads((directory / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlash2DraftModel"]
-    assert f"head {head_of(drafter.config)}" in (directory / "drafter" / "README.md").read_text()
+    assert f"`--head {head_of(drafter.config)}`" in (directory / "drafter" / "README.md").read_text()
     mine = td.load_drafter(directory / "drafter", dtype=torch.float32).eval()
     theirs = authors.DFlash2DraftModel.from_pretrained(directory / "drafter").eval()
     assert all(torch.equal(weight, drafter.state_dict()[name]) for name, weight in mine.state_dict().items())
