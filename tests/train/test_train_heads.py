@@ -105,7 +105,8 @@ def test_the_selectors_loss_is_its_definition_with_its_gradients(sampled):
         torch.autograd.grad(wanted, parameters, allow_unused=True),
         strict=True,
     ):
-        assert theirs is not None and torch.allclose(mine, theirs, atol=2e-5), name
+        assert theirs is not None, name
+        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max(), name
     for value, counted in ((found.hits, right), (found.listed, listed)):
         assert torch.equal(value, (counted * known).sum((0, 1)))
     assert 0 < found.hits.sum() < found.listed.sum() < found.known.sum()

@@ -33,34 +33,22 @@ class DynamicConvolution(nn.Module):
             self.base_kernel[:, 0] = 1
             self.kernel_projection.weight.zero_()
 
-    def before(self, rows: Float[Tensor, "B W H"], blocks: int = 1) -> tuple[Float[Tensor, "B W H"], Tensor]:
-        """(rows for the sublayer, the dynamic kernel [B, W, taps, groups] of `after`).
-
-        ``blocks``: how many blocks of the same width the rows are; none sees rows of another.
-        """
+    def before(self, rows: Float[Tensor, "B W H"]) -> tuple[Float[Tensor, "B W H"], Tensor]:
+        """(rows for the sublayer, the dynamic kernel [B, W, taps, groups] of `after`)."""
         kernels = self.kernel_projection(rows).unflatten(-1, (2, self.taps, self.groups))
-        return convolve(rows, kernels[..., 0, :, :], self.base_kernel[0], blocks), kernels[..., 1, :, :]
+        return convolve(rows, kernels[..., 0, :, :], self.base_kernel[0]), kernels[..., 1, :, :]
 
-    def after(self, rows: Float[Tensor, "B W H"], kernel: Tensor, blocks: int = 1) -> Float[Tensor, "B W H"]:
+    def after(self, rows: Float[Tensor, "B W H"], kernel: Tensor) -> Float[Tensor, "B W H"]:
         """The sublayer's output, convolved."""
-        return convolve(rows, kernel, self.base_kernel[1], blocks)
+        return convolve(rows, kernel, self.base_kernel[1])
 
 
-def convolve(
-    rows: Float[Tensor, "B W H"], dynamic: Tensor, base: Tensor, blocks: int = 1
-) -> Float[Tensor, "B W H"]:
-    """Each row and those before it, weighted by ``base`` [taps, H] and ``dynamic`` [B, W, taps, groups].
-
-    What stands before a block's first row is zeros, also where another block does.
-    """
+def convolve(rows: Float[Tensor, "B W H"], dynamic: Tensor, base: Tensor) -> Float[Tensor, "B W H"]:
+    """Each row and those before it, weighted by ``base`` [taps, H] and ``dynamic`` [B, W, taps, groups]."""
     taps, groups = dynamic.shape[2:]
-    width = rows.shape[1] // blocks
     out = torch.zeros_like(rows)
     for back in range(taps):
-        seen = rows
-        if back:
-            cut = rows.unflatten(1, (blocks, width))[:, :, : max(width - back, 0)]
-            seen = F.pad(cut, (0, 0, min(back, width), 0)).flatten(1, 2)
+        seen = F.pad(rows[:, : rows.shape[1] - back], (0, 0, back, 0))
         grouped = seen.unflatten(-1, (groups, -1)) * dynamic[:, :, back, :, None]
         out = out + base[back].to(rows.dtype) * seen + grouped.flatten(2)
     return out
