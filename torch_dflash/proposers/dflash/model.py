@@ -75,18 +75,18 @@ class DFlashLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, block, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
+    def forward(self, block, context, rope, block_rope, memory, blocks=1) -> Float[Tensor, "B W H"]:
         """``rope`` covers context rows then block rows; ``block_rope`` the block rows alone."""
         normed = self.input_layernorm(block)  # the context is already normed, and must not be twice
-        block = block + self.attend(normed, context, rope, block_rope, memory)
-        return block + self.feed(self.post_attention_layernorm(block))
+        block = block + self.attend(normed, blocks, context, rope, block_rope, memory)
+        return block + self.feed(self.post_attention_layernorm(block), blocks)
 
-    def attend(self, normed, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
-        """From normed block rows to both."""
+    def attend(self, normed, blocks, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
+        """From normed block rows to both; which rows of ``blocks`` see each other is ``memory``'s to say."""
         key, value = self.self_attn.key_value(torch.cat([context, normed], dim=1), rope)
         return self.self_attn(normed, block_rope, memory(self.self_attn, key, value))
 
-    def feed(self, normed) -> Float[Tensor, "B W H"]:
+    def feed(self, normed, blocks) -> Float[Tensor, "B W H"]:
         """The MLP of normed block rows."""
         return self.mlp(normed)
 
@@ -166,16 +166,18 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         context: Float[Tensor, "B R H"],
         position: Int[Tensor, "B R+W"],
         memory,
+        blocks: int = 1,
     ) -> Float[Tensor, "B W H"]:
         """The stack on a block, given projected context rows new to this pass, up to the final norm.
 
         ``position`` holds absolute positions of the context rows, then of the block rows.
         ``memory(attention, key, value)`` stores what a cache keeps and returns an `Attend` over all of it.
+        ``blocks``: how many blocks, one behind the other, the W rows are (training drafts many in one pass).
         """
         rope = self.rotary_emb(noise, position)
         block_rope = tuple(table[:, context.shape[1] :] for table in rope)
         for layer in self.layers:
-            noise = layer(noise, context, rope, block_rope, memory)
+            noise = layer(noise, context, rope, block_rope, memory, blocks)
         return self.norm(noise)
 
     def forward(
