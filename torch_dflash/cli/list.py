@@ -24,8 +24,8 @@ def add_parser(commands) -> None:
         "list",
         help="show the published pairs of target and drafter",
         description="Shows the pairs that are known, one a line; ? is unknown. With --check, loads and "
-        "checks those whose drafter the hub's cache holds; nothing is fetched. Exit status: 0, 1 if one of those "
-        "does not load or fit, 2 wrong usage.",
+        "checks those whose drafter the hub's cache holds; nothing is fetched. Exit status: 0, 1 if one of "
+        "those does not load or fit, 2 wrong usage.",
     )
     add = parser.add_argument
     add("name", nargs="?", metavar="TEXT", help="only pairs with this in their names")

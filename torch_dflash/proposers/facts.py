@@ -54,6 +54,7 @@ def facts_of(target: Any, **hub: Any) -> TargetFacts:
         return _of_config(AutoConfig.from_pretrained(target, **elsewhere(hub)), str(target))
     if isinstance(target, PreTrainedConfig):
         return _of_config(target, type(target).__name__)
+    _refuse_drafter(getattr(target, "config", None), type(target).__name__)
     if not hasattr(target, "config") or not hasattr(target, "get_input_embeddings"):
         raise TypeError(
             f"target={type(target).__name__}: pass a transformers causal LM, its config, its directory or "
@@ -72,8 +73,7 @@ def elsewhere(hub: dict[str, Any]) -> dict[str, Any]:
 def _of_config(
     config: Any, name: str, embedding: tuple[int, ...] | None = None, dtype: Any = None, stops: Any = None
 ) -> TargetFacts:
-    if hasattr(config, "dflash_config"):
-        raise TypeError(f"target={name}: that is a DFlash drafter; pass the target it was trained for.")
+    _refuse_drafter(config, name)
     base = config.get_text_config()
     rows, columns = embedding or (base.vocab_size, base.hidden_size)
     dtype = dtype or getattr(base, "dtype", None) or getattr(config, "dtype", None)
@@ -91,3 +91,8 @@ def _of_config(
         dtype=getattr(torch, dtype, None) if isinstance(dtype, str) else dtype,
         stops=tuple(one for one in (stops if isinstance(stops, list) else [stops]) if is_count(one)),
     )
+
+
+def _refuse_drafter(config: Any, name: str) -> None:
+    if hasattr(config, "dflash_config"):
+        raise TypeError(f"target={name}: that is a DFlash drafter; pass the target it was trained for.")

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 from torch_dflash.checks import INT32_MAX
 from torch_dflash.proposers.dflash.config import default_target_layer_ids
 from torch_dflash.proposers.facts import TargetFacts, elsewhere, facts_of
 from torch_dflash.proposers.pair import check_pair
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,10 @@ def mask_in_texts(tokenizer: Any, mask: int) -> list[Finding]:
 
 
 def _of_tokenizer(source: str, mask: int, hub: dict[str, Any]) -> list[Finding]:
+    absent_is_none: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
     try:
+        if not any(cached_file(source, name, **absent_is_none) for name in TOKENIZERS):
+            raise FileNotFoundError(source)  # of some families transformers would make an empty one up
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         words = f"not compared with the tokenizer of {source}, which cannot be read ({type(error).__name__})."

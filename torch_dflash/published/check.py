@@ -35,8 +35,7 @@ class Checked:
 
 
 def check_cached(rows: Iterable[Checkpoint], cache_dir: str | Path | None = None) -> list[Checked]:
-    """Load each drafter that the hub's cache holds, and check it against its target's config if it has
-    that too. Nothing is fetched.
+    """Load each drafter that the hub's cache holds, and check it against its target's config. Fetch nothing.
 
     Args:
         rows: the pairs. cache_dir: a cache other than huggingface_hub's own.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.proposers.dflash.config import DFlashConfig
@@ -52,7 +53,8 @@ def check_files(
     _check_lengths(config, {name.removeprefix("model."): part for name, part in stored.items()}, source)
     _check_rest(stored, source)
     if target is not None:
-        check_and_tell(target, config, _dtype(given, config, stored), **hub)
+        written = config.to_dict() if described else raw
+        check_and_tell(target, config, _dtype(given, written, stored), **hub)
 
 
 def _check_lengths(config: Any, stored: dict[str, Stored], source: Any) -> None:
@@ -117,11 +119,10 @@ def _check_rest(stored: dict[str, Stored], source: Any) -> None:
             )
 
 
-def _dtype(given: dict[str, Any], config: Any, stored: dict[str, Stored]) -> torch.dtype | None:
-    """The type that the weights will have."""
-    asked = given.get("dtype", given.get("torch_dtype"))
-    if asked in (None, "auto"):
-        asked = config.dtype or next(iter(stored.values())).dtype
+def _dtype(given: dict[str, Any], written: dict[str, Any], stored: dict[str, Stored]) -> torch.dtype | None:
+    """The type that the weights will have, as transformers chooses it."""
+    named = [fields.get(name) for fields in (given, written) for name in ("dtype", "torch_dtype")]
+    asked = next((one for one in named if one not in (None, "auto")), next(iter(stored.values())).dtype)
     return getattr(torch, asked) if isinstance(asked, str) else asked
 
 
@@ -131,7 +132,8 @@ def _require_safetensors(source: Any, given: dict[str, Any]) -> None:
             f"use_safetensors={given['use_safetensors']!r}: weights are read from safetensors only."
         )
     folder = Path(source, given.get("subfolder", ""))
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+    found = any(folder.glob("*.safetensors")) or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file()
+    if folder.is_dir() and not found:
         below = sorted({path.parent.name for path in folder.glob("*/*.safetensors")})
         if below:
             raise ValueError(
