@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from torch_dflash.proposers.checkpoints import load_drafter
+from torch_dflash.proposers.notes import mask_in_texts
 from torch_dflash.published.rows import Checkpoint, checkpoints
 
 if TYPE_CHECKING:
@@ -45,8 +47,13 @@ def load_pair(
     """
     row = find(name)
     check_row(row)
-    drafter = load_drafter(str(row.drafter), row.target, dtype, **options)
+    config: Any = AutoConfig.from_pretrained(row.target, **options)
+    if dtype != "auto":
+        config.get_text_config().dtype = dtype
     tokenizer = AutoTokenizer.from_pretrained(row.target, **options)
+    drafter = load_drafter(str(row.drafter), config, dtype, **options)
+    for odd in mask_in_texts(tokenizer, drafter.config.mask_token_id):
+        warnings.warn(str(odd), stacklevel=2)
     return load_target(str(row.target), dtype, **options).eval(), drafter.eval(), tokenizer
 
 
