@@ -21,7 +21,7 @@ from jax_bridge.layout import Forms, keep
 from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
-from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, find_files, read_headers
+from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What classes raise over fields that make no sense to them.
@@ -114,7 +114,7 @@ def load(
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
     source = find_source(path_or_id)
     fields = _read_config(source, hub)
-    stored = read_headers(find_files(source, **hub))
+    stored = read_checkpoint(source, **hub)
     check_sizes(fields, stored, source)
     model = empty_model(source, dtype, **hub)
     parts = match(model, stored, source)

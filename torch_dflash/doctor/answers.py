@@ -14,11 +14,11 @@ from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.diagnosis import Diagnosis, Tried, judge_texts
 from torch_dflash.doctor.judge import Judge
 from torch_dflash.doctor.recorded import Text, record
-from torch_dflash.doctor.static import Finding
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
-from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.notes import Finding
+from torch_dflash.proposers.pair import check_pair
 from torch_dflash.train.answers.data import encode_conversation
 
 SPARE = 3

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.pair import check_pair
 from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
