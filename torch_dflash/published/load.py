@@ -7,11 +7,12 @@ import warnings
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from torch_dflash.proposers.checkpoints import load_drafter
 from torch_dflash.proposers.notes import mask_in_texts
 from torch_dflash.published.rows import Checkpoint, checkpoints
+from torch_dflash.target.auto import auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,7 +99,8 @@ def load_target(source: str | os.PathLike[str], dtype: Any, **options: Any) -> A
     Raises:
         IncompleteWeights: some are missing. OSError, ValueError: as transformers.
     """
-    loading: Any = AutoModelForCausalLM.from_pretrained(
+    kind = auto_class(AutoConfig.from_pretrained(source, **options))
+    loading: Any = kind.from_pretrained(
         source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )
     model, info = loading
