@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from family_configs import CASES
+from family_configs import CASES, MULTIMODAL
 from family_runs import report
 from family_tables import tables
 
@@ -90,7 +90,9 @@ def sweep(asked: argparse.Namespace) -> dict[str, Any]:
     path = Path(asked.json)
     results = json.loads(path.read_text()) if path.exists() else {"families": {}}
     for runtime in asked.runtimes.split(","):
-        for case in asked.families.split(",") if asked.families else CASES:
+        for case in (
+            asked.families.split(",") if asked.families else MULTIMODAL if asked.multimodal else CASES
+        ):
             known = results["families"].setdefault(case, {"runs": {}})
             caches = [one for one in asked.caches.split(",") if wanted(known, runtime, one, asked.again)]
             if not caches:
@@ -116,6 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--caches", default="static,paged", help="some of static,paged")
     parser.add_argument("--families", default="", help="cases by name, with commas; unset: all of them")
+    parser.add_argument("--multimodal", action="store_true", help="those that also read images or sound")
     parser.add_argument("--limit", type=float, default=300, help="seconds a case may take")
     parser.add_argument("--json", default="families.json", help="what was found; continued where it exists")
     parser.add_argument("--again", action="store_true", help="run what the JSON has, too")

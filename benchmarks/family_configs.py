@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -59,6 +59,7 @@ SMALL: dict[str, Any] = (
 HYBRID = ["linear_attention", "full_attention"] * (LAYERS // 2)
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SECTIONS = {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}}
 MLA = {
     "num_key_value_heads": 4,
     "v_head_dim": 8,
@@ -130,6 +131,10 @@ FAMILY: dict[str, dict[str, Any]] = {
     "mvp": {"prompt_length": 4, "prompt_mid_dim": 16},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
     | {"moe_shared_expert_intermediate_size": 16},
+    "glm4v_text": SECTIONS,
+    "qwen2_vl": {"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4}},
+    "qwen2_5_vl_text": SECTIONS,
+    "qwen2_vl_text": SECTIONS,
     "prophetnet": {"num_decoder_layers": LAYERS, "num_decoder_attention_heads": 4, "ngram": 2},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
     | {"indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8},
@@ -199,6 +204,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Model types whose causal LM takes the decoder's config alone.
 OWN_CLASS = ("musicgen", "musicgen_melody")
 CASES = tuple(sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]))
+# Models of images, videos or sound with a decoder of text, which transformers maps to no causal LM.
+MULTIMODAL = (
+    *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "idefics3", "internvl", "janus"),
+    *("llava", "llava_next", "llava_onevision", "mistral3", "muse_glimmer", "ovis2", "paligemma"),
+    *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral"),
+)
 
 
 def tiny_config(case: str) -> PretrainedConfig:
@@ -243,4 +254,5 @@ def build(case: str) -> PreTrainedModel:
     config = tiny_config(case)
     if case in OWN_CLASS:  # a part of its model type's config, which transformers does not map to the class
         return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[case])(config).eval()
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    auto = AutoModelForMultimodalLM if case in MULTIMODAL else AutoModelForCausalLM
+    return auto.from_config(config, dtype=torch.float32).eval()

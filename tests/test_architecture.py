@@ -27,7 +27,7 @@ FLOORS = [
     "accept cache record sampling",
     "target",
     "proposers",
-    "decode demo",
+    "decode demo published",
     "rewind",
     "runtime agreement",
     "engine",

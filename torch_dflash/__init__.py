@@ -33,6 +33,9 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftM
 from torch_dflash.proposers.dflash2.config import DFlash2Config as DFlash2Config
 from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
 from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
+from torch_dflash.published.load import load_pair as load_pair
+from torch_dflash.published.rows import Checkpoint as Checkpoint
+from torch_dflash.published.rows import checkpoints as checkpoints
 from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state import Draft as Draft
 from torch_dflash.stream import Piece as Piece

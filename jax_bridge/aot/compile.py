@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.hlo import Program, read_aliases
@@ -39,6 +39,7 @@ from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.state import DecodeState, PromptChunk
 from torch_dflash.target.adapter import Target
+from torch_dflash.target.auto import auto_class
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def abstract_pair(
         TypeError, ValueError: a model that cannot be decoded, or a drafter that does not fit the target.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(target)
+        model = auto_class(target).from_config(target)
         if isinstance(drafter, PreTrainedConfig):
             drafter = drafter_of(drafter)
     proposer = make_proposer(model, drafter, block_size)

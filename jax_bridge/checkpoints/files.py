@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from jax_bridge.checkpoints.experts import Stacked, find_experts
 from torch_dflash.checks import names_a_folder
@@ -36,6 +38,20 @@ def find_source(path_or_id: str | os.PathLike[str]) -> str:
             "string (owner/name)."
         )
     return source
+
+
+def renamed(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stored]:
+    """``stored`` under the names that ``model`` has: transformers renames those of older layouts.
+
+    A name that it would not know either stays as it is.
+    """
+    saved = model.state_dict(keep_vars=True)
+    renames = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    found: dict[str, Stored] = {}
+    for name, part in stored.items():
+        other = rename_source_key(name, renames, [], model.base_model_prefix, saved)[0]
+        found[other if name not in saved and other in saved and other not in stored else name] = part
+    return found
 
 
 def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict[str, list[Stored | Stacked]]:

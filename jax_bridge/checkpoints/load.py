@@ -11,17 +11,18 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from jax_bridge.arrays import to_jax
 from jax_bridge.checkpoints.experts import Stacked
-from jax_bridge.checkpoints.files import find_source, match
+from jax_bridge.checkpoints.files import find_source, match, renamed
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Forms, keep
 from jax_bridge.mesh import check_mesh, sharding
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
-from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, find_files, read_headers
+from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
+from torch_dflash.target.auto import auto_class
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What classes raise over fields that make no sense to them.
@@ -114,10 +115,10 @@ def load(
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
     source = find_source(path_or_id)
     fields = _read_config(source, hub)
-    stored = read_headers(find_files(source, **hub))
+    stored = read_checkpoint(source, **hub)
     check_sizes(fields, stored, source)
     model = empty_model(source, dtype, **hub)
-    parts = match(model, stored, source)
+    parts = match(model, renamed(model, stored), source)
     forms = Forms() if mesh is not None else Forms.of(model, model.get_output_embeddings())
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(part.nbytes for group in parts.values() for part in group)
@@ -143,7 +144,7 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTr
     try:
         config = AutoConfig.from_pretrained(path_or_id, **hub)
         with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+            model: Any = auto_class(config).from_config(config, dtype=dtype or config.dtype)
     except _UNBUILDABLE as error:
         raise ValueError(
             f"{path_or_id}: transformers builds no model from its config.json "

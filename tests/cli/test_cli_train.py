@@ -91,9 +91,28 @@ def test_a_drafter_is_trained_on_from_where_another_stopped(world, overfit, tmp_
     config = td.DFlashDraftModel.from_pretrained(tmp_path / "drafter").config
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (6, MASK, [0, 2])
     assert fit(world, tmp_path / "x", *line[:2], "--start-from", "ngram", shape=()) == 2
-    assert "--start-from ngram: pass a DFlash v1 drafter" in capsys.readouterr().err
+    assert "--start-from ngram: pass a DFlash drafter" in capsys.readouterr().err
     assert fit(world, tmp_path / "x", *line, "--layers", 3, shape=()) == 2
     assert "--layers: --start-from takes the drafter's own" in capsys.readouterr().err
+
+
+def test_a_v1_drafter_is_given_a_selector_and_judged_with_it(world, overfit, tmp_path, capsys):
+    line = ("--features", world.features, "--start-from", overfit.exported, "--log-steps", 1)
+    head = ("--head", "dflash2", "--selector-rank", 4, "--selector-top-k", 3)
+    assert fit(world, tmp_path, *line, *head, shape=(), epochs=1) == 0
+    first = read_log(tmp_path / "log.jsonl")[0]
+    assert first["loss"] < 0.2 and first["recall"][0] == 1  # v1's weights, and a selector that is nothing
+    drafter = td.load_drafter(tmp_path / "drafter")
+    assert (drafter.config.selector_rank, drafter.config.selector_top_k) == (4, 3)
+    assert "--head dflash2 --selector-rank 4" in (tmp_path / "drafter" / "README.md").read_text()
+    prompts, figures = world.write_prompts(tmp_path / "math.jsonl"), tmp_path / "figures.json"
+    judge = ("evaluate", "--drafter", tmp_path / "drafter", *EAGER, "--prompts", prompts, "--json", figures)
+    assert train(world, *judge, "--card") == 0
+    assert json.loads(figures.read_text())["sets"]["math"]["acceptance_length"] > 2
+    capsys.readouterr()
+    again = ("--features", world.features, "--start-from", tmp_path / "drafter", "--head", "dflash")
+    assert fit(world, tmp_path / "x", *again, shape=()) == 2
+    assert "head='dflash': the drafter's is 'dflash2'" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_no_traceback(world, tmp_path, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from torch_dflash.ops import block_attention
 from torch_dflash.proposers import DFlashProposer
 from torch_dflash.proposers.dflash import model as drafter
 from torch_dflash.proposers.dflash.model import DFlashDraftModel, DFlashLayer
-from torch_dflash.target import adapter as target_module
+from torch_dflash.target import blocks
 from torch_dflash.target.adapter import Target
 
 SEEN = 1e-3
@@ -132,8 +132,8 @@ IN_THE_NETWORK = {
 }
 # Broken in what is around it: only the loop can show it.
 IN_THE_LOOP = {
-    "tap one too high": around(target_module, "_layer", lambda layer, model, tap: layer(model, tap + 1)),
-    "tap one too low": around(target_module, "_layer", lambda layer, model, tap: layer(model, tap - 1)),
+    "tap one too high": around(blocks, "block_of", lambda block, model, at, tap: block(model, at, tap + 1)),
+    "tap one too low": around(blocks, "block_of", lambda block, model, at, tap: block(model, at, tap - 1)),
     "features after the final norm": around(Target, "forward", features_after_the_final_norm),
     "wrong mask token": config(mask_token_id=lambda token: token - 1),
     "embedding scaled twice": config(input_embedding_scale=lambda scale: scale**2),

@@ -15,7 +15,7 @@ from torch_dflash.proposers.dflash2.selector import CandidateSelector
 SEEN = 1e-3
 
 
-def rolled_rows(original, rows, dynamic, base, blocks):
+def rolled_rows(original, rows, dynamic, base):
     """A row before the block's first is its last."""
     out = torch.zeros_like(rows)
     for back in range(base.shape[0]):
@@ -25,7 +25,7 @@ def rolled_rows(original, rows, dynamic, base, blocks):
     return out
 
 
-def untransposed(original, self, rows, blocks):
+def untransposed(original, self, rows):
     kernels = self.kernel_projection(rows).unflatten(-1, (self.taps, 2, self.groups)).transpose(2, 3)
     return convolution.convolve(rows, kernels[..., 0, :, :], self.base_kernel[0]), kernels[..., 1, :, :]
 
@@ -33,16 +33,14 @@ def untransposed(original, self, rows, blocks):
 IN_THE_NETWORK = {
     "a convolution reads across the block's edge": around(convolution, "convolve", rolled_rows),
     "a convolution reads the next group's kernel": around(
-        convolution, "convolve", lambda right, rows, dynamic, base, _: right(rows, dynamic.roll(1, 3), base)
+        convolution, "convolve", lambda right, rows, dynamic, base: right(rows, dynamic.roll(1, 3), base)
     ),
     "the taps are turned round": around(
-        convolution,
-        "convolve",
-        lambda right, rows, dynamic, base, _: right(rows, dynamic.flip(2), base.flip(0)),
+        convolution, "convolve", lambda right, rows, dynamic, base: right(rows, dynamic.flip(2), base.flip(0))
     ),
     "the kernel projection is untransposed": around(DynamicConvolution, "before", untransposed),
     "the kernels of before and after are swapped": around(
-        DynamicConvolution, "after", lambda right, self, rows, kernel, blocks: convolution.convolve(
+        DynamicConvolution, "after", lambda right, self, rows, kernel: convolution.convolve(
             rows, kernel, self.base_kernel[0]
         )
     ),

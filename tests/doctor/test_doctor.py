@@ -24,8 +24,8 @@ from torch_dflash.doctor.diagnosis import Tried, _best
 from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
 from torch_dflash.doctor.repair import repair
-from torch_dflash.doctor.static import findings
 from torch_dflash.doctor.template import other_way
+from torch_dflash.proposers.notes import findings
 
 LESSER = 15400
 """A pair whose second fault hardly costs drafts; only likelihood tells it."""

@@ -25,7 +25,7 @@ from transformers import (
 import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.checks import check_static_rope
-from torch_dflash.proposers.choose import check_pair
+from torch_dflash.proposers.pair import check_pair
 
 HUGE = (10**9, 10**12, 10**30)
 

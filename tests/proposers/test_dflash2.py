@@ -15,8 +15,6 @@ from support.tiny import make_drafter, make_pair, make_target, randomise
 
 import torch_dflash as td
 from torch_dflash.proposers.checkpoints import drafter_of, load_drafter_config
-from torch_dflash.train.fit.objective import Objective
-from torch_dflash.train.fit.student import Student
 
 PUBLISHED = json.loads((ROOT / "tests/fixtures/dflash2_muse_glimmer_30b.json").read_text())
 
@@ -127,12 +125,6 @@ def test_half_precision_and_int8_read_the_codebooks(runtime):
         assert torch.equal(
             td.generate(target, drafter, ids, max_new_tokens=30, runtime=runtime, **options), plain
         )
-
-
-def test_no_loss_trains_it():
-    target, drafter = make_pair("qwen3", **SECOND)
-    with pytest.raises(ValueError, match="drafter=DFlash2DraftModel: no loss here trains its selector"):
-        Student(drafter, target, Objective())
 
 
 def test_transformers_own_loop_is_refused():

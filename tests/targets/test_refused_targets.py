@@ -61,7 +61,7 @@ WRONG = {
     "falcon": (hf.FalconForCausalLM, hf.FalconConfig, {}, "cannot be swapped"),
     "gpt_neox_japanese": (hf.GPTNeoXJapaneseForCausalLM, hf.GPTNeoXJapaneseConfig, {}, "other means"),
 }
-WITHOUT_TAPS = {
+OTHER_LAYOUTS = {
     "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config, {}),
     "gpt_bigcode": (hf.GPTBigCodeForCausalLM, hf.GPTBigCodeConfig, {}),
     "bert": (hf.BertLMHeadModel, hf.BertConfig, {"is_decoder": True}),
@@ -97,19 +97,20 @@ def test_targets_that_are_not_understood_are_refused_by_name(family, runtime):
     assert re.search(word, str(refusal.value))
 
 
-@pytest.mark.parametrize("family", WITHOUT_TAPS)
-def test_a_proposer_without_taps_serves_decoders_of_other_layouts(family):
-    target, ids = build(*WITHOUT_TAPS[family]), prompt()
+@pytest.mark.parametrize("family", OTHER_LAYOUTS)
+def test_every_proposer_serves_decoders_of_other_layouts(family):
+    target, ids = build(*OTHER_LAYOUTS[family]), prompt()
     wanted = target.generate(ids, max_new_tokens=24, do_sample=False)
-    for drafter in (td.NGramProposer(5), None):
+    for drafter in (make_drafter(target), td.NGramProposer(5), None):
         got = td.generate(target, drafter, ids, max_new_tokens=24, do_sample=False, runtime="eager")
         assert torch.equal(got, wanted)
 
 
-def test_a_drafter_with_taps_needs_layers_to_tap():
-    target = build(*WITHOUT_TAPS["gpt2"])
-    with pytest.raises(ValueError, match="no `layers` to tap.*NGramProposer"):
-        td.compile(target, make_drafter(target), runtime="eager", max_length=64)
+def test_attention_that_says_it_is_not_causal_is_refused():
+    """sdpa follows the word where it is given no mask, eager attention never does."""
+    target = build(hf.GemmaForCausalLM, hf.GemmaConfig, {"head_dim": 8, "use_bidirectional_attention": True})
+    with pytest.raises(ValueError, match="target=GemmaForCausalLM: layer 0 says is_causal=False"):
+        td.compile(target, None, runtime="eager", max_length=64)
 
 
 def test_a_soft_cap_that_the_targets_own_attention_drops_is_refused():

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+from support.authors import SECOND
 from support.blocks import make_batch
-from support.tiny import MASK, make_pair
+from support.tiny import MASK, make_pair, randomise
 
 from torch_dflash.train.fit.blocks import (
     block_targets,
@@ -21,12 +22,16 @@ CASES = {
     "symmetric": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "is_causal": False},
     "causal": {"is_causal": True},
     "wide": {"block_size": 24},
+    "convolutions": SECOND,
+    "convolutions of three taps": SECOND | {"conv_kernel_size": 3},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_is_what_inference_computes(case):
     target, drafter = make_pair("qwen3", seed=3, **CASES[case])
+    if drafter.config.second:
+        randomise(drafter, 3)  # untrained convolutions are nothing
     batch, width = make_batch(drafter), drafter.config.block_size
     embedding = target.get_input_embeddings().weight
     with torch.no_grad():

@@ -115,7 +115,7 @@ def test_it_is_written_in_bfloat16_and_the_trained_one_stays_as_it_is(world, ove
         ("taps [0, 2]", "1 layers", "no\nembedding and no head"),
         ("| sequences | 9 |", "| epochs | 300 |", "| learning_rate | 0.005 |", "| weighting | decay |"),
         ("300 steps", "answers that the target itself wrote", "On held-out answers"),
-        ("td.DFlashDraftModel.from_pretrained", "td.generate(target, drafter"),
+        ("td.load_drafter", "td.generate(target, drafter", "(`--head dflash`)"),
     ],
 )
 def test_the_card_names_data_recipe_and_figures(overfit, words):

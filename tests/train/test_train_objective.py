@@ -45,19 +45,25 @@ def case():
 
 def losses(case, objective, **changes):
     given = case | {"logits_of": plain, "objective": objective} | changes
-    if not objective.kl:
+    if not objective.distils:
         given["teacher"] = None
     return block_losses(**given)
 
 
+def figures(found):
+    """(name, value) of all that there is without a selector."""
+    return [(name, value) for name, value in vars(found).items() if value is not None]
+
+
 def full(case):
-    """(cross-entropy, KL divergence) of every row from whole logits, by torch."""
+    """(cross-entropy, KL divergence, total variation) of every row from whole logits, by torch."""
     weight = case["vocabulary"].weight
     logits, wanted = case["hidden"] @ weight.T, case["teacher"] @ weight.T
     targets = case["targets"].long()
     ce = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none").view(targets.shape)
     scores = [F.log_softmax(rows, dim=-1) for rows in (logits, wanted)]
-    return ce, F.kl_div(*scores, reduction="none", log_target=True).sum(-1)
+    kl = F.kl_div(*scores, reduction="none", log_target=True).sum(-1)
+    return ce, kl, 0.5 * (logits.softmax(-1) - wanted.softmax(-1)).abs().sum(-1)
 
 
 @pytest.mark.parametrize(("width", "gamma"), [(16, 7), (10, 5), (8, 4), (24, 10), (32, 13), (2, 1.75)])
@@ -90,16 +96,22 @@ def test_dpace_weights_are_their_definition_and_pass_no_gradient(case, alpha):
                 assert math.isclose(float(found[row, block, j]), wanted, rel_tol=1e-5)
 
 
-@pytest.mark.parametrize("objective", [Objective(), Objective(weighting="dpace"), Objective(kl=0.7)])
+MIXED = Objective(ce=0.1, tv=0.9)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Objective(), Objective(weighting="dpace"), Objective(kl=0.7), MIXED, Objective(kl=0.3, tv=0.5)],
+)
 @pytest.mark.parametrize("chunk", [4, 1024])
 def test_values_and_gradients_are_torchs_on_whole_logits(case, objective, chunk):
     case["hidden"].requires_grad_()
     found = losses(case, dataclasses.replace(objective, rows_per_chunk=chunk))
     (gradient,) = torch.autograd.grad(found.loss, case["hidden"])
-    ce, kl = full(case)
+    ce, kl, tv = full(case)
     known = case["known"]
     weight = (objective.weights(ce, known) * known).detach()
-    wanted = (weight * (ce + objective.kl * kl)).sum()
+    wanted = (weight * (objective.ce * ce + objective.kl * kl + objective.tv * tv)).sum()
     assert torch.allclose(found.loss, wanted, rtol=1e-5)
     assert torch.allclose(gradient, torch.autograd.grad(wanted, case["hidden"])[0], atol=1e-6)
     assert torch.allclose(found.ce, (ce * known).sum((0, 1)), rtol=1e-5) and not found.ce.requires_grad
@@ -136,7 +148,7 @@ def test_unknown_rows_contribute_nothing(case, objective):
     case["hidden"][unknown] = 50.0
     case["teacher"][unknown] = -3.0
     case["targets"][unknown] = 1
-    for name, value in vars(losses(case, objective)).items():
+    for name, value in figures(losses(case, objective)):
         assert torch.allclose(value, getattr(before, name)), name
 
 
@@ -152,17 +164,8 @@ def test_losses_of_parts_add_up_to_those_of_the_whole():
             for row in range(2)
         ]  # fmt: skip
         parts = [student(row) for row in rows]
-    for name, value in vars(whole).items():
+    for name, value in figures(whole):
         assert torch.allclose(value, sum(getattr(part, name) for part in parts), rtol=1e-5), name
-
-
-def test_a_further_loss_is_weighted_like_the_others(case):
-    extra = torch.rand(*BLOCKS, ROWS, generator=torch.Generator().manual_seed(4))
-    for objective in (Objective(), Objective(weighting="dpace")):
-        without, joined = losses(case, objective), losses(case, objective, extra=extra)
-        weight = objective.weights(full(case)[0], case["known"]) * case["known"]
-        assert torch.allclose(joined.loss - without.loss, (weight * extra).sum(), atol=1e-6)
-        assert torch.equal(joined.ce, without.ce)
 
 
 def test_multiplier_and_soft_cap_of_the_drafter_shape_the_loss(case):
@@ -185,7 +188,7 @@ def test_all_other_ids_sampled_is_the_whole_softmax(case):
     for objective in (Objective(), Objective(weighting="dpace"), Objective(kl=0.5)):
         whole = losses(case, objective, vocabulary=vocabulary)
         part = losses(case, objective, vocabulary=sampled(case, VOCAB, bias=bias))
-        for name, value in vars(part).items():
+        for name, value in figures(part):
             assert torch.allclose(value, getattr(whole, name), rtol=1e-5), name
 
 
@@ -259,6 +262,9 @@ def test_bad_options_are_refused_by_name():
         ({"alpha": 1.5}, ["alpha=1.5"]),
         ({"kl": -1.0}, ["kl=-1.0", "at least 0"]),
         ({"kl": math.nan}, ["kl=nan"]),
+        ({"tv": -1.0}, ["tv=-1.0", "at least 0"]),
+        ({"selector": math.nan}, ["selector=nan"]),
+        ({"ce": 0.0}, ["ce=0", "kl=0 and tv=0"]),
         ({"kl": math.inf}, ["kl=inf"]),
         ({"rows_per_chunk": 0}, ["rows_per_chunk=0"]),
     ):

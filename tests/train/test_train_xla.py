@@ -15,7 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from support import ROOT
-from support.tiny import VOCAB, make_pair
+from support.authors import SECOND
+from support.tiny import VOCAB, make_pair, randomise
 
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
@@ -70,14 +71,16 @@ def forgotten():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def make_student(objective=None, seed=3):
-    target, drafter = make_pair("qwen3", seed=seed, num_hidden_layers=1)
+def make_student(objective=None, seed=3, **overrides):
+    target, drafter = make_pair("qwen3", seed=seed, num_hidden_layers=1, **overrides)
+    if overrides:
+        randomise(drafter, seed)  # its further parts begin as nothing
     return Student(drafter, target, objective or Objective(rows_per_chunk=7))
 
 
-def trainers(objective=None, options=OPTIONS, longest=53):
+def trainers(objective=None, options=OPTIONS, longest=53, **overrides):
     """(torch trainer, XLA trainer, schedule) of students with the same weights."""
-    first, second = make_student(objective), make_student(objective)
+    first, second = make_student(objective, **overrides), make_student(objective, **overrides)
     schedule = plan_fit(first, RandomSequences(longest), options)
     AcceleratorState._reset_state(reset_partial_state=True)
     one = TorchTrainer(first, schedule, Accelerator(cpu=True, mixed_precision=options.mixed_precision))
@@ -168,6 +171,7 @@ CASES = {
     "dpace": ({"weighting": "dpace"}, {}),
     "kl": ({"kl": 0.5}, {"accumulation": 2}),
     "dpace, kl, sampled": ({"weighting": "dpace", "kl": 0.5}, {"sampled_vocabulary": 9}),
+    "dflash2": ({"weighting": "dpace", "ce": 0.1, "tv": 0.9, "selector": 0.5}, {"sampled_vocabulary": 9}),
 }
 
 
@@ -177,12 +181,13 @@ def test_steps_agree_with_torch(case):
     objective = Objective(rows_per_chunk=7, **objective)
     # With accumulation, batches of two widths meet in a step.
     longest = 70 if "accumulation" in options else 53
-    one, other, schedule = trainers(objective, dataclasses.replace(OPTIONS, **options), longest)
+    given = SECOND if case == "dflash2" else {}
+    one, other, schedule = trainers(objective, dataclasses.replace(OPTIONS, **options), longest, **given)
     for count in (1, schedule.steps):
         for ours, theirs in zip(*(take_steps(each, schedule, count) for each in (one, other)), strict=True):
             for name in ("loss", "norm", "acceptance_length"):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
-            assert ours["blocks"] == theirs["blocks"]
+            assert ours["blocks"] == theirs["blocks"] and ours.get("recall") == theirs.get("recall")
             assert ours["cross_entropy"] == pytest.approx(theirs["cross_entropy"], abs=2e-3)
         assert max(gap(one, other)) < 1e-4, count
     if case == "decay":

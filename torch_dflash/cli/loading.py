@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
@@ -17,6 +17,7 @@ from torch_dflash.demo.pair import load_demo_drafter
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.proposers.checkpoints import load_drafter
+from torch_dflash.published.load import IncompleteWeights, load_target
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 # What a missing, damaged or foreign checkpoint makes transformers and safetensors raise.
@@ -110,22 +111,17 @@ def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
         raise UserError(f"--target {source}: that is a DFlash drafter; pass it as --drafter.")
     with reading("--target", source):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        loading: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
-        model, info = loading
-    if info["missing_keys"]:
-        raise UserError(
-            f"--target {source}: its weights lack {sorted(info['missing_keys'])[:3]}; transformers would "
-            "fill them at random. Check that the checkpoint is complete and a causal LM."
-        )
+        try:
+            model = load_target(folder, dtype)
+        except IncompleteWeights as error:
+            raise UserError(f"--target {error}") from None
     return model, tokenizer
 
 
 def _load_drafter(source: str, dtype: Any) -> PreTrainedModel:
     folder = existing("--drafter", source, DRAFTERS)
     with reading("--drafter", source):
-        return load_drafter(folder, dtype)
+        return load_drafter(folder, dtype=dtype)
 
 
 def existing(field: str, source: str, names: Collection[str]) -> str:

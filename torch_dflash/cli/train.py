@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import shlex
 import sys
@@ -20,9 +19,9 @@ from torch_dflash.cli.arguments import check_device, tell_penalty, template_opti
 from torch_dflash.cli.dataclass_options import add_options, read_options
 from torch_dflash.cli.errors import UserError, fail, one_line
 from torch_dflash.cli.fit_command import MAX_LENGTH, fit_command, target_name
+from torch_dflash.cli.fit_drafter import drafter_to_fit
 from torch_dflash.cli.loading import load_pair, place_of
 from torch_dflash.cli.writable import check_folder
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.answers import provenance
 from torch_dflash.train.answers.data import Answer, read_answers, read_prompts
@@ -35,7 +34,7 @@ from torch_dflash.train.features.extract import (
     encode_answers,
 )
 from torch_dflash.train.features.sequences import CachedSequences, OnlineSequences
-from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.architecture import DrafterShape
 from torch_dflash.train.fit.objective import Objective
 from torch_dflash.train.fit.options import FitOptions
 from torch_dflash.train.fit.student import Student
@@ -205,7 +204,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     # Of the target, a fit on cached features needs embedding and head alone, which the student takes along.
     place = str(process.device) if process and not arguments.features else None
     loaded = _load(arguments, arguments.start_from or "none", place)
-    drafter = _drafter(loaded, arguments).float()  # the trained weights; products may be in bfloat16
+    drafter = drafter_to_fit(loaded, arguments).float()  # the trained weights; products may be in bfloat16
     taps = tuple(drafter.config.target_layer_ids)
     student = Student(
         drafter,
@@ -217,7 +216,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         sequences = CachedSequences(arguments.features)
     else:
         encoded = encode_answers(loaded.tokenizer, answers, _room(loaded.target, arguments.max_length))
-        wanted = (*taps, student.last_layer) if objective.kl else taps
+        wanted = (*taps, student.last_layer) if objective.distils else taps
         dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
         sequences = OnlineSequences(encoded, FeatureExtractor(loaded.target, wanted, dtype, "eager"))
     if arguments.runtime == "xla":
@@ -272,24 +271,6 @@ def _process(device: str | None) -> AcceleratorState:
     if place.index is not None:
         torch.accelerator.set_device_index(place.index)
     return process
-
-
-def _drafter(loaded: Any, arguments: argparse.Namespace) -> DFlashDraftModel:
-    if arguments.start_from is None:
-        if arguments.mask_token_id is None:
-            raise UserError(
-                "--mask-token-id: a new drafter needs one, an id that no text holds; --start-from takes that "
-                "of the drafter."
-            )
-        return new_drafter(loaded.target, read_options(DrafterShape, arguments))
-    if not isinstance(loaded.drafter, DFlashDraftModel) or loaded.drafter.config.second:
-        raise UserError(f"--start-from {arguments.start_from}: pass a DFlash v1 drafter's directory or id.")
-    for field in dataclasses.fields(DrafterShape):
-        if getattr(arguments, field.name) not in (None, field.default):
-            raise UserError(
-                f"--{field.name.replace('_', '-')}: --start-from takes the drafter's own; leave one out."
-            )
-    return loaded.drafter
 
 
 def _room(target: Any, max_length: int) -> int:

@@ -14,8 +14,8 @@ from torch_dflash.doctor.recorded import Text
 from torch_dflash.doctor.template import other_way, with_other_way
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
-from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.pair import check_pair
 from torch_dflash.train.answers.data import encode_conversation
 
 SPARE = 3

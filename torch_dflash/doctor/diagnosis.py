@@ -12,9 +12,9 @@ from torch_dflash.doctor.changes import Change, changes
 from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
-from torch_dflash.doctor.static import Finding, findings
-from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.notes import Finding, findings
+from torch_dflash.proposers.pair import check_pair
 
 SURE = 3.5
 """Standard errors that a change has to gain: hundreds are tried."""

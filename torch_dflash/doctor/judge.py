@@ -53,6 +53,7 @@ class Judge:
     ):
         self.target, self.drafter, self.recorded = target, drafter, list(recorded)
         self.width = drafter.config.block_size
+        self._norm = final_norm(target)
         self._embedding = target.get_input_embeddings().weight
         self._words = torch.cat([one.text.ids for one in self.recorded]).long().unique().to(target.device)
         places = [
@@ -119,7 +120,7 @@ class Judge:
     def batch(self, convention: Convention, one: Recorded, anchors: list[int]) -> Batch:
         """What the drafter is given of a text."""
         states = [one.states[tap + 1] for tap in convention.taps]
-        norm = final_norm(self.target) if convention.normed else None
+        norm = self._norm if convention.normed else None
         features = torch.cat([state if norm is None else norm(state) for state in states], dim=-1)
         device = features.device
         return Batch(

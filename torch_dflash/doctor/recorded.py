@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_dflash.target.final_norm import final_norm
+from torch_dflash.target.blocks import block_of, check_tappable, tapped
+from torch_dflash.target.trace import blocks_of
 
 
 @dataclass(frozen=True)
@@ -35,34 +36,28 @@ def record(target: Any, texts: Sequence[Text]) -> list[Recorded]:
     """Run ``target`` over each text once.
 
     Raises:
-        ValueError: it does not hand out the state behind each of its layers.
+        ValueError: its layers cannot be tapped, or it is none that decodes here.
     """
-    layers = target.config.get_text_config().num_hidden_layers
-    found = []
+    blocks = blocks_of(target)
+    check_tappable(target, blocks)
+    layers, found = tuple(range(len(blocks.paths))), []
     for text in texts:
-        ids = text.ids[None].to(target.device)
-        with _inputs_of(final_norm(target)) as seen:
-            states = target(ids, output_hidden_states=True, use_cache=False).hidden_states
-        if states is None or len(states) != layers + 1:
-            count = 0 if states is None else len(states)
-            raise ValueError(
-                f"target={type(target).__name__} hands out {count} hidden states for {layers} layers; its "
-                "conventions cannot be judged, call td.check(target) for what it computes."
-            )
-        last = [*states[:-1], *seen[-1:]] if seen else states
-        found.append(Recorded(text, [state[0].detach() for state in last]))
+        outputs: dict[int, Tensor] = {}
+        with tapped(target, blocks, layers, outputs), _input_of(block_of(target, blocks, 0), outputs):
+            target(input_ids=text.ids[None].to(target.device), use_cache=False)
+        found.append(Recorded(text, [outputs[layer][0].detach() for layer in (-1, *layers)]))
     return found
 
 
 @contextmanager
-def _inputs_of(norm: torch.nn.Module | None) -> Iterator[list[Tensor]]:
-    """What ``norm`` is given while the context is open: transformers hands out the last state behind it."""
-    seen: list[Tensor] = []
-    if norm is None:
-        yield seen
-        return
-    hook = norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+def _input_of(block: nn.Module, outputs: dict[int, Tensor]) -> Iterator[None]:
+    """While open, what the first ``block`` is given comes to stand at -1: the embedding's output."""
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        outputs[-1] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+    hook = block.register_forward_pre_hook(keep, with_kwargs=True)
     try:
-        yield seen
+        yield
     finally:
         hook.remove()

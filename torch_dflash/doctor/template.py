@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_dflash.doctor.changes import Change
 from torch_dflash.doctor.diagnosis import SURE, WEAK, Diagnosis, Tried
-from torch_dflash.doctor.static import Finding
+from torch_dflash.proposers.notes import Finding
 
 VARIABLES = ("enable_thinking", "thinking")
 """What chat templates call it."""

@@ -13,11 +13,14 @@ from torch_dflash.engine.answers import RESPONSE_FORMAT
 from torch_dflash.engine.options import OF_AN_ENGINE
 from torch_dflash.engine.refusals import config_fields
 from torch_dflash.engine.rules import OURS
+from torch_dflash.engine.text_alone import MEDIA
 from torch_dflash.engine.told import OF_LOGITS
 
 # Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own, and
 # `top_logprobs` what it asks of an engine that may keep more.
 COMPILED = frozenset(OF_AN_ENGINE) - {"max_length", "top_logprobs"}
+_TEXT = "block decoding reads text alone; use the target's own generate for images, videos and sound"
+_ALONE = "block decoding reads input_ids and attention_mask alone; leave it out"
 _ONE_TOKEN = "written for one token at a time"
 _OPTIONS = {
     "logits_processor": f"{_ONE_TOKEN}; pass options, or processors=(td.HostProcessor(...),)",
@@ -29,7 +32,7 @@ _OPTIONS = {
     "cache_position": "block decoding counts positions itself; leave it out",
     "past_key_values": "block decoding keeps its own cache; pass the whole input_ids without it",
     "token_type_ids": "block decoding knows text alone; pass zeros or leave it out",
-    "mm_token_type_ids": "block decoding knows text alone; pass zeros or leave it out",
+    "mm_token_type_ids": f"{_TEXT}, and pass zeros for text",
     "assistant_model": "the drafter stands beside the target; leave it out",
     "synced_gpus": "every process decodes on its own; pass synced_gpus=False",
     "streamer": "this call hands out its tokens itself; generate takes a streamer",
@@ -93,7 +96,7 @@ def take_arguments(options: dict[str, Any], target: Any) -> None:
                 "fields of transformers' GenerationConfig."
             )
         if name not in _IGNORED and not _NOTHING.get(name, lambda _: False)(value):
-            fix = _OPTIONS.get(name, "block decoding reads input_ids and attention_mask alone; leave it out")
+            fix = _OPTIONS.get(name, _TEXT if MEDIA.search(name) else _ALONE)
             raise ValueError(f"{_shown(name, value)}: {fix}.")
 
 

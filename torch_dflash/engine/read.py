@@ -15,6 +15,7 @@ from torch_dflash.engine.prompts import check_ids, split_rows
 from torch_dflash.engine.request import Request, defaults_of, resolve
 from torch_dflash.engine.rules import check_covered
 from torch_dflash.engine.seeds import seed_key
+from torch_dflash.engine.text_alone import check_text_alone
 from torch_dflash.engine.told import check_told
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Processor
@@ -48,6 +49,7 @@ def read_request(
     pad = request.pad_token_id if named else None
     pads = [None if pad in stops else pad for stops in request.stop_ids]
     rows = split_rows(input_ids, attention_mask, vocab_size, pads, position_ids)
+    check_text_alone(rows, target)
     return replace(request, rows=rows)
 
 

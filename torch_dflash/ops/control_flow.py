@@ -26,8 +26,8 @@ def chunked(step: Callable, size: int, *rows: Tensor) -> tuple[Tensor, ...]:
     """``step`` over ``rows`` [R, ...] in chunks of ``size``, whose inner values exist one chunk at a time.
 
     For steps that are independent per row and much larger inside than outside (logits over a vocabulary).
-    ``step`` returns a tuple of tensors [r], one number a row; so does this, joined along the rows. Gradients
-    flow to ``rows`` alone, not to what ``step`` closes over.
+    ``step`` returns a tuple of tensors [r, ...]; so does this, joined along the rows. Gradients flow through
+    those that hold one number a row, and to ``rows`` alone, not to what ``step`` closes over.
     """
     outputs = [
         _Chunk.apply(step, *piece) for piece in zip(*(tensor.split(size) for tensor in rows), strict=True)

@@ -21,11 +21,15 @@ KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
 """Config and model, by whether a config.json is a DFlash2 drafter's."""
 
 
-def load_drafter(source: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> DFlashDraftModel:
+def load_drafter(
+    source: str | os.PathLike[str], target: Any = None, dtype: Any = "auto", **options: Any
+) -> DFlashDraftModel:
     """The drafter in a directory or hub repository, of whichever kind its ``config.json`` says.
 
     Args:
         source: a path or a hub id.
+        target: the model it is for, its config, its directory or its hub id: what does not fit is refused
+            before any weight is read, and what is odd is warned of. None: an engine checks when it is built.
         dtype: of its weights; "auto" is the type they are stored in.
         **options: further ones of ``from_pretrained`` (``revision``, ``subfolder``, ``token`` ...).
 
@@ -36,7 +40,7 @@ def load_drafter(source: str | os.PathLike[str], dtype: Any = "auto", **options:
         OSError, ValueError, TypeError: it cannot be read, by the field or tensor that is at fault.
     """
     _, model = _kind(source, options)
-    drafter: Any = model.from_pretrained(source, dtype=dtype, **options)
+    drafter: Any = model.from_pretrained(source, target=target, dtype=dtype, **options)
     return drafter
 
 

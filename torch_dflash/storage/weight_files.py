@@ -56,26 +56,56 @@ def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> list[Path]:
         FileNotFoundError: no safetensors, or a shard that the index names is absent.
         ValueError: the index is damaged, or names a file outside of the checkpoint.
     """
+    return _find(path_or_id, hub)[0]
+
+
+def _find(path_or_id: str | os.PathLike[str], hub: dict[str, Any]) -> tuple[list[Path], Path | None]:
+    """The files, and the index that names them if there is more than one."""
     absent_is_none: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
     single = cached_file(path_or_id, SAFE_WEIGHTS_NAME, **absent_is_none)
     if single is not None:
-        return [Path(single)]
+        return [Path(single)], None
     index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **absent_is_none)
     if index is None:
         raise FileNotFoundError(
             f"{path_or_id} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load "
             "it with AutoModelForCausalLM and save_pretrained() it: no other kind is read."
         )
-    _check_index(Path(index))
+    named_files(Path(index))
     files = [Path(file) for file in get_checkpoint_shard_files(path_or_id, index, **hub)[0]]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{index} names {file.name}, which is not there; fetch it again.")
-    return files
+    return files, Path(index)
 
 
-def _check_index(file: Path) -> None:
-    """Raise ``ValueError`` unless ``file`` is what transformers reads as an index."""
+def read_checkpoint(path_or_id: str | os.PathLike[str], **hub: Any) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by name, of one file or of all shards; reads no data.
+
+    Raises:
+        FileNotFoundError, ValueError: as `find_files` and `read_headers`; or a tensor that the index names
+            lies in no file.
+    """
+    files, index = _find(path_or_id, hub)
+    stored = read_headers(files)
+    named = {} if index is None else named_files(index)
+    absent = sorted(set(named) - set(stored))
+    if absent:
+        raise ValueError(
+            f"{index} says that {absent[0]} is in {named[absent[0]]}, but none of its files holds it (of "
+            f"{len(absent)} tensors); fetch it again, or save_pretrained() the model anew."
+        )
+    return stored
+
+
+def beside(files: list[Path]) -> list[Path]:
+    """The other safetensors files in the checkpoint's folder: nothing of them is read."""
+    known = {file.name for file in files}
+    return sorted(one for one in files[0].parent.glob("*.safetensors") if one.name not in known)
+
+
+def named_files(file: Path) -> dict[str, str]:
+    """Tensors and their files by an index; ``ValueError`` unless it is what transformers reads as one."""
     fix = "fetch it again, or save_pretrained() the model anew."
     try:
         index = json.loads(file.read_text(encoding="utf-8"))
@@ -91,6 +121,7 @@ def _check_index(file: Path) -> None:
             raise ValueError(
                 f"{file}: weight_map says that {tensor} is in {name!r}, outside of the checkpoint; {fix}"
             )
+    return names
 
 
 def _leaves(name: str) -> bool:
@@ -103,9 +134,9 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     """Every tensor of the files by name; reads no data.
 
     Raises:
-        ValueError: a damaged file, or a type that no plain weight has.
+        ValueError: a damaged file, a type that no plain weight has, or a tensor that lies in two files.
     """
-    found = {}
+    found: dict[str, Stored] = {}
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
@@ -114,6 +145,11 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
                     dtype = _DTYPES.get(part.get_dtype())
                     if dtype is None:
                         raise ValueError(f"{file}: {name} is stored as {part.get_dtype()}. {CONVERTED}")
+                    if name in found:
+                        raise ValueError(
+                            f"{name} lies in {found[name].file.name} and in {file}; which one counts is not "
+                            "said. Remove one, or save_pretrained() the model anew."
+                        )
                     found[name] = Stored(file, name, tuple(part.get_shape()), dtype)
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged ({error}); fetch it again.") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
 from torch_dflash.ops.windows import positions, take_row
 from torch_dflash.plan import DecodePlan
+from torch_dflash.target.blocks import check_tappable, tapped
 from torch_dflash.target.skeleton import build_skeleton, remembered_in
 from torch_dflash.target.tested import check_implementations
 from torch_dflash.target.trace import trace_layers
@@ -57,7 +58,7 @@ class Target(nn.Module):
         runs = model.device.type != "meta"
         own = model.config.get_text_config()._attn_implementation
         tried = build_skeleton(model)  # a forward may leave tensors of the meta device in it
-        self.specs = trace_layers(tried, own if runs else None)
+        self.specs, self.blocks = trace_layers(tried, own if runs else None)
         traced()
         remember(self.model, model, tried, partial(build_skeleton, model))
         self._windows = tuple(spec.window for spec in self.specs)
@@ -91,11 +92,8 @@ class Target(nn.Module):
             raise ValueError(
                 f"taps={taps!r}: {odd} are no layers of the target, which has 0 to {layers - 1}."
             )
-        if taps and not hasattr(self.model.get_decoder(), "layers"):
-            raise ValueError(
-                f"target={type(self.model).__name__}: its decoder has no `layers` to tap, so nothing can be "
-                "drafted from its hidden states; pass NGramProposer() or None as the drafter."
-            )
+        if taps:
+            check_tappable(self.model, self.blocks)
 
     def start(self, plan: DecodePlan) -> tuple:
         """Empty cache for ``plan``, on the weights' device and in their dtype."""
@@ -126,7 +124,7 @@ class Target(nn.Module):
             ids: tokens; rows past what is committed later are harmless.
             start: first position of each sequence's rows.
             cache: per-layer states, consumed.
-            taps: layers whose outputs (before the final norm) are joined into ``features``.
+            taps: layers whose outputs (`Blocks`) are joined into ``features``.
             page_table: page numbers, where the cache is paged.
             count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
                 to the last of them alone.
@@ -138,7 +136,7 @@ class Target(nn.Module):
         position = positions(start, ids.shape[1])
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
-            hooks.enter_context(tapped(self.model, taps, outputs))
+            hooks.enter_context(tapped(self.model, self.blocks, taps, outputs))
             hooks.enter_context(remembered_in(view))
             if count is not None:
                 row = (count - 1).clamp(min=0)
@@ -159,24 +157,3 @@ class Target(nn.Module):
 def _no_mask(device) -> Tensor:
     """Keeps transformers from making masks of its own: models hand a 4-D one on, and it is not read."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-@contextmanager
-def tapped(skeleton: Any, taps: tuple[int, ...], outputs: dict[int, Tensor]) -> Iterator[None]:
-    """While open, a forward of ``skeleton`` leaves the outputs of the layers ``taps`` in ``outputs``."""
-    with ExitStack() as hooks:
-        for tap in taps:
-            hook = _layer(skeleton, tap).register_forward_hook(_keep(outputs, tap))
-            hooks.callback(hook.remove)
-        yield
-
-
-def _layer(skeleton: Any, tap: int) -> nn.Module:
-    return skeleton.get_decoder().layers[tap]
-
-
-def _keep(outputs: dict[int, Tensor], tap: int):
-    def hook(module, args, output):
-        outputs[tap] = output[0] if isinstance(output, tuple) else output
-
-    return hook

@@ -6,8 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from torch_dflash.target.trace import blocks_of
+
 
 def final_norm(target: Any) -> nn.Module | None:
-    """The live target's own, where its decoder has one by the name of ``norm``."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    return norm if isinstance(norm, nn.Module) else None
+    """The live target's own, where its head reads what a module makes of the last block's output.
+
+    Raises:
+        ValueError: the target is none that decodes here.
+    """
+    path = blocks_of(target).norm
+    return None if path is None else target.get_submodule(path)

@@ -45,6 +45,8 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **m
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     given = {"sinks": more.get("s_aux"), "softcap": more.get("softcap")}
+    if more.get("is_causal") is None:  # as transformers' sdpa reads it
+        more["is_causal"] = getattr(module, "is_causal", True)
     cache = _memory.get()
     inputs = AttentionInputs(query, key, value, cache.start, scale, **given)
     return cache.attend(module.layer_idx, inputs, attention_mask, more).contiguous(), None

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,8 +18,9 @@ from torch_dflash.cache.dense import attend_densely
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import context_of, field_of
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.target.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.target.masks import read_window
-from torch_dflash.target.skeleton import remembered_in
+from torch_dflash.target.skeleton import build_skeleton, remembered_in
 
 SUPPORTED = "supported are decoders of causal attention alone, such as Llama, Qwen3, Gemma 3 and gpt-oss"
 # What models hand to their attention and what changes no score: a round gives positions and cache itself.
@@ -45,9 +46,10 @@ class Refusal(ValueError):
 class RecordingCache(Cache):
     """Notes what each layer hands over; run once on meta tensors to learn shapes and masks."""
 
-    def __init__(self, said: int = 0):
+    def __init__(self, said: int = 0, calls: CallRecorder | None = None):
         super().__init__(layers=[])
         self.said = said  # the answer to how many tokens are cached
+        self.calls = calls
         self.start = torch.zeros(1, dtype=torch.int32, device="meta")
         self.shapes: dict[int, tuple[int, int, int]] = {}
         self.masks: dict[int, Callable] = {}
@@ -78,9 +80,16 @@ class RecordingCache(Cache):
         unknown = sorted(n for n in more.keys() - HARMLESS - HONOURED if more[n] is not None)
         if unknown:
             raise Refusal(f"layer {layer_idx} hands {unknown[0]} to its attention, which would be ignored")
+        if more.get("is_causal") is False:
+            raise Refusal(
+                f"layer {layer_idx} says is_causal=False, which some attention implementations follow and "
+                "others do not (use_bidirectional_attention in its config?)"
+            )
         self.beyond_sdpa |= {n for n in ("softcap", "s_aux") if more.get(n) is not None}
         self.masks[layer_idx] = self._rule_of(mask, layer_idx)
         self.windows[layer_idx] = more.get("sliding_window")
+        if self.calls is not None:
+            self.calls.attended(layer_idx)
         if self._handed is None or inputs.key is not self._handed[0] or inputs.value is not self._handed[1]:
             self.latent.add(layer_idx)
         return attend_densely(inputs, inputs.key, inputs.value, None)
@@ -105,8 +114,15 @@ class RecordingCache(Cache):
         return self.said
 
 
-def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[LayerSpec, ...]:
-    """Learn each layer's cache from one forward on meta tensors: configs disagree about K, V and windows.
+class Traced(NamedTuple):
+    """What a forward shows: each layer's cache, and where the layers lie."""
+
+    specs: tuple[LayerSpec, ...]
+    blocks: Blocks
+
+
+def trace_layers(skeleton: Any, implementation: str | None = None) -> Traced:
+    """Learn of the layers from one forward on meta tensors: configs disagree about K, V, windows and names.
 
     Args:
         skeleton: the target's architecture with our attention.
@@ -126,10 +142,11 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> tuple[Laye
         return _trace(skeleton, name, implementation)
 
 
-def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerSpec, ...]:
-    cache = RecordingCache()
+def _trace(skeleton: Any, name: str, implementation: str | None) -> Traced:
+    cache = RecordingCache(calls=(calls := CallRecorder(skeleton)))
     try:
-        _run(skeleton, cache, rows=1, length=2)
+        with calls.recording():
+            _run(skeleton, cache, rows=1, length=2)
     except Refusal as refusal:
         raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
     except Exception as error:  # whatever a model of another kind trips over
@@ -144,7 +161,16 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> tuple[LayerS
             f"target={name}: its layers hand {min(cache.beyond_sdpa)} to their attention, which sdpa "
             "drops in some releases of transformers; load the target with attn_implementation='eager'."
         )
-    return _specs(cache, skeleton, name)
+    return Traced(_specs(cache, skeleton, name), find_blocks(calls))
+
+
+def blocks_of(model: Any) -> Blocks:
+    """Where the layers of a live model lie.
+
+    Raises:
+        ValueError: as `trace_layers`.
+    """
+    return trace_layers(build_skeleton(model)).blocks
 
 
 def run_otherwise(skeleton: Any) -> Iterator[bool]:

@@ -75,14 +75,14 @@ class DFlashLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, block, context, rope, block_rope, memory, blocks) -> Float[Tensor, "B W H"]:
+    def forward(self, block, context, rope, block_rope, memory, blocks=1) -> Float[Tensor, "B W H"]:
         """``rope`` covers context rows then block rows; ``block_rope`` the block rows alone."""
         normed = self.input_layernorm(block)  # the context is already normed, and must not be twice
         block = block + self.attend(normed, blocks, context, rope, block_rope, memory)
         return block + self.feed(self.post_attention_layernorm(block), blocks)
 
     def attend(self, normed, blocks, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
-        """From normed block rows to both."""
+        """From normed block rows to both; which rows of ``blocks`` see each other is ``memory``'s to say."""
         key, value = self.self_attn.key_value(torch.cat([context, normed], dim=1), rope)
         return self.self_attn(normed, block_rope, memory(self.self_attn, key, value))
 
@@ -170,9 +170,9 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
     ) -> Float[Tensor, "B W H"]:
         """The stack on a block, given projected context rows new to this pass, up to the final norm.
 
-        ``position`` holds absolute positions of the context rows, then of the block rows. ``noise`` may be
-        several ``blocks``, one behind the other, which ``memory`` keeps apart.
+        ``position`` holds absolute positions of the context rows, then of the block rows.
         ``memory(attention, key, value)`` stores what a cache keeps and returns an `Attend` over all of it.
+        ``blocks``: how many blocks, one behind the other, the W rows are (training drafts many in one pass).
         """
         rope = self.rotary_emb(noise, position)
         block_rope = tuple(table[:, context.shape[1] :] for table in rope)

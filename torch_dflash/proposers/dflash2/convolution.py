@@ -33,26 +33,18 @@ class DynamicConvolution(nn.Module):
             self.base_kernel[:, 0] = 1
             self.kernel_projection.weight.zero_()
 
-    def before(self, rows: Float[Tensor, "B W H"], blocks: int) -> tuple[Float[Tensor, "B W H"], Tensor]:
+    def before(self, rows: Float[Tensor, "B W H"]) -> tuple[Float[Tensor, "B W H"], Tensor]:
         """(rows for the sublayer, the dynamic kernel [B, W, taps, groups] of `after`)."""
         kernels = self.kernel_projection(rows).unflatten(-1, (2, self.taps, self.groups))
-        return convolve(rows, kernels[..., 0, :, :], self.base_kernel[0], blocks), kernels[..., 1, :, :]
+        return convolve(rows, kernels[..., 0, :, :], self.base_kernel[0]), kernels[..., 1, :, :]
 
-    def after(self, rows: Float[Tensor, "B W H"], kernel: Tensor, blocks: int) -> Float[Tensor, "B W H"]:
+    def after(self, rows: Float[Tensor, "B W H"], kernel: Tensor) -> Float[Tensor, "B W H"]:
         """The sublayer's output, convolved."""
-        return convolve(rows, kernel, self.base_kernel[1], blocks)
+        return convolve(rows, kernel, self.base_kernel[1])
 
 
-def convolve(
-    rows: Float[Tensor, "B W H"], dynamic: Tensor, base: Tensor, blocks: int = 1
-) -> Float[Tensor, "B W H"]:
-    """Each row and those before it, weighted by ``base`` [taps, H] and ``dynamic`` [B, W, taps, groups].
-
-    Of several ``blocks``, one behind the other, none sees rows of another.
-    """
-    if blocks > 1:
-        apart = (tensor.unflatten(1, (blocks, -1)).flatten(0, 1) for tensor in (rows, dynamic))
-        return convolve(*apart, base).reshape(rows.shape)
+def convolve(rows: Float[Tensor, "B W H"], dynamic: Tensor, base: Tensor) -> Float[Tensor, "B W H"]:
+    """Each row and those before it, weighted by ``base`` [taps, H] and ``dynamic`` [B, W, taps, groups]."""
     taps, groups = dynamic.shape[2:]
     out = torch.zeros_like(rows)
     for back in range(taps):

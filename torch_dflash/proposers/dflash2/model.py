@@ -27,12 +27,22 @@ class DFlash2Layer(DFlashLayer):
         self.attention_conv, self.mlp_conv = DynamicConvolution(*sizes), DynamicConvolution(*sizes)
 
     def attend(self, normed, blocks, *rest) -> Float[Tensor, "B W H"]:
-        normed, kernel = self.attention_conv.before(normed, blocks)
-        return self.attention_conv.after(super().attend(normed, blocks, *rest), kernel, blocks)
+        rows, kernel = self.attention_conv.before(_apart(normed, blocks))
+        rows = super().attend(_in_line(rows, blocks), blocks, *rest)
+        return _in_line(self.attention_conv.after(_apart(rows, blocks), kernel), blocks)
 
     def feed(self, normed, blocks) -> Float[Tensor, "B W H"]:
-        normed, kernel = self.mlp_conv.before(normed, blocks)
-        return self.mlp_conv.after(super().feed(normed, blocks), kernel, blocks)
+        rows, kernel = self.mlp_conv.before(_apart(normed, blocks))
+        return _in_line(self.mlp_conv.after(super().feed(rows, blocks), kernel), blocks)
+
+
+def _apart(rows: Float[Tensor, "B R H"], blocks: int) -> Tensor:
+    """Blocks that stand in line as rows of the batch: no convolution reaches from one into the next."""
+    return rows.unflatten(1, (blocks, -1)).flatten(0, 1)
+
+
+def _in_line(rows: Tensor, blocks: int) -> Float[Tensor, "B R H"]:
+    return rows.unflatten(0, (-1, blocks)).flatten(1, 2)
 
 
 class DFlash2DraftModel(DFlashDraftModel):

@@ -37,6 +37,13 @@ class CandidateSelector(nn.Module):
             self.successor_codebook.zero_()
             self.hidden_projection.weight.normal_(std=std)
 
+    def transitions(
+        self, hidden: Float[Tensor, "R H"], previous: Int[Tensor, " R"], candidates: Int[Tensor, "R K"]
+    ) -> Float[Tensor, "R K"]:
+        """What follows ``previous`` adds to each candidate's logit: the bilinear term, of any rows."""
+        key = F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(hidden)
+        return torch.matmul(F.embedding(candidates, self.successor_codebook), key[..., None])[..., 0]
+
     def forward(
         self, hidden: Float[Tensor, "B N H"], logits: Float[Tensor, "B N V"], anchor: Int[Tensor, " B"]
     ) -> Int[Tensor, "B N"]:

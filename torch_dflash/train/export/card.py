@@ -9,6 +9,7 @@ from typing import Any
 from torch_dflash.storage.files import write_atomically
 from torch_dflash.train.answers.provenance import data_section
 from torch_dflash.train.files import MANIFEST
+from torch_dflash.train.fit.heads import head_of
 from torch_dflash.train.fit.log import read_log
 
 CARD = "README.md"
@@ -24,6 +25,7 @@ def model_card(
         config: the drafter's. weights: how many it has. fitted: the fit's directory. name: the target's.
         data: what `train.answers.provenance` says of the answers. command: what repeats the fit.
     """
+    layers = f"{config.num_hidden_layers} layers (`--head {head_of(config)}`)"
     settings = json.loads((fitted / MANIFEST).read_text())
     lines = read_log(fitted / "log.jsonl")
     last = [line for line in lines if line["kind"] == "held_out"][-1]
@@ -38,13 +40,13 @@ tags: [dflash, speculative-decoding]
 # DFlash drafter for {name}
 
 Drafts blocks of {config.block_size} (the anchor included) for {name}: {weights / 1e6:.2f} M weights in
-{config.num_hidden_layers} layers, taps {config.target_layer_ids}, mask id {config.mask_token_id}. It has no
+{layers}, taps {config.target_layer_ids}, mask id {config.mask_token_id}. It has no
 embedding and no head: both are the target's. The output of speculative decoding is the target's own.
 
 ```python
 import torch_dflash as td
 
-drafter = td.DFlashDraftModel.from_pretrained("path/to/this/directory", dtype=target.dtype)
+drafter = td.load_drafter("path/to/this/directory", dtype=target.dtype)
 out = td.generate(target, drafter, **inputs, max_new_tokens=256, return_dict_in_generate=True)
 print(out.stats.mean_acceptance_length)
 ```

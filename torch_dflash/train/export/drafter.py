@@ -42,7 +42,7 @@ def export_drafter(
     """
     copied: Any = copy.deepcopy(drafter)
     copied = copied.to(dtype)
-    copied.config.architectures = ["DFlashDraftModel"]
+    copied.config.architectures = [type(drafter).__name__]
     if data is not None and data[TEMPLATE]:  # evaluations ask as the answers were asked
         copied.config.dflash_config[TEMPLATE] = data[TEMPLATE]
     name = name or Path(target.config.name_or_path).name or type(target).__name__

@@ -26,8 +26,9 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import PlainProposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.storage.files import StageError
-from torch_dflash.target.adapter import tapped
+from torch_dflash.target.blocks import check_tappable, tapped
 from torch_dflash.target.skeleton import build_skeleton
+from torch_dflash.target.trace import blocks_of
 from torch_dflash.target.weights import collect_tensors
 from torch_dflash.train.answers.data import Answer, encode_conversation
 from torch_dflash.train.features.fingerprint import TargetFingerprint
@@ -141,6 +142,8 @@ class FeatureExtractor:
         self._engines: dict[tuple[int, int], Engine] = {}
         self._skeleton = None
         if runtime == "eager":
+            self._blocks = blocks_of(target)
+            check_tappable(target, self._blocks)
             self._skeleton = build_skeleton(target, target.config._attn_implementation)
 
     def __call__(self, rows: list[list[int]]) -> Float[Tensor, "B T nH"]:
@@ -161,7 +164,7 @@ class FeatureExtractor:
         skeleton: Any = self._skeleton
         tensors = collect_tensors(skeleton, self.target, "")
         outputs: dict[int, Tensor] = {}
-        with torch.no_grad(), tapped(skeleton, self.taps, outputs):
+        with torch.no_grad(), tapped(skeleton, self._blocks, self.taps, outputs):
             step = {"input_ids": ids.to(self.target.device), "use_cache": False, "logits_to_keep": 1}
             torch.func.functional_call(skeleton, tensors, (), step)
         return torch.cat([outputs[tap].to(self.dtype) for tap in self.taps], dim=-1)

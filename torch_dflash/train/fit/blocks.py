@@ -64,6 +64,12 @@ def block_targets(batch: Batch, width: int) -> tuple[Int[Tensor, "B A N"], Bool[
     return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1)), known
 
 
+def previous_tokens(batch: Batch, width: int) -> Int[Tensor, "B A N"]:
+    """The true token before each of rows 1..W-1: the anchor itself before the first."""
+    at = block_positions(batch.anchors, width)[..., :-1]
+    return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1))
+
+
 def gather_rows(rows: Tensor, at: Int[Tensor, "B A N"]) -> Tensor:
     """``rows[b, at[b, a, i]]`` for [B, T] ids or [B, T, H] states."""
     flat = at.flatten(1).long()

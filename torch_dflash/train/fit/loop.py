@@ -17,11 +17,13 @@ import torch
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
+from torch_dflash.proposers.dflash2.config import SIZES
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.features.extract import data_checksum
 from torch_dflash.train.features.sequences import Sequences, check_mask, check_source, check_taps
 from torch_dflash.train.fit.blocks import Batch
 from torch_dflash.train.fit.checkpoint import Checkpoint, load_latest, save_checkpoint
+from torch_dflash.train.fit.heads import head_of
 from torch_dflash.train.fit.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.fit.objective import Losses
 from torch_dflash.train.fit.options import FitOptions
@@ -78,7 +80,7 @@ def plan_fit(student: Student, sequences: Sequences, options: FitOptions, proces
     config: Any = student.drafter.config
     check_source(sequences, student.target)
     taps = tuple(config.target_layer_ids)
-    last = student.last_layer if student.objective.kl else None
+    last = student.last_layer if student.objective.distils else None
     check_taps(sequences, taps if last is None else (*taps, last))
     check_mask(sequences, config.mask_token_id)
     return Schedule(sequences, options, taps, last, processes)
@@ -99,6 +101,7 @@ def open_fit(directory: Path, student: Student, schedule: Schedule) -> AbstractC
     settings |= asdict(schedule.options) | asdict(student.objective)
     settings |= {"target": student.target.name, "width": student.width, "taps": schedule.taps}
     settings |= {name: getattr(config, name) for name in SHAPE} | {"processes": schedule.processes}
+    settings |= {"head": head_of(config)} | {name: getattr(config, name, None) for name in SIZES}
     settings |= {"target_weights": student.target.weights, "start_weights": student.start_weights}
     settings["data_checksum"] = data_checksum(map(data.sequence, range(len(data))))
     return open_stage(directory, settings, "checkpoints/step-*")
@@ -200,15 +203,22 @@ def add(one: Losses, other: Losses) -> Losses:
 
 
 def measures(losses: Losses) -> dict[str, Any]:
-    """Sums as figures: the mean loss of a block, per-position cross-entropy, accuracy, acceptance length."""
+    """Sums as figures: the mean loss of a block, per-position cross-entropy, accuracy, acceptance length.
+
+    With a candidate selector also its recall: how often the truth is among a position's candidates.
+    """
     blocks, known = losses.blocks.clamp(min=1), losses.known.clamp(min=1)
     return {
         "loss": float(losses.loss / blocks),
         "acceptance_length": float(1 + losses.prefix.sum() / blocks),
-        "accuracy": [round(value, 4) for value in (losses.hits / known).tolist()],
-        "cross_entropy": [round(value, 4) for value in (losses.ce / known).tolist()],
+        "accuracy": _rounded(losses.hits / known),
+        "cross_entropy": _rounded(losses.ce / known),
         "blocks": int(losses.blocks),
-    }
+    } | ({} if losses.listed is None else {"recall": _rounded(losses.listed / known)})
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
 
 
 @contextmanager

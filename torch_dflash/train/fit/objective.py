@@ -25,14 +25,21 @@ DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a block: ``sum_k w_k (ce_k + kl * kl_k)``, averaged over blocks.
+    """The loss of a block: ``sum_k w_k (ce * ce_k + kl * kl_k + tv * tv_k + selector * s_k)``, averaged.
+
+    ``s_k`` is the candidate selector's cross-entropy, 0 where the truth is not among its candidates
+    (`Selection`); drafters without a selector have none.
 
     Args:
         weighting: "decay", ``w_k = exp(-(k-1)/gamma)`` normalised over the block; or "dpace", ``w_k`` = the
             effect of row k on the expected accepted length by the drafter's present confidence.
         gamma: decay constant; unset: the published one for the width (7 at 16, 5 at 10, 4 at 8).
         alpha: D-PACE's smoothing of the confidence, ``(1-alpha) q + alpha``.
+        ce: weight of the cross-entropy on the target's tokens.
         kl: weight of the KL divergence from the target's distribution to the drafter's; 0: not computed.
+        tv: weight of the total variation distance between the two; 0: not computed. 0.9 with ``ce`` 0.1 is
+            speculators' mix.
+        selector: weight of the candidate selector's loss, for a DFlash2 drafter.
         rows_per_chunk: rows whose logits exist at a time; the rest are recomputed in the backward pass.
 
     Raises:
@@ -42,7 +49,10 @@ class Objective:
     weighting: str = "decay"
     gamma: float | None = None
     alpha: float = 0.5
+    ce: float = 1.0
     kl: float = 0.0
+    tv: float = 0.0
+    selector: float = 0.1
     rows_per_chunk: int = 1024
 
     def __post_init__(self):
@@ -52,9 +62,17 @@ class Objective:
             raise ValueError(f"gamma={self.gamma}: must be above 0.")
         if not 0 < self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha}: must be above 0 and at most 1.")
-        if not 0 <= self.kl < math.inf:
-            raise ValueError(f"kl={self.kl}: must be a finite number of at least 0.")
+        for name in ("ce", "kl", "tv", "selector"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a finite number of at least 0.")
+        if not self.ce + self.kl + self.tv > 0:
+            raise ValueError("ce=0 with kl=0 and tv=0: nothing would be learnt; give one of them a weight.")
         check_counts(rows_per_chunk=self.rows_per_chunk)
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss needs the target's distributions, and so its last layer's outputs."""
+        return self.kl > 0 or self.tv > 0
 
     def weights(self, ce: Float[Tensor, "B A N"], known: Bool[Tensor, "B A N"]) -> Float[Tensor, "B A N"]:
         """Weight of every row; no gradient flows through it."""
@@ -88,6 +106,7 @@ class Vocabulary:
     bias: Float[Tensor, " C"] | None
     shift: Float[Tensor, " C"] | None
     index: Int[Tensor, " V"] | None  # place of every id in the rows above; None: all ids, in order
+    ids: Int[Tensor, " C"] | None = None  # and the id of every row
 
 
 @register_state
@@ -96,7 +115,8 @@ class Losses:
     """Sums over a batch; divide by ``blocks`` (loss) or ``known`` (per position).
 
     ``ce`` and ``hits`` are per position; ``prefix`` counts blocks whose first k rows are all right, so that
-    ``1 + prefix.sum() / blocks`` is the acceptance length at random anchors.
+    ``1 + prefix.sum() / blocks`` is the acceptance length at random anchors. With a selector, right is what
+    it chooses, and ``listed`` counts the truths among its candidates.
     """
 
     loss: Float[Tensor, ""]
@@ -105,6 +125,7 @@ class Losses:
     ce: Float[Tensor, " N"]
     hits: Float[Tensor, " N"]
     prefix: Float[Tensor, " N"]
+    listed: Float[Tensor, " N"] | None = None
 
 
 def block_losses(
@@ -115,15 +136,15 @@ def block_losses(
     objective: Objective,
     logits_of: Any,
     teacher: Float[Tensor, "B A N H"] | None = None,
-    extra: Float[Tensor, "B A N"] | None = None,
+    selection: Any = None,
 ) -> Losses:
     """The objective of a batch of blocks from the states of their rows 1..W-1.
 
     Args:
         logits_of: ``(hidden, head) -> logits``, `DFlashDraftModel.logits`: multiplier and soft cap.
-        teacher: the target's own final states for the same rows, when ``objective.kl`` > 0.
-        extra: further losses per row, weighted like the others: where a second head joins (DFlash2's
-            candidate selector).
+        teacher: the target's own final states for the same rows, when ``objective.distils``.
+        selection: the `Selection` of a drafter with a candidate selector. Its loss is weighted along the
+            block as the others are.
     """
     labels = targets if vocabulary.index is None else vocabulary.index[targets.long()]
 
@@ -132,20 +153,29 @@ def block_losses(
 
     def rows_of(hidden, labels, teacher=None):
         logits = logits_of(hidden, head).float()
-        hit = torch.argmax(logits, dim=-1) == labels
+        if selection is None:
+            best = torch.argmax(logits, dim=-1) == labels
+        else:  # among these the selector chooses
+            best = torch.topk(logits.detach(), min(selection.count, logits.shape[-1]), dim=-1).indices
+            best = best.to(torch.int32)
         if vocabulary.shift is not None:
             logits = logits + vocabulary.shift
         scores = torch.log_softmax(logits, dim=-1)
         ce = -scores.gather(1, labels[:, None].long())[:, 0]
         if teacher is None:
-            return ce, torch.zeros_like(ce), hit
+            return ce, torch.zeros_like(ce), best
         wanted = head(teacher).float() + (0 if vocabulary.shift is None else vocabulary.shift)
         wanted = torch.log_softmax(wanted, dim=-1)
-        return ce, (wanted.exp() * (wanted - scores)).sum(-1), hit
+        return ce, _divergence(objective, wanted, scores), best
 
     flat = [hidden.flatten(0, 2), labels.flatten()] + ([] if teacher is None else [teacher.flatten(0, 2)])
-    ce, kl, hit = (rows.view(known.shape) for rows in chunked(rows_of, objective.rows_per_chunk, *flat))
-    per_row = ce + objective.kl * kl + (0 if extra is None else extra)
+    ce, divergence, best = chunked(rows_of, objective.rows_per_chunk, *flat)
+    per_row, hit, listed = objective.ce * ce + divergence, best, None
+    if selection is not None:
+        given = hidden.flatten(0, 2), best, labels.flatten(), vocabulary, logits_of, objective.rows_per_chunk
+        chosen, hit, listed = selection.losses(*given)
+        per_row, listed = per_row + objective.selector * chosen, listed.view(known.shape)
+    ce, per_row, hit = (rows.view(known.shape) for rows in (ce, per_row, hit))
     weight = objective.weights(ce, known) * known
     accepted = torch.cumprod((hit & known).to(ce.dtype), dim=-1)
     return Losses(
@@ -155,7 +185,20 @@ def block_losses(
         ce=(ce * known).sum((0, 1)).detach(),
         hits=(hit & known).sum((0, 1)).to(ce.dtype),
         prefix=accepted.sum((0, 1)),
+        listed=None if listed is None else (listed & known).sum((0, 1)).to(ce.dtype),
     )
+
+
+def _divergence(
+    objective: Objective, wanted: Float[Tensor, "R C"], scores: Float[Tensor, "R C"]
+) -> Float[Tensor, " R"]:
+    """What each row pays for leaving the target's distribution, both as log-probabilities."""
+    total = torch.zeros_like(wanted[:, 0])
+    if objective.kl:
+        total = total + objective.kl * (wanted.exp() * (wanted - scores)).sum(-1)
+    if objective.tv:
+        total = total + objective.tv * 0.5 * (wanted.exp() - scores.exp()).abs().sum(-1)
+    return total
 
 
 def sample_vocabulary(
@@ -178,6 +221,5 @@ def sample_vocabulary(
     shift[len(always) :] = math.log(len(others) / max(len(drawn), 1))
     device = weight.device
     picked = ids.to(device)
-    return Vocabulary(
-        weight[picked], None if bias is None else bias[picked], shift.to(device), index.to(device)
-    )
+    bias = None if bias is None else bias[picked]
+    return Vocabulary(weight[picked], bias, shift.to(device), index.to(device), picked.to(torch.int32))

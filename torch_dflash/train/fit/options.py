@@ -14,6 +14,7 @@ class FitOptions:
 
     Args:
         epochs: passes over the data; anchors are redrawn in each.
+        steps: of the whole fit, in place of what the epochs make; the learning rate ends with them.
         batch_size: sequences per process and micro-batch. accumulation: micro-batches per step.
         anchors: most blocks drafted per sequence and epoch.
         learning_rate: peak of AdamW's rate. warmup: share of all steps in which it rises; a cosine follows.
@@ -31,6 +32,7 @@ class FitOptions:
     """
 
     epochs: int = 6
+    steps: int | None = None
     batch_size: int = 4
     accumulation: int = 1
     anchors: int = 512
@@ -50,7 +52,7 @@ class FitOptions:
     def __post_init__(self):
         counts = ("epochs", "batch_size", "accumulation", "anchors", "held_out", "log_steps")
         check_counts(**{name: getattr(self, name) for name in counts})
-        check_counts(sampled_vocabulary=self.sampled_vocabulary)
+        check_counts(sampled_vocabulary=self.sampled_vocabulary, steps=self.steps)
         for name in ("learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be above 0; nothing would be learnt.")

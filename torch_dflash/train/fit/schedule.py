@@ -64,7 +64,7 @@ class Schedule:
     @property
     def steps(self) -> int:
         """Steps of the whole fit."""
-        return self.steps_per_epoch * self.options.epochs
+        return self.options.steps or self.steps_per_epoch * self.options.epochs
 
     def step_batches(self, step: int, process: int = 0) -> list[Batch]:
         """The micro-batches of one step for one process, with their anchors."""

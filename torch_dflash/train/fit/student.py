@@ -8,25 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_dflash.proposers.choose import check_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.pair import check_pair
 from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
-from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows
+from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
 from torch_dflash.train.fit.objective import Losses, Objective, Vocabulary, block_losses
+from torch_dflash.train.fit.selection import Selection
 
 
 class Student(nn.Module):
     """Losses of a batch: the drafter's blocks against the target's tokens. Only the drafter is trained.
 
     Args:
-        drafter: trained in place. target: gives embedding, head and, for the KL loss, the final norm.
+        drafter: trained in place. target: gives embedding, head and, for losses against its
+            distributions, the final norm.
         objective: the loss. width: rows W of a block; unset: the drafter's ``block_size``.
         head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: a DFlash2 drafter, or one that does not fit the target; the loss needs what the target
-            does not have.
+        ValueError: the drafter does not fit the target, or the loss needs what the target does not have.
     """
 
     embedding: torch.Tensor
@@ -42,11 +43,6 @@ class Student(nn.Module):
         head_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if drafter.config.second:
-            raise ValueError(
-                f"drafter={type(drafter).__name__}: no loss here trains its selector; "
-                "pass a DFlashDraftModel."
-            )
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective
@@ -60,7 +56,7 @@ class Student(nn.Module):
         self.register_buffer("embedding", target.get_input_embeddings().weight.detach(), persistent=False)
         self.register_buffer("head_weight", weight.to(head_dtype or weight.dtype), persistent=False)
         self.register_buffer("head_bias", bias, persistent=False)
-        self.final_norm: Any = _frozen_norm(target) if objective.kl else None
+        self.final_norm: Any = _frozen_norm(target) if objective.distils else None
 
     def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> Losses:
         """Sums over the batch; ``vocabulary`` unset: the loss runs over all ids."""
@@ -68,13 +64,28 @@ class Student(nn.Module):
         targets, known = block_targets(batch, self.width)
         teacher = None
         if self.final_norm is not None:
-            last: Any = batch.last  # given, or there is no KL loss to compute
+            last: Any = batch.last  # given, or there is no such loss to compute
             at = batch.anchors.clamp(min=0)[..., None] + torch.arange(self.width - 1, device=hidden.device)
             # Row k's token was picked from the target's state one position before it.
             teacher = self.final_norm(gather_rows(last, at.clamp(max=batch.ids.shape[1] - 1)))
         if vocabulary is None:
             vocabulary = Vocabulary(self.head_weight, self.head_bias, None, None)
-        return block_losses(hidden, targets, known, vocabulary, self.objective, self.drafter.logits, teacher)
+        return block_losses(
+            hidden,
+            targets,
+            known,
+            vocabulary,
+            self.objective,
+            self.drafter.logits,
+            teacher,
+            self._selection(batch),
+        )
+
+    def _selection(self, batch: Batch) -> Selection | None:
+        drafter: Any = self.drafter
+        if not drafter.config.second:
+            return None
+        return Selection(drafter.candidate_selector, previous_tokens(batch, self.width))
 
 
 def _frozen_norm(target) -> nn.Module:
@@ -82,7 +93,7 @@ def _frozen_norm(target) -> nn.Module:
     cap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
     if norm is None or cap is not None:
         raise ValueError(
-            f"kl > 0 with target={type(target).__name__}: the KL loss needs a decoder whose logits are "
-            "head(norm(state)), without soft cap; set kl=0."
+            f"kl > 0 or tv > 0 with target={type(target).__name__}: such losses need a decoder whose logits "
+            "are head(norm(state)), without soft cap; set kl=0 and tv=0."
         )
     return copy.deepcopy(norm).requires_grad_(False)

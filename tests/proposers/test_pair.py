@@ -1,0 +1,180 @@
+"""A drafter that is loaded for a target: what does not fit is refused before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from support.published import publish
+from support.refusals import refuses
+from support.tiny import make_drafter, make_target
+from support.tokenizers import byte_tokenizer
+from transformers import PreTrainedModel
+
+import torch_dflash as td
+from torch_dflash.proposers.notes import findings, mask_in_texts
+from torch_dflash.proposers.pair import check_pair
+
+
+@pytest.fixture
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch):
+    """Whoever comes to transformers' own loading has been let through."""
+    monkeypatch.setattr(
+        PreTrainedModel, "from_pretrained", lambda *args, **given: pytest.fail("read weights")
+    )
+
+
+MISFITS = [
+    ({"hidden_size": 64}, ["hidden_size=64 of the drafter", "target's is 32", "trained for this target"]),
+    ({"vocab_size": 90}, ["vocab_size=90", "is 97", "share the vocabulary"]),
+    ({"num_target_layers": 5}, ["num_target_layers=5", "has 4 layers", "trained for this target"]),
+    ({"num_target_layers": None, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 4]}},
+     ["target_layer_ids=[0, 4]", "[4] lie outside", "4 layers", "one higher"]),
+    ({"dflash_config": {"mask_token_id": 97, "target_layer_ids": [0, 2]}},
+     ["mask_token_id=97 has no row", "97 rows", "trained with"]),
+    ({"dflash_config": {"target_layer_ids": [0, 2]}}, ["mask_token_id is missing", "trained with"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), MISFITS)
+@pytest.mark.parametrize("given", ["model", "config", "directory"])
+def test_a_misfit_is_refused_before_any_weight_is_read(
+    tmp_path, target, nothing_is_read, given, changes, words
+):
+    (tmp_path / "drafter").mkdir()
+    publish(tmp_path / "drafter", **changes)
+    target.config.save_pretrained(tmp_path / "target")
+    what = {"model": target, "config": target.config, "directory": tmp_path / "target"}[given]
+    with refuses(ValueError, *words):
+        td.load_drafter(tmp_path / "drafter", what)
+    with refuses(ValueError, *words):
+        td.DFlashDraftModel.from_pretrained(tmp_path / "drafter", target=what)
+
+
+def test_an_engine_says_the_same_of_a_drafter_that_was_loaded_without_its_target(tmp_path, target):
+    publish(tmp_path, vocab_size=90)
+    with refuses(ValueError, "vocab_size=90", "share the vocabulary"):
+        td.compile(target, td.load_drafter(tmp_path), runtime="eager", max_length=32)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [(3, ["target=int", "its config"]), (torch.nn.Linear(1, 1), ["target=Linear", "its config"])],
+)
+def test_what_is_no_target(tmp_path, what, words):
+    publish(tmp_path)
+    with refuses(TypeError, *words):
+        td.load_drafter(tmp_path, what)
+
+
+def test_a_drafter_is_no_target(tmp_path, target):
+    publish(tmp_path)
+    with refuses(TypeError, "DFlashDraftModel", "a DFlash drafter"):
+        td.load_drafter(tmp_path, make_drafter(target))
+
+
+def test_a_target_beside_weights_that_no_file_holds(tmp_path, target):
+    tensors = publish(tmp_path)
+    with refuses(ValueError, "target= beside state_dict=", "leave it out"):
+        td.DFlashDraftModel.from_pretrained(tmp_path, state_dict=tensors, target=target)
+
+
+def heard(load) -> list[str]:
+    with warnings.catch_warnings(record=True) as all_:
+        warnings.simplefilter("always")
+        load()
+    return [str(one.message) for one in all_ if str(one.message).startswith("note: ")]
+
+
+def fitting(folder, target, **changes):
+    """A drafter's directory of which nothing is odd, but for ``changes``."""
+    rope = target.config.rope_parameters
+    limit = target.config.max_position_embeddings
+    given = {"rope_theta": rope["rope_theta"], "max_position_embeddings": limit, "dtype": "float32"}
+    publish(folder, **given | changes)
+    return folder
+
+
+ODD = [
+    ({}, []),
+    ({"rope_theta": 777}, ["rope_parameters", "drafters mostly turn as their target does"]),
+    ({"max_position_embeddings": 16}, ["max_position_embeddings=16", "no engine is built for more"]),
+    ({"dtype": "bfloat16"}, ["dtype=torch.bfloat16", "target is in torch.float32", "cast"]),
+    ({"dtype": "float16"}, ["dtype=torch.float16", "overflows"]),
+    ({"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2, "layer_types": None},
+     ["sliding_window=6", "not heeded"]),
+    ({"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+     ["sliding_window=5", "less than the block of 8"]),
+    ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}}, ["mask_token_id=7", "a stop id"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), ODD)
+def test_what_is_odd_is_warned_of_and_loaded(tmp_path, target, changes, words):
+    target.generation_config.eos_token_id = [7, 8]
+    folder = fitting(tmp_path, target, **changes)
+    said = heard(lambda: td.load_drafter(folder, target))
+    assert len(said) == bool(words), said
+    for word in words:
+        assert word in said[0]
+    assert not heard(lambda: td.load_drafter(folder))
+
+
+def test_a_type_that_is_asked_for_counts_and_not_the_stored_one(tmp_path, target):
+    folder = fitting(tmp_path, target)
+    for asked in (torch.bfloat16, "bfloat16"):
+        (word,) = heard(lambda asked=asked: td.load_drafter(folder, target, dtype=asked))
+        assert "dtype=torch.bfloat16" in word
+
+
+def test_of_a_directory_the_tokenizer_is_compared_too(tmp_path, target):
+    target.config.vocab_size = 257
+    target.config.save_pretrained(tmp_path / "target")
+    (tmp_path / "drafter").mkdir()
+    own = {"vocab_size": 257, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]}}
+    fitting(tmp_path / "drafter", target, **own, dtype=str(target.dtype).removeprefix("torch."))
+    (word,) = heard(lambda: td.load_drafter(tmp_path / "drafter", tmp_path / "target"))
+    assert "mask_token_id=96: not compared with the tokenizer of" in word
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "target")
+    (word,) = heard(lambda: td.load_drafter(tmp_path / "drafter", tmp_path / "target"))
+    assert f"is the token {tokenizer.convert_ids_to_tokens(96)!r}" in word
+
+
+def test_a_mask_that_no_text_holds_is_nothing_odd():
+    tokenizer = byte_tokenizer()
+    assert mask_in_texts(tokenizer, 65) and not mask_in_texts(tokenizer, len(tokenizer) + 3)
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    assert tokenizer.mask_token_id is not None and not mask_in_texts(tokenizer, tokenizer.mask_token_id)
+    tokenizer.add_tokens(["<|word|>"])
+    assert mask_in_texts(tokenizer, tokenizer.convert_tokens_to_ids("<|word|>"))
+
+
+def test_a_pair_is_checked_by_its_configs_as_by_its_weights(target):
+    drafter = make_drafter(target)
+    for one in (target, target.config):
+        for other in (drafter, drafter.config):
+            check_pair(one, other)
+            assert {found.field for found in findings(one, other)} <= {"max_position_embeddings"}
+    drafter.config.target_layer_ids = [0, 1, 2]
+    with refuses(ValueError, "target_layer_ids names 3 taps", "fc takes"):
+        check_pair(target, drafter)
+
+
+def test_hub_options_that_choose_the_drafters_place_are_not_asked_of_the_target(tmp_path, target):
+    (tmp_path / "both" / "drafter").mkdir(parents=True)
+    fitting(tmp_path / "both" / "drafter", target)
+    target.save_pretrained(tmp_path / "target")
+    said = heard(lambda: td.load_drafter(tmp_path / "both", tmp_path / "target", subfolder="drafter"))
+    assert len(said) == 1 and "not compared with the tokenizer" in said[0]
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    (tmp_path / "target/config.json").write_text(json.dumps(config | {"vocab_size": 98}))
+    with refuses(ValueError, "vocab_size=97", "98"):
+        td.load_drafter(tmp_path / "both", tmp_path / "target", subfolder="drafter")

@@ -1,0 +1,75 @@
+"""What the layers of a target give: as it is tapped here, and as transformers hands it out."""
+
+from __future__ import annotations
+
+import runpy
+from types import SimpleNamespace
+
+import torch
+
+from support import ROOT
+from support.tiny import make_drafter, randomise
+from torch_dflash.decode import Pair
+from torch_dflash.plan import DecodePlan
+from torch_dflash.proposers.plain import PlainProposer
+from torch_dflash.target.adapter import Target
+from torch_dflash.target.weights import collect_tensors
+
+CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
+ROWS = 9
+
+
+def build(case, seed=0):
+    """The tiny random model of a case of `benchmarks/family_configs.py`."""
+    torch.manual_seed(seed)
+    target = randomise(CONFIGS["build"](case), seed)
+    with torch.no_grad():
+        for module in target.modules():  # norms that `randomise` does not know by name
+            weight = getattr(module, "weight", None)
+            if "norm" in type(module).__name__.lower() and weight is not None and weight.abs().mean() < 0.6:
+                weight.mul_(4)
+    return target
+
+
+def drafter_for(target, **overrides):
+    """A random drafter for a target whose text's config may lie within its own."""
+    base = target.config.get_text_config()
+    sizes = {"hidden_size": base.hidden_size, "num_hidden_layers": base.num_hidden_layers}
+    sizes |= {"vocab_size": base.vocab_size, "intermediate_size": 40}
+    return make_drafter(SimpleNamespace(config=SimpleNamespace(**sizes)), **overrides)
+
+
+def ids_for(target):
+    """Two prompts [2, T] without the last ids, which may stand for images."""
+    return torch.randint(3, 93, (2, ROWS), generator=torch.Generator().manual_seed(1))
+
+
+def tapped_states(target, taps):
+    """Outputs [B, T, H] of the layers ``taps``, as a verify pass has them."""
+    ids, skeleton = ids_for(target), Target(target)
+    skeleton.check_taps(taps)
+    plan = DecodePlan(*ids.shape, 1, 1)
+    pair = Pair(skeleton, PlainProposer(), plan)
+    params = collect_tensors(skeleton.model, target, "target.model.")
+    layers, start = pair.run(lambda pair: pair.target.start(plan), params), torch.zeros(2, dtype=torch.int32)
+    out = pair.run(lambda pair: pair.target(ids.int(), start, layers, taps), params)
+    return dict(zip(taps, out.features.chunk(len(taps), dim=-1), strict=True))
+
+
+def own_states(target):
+    """transformers' ``hidden_states``, of which the last is not normed."""
+    for module in target.modules():
+        if hasattr(module, "config"):
+            module.config.tie_last_hidden_states = False
+    with torch.no_grad():
+        out = target(input_ids=ids_for(target), output_hidden_states=True, use_cache=False)
+    return out.hidden_states
+
+
+def gap(target, taps=None):
+    """The most by which a tap and ``hidden_states[tap + 1]`` differ, over the states' size."""
+    count = target.config.get_text_config().num_hidden_layers
+    taps = tuple(range(count)) if taps is None else taps
+    ours, theirs = tapped_states(target, taps), own_states(target)
+    assert len(theirs) == count + 1
+    return max(float((ours[tap] - theirs[tap + 1]).abs().max() / theirs[tap + 1].std()) for tap in taps)

@@ -1,0 +1,150 @@
+"""Models that also read images decode text; images, and what stands for them, are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.refusals import refuses
+from support.taps import build, drafter_for
+from transformers import AutoModelForImageTextToText
+
+import jax_bridge as jb
+import torch_dflash as td
+from jax_bridge.forms import unwrap
+from torch_dflash.engine.text_alone import media_tokens
+from torch_dflash.target.auto import auto_class
+
+IMAGE = 94  # every id of the tiny configs that stands for an image, a video or sound
+PROMPT = torch.tensor([[5, 8, 13, 21, 34, 55]])
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+FIELDS = {
+    "gemma3": {"image_token_id", "boi_token_id", "eoi_token_id"},
+    "gemma4": {"image_token_id", "video_token_id", "audio_token_id"},
+    "mistral3": {"image_token_id"},
+    "llava": {"image_token_id"},
+    "qwen2_vl": {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"},
+    "qwen3_vl": {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"},
+    "phi4_multimodal": {"image_token_id", "audio_token_id"},
+    "llama": set(),
+    "gpt2": set(),
+}
+
+
+def named(target):
+    return {name.replace("_index", "_id") for _, name in media_tokens(target.config)}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_the_ids_that_stand_for_media_are_known_by_the_configs_fields(case):
+    found = named(build(case))
+    assert found >= FIELDS[case] and (FIELDS[case] or not found)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "mistral3", "qwen2_vl"])
+def test_a_token_that_stands_for_an_image_is_refused(case):
+    target = build(case)
+    for config in (target.config, target.config.get_text_config()):
+        config.bos_token_id = config.pad_token_id = config.eos_token_id = None
+    prompts = torch.tensor([[5, 8, 13], [5, IMAGE, 13]])
+    engine = td.compile(target, None, runtime="eager", max_length=64, batch_size=2)
+    for call in (
+        engine.generate,
+        lambda ids, **more: td.generate(target, None, ids, runtime="eager", **more),
+    ):
+        with refuses(ValueError, f"input_ids of row 1 holds {IMAGE}", "own generate"):
+            call(prompts, **GREEDY)
+    with refuses(ValueError, f"holds {IMAGE}", "own generate"):
+        next(iter(engine.stream(prompts, **GREEDY)))
+    dflash: Any = td.dflash(None, runtime="eager")
+    with refuses(ValueError, f"holds {IMAGE}", "own generate"):
+        target.generate(prompts, custom_generate=dflash, attention_mask=torch.ones_like(prompts), **GREEDY)
+
+
+def test_a_mark_that_texts_end_with_is_no_image():
+    """Some configs name one id for both, and a chat holds it in every turn."""
+    target, ids = build("llava"), torch.tensor([[5, IMAGE, 13]])
+    target.config.get_text_config().eos_token_id = [1, IMAGE]
+    whole = torch.ones_like(ids)
+    wanted = target.generate(ids, attention_mask=whole, **GREEDY)
+    got = td.generate(target, None, ids, attention_mask=whole, runtime="eager", **GREEDY)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [
+        ("gemma3", {"pixel_values": torch.zeros(1, 3, 4, 4)}),
+        ("gemma3", {"token_type_ids": torch.ones_like(PROMPT)}),
+        ("qwen2_vl", {"image_grid_thw": torch.ones(1, 3)}),
+        ("qwen2_vl", {"pixel_values_videos": torch.zeros(4, 8)}),
+        ("qwen2_vl", {"mm_token_type_ids": torch.ones_like(PROMPT)}),
+        ("qwen2_audio", {"input_features": torch.zeros(1, 8, 4)}),
+    ],
+)
+def test_images_videos_and_sound_are_refused(case, given):
+    target, name = build(case), next(iter(given))
+    with refuses(ValueError, name, "text alone"):
+        td.generate(target, None, PROMPT, **given, runtime="eager", **GREEDY)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "qwen2_vl"])
+def test_what_a_processor_adds_to_text_is_taken(case):
+    target = build(case)
+    zeros = torch.zeros_like(PROMPT)
+    extra = {"gemma3": {"token_type_ids": zeros}, "qwen2_vl": {"mm_token_type_ids": zeros}}[case]
+    wanted = target.generate(PROMPT, attention_mask=zeros + 1, **extra, **GREEDY)
+    assert torch.equal(td.generate(target, None, PROMPT, **extra, runtime="eager", **GREEDY), wanted)
+
+
+def test_mixed_positions_are_those_of_text():
+    """After images a model counts otherwise (rope deltas), which a later prompt of text must not see."""
+    target = build("qwen2_vl")
+    drafter = drafter_for(target)
+    wanted = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+    target.model.rope_deltas = torch.tensor([[-7]])
+    assert torch.equal(td.generate(target, drafter, PROMPT, runtime="eager", **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "llava", "mistral3", "qwen2_vl", "qwen3_vl"])
+def test_a_checkpoint_of_any_layout_is_read_into_arrays(tmp_path, case):
+    target = build(case)
+    target.save_pretrained(tmp_path)  # under the names of the published files
+    loaded = jb.load(tmp_path, progress=False)
+    arrays, wanted = unwrap(loaded.arrays), dict(target.named_parameters())
+    assert type(loaded.model) is type(target)
+    assert wanted.keys() <= arrays.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(jb.to_torch(arrays[name]), weight), name
+
+
+@pytest.mark.heavy
+def test_a_loaded_checkpoint_is_drafted_for(tmp_path):
+    target = build("mistral3")
+    drafter = drafter_for(target)
+    target.save_pretrained(tmp_path)
+    loaded: Any = jb.load(tmp_path, progress=False)
+    wanted = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **GREEDY)
+    assert torch.equal(td.generate(loaded, drafter, PROMPT, runtime="xla", **GREEDY), wanted)
+
+
+def test_a_checkpoint_that_lacks_a_weight_of_text_is_refused(tmp_path):
+    target = build("llava")
+    target.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "language_model" in name and "layers.2.mlp.up_proj" in name)
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, file, {"format": "pt"})
+    with refuses(ValueError, "model.language_model.layers.2.mlp.up_proj.weight", "is missing"):
+        jb.load(tmp_path, progress=False)
+
+
+def test_classes_of_images_and_text_are_found_by_the_config():
+    target = build("mistral3")
+    assert auto_class(target.config) is AutoModelForImageTextToText
+    assert type(auto_class(target.config).from_config(target.config)) is type(target)
+    assert (
+        auto_class(build("gemma3").config) is not AutoModelForImageTextToText
+    )  # a causal LM to transformers

@@ -1,0 +1,98 @@
+"""What a drafter has to fit of a target: read off a live model, or off its config alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from torch_dflash.checks import is_count, positions_of
+from torch_dflash.storage.weight_files import HUB_OPTIONS
+
+CHOSEN = ("revision", "subfolder")
+"""Hub options that speak of one repository, and not of another beside it."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """A target as far as a drafter depends on it.
+
+    Attributes:
+        name: for messages. layers: N. hidden: H of its layers. vocab: V.
+        rows, columns: of its embedding. context: positions it was made for.
+        rope: its rope_parameters, if it has one set of them. dtype: of its weights, if known.
+        stops: its stop ids.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    vocab: int
+    rows: int
+    columns: int
+    context: int
+    rope: dict[str, Any] | None
+    dtype: torch.dtype | None
+    stops: tuple[int, ...]
+
+
+def facts_of(target: Any, **hub: Any) -> TargetFacts:
+    """The facts of a causal LM, of its config, or of what lies in a directory or at a hub id.
+
+    Args:
+        target: a model, a config, a path or a hub id.
+        hub: how a file is fetched, as ``from_pretrained`` takes it; what chooses a place in another
+            repository is left out.
+
+    Raises:
+        TypeError: none of these, or a drafter. OSError, ValueError: its config cannot be read.
+    """
+    if isinstance(target, str | os.PathLike):
+        return _of_config(AutoConfig.from_pretrained(target, **elsewhere(hub)), str(target))
+    if isinstance(target, PreTrainedConfig):
+        return _of_config(target, type(target).__name__)
+    _refuse_drafter(getattr(target, "config", None), type(target).__name__)
+    if not hasattr(target, "config") or not hasattr(target, "get_input_embeddings"):
+        raise TypeError(
+            f"target={type(target).__name__}: pass a transformers causal LM, its config, its directory or "
+            "its hub id."
+        )
+    embedding = target.get_input_embeddings().weight
+    stops = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
+    return _of_config(target.config, type(target).__name__, tuple(embedding.shape), target.dtype, stops)
+
+
+def elsewhere(hub: dict[str, Any]) -> dict[str, Any]:
+    """Of the hub options for one repository those that hold for another, too."""
+    return {name: hub[name] for name in HUB_OPTIONS if name in hub and name not in CHOSEN}
+
+
+def _of_config(
+    config: Any, name: str, embedding: tuple[int, ...] | None = None, dtype: Any = None, stops: Any = None
+) -> TargetFacts:
+    _refuse_drafter(config, name)
+    base = config.get_text_config()
+    rows, columns = embedding or (base.vocab_size, base.hidden_size)
+    dtype = dtype or getattr(base, "dtype", None) or getattr(config, "dtype", None)
+    stops = stops if stops is not None else getattr(base, "eos_token_id", None)
+    rope = getattr(base, "rope_parameters", None)
+    return TargetFacts(
+        name=name,
+        layers=base.num_hidden_layers,
+        hidden=base.hidden_size,
+        vocab=base.vocab_size,
+        rows=rows,
+        columns=columns,
+        context=positions_of(config),
+        rope=rope if isinstance(rope, dict) and "rope_theta" in rope else None,
+        dtype=getattr(torch, dtype, None) if isinstance(dtype, str) else dtype,
+        stops=tuple(one for one in (stops if isinstance(stops, list) else [stops]) if is_count(one)),
+    )
+
+
+def _refuse_drafter(config: Any, name: str) -> None:
+    if hasattr(config, "dflash_config"):
+        raise TypeError(f"target={name}: that is a DFlash drafter; pass the target it was trained for.")

@@ -1,0 +1,146 @@
+"""What is odd about a pair that fits (`torch_dflash.proposers.pair`): legal, and worth a word."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
+
+from torch_dflash.checks import INT32_MAX
+from torch_dflash.proposers.dflash.config import default_target_layer_ids
+from torch_dflash.proposers.facts import TargetFacts, elsewhere, facts_of
+from torch_dflash.proposers.pair import check_pair
+
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A field that looks odd; not refused, for it may be meant."""
+
+    field: str
+    value: Any
+    words: str
+
+    def __str__(self) -> str:
+        return f"note: {self.field}={self.value}: {self.words}"
+
+
+def findings(target: Any, drafter: Any) -> list[Finding]:
+    """Odd fields of a pair that fits; arguments as `check_pair` takes them."""
+    config = getattr(drafter, "config", drafter)
+    return _findings(facts_of(target), config, None if config is drafter else drafter.dtype)
+
+
+def check_and_tell(target: Any, config: Any, dtype: torch.dtype | None, **hub: Any) -> None:
+    """Check a drafter that is about to be loaded against its target, and warn of what is odd.
+
+    Args:
+        target: as `facts_of` takes it. Of a path or a hub id the tokenizer is read too.
+        config: of the drafter. dtype: its weights' type once they are loaded.
+        hub: how files are fetched.
+
+    Raises:
+        ValueError, TypeError, OSError: as `check_pair` and `facts_of`.
+    """
+    facts = facts_of(target, **hub)
+    check_pair(facts, config)
+    odd = [one for one in _findings(facts, config, dtype) if one.value is not None]
+    if isinstance(target, str | os.PathLike):
+        odd += _of_tokenizer(str(target), config.mask_token_id, elsewhere(hub))
+    for one in odd:
+        warnings.warn(str(one), stacklevel=2)
+
+
+def _findings(facts: TargetFacts, config: Any, dtype: torch.dtype | None) -> list[Finding]:
+    return [
+        *_taps(facts, config),
+        *_positions(facts, config),
+        *_window(config),
+        *_dtype(facts, dtype),
+        *_mask(facts, config),
+    ]
+
+
+def _taps(facts: TargetFacts, config: Any) -> Iterator[Finding]:
+    taps, layers = config.target_layer_ids, facts.layers
+    usual = default_target_layer_ids(layers, len(taps)) if layers > 3 else taps
+    if taps == [tap + 1 for tap in usual]:
+        words = f"one more than the usual {usual}: other layouts count from the embedding, this one does not."
+        yield Finding("target_layer_ids", taps, words)
+    if taps != sorted(set(taps)):
+        yield Finding(
+            "target_layer_ids", taps, "not in order, or twice the same: fc's columns follow this list."
+        )
+    if layers - 1 in taps:
+        yield Finding(
+            "target_layer_ids", taps, "the last block is read before the final norm, as the others."
+        )
+    if config.num_target_layers is None:
+        yield Finding(
+            "num_target_layers", None, "absent: nothing tells a target with other layers from this."
+        )
+
+
+def _positions(facts: TargetFacts, config: Any) -> Iterator[Finding]:
+    if facts.rope not in (None, config.rope_parameters):
+        words = f"the target has {facts.rope}; drafters mostly turn as their target does."
+        yield Finding("rope_parameters", config.rope_parameters, words)
+    if config.max_position_embeddings < facts.context < INT32_MAX:
+        words = f"the target has {facts.context}: no engine is built for more than the smaller."
+        yield Finding("max_position_embeddings", config.max_position_embeddings, words)
+
+
+def _window(config: Any) -> Iterator[Finding]:
+    sliding = "sliding_attention" in config.layer_types
+    if config.sliding_window and not sliding:
+        words = "no layer of layer_types slides, so it is not heeded; drafters trained with a window need it."
+        yield Finding("sliding_window", config.sliding_window, words)
+    if sliding and config.sliding_window < config.block_size:
+        words = f"less than the block of {config.block_size}: its last rows do not see the anchor."
+        yield Finding("sliding_window", config.sliding_window, words)
+
+
+def _dtype(facts: TargetFacts, dtype: torch.dtype | None) -> Iterator[Finding]:
+    if dtype == torch.float16:
+        yield Finding("dtype", dtype, "float16 overflows where drafters were trained in bfloat16.")
+    elif None not in (dtype, facts.dtype) and dtype != facts.dtype:
+        words = f"the target is in {facts.dtype}: its features are cast to the drafter's type."
+        yield Finding("dtype", dtype, words)
+
+
+def _mask(facts: TargetFacts, config: Any) -> Iterator[Finding]:
+    if config.mask_token_id in facts.stops:
+        words = "is a stop id of the target; a mask is mostly an id that no text holds."
+        yield Finding("mask_token_id", config.mask_token_id, words)
+
+
+def mask_in_texts(tokenizer: Any, mask: int) -> list[Finding]:
+    """Whether the mask is a token that texts hold: neither special nor beyond the tokenizer's vocabulary."""
+    if mask >= len(tokenizer) or mask in tokenizer.all_special_ids:
+        return []
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(mask)
+    if added is not None and added.special:
+        return []
+    token = tokenizer.convert_ids_to_tokens(mask)
+    return [
+        Finding("mask_token_id", mask, f"is the token {token!r}; a mask is mostly one that no text holds.")
+    ]
+
+
+def _of_tokenizer(source: str, mask: int, hub: dict[str, Any]) -> list[Finding]:
+    absent_is_none: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
+    try:
+        if not any(cached_file(source, name, **absent_is_none) for name in TOKENIZERS):
+            raise FileNotFoundError(source)  # of some families transformers would make an empty one up
+        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        words = f"not compared with the tokenizer of {source}, which cannot be read ({type(error).__name__})."
+        return [Finding("mask_token_id", mask, words)]
+    return mask_in_texts(tokenizer, mask)

@@ -1,0 +1,112 @@
+"""A published pair by its name: checked first, then fetched."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from torch_dflash.proposers.checkpoints import load_drafter
+from torch_dflash.proposers.notes import mask_in_texts
+from torch_dflash.published.rows import Checkpoint, checkpoints
+from torch_dflash.target.auto import auto_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from torch_dflash.proposers.dflash.model import DFlashDraftModel
+
+NEAR = 3
+
+
+class IncompleteWeights(ValueError):
+    """A checkpoint lacks weights that transformers would fill at random."""
+
+
+def load_pair(
+    name: str, dtype: Any = "auto", **options: Any
+) -> tuple["PreTrainedModel", "DFlashDraftModel", "PreTrainedTokenizerBase"]:
+    """A published target, its drafter and its tokenizer, ready for `torch_dflash.generate`.
+
+    What does not decode here is refused before anything is fetched. The drafter comes first: it is small, and
+    shows by the target's config whether the two fit.
+
+    Args:
+        name: of one of `torch_dflash.checkpoints`, such as "qwen3-4b".
+        dtype: of both models' weights; "auto" is the type they are stored in.
+        **options: how to fetch, for all three (``cache_dir``, ``token``, ``local_files_only``).
+
+    Returns:
+        Target, drafter and tokenizer, as `torch_dflash.load_demo_pair`.
+
+    Raises:
+        ValueError: no such pair, one that does not decode here, or files that do not fit each other.
+        OSError: they cannot be fetched.
+    """
+    row = find(name)
+    check_row(row)
+    config: Any = AutoConfig.from_pretrained(row.target, **options)
+    if dtype != "auto":
+        config.get_text_config().dtype = dtype
+    tokenizer = AutoTokenizer.from_pretrained(row.target, **options)
+    drafter = load_drafter(str(row.drafter), config, dtype, **options)
+    for odd in mask_in_texts(tokenizer, drafter.config.mask_token_id):
+        warnings.warn(str(odd), stacklevel=2)
+    return load_target(str(row.target), dtype, **options).eval(), drafter.eval(), tokenizer
+
+
+def find(name: str) -> Checkpoint:
+    """The pair of that ``name``.
+
+    Raises:
+        ValueError: there is none; names those that are near.
+    """
+    named = {row.name: row for row in checkpoints}
+    if name in named:
+        return named[name]
+    asked = str(name).lower()
+    near = get_close_matches(asked, named, NEAR) or [one for one in named if asked in one][:NEAR]
+    meant = f"did you mean {', '.join(map(repr, near))}?" if near else "none is like it."
+    raise ValueError(f"name={name!r}: no published pair; {meant} `torch-dflash list` shows them all.")
+
+
+def check_row(row: Checkpoint) -> None:
+    """Raise ``ValueError`` unless a pair can be decoded here, as far as its row tells."""
+    if row.decoded is False:
+        raise ValueError(
+            f"name={row.name!r}: its target {row.model} ({row.family}) is refused here, for it has "
+            f"{row.refused_for}; choose another with torch_dflash.checkpoints."
+        )
+    if not row.drafts:
+        raise ValueError(
+            f"name={row.name!r}: its drafter is a {row.kind} one, which does not draft here; choose one of "
+            "kind DFlash or DFlash2."
+        )
+    missing = [field for field in ("target", "drafter") if getattr(row, field) is None]
+    if missing:
+        raise ValueError(
+            f"name={row.name!r}: the hub id of its {' and '.join(missing)} is not known here; load both by "
+            "their ids, the drafter with torch_dflash.load_drafter."
+        )
+
+
+def load_target(source: str | os.PathLike[str], dtype: Any, **options: Any) -> Any:
+    """A causal LM with all of its weights, from safetensors.
+
+    Raises:
+        IncompleteWeights: some are missing. OSError, ValueError: as transformers.
+    """
+    kind = auto_class(AutoConfig.from_pretrained(source, **options))
+    loading: Any = kind.from_pretrained(
+        source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+    )
+    model, info = loading
+    if info["missing_keys"]:
+        raise IncompleteWeights(
+            f"{source}: its weights lack {sorted(info['missing_keys'])[:3]}; transformers would fill them at "
+            "random. Check that the checkpoint is complete and a causal LM."
+        )
+    return model

@@ -1,0 +1,89 @@
+"""The published pairs: what is known of each, from where, and what is not.
+
+``pairs.json`` holds them. Nobody here has loaded their weights: a field says what its source says.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+UNSOURCED = ("name", "model", "kind", "family", "note", "measured", "sources", "decoded", "refused_for")
+"""Fields that say what the others are about, or how they come out here."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published drafter and its target. None is unknown.
+
+    Attributes:
+        name: what `load_pair` takes.
+        model: the target's name. target, drafter: hub ids.
+        kind: "DFlash", "DFlash2", or another method's name, which does not draft here.
+        layout: whose field and tensor names its files have.
+        family: transformers' type of the target, with the variant behind a colon.
+        num_hidden_layers: of the drafter.
+        block_size: W, the anchor included.
+        target_layer_ids: the taps, 0-based block indices.
+        num_target_layers: layers of the target. mask_token_id: id of the mask.
+        shape: further fields of the drafter's config.
+        size: of its weights, in the words of the source.
+        license: of the drafter, by the hub's name for it.
+        acceptance: mean acceptance length by set of prompts. measured: under which conditions.
+        note: what else has to be known.
+        decoded: whether such targets decode here (docs/families.md); None: not compared.
+        refused_for: why not.
+        sources: where each field is from.
+    """
+
+    name: str
+    model: str
+    target: str | None = None
+    drafter: str | None = None
+    kind: str = "DFlash"
+    layout: str | None = None
+    family: str | None = None
+    num_hidden_layers: int | None = None
+    block_size: int | None = None
+    target_layer_ids: tuple[int, ...] | None = None
+    num_target_layers: int | None = None
+    mask_token_id: int | None = None
+    shape: dict[str, Any] | None = field(default=None, hash=False)
+    size: str | None = None
+    license: str | None = None
+    acceptance: dict[str, float] | None = field(default=None, hash=False)
+    measured: str | None = None
+    note: str | None = None
+    decoded: bool | None = None
+    refused_for: str | None = None
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The fields of which no source is known."""
+        return tuple(name for name in vars(self) if name not in UNSOURCED and getattr(self, name) is None)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether its method is one that drafts here."""
+        return self.kind in ("DFlash", "DFlash2")
+
+
+def _read() -> tuple[Checkpoint, ...]:
+    data = json.loads((files("torch_dflash.published") / "pairs.json").read_text(encoding="utf-8"))
+    return tuple(
+        _row(raw, data["families"].get(raw.get("family"), {}), data["sources"]) for raw in data["pairs"]
+    )
+
+
+def _row(raw: dict[str, Any], family: dict[str, Any], sources: dict[str, str]) -> Checkpoint:
+    taps = raw.get("target_layer_ids")
+    said = {name: sources[source] for source, names in raw["sources"].items() for name in names}
+    made: dict[str, Any] = {"target_layer_ids": None if taps is None else tuple(taps), "sources": said}
+    return Checkpoint(**raw | made, decoded=family.get("decoded"), refused_for=family.get("why"))
+
+
+checkpoints: tuple[Checkpoint, ...] = _read()
+"""Every published pair that is known here, as `Checkpoint`."""

@@ -1,0 +1,92 @@
+"""What a drafter chooses its tokens with, and how one that has less is given more.
+
+A drafter with convolutions alone has no published layout. It is a DFlash2 drafter whose selector has one
+candidate a position, and so nothing to choose: what loads DFlash2 drafters drafts the likeliest tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.dflash2.config import SIZES, DFlash2Config
+from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
+
+HEADS = ("dflash", "convolutions", "dflash2")
+"""v1; v1 with DFlash2's convolutions; these and the candidate selector. Each has the parts before it."""
+
+SELECTOR = ("selector_rank", "selector_top_k")
+NO_CHOICE = {"selector_rank": 1, "selector_top_k": 1}
+
+
+def check_head(head: str | None, **sizes: int | None) -> None:
+    """Raise ``ValueError`` for a head that does not exist, or sizes of parts that it does not have."""
+    if head is not None and head not in HEADS:
+        raise ValueError(f"head={head!r}: choose one of {', '.join(HEADS)}.")
+    for name, size in sizes.items():
+        if size is None:
+            continue
+        if head is None or head == "dflash" or (head == "convolutions" and name in SELECTOR):
+            raise ValueError(f"{name}={size} with head={head!r}, which has none; choose another head.")
+    if sizes.get("selector_top_k") == 1:
+        raise ValueError("selector_top_k=1: of one candidate there is none to choose; head='convolutions'.")
+
+
+def head_of(config: DFlashConfig) -> str:
+    """The head of a drafter with this config."""
+    if not isinstance(config, DFlash2Config):
+        return "dflash"
+    return "convolutions" if config.selector_top_k == 1 else "dflash2"
+
+
+def with_head(
+    drafter: DFlashDraftModel, head: str | None, seed: int = 0, **sizes: int | None
+) -> DFlashDraftModel:
+    """``drafter`` with the parts of ``head``; None: as it is.
+
+    Parts that it has keep their weights, new ones begin as nothing: untrained, it drafts what it did.
+
+    Args:
+        seed: of the random ones among the new weights.
+        sizes: fields of `DFlash2Config`, for the new parts; None: the published ones.
+
+    Raises:
+        ValueError: the drafter has parts that ``head`` has not, or already those that ``sizes`` are of.
+    """
+    check_head(head, **sizes)
+    config: Any = drafter.config
+    has = head_of(config)
+    if head is None or head == has:
+        given = [f"{name}={size}" for name, size in sizes.items() if size is not None]
+        if given:
+            raise ValueError(f"{given[0]}: the drafter's own is kept; leave it out.")
+        return drafter
+    if HEADS.index(head) < HEADS.index(has):
+        raise ValueError(
+            f"head={head!r}: the drafter's is {has!r}, and parts are not taken away; leave it out."
+        )
+    if has == "convolutions" and sizes.get("conv_group_size") is not None:
+        raise ValueError(
+            f"conv_group_size={sizes['conv_group_size']}: the drafter's own is kept; leave it out."
+        )
+    fields = config.to_dict()
+    published = {name: getattr(DFlash2Config, name) for name in SIZES}
+    kept = {name: fields[name] for name in SIZES if name not in SELECTOR and name in fields}
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    chosen = published | kept | chosen | (NO_CHOICE if head == "convolutions" else {})
+    fields["dflash_config"] = fields["dflash_config"] | chosen
+    fields["architectures"] = [DFlash2DraftModel.__name__]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        grown = DFlash2DraftModel(DFlash2Config(**fields | chosen))
+    weights = {
+        name: weight
+        for name, weight in drafter.state_dict().items()
+        if not name.startswith("candidate_selector.")
+    }
+    unknown = grown.load_state_dict(weights, strict=False).unexpected_keys
+    assert not unknown, unknown
+    return cast(Any, grown).to(drafter.device, drafter.dtype)
