@@ -24,6 +24,7 @@ from torch_dflash.doctor.diagnosis import Tried, _best
 from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
 from torch_dflash.doctor.repair import repair
+from torch_dflash.doctor.template import other_way
 from torch_dflash.proposers.notes import findings
 
 LESSER = 15400
@@ -68,10 +69,14 @@ def test_what_is_wrong_is_named(judged, family, seed, kinds, steps):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_as_it_is_counts_what_decoding_accepts(family):
-    target = make_target(family)
-    for more in ({}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}):
+    window = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
+    second = {"selector_rank": 8, "selector_top_k": 6, "conv_group_size": 4}
+    for more, strength in (({}, 6.0), (window, 6.0), (second, 2.0)):
+        target = make_target(family)
         drafter = make_drafter(target, **more)
-        td.selftest.pairs.correlate(target, drafter, 6.0)
+        td.selftest.pairs.correlate(target, drafter, strength)
+        if more is second:  # what it chooses is often not the likeliest
+            drafter.candidate_selector.successor_codebook.data.mul_(10)
         ids = torch.tensor([[5, 17, 80, 33, 2, 9, 41]])
         options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
         out = td.generate(target, drafter, ids, torch.ones_like(ids), runtime="eager", **options)
@@ -83,6 +88,21 @@ def test_as_it_is_counts_what_decoding_accepts(family):
             assert counts[place] + 1 == length
             place += length
         assert len(set(lengths)) > 1
+
+
+def test_a_selector_chains_the_drafts_that_are_counted():
+    target = make_target("llama")
+    drafter = make_drafter(target, selector_rank=8, selector_top_k=6, conv_group_size=4)
+    drafter.candidate_selector.successor_codebook.data.mul_(30)
+    own, ids = Convention.of(drafter), torch.arange(3, 23)
+    judge = Judge(target, drafter, record(target, [Text(ids, 7)]))
+    hidden = judge.rows(drafter, own, judge.batch(own, judge.recorded[0], [9]))[0]
+    drafts = drafter.choose(hidden, ids[9:10], target.get_output_embeddings())[0]
+    likeliest = drafter.logits(hidden, target.get_output_embeddings())[0].argmax(dim=-1)
+    assert not torch.equal(drafts[1:], likeliest[1:].int())
+    ids[10 : 10 + len(drafts)] = drafts  # behind the anchor: no block at it sees them
+    judge = Judge(target, drafter, record(target, [Text(ids, 7)]))
+    assert judge(own).accepted[judge.places.index((0, 9))] == len(drafts)
 
 
 def test_states_are_those_that_taps_read():
@@ -239,6 +259,59 @@ def test_the_command_refuses_in_one_line(more, words, monkeypatch, capsys):
     monkeypatch.setattr(command, "load_pair", lambda *names, **options: pair)
     assert main(["doctor", "--target", "demo", "--drafter", "demo", *more]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("learned", "kinds"),
+    [
+        pytest.param((False,), (), id="without", marks=pytest.mark.heavy),
+        pytest.param((True,), (), id="with", marks=pytest.mark.heavy),
+        pytest.param((False,), ("taps",), id="without, and taps"),
+        pytest.param((True, False), (), id="both"),
+    ],
+)
+def test_a_drafter_of_answers_without_thinking_is_told_so(judged, learned, kinds):
+    target = make_target("llama", vocab_size=260, max_position_embeddings=512)
+    tokenizer = byte_tokenizer(TEMPLATE.replace("{% if terse %}", "{% if enable_thinking %}"))
+    drafter = make_drafter(target, mask_token_id=258, rope_parameters=dict(target.config.rope_parameters))
+    prompts = ["alpha", "beta", "gamma", "delta"]
+    made = [one for one in changes(target, drafter, 60, []) if one.kind in kinds][:1]
+    convention = Convention.of(drafter)
+    for change in made:
+        convention = change.apply(convention)
+    texts = []
+    for thinking in learned:
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        ids = [answers.encode_conversation(tokenizer, turn, {"enable_thinking": thinking}) for turn in turns]
+        texts += answers.answer(target, ids, 32)
+    judged._teach(target, drafter, texts, convention, 120, torch.Generator().manual_seed(1))
+    options = {"enable_thinking": True}
+    found = td.diagnose(
+        target, drafter.eval(), tokenizer, prompts, template_options=options, max_new_tokens=32, blocks=64
+    )
+    wanted = [one.name for one in made] + ["enable_thinking=False"] * (learned == (False,))
+    assert sorted(one.name for one in found.changes) == sorted(wanted), str(found)
+    assert found.verdict == ("broken" if wanted else "healthy"), str(found)
+    assert "enable_thinking=False" in str(found) and found.better >= found.length
+
+
+def test_the_other_way_of_asking_is_one_that_changes_prompts():
+    for template, options, other in (
+        (
+            "{% if enable_thinking is not defined or enable_thinking %}!{% endif %}",
+            {},
+            {"enable_thinking": False},
+        ),
+        ("{% if enable_thinking %}!{% endif %}", {}, {"enable_thinking": True}),
+        ("{% if thinking %}!{% endif %}", {"thinking": True}, {"thinking": False}),
+        ("", {}, {}),
+    ):
+        tokenizer = byte_tokenizer("{{ messages[0].content }}" + template)
+
+        def ask(options, tokenizer=tokenizer):
+            return answers.encode_conversation(tokenizer, [{"role": "user", "content": "a"}], options)
+
+        assert other_way(ask, options) == other
 
 
 def test_from_prompts_to_a_diagnosis():

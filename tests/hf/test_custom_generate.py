@@ -74,17 +74,30 @@ def test_no_time_at_all_ends_with_the_first_read(pair, batch):
     assert found.shape[1] <= batch["input_ids"].shape[1] + drafter.config.block_size + 1
 
 
-def test_rules_out_of_order_are_named(pair, batch):
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"forced_bos_token_id": 3},
+        {"forced_eos_token_id": 3},
+        {"suppress_tokens": [*range(20, 30)]},
+        {"begin_suppress_tokens": [*range(20, 50)]},
+        {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 30},
+        {"repetition_penalty": 1.5, "forced_eos_token_id": 3},
+    ],
+    ids=lambda option: "+".join(option),
+)
+def test_what_may_follow_beside_what_transformers_lists_behind_it(pair, batch, option):
+    """``prefix_allowed_tokens_fn`` stands before these in transformers' list."""
     target, drafter = pair
-    words = "PrefixConstrainedLogitsProcessor before ForcedEOSTokenLogitsProcessor.*leave one of the two out"
-    with pytest.raises(ValueError, match=words):
-        target.generate(
-            **batch,
-            max_new_tokens=NEW,
-            prefix_allowed_tokens_fn=lambda row, ids: [1, 2],
-            forced_eos_token_id=3,
-            custom_generate=td.dflash(drafter, runtime="eager"),
-        )
+    asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | option
+    asked["prefix_allowed_tokens_fn"] = lambda row, ids: [*range(20, 60)]
+    expected = target.generate(**batch, **asked)
+    block = td.dflash(drafter, runtime="eager")
+    assert torch.equal(target.generate(**batch, **asked, custom_generate=block), expected)
+    with pytest.raises(
+        ValueError, match="PrefixConstrainedLogitsProcessor runs on the host.*runtime='eager'"
+    ):
+        target.generate(**batch, **asked, custom_generate=td.dflash(drafter, runtime="xla"))
 
 
 def test_custom_generate_is_greedy_where_do_sample_is_unset(pair, batch):

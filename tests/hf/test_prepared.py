@@ -22,6 +22,7 @@ from transformers.generation.logits_process import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     LogitNormalization,
+    LogitsProcessor,
     MinLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -158,6 +159,21 @@ class Quiet(TopKLogitsWarper):
     """A subclass may do anything."""
 
 
+class Loud(LogitsProcessor):
+    """Reads how large scores are."""
+
+    def __call__(self, input_ids, scores):
+        return torch.where(scores > -1.0, -50.0, scores)
+
+
+def same(tokens, length, logits):
+    return logits
+
+
+class InBlocks(td.BlockProcessor):
+    pass
+
+
 UNREADABLE = [
     (
         [TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.5)],
@@ -170,7 +186,7 @@ UNREADABLE = [
     ([TopKLogitsWarper(5, filter_value=-9.0)], ["TopKLogitsWarper with filter_value=-9.0", "leave"]),
     ([TopPLogitsWarper(0.5, min_tokens_to_keep=3)], ["TopPLogitsWarper with min_tokens_to_keep=3", "leave"]),
     ([MinPLogitsWarper(0.5, min_tokens_to_keep=3)], ["MinPLogitsWarper with min_tokens_to_keep=3", "leave"]),
-    ([MinPLogitsWarper(0.5), Quiet(5)], ["logits_processor holds MinPLogitsWarper before", "then warpers"]),
+    ([InBlocks(same), NoRepeatNGram(2)], ["logits_processor holds InBlocks before NoRepeat", "then warpers"]),
     ([TypicalLogitsWarper(0.5), TopKLogitsWarper(5)], ["TypicalLogitsWarper(0.5) before TopK", "typical_p"]),
     (
         [
@@ -270,6 +286,26 @@ def test_processors_of_the_users(pair, batch, text, items):
     theirs, ours = both(pair, row, **asked)
     assert torch.equal(ours, theirs)
     assert isinstance(items[0], Quiet) or not torch.equal(ours, text[:1])
+
+
+MIXED = [
+    [LogitNormalization(), RepetitionPenaltyLogitsProcessor(8.0)],
+    [LogitNormalization(), ExponentialDecayLengthPenalty((0, 1.2), 96, WIDTH)],
+    [LogitNormalization(), Loud()],
+    [Loud(), LogitNormalization(), SuppressTokensLogitsProcessor([10])],
+    [TopKLogitsWarper(5), Loud(), NoRepeatNGram(2)],
+]
+
+
+@pytest.mark.parametrize("items", MIXED, ids=lambda items: "+".join(type(item).__name__ for item in items))
+def test_what_reads_scores_is_asked_in_the_order_of_the_list(pair, batch, text, items):
+    row = {
+        "input_ids": batch["input_ids"][:1, -WIDTH:],
+        "attention_mask": batch["attention_mask"][:1, -WIDTH:],
+    }
+    assert row["attention_mask"].all()
+    theirs, ours = both(pair, row, logits_processor=LogitsProcessorList(items), eos_token_id=96)
+    assert torch.equal(ours, theirs)
 
 
 def test_lists_stand_for_what_is_asked_even_where_the_config_says_more(pair, batch, text):

@@ -74,13 +74,27 @@ def test_what_is_pushed_loads_again_and_has_a_card(drafter, monkeypatch, tmp_pat
     assert card.data.base_model == "some/target" and card.data.license == "apache-2.0"
     assert {"dflash", "tiny"} < set(card.data.tags)
     for words in (
-        'from_pretrained("me/mine"',
+        'load_drafter("me/mine"',
         'from_pretrained("some/target"',
         "| gsm8k | 3.14 |",
         f"| block size | {drafter.config.block_size}, ",
         f"| taps | {drafter.config.target_layer_ids}, ",
     ):
         assert words in card.text, words
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_the_cards_own_words_load_it(second, monkeypatch, tmp_path):
+    sizes = {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4} if second else {}
+    mine, there = make_drafter(make_target("qwen3"), **sizes), Hub()
+    monkeypatch.setattr(hub, "HfApi", there)
+    mine.push_to_hub("me/mine", target="some/target")
+    for name, content in there.files.items():
+        (tmp_path / name).write_bytes(content)
+    card = ModelCard(there.files["README.md"].decode()).text
+    (line,) = (line for line in card.splitlines() if line.startswith("drafter = "))
+    again = eval(line.removeprefix("drafter = ").replace("me/mine", str(tmp_path)), {"td": td})
+    assert type(again) is type(mine) and f"| kind | {mine.kind} |" in card
 
 
 def test_a_card_that_is_there_stays_unless_something_is_said(drafter, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -131,7 +132,11 @@ def authors_run(case: Case, prompt: list[int], new: int) -> Run:
     timer, authors._cuda_time = authors._cuda_time, lambda: 0.0
     try:
         ids = torch.tensor([prompt])
-        out = authors.dflash_generate(model, case.target, ids, new, stop_token_ids=None, return_stats=True)
+        with warnings.catch_warnings():  # they call a cache as transformers did before 5.24
+            warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
+            out = authors.dflash_generate(
+                model, case.target, ids, new, stop_token_ids=None, return_stats=True
+            )
     finally:
         authors._cuda_time = timer
         for name in {"compute_logits", "propose"} & vars(model).keys():

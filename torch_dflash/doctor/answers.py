@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torch_dflash.checks import check_counts
 from torch_dflash.demo.questions import QUESTIONS
-from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.diagnosis import Diagnosis, Tried, judge_texts
-from torch_dflash.doctor.judge import Judge
-from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.doctor.diagnosis import Diagnosis, judge_texts
+from torch_dflash.doctor.recorded import Text
+from torch_dflash.doctor.template import other_way, with_other_way
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.notes import Finding
 from torch_dflash.proposers.pair import check_pair
 from torch_dflash.train.answers.data import encode_conversation
 
@@ -43,7 +40,7 @@ def diagnose(
         tokenizer: the target's; with a chat template, prompts go through it.
         prompts: questions such as the pair will serve; unset: one of maths, of code and of chat.
         template_options: further variables of the chat template. Where it knows ``enable_thinking``, the
-            answers to the other value are drafted too, and a difference is noted.
+            answers to the other value are judged too, by every convention.
         max_new_tokens: of each answer.
         blocks: how many are drafted by each convention.
 
@@ -59,18 +56,13 @@ def diagnose(
         turns = ([{"role": "user", "content": prompt}] for prompt in asked)
         return [encode_conversation(tokenizer, turn, template) for turn in turns]
 
-    texts = answer(target, ids(options), max_new_tokens)
-    found = judge_texts(target, drafter, texts, masks=likely_masks(target, tokenizer, texts), blocks=blocks)
-    if "enable_thinking" not in str(getattr(tokenizer, "chat_template", "")):
-        return found
-    other = options | {"enable_thinking": not options.get("enable_thinking", True)}
-    more = record(target, answer(target, ids(other), max_new_tokens))
-    length = Tried((), Judge(target, drafter, more, blocks)(Convention.of(drafter))).length
-    words = (
-        f"answers with enable_thinking={other['enable_thinking']} come to {length:.2f}; ask as in training."
-    )
-    note = Finding("acceptance length", f"{found.length:.2f}", words)
-    return replace(found, findings=[*found.findings, note])
+    def judged(template: dict[str, Any]) -> Diagnosis:
+        texts = answer(target, ids(template), max_new_tokens)
+        masks = likely_masks(target, tokenizer, texts)
+        return judge_texts(target, drafter, texts, masks=masks, blocks=blocks)
+
+    found, other = judged(options), other_way(ids, options)
+    return with_other_way(found, judged(options | other), other) if other else found
 
 
 def answer(target: Any, prompts: list[list[int]], max_new_tokens: int) -> list[Text]:

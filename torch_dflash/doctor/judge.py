@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.recorded import Recorded
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.target.final_norm import final_norm
-from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks
+from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows
 
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
 """From a quarter to 64, at which nothing is said: of each convention the one that suits it best counts."""
@@ -95,9 +95,11 @@ class Judge:
         wanted, known = block_targets(batch, self.width)
         counts = torch.zeros(rows.shape[1], dtype=torch.int32, device=rows.device)
         alive = torch.arange(rows.shape[1], device=rows.device)
+        before, head = gather_rows(batch.ids, batch.anchors[..., None])[0, :, 0], self._head(convention)
         for row in range(self.width - 1):  # the head is most of the work, and few rows need it
-            tokens = self.read(twin, convention, rows[:, alive, row : row + 1])[0, :, 0].argmax(dim=-1)
+            tokens = twin.choose(rows[0, alive, row : row + 1], before[alive], head)[:, 0]
             alive = alive[(tokens == wanted[0, alive, row]) & known[0, alive, row]]
+            before = wanted[0, :, row]
             counts[alive] += 1
         return counts.cpu()
 
@@ -141,14 +143,17 @@ class Judge:
         words: Int[Tensor, " V"] | None = None,
     ) -> Float[Tensor, "B A N V"]:
         """What the drafter says by such states, of all tokens or of ``words``."""
+        return twin.logits(rows, self._head(convention, words))
+
+    def _head(self, convention: Convention, words: Tensor | None = None) -> Callable[[Tensor], Tensor]:
         head = self.target.get_output_embeddings()
         source = self.target.get_input_embeddings() if convention.tied else head
         weight, bias = source.weight, getattr(source, "bias", None)
         if words is not None:
             weight, bias = weight[words], None if bias is None else bias[words]
         elif not convention.tied:
-            return twin.logits(rows.to(weight.dtype), head)
-        return twin.logits(rows.to(weight.dtype), lambda rows: F.linear(rows, weight, bias))
+            return lambda rows: head(rows.to(weight.dtype))
+        return lambda rows: F.linear(rows.to(weight.dtype), weight, bias)
 
 
 def standard_score(new: Tensor, old: Tensor) -> float:

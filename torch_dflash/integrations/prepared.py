@@ -14,6 +14,8 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation import stopping_criteria as criteria_of
 
 from torch_dflash.integrations.prepared_rules import RULES, Call, read_rules
+from torch_dflash.processors.host import HostProcessor
+from torch_dflash.processors.own import BlockProcessor
 
 # By exact type: a subclass may do anything. The order is that in which a round applies them.
 _WARPERS: dict[type, str] = {
@@ -41,25 +43,31 @@ _AFTER = {
     "epsilon_cutoff": (*_FIRST, "typical_p"),
     "eta_cutoff": (*_FIRST, "typical_p", "epsilon_cutoff"),
 }
+# They ask how large a score is, and of which sign.
+_OF_SIZES = (processors_of.RepetitionPenaltyLogitsProcessor, processors_of.ExponentialDecayLengthPenalty)
 
 
 def read_processors(processors: Iterable[Any], call: Call) -> tuple[dict[str, Any], list[Any]]:
     """(options with the effect of ``processors``, in their order; those that no option stands for).
 
+    Among the latter are transformers' own that stand between or behind those of a user.
+
     Raises:
         ValueError: a processor that is set up as no option could, or in an order that an option cannot have.
     """
-    effective = [item for item in processors if not _without_effect(item, call.width)]
+    effective = _effective(list(processors), call.width)
     kinds = [0 if type(item) in RULES else 2 if type(item) in _WARPERS else 1 for item in effective]
-    if kinds != sorted(kinds):
+    start = next((place for place, kind in enumerate(kinds) if kind != 0), len(kinds))
+    end = next((place + 1 for place, kind in reversed([*enumerate(kinds)]) if kind != 2), 0)
+    rules, own, warpers = effective[:start], effective[start:end], effective[end:]
+    # Nothing is drafted beside one that is asked on the host, so transformers' own are asked there as well.
+    if kinds != sorted(kinds) and not any(map(_is_on_host, own)):
         at = next(place for place in range(1, len(kinds)) if kinds[place] < kinds[place - 1])
         early, late = (type(effective[place]).__name__ for place in (at - 1, at))
         raise ValueError(
             f"logits_processor holds {early} before {late}: penalties, bans and forced ids come first, then "
             "processors of your own, then warpers; leave one of the two out."
         )
-    ends = [kinds.count(0), len(kinds) - kinds.count(2)]
-    rules, own, warpers = effective[: ends[0]], effective[ends[0] : ends[1]], effective[ends[1] :]
     return read_rules(rules, call) | _read_warpers(warpers), own
 
 
@@ -122,10 +130,30 @@ def read_criteria(criteria: Iterable[Any]) -> tuple[list[int], list[int] | None,
     return lengths, None if stops is None else list(dict.fromkeys(stops)), others
 
 
+def _effective(processors: list[Any], width: int) -> list[Any]:
+    """``processors`` but for those that change nothing here."""
+    found: list[Any] = []
+    for item in reversed(processors):
+        if type(item) is processors_of.LogitNormalization:  # adds one number to all logits
+            useful = any(type(later) in _OF_SIZES or _is_own(later) for later in found)
+        else:
+            useful = not _without_effect(item, width)
+        found = [item, *found] if useful else found
+    return found
+
+
+def _is_own(item: Any) -> bool:
+    return type(item) not in RULES and type(item) not in _WARPERS
+
+
+def _is_on_host(item: Any) -> bool:
+    """Whether it is asked for one token at a time."""
+    in_blocks = isinstance(item, BlockProcessor) or (isinstance(item, HostProcessor) and item.pure)
+    return _is_own(item) and not in_blocks
+
+
 def _without_effect(item: Any, width: int) -> bool:
     kind = type(item)
-    if kind is processors_of.LogitNormalization:
-        return True  # adds one number to all logits
     if kind is processors_of.MinLengthLogitsProcessor:
         return item.min_length <= width  # what transformers makes of min_new_tokens=0
     if kind is processors_of.MinNewTokensLengthLogitsProcessor:

@@ -40,6 +40,7 @@ def hub_card(
     fields = {
         "target": named + (f" ({layers} layers)" if layers else ""),
         "licence": license or "not stated",
+        "kind": drafter.kind,
         "block size": f"{config.block_size}, the anchor included",
         "taps": f"{config.target_layer_ids}, 0-based block indices",
         "mask id": config.mask_token_id,
@@ -71,7 +72,7 @@ import torch_dflash as td
 from transformers import AutoModelForCausalLM
 
 target = AutoModelForCausalLM.from_pretrained("{shown}", dtype="auto")
-drafter = td.DFlashDraftModel.from_pretrained("{repo_id}", dtype="auto")
+drafter = td.load_drafter("{repo_id}")
 ids = target.generate(**inputs, custom_generate=td.dflash(drafter), max_new_tokens=256)
 ```
 
