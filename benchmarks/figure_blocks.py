@@ -265,6 +265,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "acceptance-control": acceptance_control,
     "families": lambda: tables(result("families")["families"]),
     "families-counts": families_counts,
+    "multimodal": lambda: tables(result("multimodal")["families"]),
     "aot": aot,
     "aot-notes": lambda: "\n".join([aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts()]),
     "throughput": throughput,

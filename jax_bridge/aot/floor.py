@@ -1,8 +1,9 @@
 """The least a pass must read from HBM and compute, and how fast a chip could do it.
 
-The floor of a pass is its weights once and the K/V of the context once. Target and drafter share one head,
-and a round reads it in both passes, as what the second one needs is only known after the first: a round's
-floor is the sum of both, the head twice. What is left out is small: activations, the block's own K/V, and
+The floor of a pass is its weights once and the K/V of the context once; what does not run for text, such
+as a tower for images, is none of it. Target and drafter share one head, and a round reads it in both passes,
+as what the second one needs is only known after the first: a round's floor is the sum of both, the head
+twice. What is left out is small: activations, the block's own K/V, and
 the embedding and a selector's codebooks, of which a pass reads a few rows per token. A tied embedding is the
 head. Of a prompt chunk they are less small, hundreds of rows that they are, but its floor leaves them out
 too.
@@ -114,6 +115,8 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int) -> int:
     reads = {name: size for name, size in _sizes(params).items() if name.startswith("target.")}
     if embedding.weight is not head.weight:
         del reads[names[id(embedding.weight)]]
+    for path in target.blocks.idle:
+        reads = {name: size for name, size in reads.items() if not name.startswith(f"target.model.{path}.")}
     for prefix, count, share in _experts(pair, batch * rows):
         for name in reads:
             if name.startswith(prefix + ".") and params[name].shape[0] == count:

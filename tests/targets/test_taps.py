@@ -99,6 +99,11 @@ def test_a_target_of_one_layer_has_a_tap():
     assert gap(target) < EXACT
 
 
+def test_what_does_not_run_for_text_is_known():
+    assert blocks_of(build("llava")).idle == ("model.vision_tower", "model.multi_modal_projector")
+    assert blocks_of(build("gpt2")).idle == blocks_of(make_target("gpt_oss")).idle == ()
+
+
 def test_features_for_training_are_the_taps():
     target, rows = build("gpt2"), [[5, 8, 13, 21, 34], [3, 9]]
     eager = FeatureExtractor(target, (0, 3), torch.float32, "eager")(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from transformers import AutoModelForImageTextToText
 
 import jax_bridge as jb
 import torch_dflash as td
+from jax_bridge.aot.compile import abstract_pair
+from jax_bridge.aot.floor import floor_of
 from jax_bridge.forms import unwrap
 from torch_dflash.engine.text_alone import media_tokens
 from torch_dflash.target.auto import auto_class
@@ -50,10 +53,8 @@ def test_a_token_that_stands_for_an_image_is_refused(case):
         config.bos_token_id = config.pad_token_id = config.eos_token_id = None
     prompts = torch.tensor([[5, 8, 13], [5, IMAGE, 13]])
     engine = td.compile(target, None, runtime="eager", max_length=64, batch_size=2)
-    for call in (
-        engine.generate,
-        lambda ids, **more: td.generate(target, None, ids, runtime="eager", **more),
-    ):
+    at_once = partial(td.generate, target, None, runtime="eager")
+    for call in (engine.generate, at_once):
         with refuses(ValueError, f"input_ids of row 1 holds {IMAGE}", "own generate"):
             call(prompts, **GREEDY)
     with refuses(ValueError, f"holds {IMAGE}", "own generate"):
@@ -139,6 +140,15 @@ def test_a_checkpoint_that_lacks_a_weight_of_text_is_refused(tmp_path):
     save_file({other: tensor for other, tensor in tensors.items() if other != name}, file, {"format": "pt"})
     with refuses(ValueError, "model.language_model.layers.2.mlp.up_proj.weight", "is missing"):
         jb.load(tmp_path, progress=False)
+
+
+def test_a_tower_for_images_is_no_part_of_the_least_that_a_pass_reads():
+    config, floors = build("llava").config, []
+    for depth in (1, 7):
+        config.vision_config.num_hidden_layers = depth
+        model = abstract_pair(config, None, capacity=64, batch_size=1)
+        floors.append(floor_of(model.pair, model.params, 32).verify)
+    assert floors[0] == floors[1] > 0
 
 
 def test_classes_of_images_and_text_are_found_by_the_config():

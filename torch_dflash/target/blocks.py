@@ -25,11 +25,13 @@ class Blocks:
     Attributes:
         paths: of each layer's block, in order; none where ``fault`` says why nothing can be tapped.
         norm: path of the norm between the last block and the head; None without one.
+        idle: paths of what lies beside the decoder and does not run for text, such as a tower for images.
         fault: what is not understood; None where the layers can be tapped.
     """
 
     paths: tuple[Path, ...] = ()
     norm: Path | None = None
+    idle: tuple[Path, ...] = ()
     fault: str | None = None
 
 
@@ -84,7 +86,8 @@ def find_blocks(recorded: CallRecorder) -> Blocks:
     fault = _fault(recorded, paths)
     if fault is not None:
         return Blocks(fault=fault)
-    return Blocks(tuple(map(str, paths)), _norm(recorded, str(paths[-1])))
+    found = tuple(map(str, paths))
+    return Blocks(found, _norm(recorded, found[-1]), _idle(recorded, found[0]))
 
 
 def _parting(ways: Sequence[tuple[Path, ...]]) -> list[Path | None]:
@@ -139,6 +142,15 @@ def _norm(recorded: CallRecorder, last: Path) -> Path | None:
         if outside and reads and any(_is_of(value, call.result) for value in read):
             return call.path
     return None
+
+
+def _idle(recorded: CallRecorder, block: Path) -> tuple[Path, ...]:
+    """Modules next to the way from the model to ``block`` in which nothing ran."""
+    steps = block.split(".")
+    way = {".".join(steps[:depth]) for depth in range(len(steps) - 1)}
+    beside = [path for path, _ in recorded.model.named_modules() if path and path.rpartition(".")[0] in way]
+    ran = [f"{call.path}." for call in recorded.calls]
+    return tuple(path for path in beside if not any(one.startswith(f"{path}.") for one in ran))
 
 
 def _is_of(value: Any, result: Any) -> bool:
