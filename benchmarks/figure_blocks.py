@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from family_tables import tables, verdict
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps
+from figure_published import published
 from figure_text import RESULTS, command, item, result, spread, table
 
 from torch_dflash.train.export.card import acceptance_table
@@ -270,6 +271,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "aot-notes": lambda: "\n".join([aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts()]),
     "throughput": throughput,
     "embedded-fit": embedded_fit,
+    "published": published,
     "hf-calls": hf_calls,
     "cpu-distance": cpu_distance,
     "cpu-products": cpu_products,

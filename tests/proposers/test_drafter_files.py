@@ -65,7 +65,7 @@ def test_a_subfolder(sharded, tmp_path):
 def test_a_shard_that_is_not_there(sharded):
     folder, _ = sharded
     (folder / "model-1.safetensors").unlink()
-    with refuses(OSError, "model-1.safetensors"):
+    with refuses(FileNotFoundError, INDEX, "names model-1.safetensors", "not there", "fetch it again"):
         td.load_drafter(folder)
 
 

@@ -48,14 +48,15 @@ def load_pair(
     """
     row = find(name)
     check_row(row)
-    config: Any = AutoConfig.from_pretrained(row.target, **options)
+    target, source = str(row.target), str(row.drafter)
+    config: Any = AutoConfig.from_pretrained(target, **options)
     if dtype != "auto":
         config.get_text_config().dtype = dtype
-    tokenizer = AutoTokenizer.from_pretrained(row.target, **options)
-    drafter = load_drafter(str(row.drafter), config, dtype, **options)
+    tokenizer = AutoTokenizer.from_pretrained(target, **options)
+    drafter = load_drafter(source, config, dtype, **options)
     for odd in mask_in_texts(tokenizer, drafter.config.mask_token_id):
         warnings.warn(str(odd), stacklevel=2)
-    return load_target(str(row.target), dtype, **options).eval(), drafter.eval(), tokenizer
+    return load_target(target, dtype, **options).eval(), drafter.eval(), tokenizer
 
 
 def find(name: str) -> Checkpoint:

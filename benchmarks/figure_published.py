@@ -1,0 +1,41 @@
+"""The published pairs as a table, of the data in the package; `figures.py` fills it in."""
+
+from __future__ import annotations
+
+from figure_text import table
+
+import torch_dflash as td
+
+DECODED = {True: "yes", False: "no: {}", None: "not compared"}
+HEADS = [
+    "name",
+    "target",
+    "drafter",
+    "kind, layout",
+    "block",
+    "taps",
+    "mask",
+    "size",
+    "licence",
+    "acceptance length",
+]
+
+
+def published() -> str:
+    """Every row; an empty cell is unknown."""
+    return table([*HEADS, "decodes here"], *map(_cells, td.checkpoints))
+
+
+def _cells(row: td.Checkpoint) -> list[str]:
+    kind = ", ".join(part for part in (row.kind, row.layout) if part)
+    lengths = ", ".join(f"{name} {length:g}" for name, length in (row.acceptance or {}).items())
+    known = [
+        row.block_size,
+        ", ".join(map(str, row.target_layer_ids or ())),
+        row.mask_token_id,
+        row.size,
+        row.license,
+    ]
+    decodes = DECODED[row.decoded].format(row.refused_for)
+    cells = [row.name, row.target or row.model, row.drafter, kind, *known, lengths, decodes]
+    return ["" if cell is None else str(cell) for cell in cells]
