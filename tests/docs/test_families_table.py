@@ -1,4 +1,4 @@
-"""docs/results/families.json and multimodal.json: no text in it is another's, and the library knows what was tested."""
+"""docs/results: no text of a family is another's, and the library knows what was tested."""
 
 from __future__ import annotations
 
