@@ -31,10 +31,12 @@ def tables(families: dict[str, Any]) -> str:
     others = [name for name, what in by.items() if what not in ("equal", "refused")]
     rest = [[name, families[name].get("model", ""), by[name], _why(families[name])] for name in others]
     parts.append(_table(["not compared", "class", "outcome", "why"], rest))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
+    if not rows:
+        return ""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""docs/results/families.json: no text in it is another's, and the library knows what was tested."""
+"""docs/results: no text of a family is another's, and the library knows what was tested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch_dflash.target import tested
 
 TABLES = runpy.run_path(str(ROOT / "benchmarks/family_tables.py"))
 RESULTS = json.loads((ROOT / "docs/results/families.json").read_text())
-FAMILIES = RESULTS["families"]
+MULTIMODAL = json.loads((ROOT / "docs/results/multimodal.json").read_text())
+FAMILIES = RESULTS["families"] | MULTIMODAL["families"]
 VERDICTS = {name: TABLES["verdict"](one) for name, one in FAMILIES.items()}
 
 
@@ -30,7 +31,15 @@ def test_the_tested_classes_are_those_of_equal_text():
         if VERDICTS[name] == "equal" and one["distinct"] >= TABLES["WEAK"]
     }
     assert tested.TESTED == shown
-    assert RESULTS["provenance"]["packages"]["transformers"].startswith(tested.WITH + ".")
+    for results in (RESULTS, MULTIMODAL):
+        assert results["provenance"]["packages"]["transformers"].startswith(tested.WITH + ".")
+
+
+def test_every_multimodal_class_that_runs_was_tapped():
+    ran = [run for one in MULTIMODAL["families"].values() for run in one["runs"].values()]
+    equal = [run for run in ran if run["outcome"] == "equal"]
+    assert len(equal) > 80 and all("dflash" in run["proposers"] for run in equal)
+    assert {run["outcome"] for run in ran} == {"equal", "refused"}
 
 
 def test_every_tested_class_is_known_as_such():
