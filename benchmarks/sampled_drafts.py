@@ -1,0 +1,113 @@
+"""How many drafts are accepted of sampled text: the likeliest tokens, or those that the row's own noise picks.
+
+The target's pick at a position is the largest of its logits and a noise that depends on seed, position and id
+alone. A drafter that adds the same noise to its logits picks the same token wherever the two distributions
+are near enough. Both forms emit the same text, which this compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_dflash as td
+from torch_dflash.cli.loading import load_pair
+from torch_dflash.cli.provenance import write_json
+from torch_dflash.engine.prompts import pad_rows
+from torch_dflash.ops.windows import positions
+from torch_dflash.proposers import DFlashProposer
+from torch_dflash.sampling import gumbel
+from torch_dflash.train.answers.data import encode_conversation, read_prompts
+
+
+class SharedNoise(DFlashProposer):
+    """Drafts what the drafter's logits and the rows' own noise pick.
+
+    Args:
+        drafter: a live one, without multiplier or soft cap, which lie behind the head.
+        seed: of the first row; each further row's is one higher. temperature: of all rows.
+    """
+
+    name = "dflash with the rows' noise"
+
+    def __init__(self, drafter: Any, seed: int, temperature: float):
+        super().__init__(drafter)
+        config = drafter.config
+        if config.output_multiplier != 1 or config.final_logit_softcapping:
+            raise ValueError("output_multiplier, final_logit_softcapping: choose a drafter without them.")
+        self.drafter, self.seed, self.temperature = drafter, seed, temperature
+
+    def propose(self, pstate, anchor, length, embed, head):
+        seeds = self.seed + torch.arange(len(anchor), dtype=torch.int32, device=anchor.device)
+
+        def noisy(hidden):
+            logits = head(hidden).float()
+            place = positions(length + 1, hidden.shape[1])
+            return logits + self.temperature * gumbel(seeds, place, logits.shape[-1])
+
+        return super().propose(pstate, anchor, length, embed, noisy)
+
+
+def main() -> None:
+    """Decode each set with both forms, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--drafters", nargs="+", default=["demo"])
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=16, help="prompts of each set")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", required=True)
+    arguments = parser.parse_args()
+    rows = {name: judge(arguments, name) for name in arguments.drafters}
+    write_json(arguments.json, {"temperature": arguments.temperature, "drafters": rows})
+
+
+def judge(arguments: argparse.Namespace, name: str) -> dict[str, dict[str, float]]:
+    """One drafter's mean acceptance lengths, by set and form."""
+    loaded = load_pair(arguments.target, name)
+    shared = SharedNoise(loaded.drafter, arguments.seed, arguments.temperature)
+    found = {}
+    for path in arguments.prompts:
+        asked = [
+            encode_conversation(loaded.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+            for prompt in read_prompts([path])[: arguments.limit]
+        ]
+        texts, found[path.stem] = {}, {}
+        for form, drafter in (("likeliest", loaded.drafter), ("shared noise", shared)):
+            texts[form], found[path.stem][form] = decode(arguments, loaded.target, drafter, asked)
+        assert texts["likeliest"] == texts["shared noise"], f"{path}: a draft changed the text"
+        print(name, path.stem, found[path.stem], flush=True)
+    return found
+
+
+def decode(arguments: argparse.Namespace, target: Any, drafter: Any, asked: list) -> tuple[list, float]:
+    """(new tokens of all prompts, mean acceptance length)."""
+    texts, lengths = [], []
+    for start in range(0, len(asked), arguments.batch_size):
+        ids, mask = pad_rows(asked[start : start + arguments.batch_size])
+        out: Any = td.generate(
+            target,
+            drafter,
+            ids,
+            mask,
+            max_new_tokens=arguments.max_new_tokens,
+            do_sample=True,
+            temperature=arguments.temperature,
+            top_k=0,
+            top_p=1.0,
+            seed=arguments.seed,
+            return_dict_in_generate=True,
+        )
+        texts += out.new_tokens
+        lengths += out.stats.whole_rounds
+    return texts, round(sum(lengths) / len(lengths), 4)
+
+
+if __name__ == "__main__":
+    main()
