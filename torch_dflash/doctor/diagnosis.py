@@ -14,6 +14,7 @@ from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
 from torch_dflash.doctor.static import Finding, findings
 from torch_dflash.proposers.choose import check_pair
+from torch_dflash.proposers.dflash.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 SURE = 3.5
@@ -129,6 +130,7 @@ def judge_texts(
         TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
     """
     check_counts(blocks=blocks)
+    refuse_extras(drafter.config, "the doctor", "compare acceptance with the drafter's card.")
     check_pair(target, drafter)
     if not any(len(text.ids) - text.start >= 2 for text in texts):
         raise ValueError("texts: no answer of two tokens or more; give longer ones.")

@@ -46,7 +46,7 @@ def check_pair(target: PreTrainedModel, drafter: DFlashDraftModel) -> None:
             f"target_layer_ids names {len(config.target_layer_ids)} taps, but fc takes {taps:g}; "
             "the config and the weights are of different drafters."
         )
-    if config.vocab_size != base.vocab_size:
+    if config.vocab_size not in (0, base.vocab_size):
         raise ValueError(
             f"vocab_size={config.vocab_size} of the drafter, but the target's is {base.vocab_size}; "
             "the two must share the vocabulary."

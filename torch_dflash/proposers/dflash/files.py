@@ -6,9 +6,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, find_files, read_headers
+from torch_dflash.proposers.layouts.known import layout_of
+from torch_dflash.proposers.layouts.pieces import Piece, in_zlabs_names
+from torch_dflash.storage.weight_files import HUB_OPTIONS, find_files, read_headers
 
 # Weights from elsewhere than the plain files.
 _OTHER_SOURCES = ("state_dict", "gguf_file", "variant", "adapter_kwargs")
@@ -16,7 +20,7 @@ _OTHER_SOURCES = ("state_dict", "gguf_file", "variant", "adapter_kwargs")
 
 def check_files(
     source: str | os.PathLike[str], given: dict[str, Any], config_class: type[DFlashConfig] = DFlashConfig
-) -> None:
+) -> dict[str, Piece] | None:
     """Refuse a checkpoint whose config does not fit its files, before anything is allocated.
 
     Args:
@@ -24,27 +28,33 @@ def check_files(
         given: what ``from_pretrained`` was called with besides.
         config_class: of the kind of drafter.
 
+    Returns:
+        Its tensors under z-lab's names; None where the weights come from elsewhere.
+
     Raises:
         OSError: no such checkpoint. ValueError: names the field or tensor, the value and the file.
     """
     _require_safetensors(source, given)
     if any(given.get(name) is not None for name in _OTHER_SOURCES):
-        return
+        return None
     hub = {name: given[name] for name in HUB_OPTIONS if name in given}
     config = given.get("config")
     described = isinstance(config, DFlashConfig)
     raw = {} if described else config_class.get_config_dict(config or source, **hub)[0]
     check_types(raw, source)
-    stored = read_headers(find_files(source, **hub))
+    layout = layout_of(PreTrainedConfig.get_config_dict(source, **hub)[0])
+    fields = config.to_dict() if described else raw
+    stored = in_zlabs_names(layout, read_headers(find_files(source, **hub)), fields, source)
     check_sizes({name: raw[name] for name in raw if name != "vocab_size"}, stored, source)  # no embedding
     if not described:
         given = {name: value for name, value in given.items() if name != "config"}
         config = config_class.from_pretrained(config or source, **given)
     config.check()
-    _check_lengths(config, {name.removeprefix("model."): part for name, part in stored.items()}, source)
+    _check_lengths(config, stored, source)
+    return stored
 
 
-def _check_lengths(config: Any, stored: dict[str, Stored], source: Any) -> None:
+def _check_lengths(config: Any, stored: dict[str, Piece], source: Any) -> None:
     """Compare the fields that shape the network with the first layer and the final norm."""
     layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
     if config.num_hidden_layers > len(layers):

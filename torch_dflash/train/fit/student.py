@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_dflash.proposers.choose import check_pair
+from torch_dflash.proposers.dflash.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
@@ -25,7 +26,7 @@ class Student(nn.Module):
         head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: a DFlash2 drafter, or one that does not fit the target; the loss needs what the target
+        ValueError: a DFlash2 drafter, one with parts that are not z-lab's, or one that does not fit the target; the loss needs what the target
             does not have.
     """
 
@@ -47,6 +48,7 @@ class Student(nn.Module):
                 f"drafter={type(drafter).__name__}: no loss here trains its selector; "
                 "pass a DFlashDraftModel."
             )
+        refuse_extras(drafter.config, "training", "train one with the target's embedding and head.")
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective
