@@ -104,6 +104,7 @@ class DFlashConfig(Qwen3Config):
             if self.dflash_config and name in self.dflash_config:
                 setattr(self, name, self.dflash_config[name])
         check_fields(self)
+        self.draft_vocab_size = None if self.draft_vocab_size == self.vocab_size else self.draft_vocab_size
         if self.layer_types and "sliding_attention" in self.layer_types:
             self.use_sliding_window = True  # Qwen3Config drops the window without it
         super().__post_init__(**kwargs)

@@ -78,8 +78,8 @@ class OnHub:
         """Write ``config.json`` and safetensors; as ``PreTrainedModel.save_pretrained``.
 
         Raises:
-            ValueError: ``push_to_hub=True``, whose card would be transformers' empty one; or the layout that the
-                drafter came in does not say how many ids there are.
+            ValueError: ``push_to_hub=True``, whose card would be transformers' empty one; or the layout
+                that the drafter came in does not say how many ids there are.
         """
         if not self.config.vocab_size:
             raise ValueError(

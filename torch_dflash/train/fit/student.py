@@ -26,8 +26,8 @@ class Student(nn.Module):
         head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: a DFlash2 drafter, one with parts that are not z-lab's, or one that does not fit the target; the loss needs what the target
-            does not have.
+        ValueError: a DFlash2 drafter, one with parts that z-lab's do not have, or one that does not fit the
+            target; the loss needs what the target does not have.
     """
 
     embedding: torch.Tensor
