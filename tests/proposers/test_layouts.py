@@ -1,4 +1,4 @@
-"""Drafters of every published layout: fields and tensors come out as ours, come back, or are refused by name."""
+"""Drafters of every published layout: fields and tensors are ours, come back, or are refused."""
 
 from __future__ import annotations
 

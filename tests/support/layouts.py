@@ -41,7 +41,7 @@ def fixture(name):
 
 
 def expected(name):
-    """A drafter of ours, written down field by field, without the fixture: random weights, a head that agrees."""
+    """A drafter of ours, written down field by field without the fixture; random weights."""
     fields = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -54,7 +54,7 @@ def expected(name):
 
 
 def pair(name):
-    """A target, and `expected`, whose own embedding and head, if any, are the target's for some of the ids."""
+    """A target, and `expected`, whose own embedding and head, if any, are the target's for some ids."""
     target, drafter = make_target("qwen3"), expected(name)
     correlate(target, drafter, 8.0)
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
