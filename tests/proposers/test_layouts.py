@@ -9,7 +9,13 @@ from support.layouts import LAYOUTS, expected, pair, publish
 from support.tiny import MASK, VOCAB
 
 import torch_dflash as td
+from jax_bridge.reference.checkpoint import load
+from torch_dflash.doctor.diagnosis import judge_texts
 from torch_dflash.proposers.checkpoints import load_drafter_config
+from torch_dflash.proposers.dflash.card import hub_card
+from torch_dflash.proposers.dflash.extras import extras_of
+from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.student import Student
 
 OF_NO_NETWORK = (
     "architectures",
@@ -118,3 +124,32 @@ def test_zlabs_layout_may_hold_an_embedding_and_a_head(tmp_path):
     )
     with pytest.raises(ValueError, match="mismatched_keys=.*embed_tokens"):
         td.load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["speculators", "speculators_anchor", "mimo", "laguna"])
+def test_who_does_not_know_a_part_refuses_it(name, tmp_path):
+    target, drafter = pair(name)
+    part = next(iter(extras_of(drafter.config)))
+    with pytest.raises(ValueError, match=f"{part}=True of the drafter: training does not know"):
+        Student(drafter, target, Objective())
+    with pytest.raises(ValueError, match=f"{part}=True of the drafter: the doctor does not know"):
+        judge_texts(target, drafter, [])
+    with pytest.raises(
+        ValueError, match=f"{part}=True of the drafter: speculation_type='dflash'.*custom_generate"
+    ):
+        asked = {"max_new_tokens": 8, "do_sample": False, "speculation_type": "dflash"}
+        target.generate(torch.tensor([[1, 2, 3]]), assistant_model=drafter, **asked)
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="that is not z-lab's layout; load it with"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["speculators", "assistant"])
+def test_the_reference_refuses_other_layouts(name, tmp_path):
+    with pytest.raises(ValueError, match="that is not z-lab's layout; load it with"):
+        load(publish(tmp_path, name, pair(name)[1]))
+
+
+def test_a_card_says_what_is_not_zlabs():
+    assert "no embedding and no head" in str(hub_card(expected("zlab_flat"), "a/b"))
+    assert "`own_head=True`" in str(hub_card(expected("speculators"), "a/b"))

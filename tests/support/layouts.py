@@ -93,8 +93,6 @@ def published(name, drafter):
     if name == "speculators":
         ids = torch.arange(40) + state["d2t"]
         state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
-    if name == "speculators_dflash2":
-        state = {f"{key}.weight" if key.endswith("codebook") else key: state[key] for key in state}
     return state
 
 

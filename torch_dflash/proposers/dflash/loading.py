@@ -44,10 +44,11 @@ def in_our_names(
     own |= {} if mask is None else {"mask_embedding": True}
     if layout_of(raw) is ZLAB and not own:
         return (source,), given
-    config = given.pop("config", None)
+    config: Any = given.pop("config", None)
     if not isinstance(config, DFlashConfig):
         options = {name: value for name, value in given.items() if name not in ("dtype", "torch_dtype")}
-        config, left = config_class.from_pretrained(source, return_unused_kwargs=True, **options)
+        read: Any = config_class.from_pretrained(source, return_unused_kwargs=True, **options)
+        config, left = read
         given = left | {name: given[name] for name in ("dtype", "torch_dtype") if name in given}
     for name, value in own.items():
         setattr(config, name, value)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout
+from torch_dflash.proposers.layouts.layout import Fields, Layout, required
 from torch_dflash.storage.weight_files import Stored
 
 OWN = {
@@ -85,13 +85,12 @@ def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, P
     fused = next((one for one in _FUSED if f".{one}." in name), None)
     if fused is None:
         return {name: Piece(stored)}
-    heads, dim, inner = (
-        fields.get("num_attention_heads"),
-        fields.get("head_dim"),
-        fields.get("intermediate_size"),
-    )
-    groups = fields.get("num_key_value_heads", heads)
-    sizes = [heads * dim, groups * dim, groups * dim] if fused == "qkv_proj" else [inner, inner]
+    if fused == "qkv_proj":
+        heads, dim = required(fields, "num_attention_heads", where), required(fields, "head_dim", where)
+        groups = fields.get("num_key_value_heads") or heads
+        sizes = [heads * dim, groups * dim, groups * dim]
+    else:
+        sizes = [required(fields, "intermediate_size", where)] * 2
     if stored.shape[:1] != (sum(sizes),):
         raise ValueError(
             f"{stored.name} in {where} has shape {stored.shape}; by the config its rows are {sizes}, joined "
