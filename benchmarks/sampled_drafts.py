@@ -1,4 +1,4 @@
-"""How many drafts are accepted of sampled text: the likeliest tokens, or those that the row's own noise picks.
+"""How many drafts of sampled text are accepted: the likeliest tokens, or those that the row's noise picks.
 
 The target's pick at a position is the largest of its logits and a noise that depends on seed, position and id
 alone. A drafter that adds the same noise to its logits picks the same token wherever the two distributions

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from torch import nn
 
 from jax_bridge.layout import lookups_of
 from torch_dflash.decode import Pair
@@ -75,13 +76,13 @@ def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
     """
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
-    tables = lookups_of(pair)
+    tables = lookups_of(pair) | _embeddings(pair)
     drafter = [size for name, size in weights.items() if name.startswith("proposer.") and name not in tables]
     cost = pair.proposer.cost(plan, context)
     return Floor(
         verify=_target_bytes(pair, params, context, plan.verify_width),
         draft=sum(drafter)
-        + weights[head] * bool(drafter)
+        + weights[head] * (bool(drafter) and not _own_head(pair))
         + plan.batch_size * params[head].dtype.itemsize * cost.cached,
         verify_attention_flops=_attention_flops(plan, pair.target, context),
         draft_attention_flops=cost.flops,
@@ -97,6 +98,17 @@ def prefill_floor(pair: Pair, params: Shapes, context: int, rows: int) -> int:
     parts = pair.proposer.cost(pair.plan, context).prompt
     used = (weights[names[id(weight)]] for part in parts for weight in part.parameters())
     return _target_bytes(pair, params, context, rows) + sum(used)
+
+
+def _embeddings(pair: Pair) -> set[str]:
+    """Weights of a drafter's own embedding."""
+    found = (name for name, module in pair.named_modules() if isinstance(module, nn.Embedding))
+    return {f"{name}.weight" for name in found if name.startswith("proposer.")}
+
+
+def _own_head(pair: Pair) -> bool:
+    drafter = getattr(pair.proposer, "drafter", None)
+    return getattr(drafter, "lm_head", None) is not None
 
 
 def _sizes(params: Shapes) -> dict[str, int]:

@@ -166,7 +166,8 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
         return Block(held[0], held[1], seen if window is None else seen & (at - position < window))
 
     own = Block(inputs.key, inputs.value, jnp.broadcast_to(inside, (batch, rows, rows)))
-    running = Running.begin(grouped, past.value.shape[3]).add(grouped, own, inputs.scale)
+    sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
+    running = Running.begin(grouped, past.value.shape[3], sinks).add(grouped, own, inputs.scale)
     used = jnp.max(jnp.where(past.position >= 0, jnp.arange(1, slots + 1, dtype=jnp.int32), 0))
     return _rows_first(stream(running, grouped, read, 0, -(-used // keys), inputs.scale), query)
 

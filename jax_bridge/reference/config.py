@@ -10,6 +10,11 @@ from typing import Any
 from jax_bridge.reference.rope import Rope, read_rope
 
 _REQUIRED = object()
+_NOT_ZLABS = (
+    *("speculators_model_type", "transformer_layer_config", "draft_vocab_size", "sample_from_anchor"),
+    *("own_embedding", "own_head", "mask_embedding", "gating", "aux_hidden_norms", "context_layernorm"),
+    *("attention_sink_bias", "add_swa_attention_sink_bias", "use_swa"),
+)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DrafterCo
         ValueError: a missing, contradictory or unsupported field, by name with the fix.
     """
     raw = source if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    _refuse_other_layouts(raw)
     nested = raw.get("dflash_config") or {}
 
     def top(name: str, default: Any = _REQUIRED, values: Mapping[str, Any] = raw) -> Any:
@@ -148,6 +154,17 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> DrafterCo
         vocab_size=int(top("vocab_size", 0)),
         second=_second(own),
     )
+
+
+def _refuse_other_layouts(raw: Mapping[str, Any]) -> None:
+    """This reference knows z-lab's layout, and no part that z-lab's drafters do not have."""
+    foreign = str(raw.get("model_type") or "").endswith("_assistant")
+    found = [name for name in _NOT_ZLABS if raw.get(name) or (raw.get("dflash_config") or {}).get(name)]
+    if foreign or found:
+        name = found[0] if found else "model_type"
+        raise ValueError(
+            f"{name} is {raw.get(name)!r}: that is not z-lab's layout; load it with torch_dflash.load_drafter"
+        )
 
 
 def _second(own: Callable[..., Any]) -> Second | None:

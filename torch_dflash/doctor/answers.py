@@ -9,13 +9,12 @@ import torch
 
 from torch_dflash.checks import check_counts
 from torch_dflash.demo.questions import QUESTIONS
-from torch_dflash.doctor.diagnosis import Diagnosis, judge_texts
+from torch_dflash.doctor.diagnosis import Diagnosis, check_judged, judge_texts
 from torch_dflash.doctor.recorded import Text
 from torch_dflash.doctor.template import other_way, with_other_way
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.pair import check_pair
 from torch_dflash.train.answers.data import encode_conversation
 
 SPARE = 3
@@ -47,7 +46,7 @@ def diagnose(
     Raises:
         TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
     """
-    check_pair(target, drafter)
+    check_judged(target, drafter)
     check_counts(max_new_tokens=max_new_tokens)
     asked = list(QUESTIONS.values()) if prompts is None else list(prompts)
     options = dict(template_options or {})

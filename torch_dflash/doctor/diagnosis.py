@@ -12,6 +12,7 @@ from torch_dflash.doctor.changes import Change, changes
 from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.proposers.dflash.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.notes import Finding, findings
 from torch_dflash.proposers.pair import check_pair
@@ -129,7 +130,7 @@ def judge_texts(
         TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
     """
     check_counts(blocks=blocks)
-    check_pair(target, drafter)
+    check_judged(target, drafter)
     if not any(len(text.ids) - text.start >= 2 for text in texts):
         raise ValueError("texts: no answer of two tokens or more; give longer ones.")
     judge = Judge(target, drafter, record(target, texts), blocks)
@@ -149,6 +150,12 @@ def judge_texts(
         tried=sorted([base, *single, *pairs], key=lambda one: -one.nats),
         findings=findings(target, drafter),
     )
+
+
+def check_judged(target: Any, drafter: DFlashDraftModel) -> None:
+    """Raise ``ValueError`` for a pair that does not fit, or a drafter with a part that no convention has."""
+    refuse_extras(drafter.config, "the doctor", "compare acceptance with the drafter's card.")
+    check_pair(target, drafter)
 
 
 def _both(own: Convention, pair: tuple[Change, ...]) -> Convention:

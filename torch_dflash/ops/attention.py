@@ -109,9 +109,9 @@ Attend = Callable[[Tensor, float], Tensor]
 """``(query [B, Q, M, D], scale) -> output [B, M, Q, Dv]``: attention over K/V that it knows."""
 
 
-def attend_to(*parts: KeyValue) -> Attend:
-    """Grouped attention over ``parts``."""
-    return lambda query, scale: grouped_attention(query, list(parts), scale)
+def attend_to(*parts: KeyValue, sinks: Float[Tensor, " Q"] | None = None) -> Attend:
+    """Grouped attention over ``parts``; ``sinks`` as in `AttentionInputs`."""
+    return lambda query, scale: grouped_attention(query, list(parts), scale, sinks)
 
 
 def _per_block(rows: Tensor, keyed: Tensor, blocks: int, dim: int) -> Tensor:

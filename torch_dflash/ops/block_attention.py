@@ -37,7 +37,7 @@ def block_attention(inputs: AttentionInputs, past: Past, causal: bool) -> Float[
     block's rows instead, so that no score goes through HBM.
 
     Args:
-        inputs: of the block; ``window`` reaches both ways unless ``causal``. No sinks, no soft cap.
+        inputs: of the block; ``window`` reaches both ways unless ``causal``. No soft cap.
         past: the context; all its positions are below ``inputs.start``.
         causal: whether a row is blind to the block's later rows.
     """
@@ -46,4 +46,4 @@ def block_attention(inputs: AttentionInputs, past: Past, causal: bool) -> Float[
     seen = visible(at, past.position, window, causal) & (past.position >= 0)[:, None, None]
     inside = visible(at, at, window, causal)
     parts = [KeyValue(past.key, past.value, seen), KeyValue(inputs.key, inputs.value, inside)]
-    return grouped_attention(inputs.query, parts, inputs.scale)
+    return grouped_attention(inputs.query, parts, inputs.scale, inputs.sinks)

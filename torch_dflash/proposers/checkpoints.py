@@ -12,6 +12,7 @@ from torch_dflash.proposers.dflash.fields import check_layout
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.config import DFlash2Config
 from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
+from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
@@ -24,7 +25,7 @@ KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
 def load_drafter(
     source: str | os.PathLike[str], target: Any = None, dtype: Any = "auto", **options: Any
 ) -> DFlashDraftModel:
-    """The drafter in a directory or hub repository, of whichever kind its ``config.json`` says.
+    """The drafter in a directory or hub repository, of whichever kind and layout its ``config.json`` says.
 
     Args:
         source: a path or a hub id.
@@ -59,4 +60,4 @@ def _kind(source: Any, options: dict[str, Any]) -> tuple[type[DFlashConfig], typ
     given = {name: options[name] for name in HUB_OPTIONS if name in options}
     raw, _ = PreTrainedConfig.get_config_dict(source, **given)
     check_layout(raw, source)
-    return KINDS[is_second(raw)]
+    return KINDS[is_second(in_zlabs_fields(raw, source))]

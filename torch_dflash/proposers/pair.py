@@ -57,7 +57,7 @@ def _check_layers(config: Any, facts: TargetFacts) -> None:
 
 
 def _check_ids(config: Any, facts: TargetFacts) -> None:
-    if config.vocab_size not in (None, facts.vocab):
+    if config.vocab_size not in (None, 0, facts.vocab):
         raise ValueError(
             f"vocab_size={config.vocab_size} of the drafter, but the target's is {facts.vocab}; the two must "
             "share the vocabulary."

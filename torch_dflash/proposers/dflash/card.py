@@ -7,6 +7,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from torch_dflash.proposers.dflash.extras import extras_of
+
 TAGS = ["dflash", "speculative-decoding"]
 
 
@@ -59,7 +61,7 @@ def hub_card(
 # DFlash drafter for {named}
 
 Drafts blocks of tokens for {named}, which checks them: the text of speculative decoding is the target's own.
-It has no embedding and no head: both are the target's.
+{_tables(config)}
 
 | | |
 | --- | --- |
@@ -82,3 +84,12 @@ ids = target.generate(**inputs, custom_generate=td.dflash(drafter), max_new_toke
 
 {measured}
 """)
+
+
+def _tables(config: Any) -> str:
+    """What of the drafter is not z-lab's."""
+    own = extras_of(config)
+    if not own:
+        return "It has no embedding and no head: both are the target's."
+    said = ", ".join(f"`{name}={value}`" for name, value in own.items())
+    return f"It has parts that only torch-dflash reads from these files: {said}."

@@ -13,6 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from torch_dflash.checks import is_count
+from torch_dflash.proposers.layouts.pieces import Piece
 from torch_dflash.storage.weight_files import Stored
 
 _LAYERS = ("num_hidden_layers", "decoder_layers")  # each stores at least one tensor
@@ -42,7 +43,7 @@ def check_types(config: Mapping[str, Any], where: Any) -> None:
         )
 
 
-def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: Any) -> None:
+def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored | Piece], where: Any) -> None:
     """Refuse sizes in an unbuilt config that no model of these files can have.
 
     Args:

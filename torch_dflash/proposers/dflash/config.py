@@ -1,4 +1,4 @@
-"""The drafter's configuration: one class for z-lab's published v1 layout, nested or flat."""
+"""The drafter's configuration: one class for v1 drafters of every layout, read as z-lab writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from torch_dflash.checks import check_counts, check_static_rope, is_count
-from torch_dflash.proposers.dflash.fields import check_fields, check_layout, check_rope, check_window
+from torch_dflash.proposers.dflash.extras import check_extras
+from torch_dflash.proposers.dflash.fields import (
+    check_fields,
+    check_layout,
+    check_rope,
+    check_rotation,
+    check_window,
+)
+from torch_dflash.proposers.layouts.known import in_zlabs_fields
 
 NESTED_FIELDS = (
     "block_size",
@@ -18,8 +26,6 @@ NESTED_FIELDS = (
     "output_multiplier",
     "final_logit_softcapping",
 )
-# Written by the speculators library, whose tap ids are one higher and whose weights have other names.
-SPECULATORS_FIELDS = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
 
 
 def default_target_layer_ids(num_target_layers: int, taps: int) -> list[int]:
@@ -40,7 +46,7 @@ def is_second(config: dict[str, Any]) -> bool:
 
 
 class DFlashConfig(Qwen3Config):
-    """Configuration of a DFlash v1 drafter (arXiv 2602.06036), a Qwen3-style stack without embedding or head.
+    """Configuration of a DFlash v1 drafter (arXiv 2602.06036), a Qwen3-style stack.
 
     The fields of ``nested_fields`` are read from ``dflash_config`` or from the top level, and written to
     both, so z-lab's loader, transformers' native DFlash and ours read the same directory.
@@ -54,6 +60,16 @@ class DFlashConfig(Qwen3Config):
             explicit value holds for every layer, and ``False`` makes sliding windows symmetric.
         input_embedding_scale: factor on the target's raw embedding weight.
         output_multiplier: factor on the draft logits, applied before ``final_logit_softcapping``.
+        vocab_size: of the target; 0 where a layout does not say it.
+        own_embedding, own_head: whether the drafter has an embedding (of ``vocab_size`` rows) or a head of
+            its own, in place of the target's.
+        draft_vocab_size: rows of its own head; None for ``vocab_size``.
+        mask_embedding: whether a vector of its own stands for a token to be drafted.
+        sample_from_anchor: row k says the token after it, so W rows give W drafts; else the one in its place.
+        attention_sink_bias: a logit per head that takes part in each softmax and carries no value.
+        gating: "per-head" or "per-element": attention's output is weighted by softplus of ``g_proj``.
+        aux_hidden_norms: a norm for each tap, before ``fc``.
+        context_layernorm: whether each layer's ``input_layernorm`` norms the context too.
 
     Raises:
         ValueError: a field is missing or cannot be honoured; the message names it and the fix.
@@ -72,6 +88,15 @@ class DFlashConfig(Qwen3Config):
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     dflash_config: dict[str, Any] | None = None
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = False
+    mask_embedding: bool = False
+    sample_from_anchor: bool = False
+    attention_sink_bias: bool = False
+    gating: str | None = None
+    aux_hidden_norms: bool = False
+    context_layernorm: bool = False
 
     def __post_init__(self, **kwargs):
         check_layout({"dflash_config": self.dflash_config}, type(self).__name__)
@@ -79,6 +104,7 @@ class DFlashConfig(Qwen3Config):
             if self.dflash_config and name in self.dflash_config:
                 setattr(self, name, self.dflash_config[name])
         check_fields(self)
+        self.draft_vocab_size = None if self.draft_vocab_size == self.vocab_size else self.draft_vocab_size
         if self.layer_types and "sliding_attention" in self.layer_types:
             self.use_sliding_window = True  # Qwen3Config drops the window without it
         super().__post_init__(**kwargs)
@@ -93,24 +119,14 @@ class DFlashConfig(Qwen3Config):
         """Read ``config.json``; refuse what is not a drafter of this kind before any weight is read."""
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         check_layout(config, pretrained_model_name_or_path)
+        config = in_zlabs_fields(config, pretrained_model_name_or_path)
+        check_rotation(config, pretrained_model_name_or_path)
         architectures = config.get("architectures") or []
         if is_second(config) != cls.second:
             own, other = ("DFlash v1", "DFlash2") if cls.second else ("DFlash2", "DFlash v1")
             raise ValueError(
                 f"architectures={architectures} in {pretrained_model_name_or_path}: a {own} drafter, not a "
                 f"{other} one; load it with torch_dflash.load_drafter."
-            )
-        layout = sorted(SPECULATORS_FIELDS & set(config))
-        if layout:
-            raise ValueError(
-                f"{layout[0]} in {pretrained_model_name_or_path}: the speculators layout is not supported; "
-                "use a checkpoint in z-lab's layout (dflash_config, target_layer_ids)."
-            )
-        kind = config.get("model_type") or ""
-        if kind.endswith("_assistant"):
-            raise ValueError(
-                f"model_type={kind!r} in {pretrained_model_name_or_path}: transformers' assistant layout is "
-                "not supported; use a checkpoint in z-lab's layout."
             )
         if config and "dflash_config" not in config and "target_layer_ids" not in config:
             if not {"DFlashDraftModel", "DFlash2DraftModel"} & set(architectures):
@@ -175,6 +191,7 @@ class DFlashConfig(Qwen3Config):
                 f"layer_types has {len(layer_types)} entries for num_hidden_layers="
                 f"{self.num_hidden_layers}; give one per layer."
             )
+        check_extras(self)
         check_window(self)
         check_static_rope(self)
         check_rope(self.rope_parameters)

@@ -16,19 +16,23 @@ _SIZES = (
     "num_hidden_layers",
     "num_attention_heads",
     "head_dim",
-    "vocab_size",
     "max_position_embeddings",
 )
 _SCALES = ("input_embedding_scale", "output_multiplier", "rms_norm_eps")
 _ROPE_FLAGS = ("truncate",)
+_OTHER_ROPES = {
+    "partial_rotary_factor": (None, 1),
+    "is_neox_style": (None, True),
+    "rope_is_neox_style": (None, True),
+}
 
 
 def check_fields(config: Any) -> None:
     """Raise ``ValueError`` for a field of the wrong type or out of range; names it, its value and the fix."""
     for name in _SIZES:
         _check_count(name, getattr(config, name))
-    for name in ("num_key_value_heads", "num_target_layers"):
-        if getattr(config, name) is not None:
+    for name, unset in (("num_key_value_heads", None), ("num_target_layers", None), ("vocab_size", 0)):
+        if getattr(config, name) != unset:
             _check_count(name, getattr(config, name))
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: rotary embeddings turn pairs; set an even number.")
@@ -57,6 +61,18 @@ def check_window(config: Any) -> None:
     if not window:
         raise ValueError(f"sliding_window={window!r} with sliding layers in layer_types; set the window.")
     _check_count("sliding_window", window)
+
+
+def check_rotation(config: dict[str, Any], where: Any) -> None:
+    """Raise ``ValueError`` for a config.json whose rotary embedding turns part of a head, or other pairs."""
+    rope = config.get("rope_parameters")
+    for fields in (config, rope if isinstance(rope, dict) else {}):
+        for name, known in _OTHER_ROPES.items():
+            if fields.get(name) not in known:
+                raise ValueError(
+                    f"{name}={fields[name]!r} in {where}: the drafters known here turn all of a head, its "
+                    "first half with its second; this one is another network."
+                )
 
 
 def check_rope(parameters: Any) -> None:

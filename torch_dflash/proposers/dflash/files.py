@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.layouts.known import layout_of
+from torch_dflash.proposers.layouts.pieces import Piece, in_zlabs_names
 from torch_dflash.proposers.notes import check_and_tell
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, beside, read_checkpoint, read_headers
 
@@ -20,7 +23,7 @@ _OTHER_SOURCES = ("state_dict", "gguf_file", "variant", "adapter_kwargs")
 
 def check_files(
     source: str | os.PathLike[str], given: dict[str, Any], config_class: type[DFlashConfig] = DFlashConfig
-) -> None:
+) -> dict[str, Piece] | None:
     """Refuse a checkpoint whose config does not fit its files, before anything is allocated.
 
     Args:
@@ -28,6 +31,9 @@ def check_files(
         given: what ``from_pretrained`` was called with besides. ``target``, which transformers does not know,
             is taken out: the drafter is checked against it.
         config_class: of the kind of drafter.
+
+    Returns:
+        Its tensors under z-lab's names; None where the weights come from elsewhere.
 
     Raises:
         OSError: no such checkpoint. ValueError: names the field or tensor, the value and the file.
@@ -38,26 +44,29 @@ def check_files(
     if others and target is not None:
         raise ValueError(f"target= beside {others[0]}=: only files are compared with a target; leave it out.")
     if others:
-        return
+        return None
     hub = {name: given[name] for name in HUB_OPTIONS if name in given}
     config = given.get("config")
     described = isinstance(config, DFlashConfig)
     raw = {} if described else config_class.get_config_dict(config or source, **hub)[0]
     check_types(raw, source)
-    stored = read_checkpoint(source, **hub)
+    layout = layout_of(PreTrainedConfig.get_config_dict(source, **hub)[0])
+    fields = config.to_dict() if described else raw
+    files = read_checkpoint(source, **hub)
+    _check_rest(files, source)
+    stored = in_zlabs_names(layout, files, fields, source)
     check_sizes({name: raw[name] for name in raw if name != "vocab_size"}, stored, source)  # no embedding
     if not described:
         given = {name: value for name, value in given.items() if name != "config"}
         config = config_class.from_pretrained(config or source, **given)
     config.check()
-    _check_lengths(config, {name.removeprefix("model."): part for name, part in stored.items()}, source)
-    _check_rest(stored, source)
+    _check_lengths(config, stored, source)
     if target is not None:
-        written = config.to_dict() if described else raw
-        check_and_tell(target, config, _dtype(given, written, stored), **hub)
+        check_and_tell(target, config, _dtype(given, fields, stored), **hub)
+    return stored
 
 
-def _check_lengths(config: Any, stored: dict[str, Stored], source: Any) -> None:
+def _check_lengths(config: Any, stored: dict[str, Piece], source: Any) -> None:
     """Compare the fields that shape the network with the tensors whose shapes they give."""
     layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
     if config.num_hidden_layers > len(layers):
@@ -119,7 +128,7 @@ def _check_rest(stored: dict[str, Stored], source: Any) -> None:
             )
 
 
-def _dtype(given: dict[str, Any], written: dict[str, Any], stored: dict[str, Stored]) -> torch.dtype | None:
+def _dtype(given: dict[str, Any], written: dict[str, Any], stored: dict[str, Piece]) -> torch.dtype | None:
     """The type that the weights will have, as transformers chooses it."""
     named = [fields.get(name) for fields in (given, written) for name in ("dtype", "torch_dtype")]
     asked = next((one for one in named if one not in (None, "auto")), next(iter(stored.values())).dtype)

@@ -16,6 +16,8 @@ CARD = "README.md"
 class OnHub:
     """What a drafter does otherwise than the ``PreTrainedModel`` beside it."""
 
+    config: Any
+
     def push_to_hub(
         self,
         repo_id: str,
@@ -78,9 +80,14 @@ class OnHub:
         """Write ``config.json`` and safetensors; as ``PreTrainedModel.save_pretrained``.
 
         Raises:
-            ValueError: ``push_to_hub=True``, whose card would be transformers' empty one.
+            ValueError: ``push_to_hub=True``, whose card would be transformers' empty one; or the layout
+                that the drafter came in does not say how many ids there are.
         """
         if push_to_hub:
             raise ValueError("push_to_hub=True in save_pretrained: call drafter.push_to_hub(repo_id).")
         parent: Any = super()
+        if not self.config.vocab_size:
+            raise ValueError(
+                "vocab_size=0: its layout does not say it; set drafter.config.vocab_size to the target's."
+            )
         parent.save_pretrained(save_directory, *args, **kwargs)

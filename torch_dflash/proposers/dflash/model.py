@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,9 +25,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from torch_dflash.ops.attention import Attend, KeyValue, attend_to, finite_values, visible
 from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.proposers.dflash.files import check_files
 from torch_dflash.proposers.dflash.hub import OnHub
+from torch_dflash.proposers.dflash.loading import in_our_names
 from torch_dflash.proposers.dflash.native import check_loop
+from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
 
 
 class DFlashAttention(nn.Module):
@@ -47,6 +49,10 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        heads = config.num_attention_heads
+        self.attention_sink_bias = nn.Parameter(torch.zeros(heads)) if config.attention_sink_bias else None
+        gates = {None: 0, "per-head": heads, "per-element": heads * self.head_dim}[config.gating]
+        self.g_proj = nn.Linear(hidden, gates, bias=False) if gates else None
 
     def _heads(self, rows: Tensor) -> Tensor:
         return rows.unflatten(-1, (-1, self.head_dim))
@@ -61,8 +67,12 @@ class DFlashAttention(nn.Module):
         return finite_values(key, self._heads(self.v_proj(rows)).transpose(1, 2))
 
     def forward(self, block, rope, attend: Attend) -> Float[Tensor, "B W H"]:
-        """Attend from the block and project back."""
-        return self.o_proj(attend(self.query(block, rope), self.scale).flatten(2))
+        """Attend from the block and project back; with a gate, what attention gives is weighted before."""
+        seen = attend(self.query(block, rope), self.scale)
+        if self.g_proj is not None:  # one weight a head, or one a channel; softplus in float32
+            gate = F.softplus(self.g_proj(block).float()).to(seen.dtype)
+            seen = seen * gate.unflatten(-1, (seen.shape[2], -1))
+        return self.o_proj(seen.flatten(2))
 
 
 class DFlashLayer(nn.Module):
@@ -74,16 +84,22 @@ class DFlashLayer(nn.Module):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norms_context = config.context_layernorm
+
+    def context_rows(self, context: Float[Tensor, "B R H"]) -> Float[Tensor, "B R H"]:
+        """The context as this layer's keys and values read it: once normed, in Laguna's drafters twice."""
+        return self.input_layernorm(context) if self.norms_context else context
 
     def forward(self, block, context, rope, block_rope, memory, blocks=1) -> Float[Tensor, "B W H"]:
         """``rope`` covers context rows then block rows; ``block_rope`` the block rows alone."""
-        normed = self.input_layernorm(block)  # the context is already normed, and must not be twice
+        normed = self.input_layernorm(block)
         block = block + self.attend(normed, blocks, context, rope, block_rope, memory)
         return block + self.feed(self.post_attention_layernorm(block), blocks)
 
     def attend(self, normed, blocks, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
         """From normed block rows to both; which rows of ``blocks`` see each other is ``memory``'s to say."""
-        key, value = self.self_attn.key_value(torch.cat([context, normed], dim=1), rope)
+        rows = torch.cat([self.context_rows(context), normed], dim=1)
+        key, value = self.self_attn.key_value(rows, rope)
         return self.self_attn(normed, block_rope, memory(self.self_attn, key, value))
 
     def feed(self, normed, blocks) -> Float[Tensor, "B W H"]:
@@ -91,10 +107,11 @@ class DFlashLayer(nn.Module):
         return self.mlp(normed)
 
 
-class DFlashDraftModel(OnHub, PreTrainedModel):
-    """A DFlash v1 drafter. It has no embedding and no head: both are the target's.
+class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
+    """A DFlash v1 drafter. z-lab's have no embedding and no head: both are the target's.
 
-    ``from_pretrained`` reads z-lab's published layout (a directory or a hub id) without remote code.
+    ``from_pretrained`` reads a directory or a hub id in any of `torch_dflash.proposers.layouts`, without
+    remote code.
     """
 
     config_class: Any = DFlashConfig
@@ -111,7 +128,12 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         taps, hidden = len(config.target_layer_ids), config.hidden_size
         self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
+        each = taps if config.aux_hidden_norms else 0
+        self.aux_hidden_norms = nn.ModuleList(
+            Qwen3RMSNorm(hidden, eps=config.rms_norm_eps) for _ in range(each)
+        )
         self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.add_vocabulary(config)
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
         try:
             self.rotary_emb = Qwen3RotaryEmbedding(config)
@@ -146,7 +168,7 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if source is not None:  # else a state_dict is given
-            check_files(source, kwargs, cls.config_class)
+            args, kwargs = in_our_names(source, kwargs, cls.config_class)
         model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
@@ -157,7 +179,14 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
         return (model, info) if wants_info else model
 
     def project(self, features: Float[Tensor, "B R nH"]) -> Float[Tensor, "B R H"]:
-        """Target features to context rows: ``hidden_norm(fc(features))``, once per token for all layers."""
+        """Target features to context rows: ``hidden_norm(fc(features))``, once per token for all layers.
+
+        With ``aux_hidden_norms`` the features of each tap are normed first.
+        """
+        if self.aux_hidden_norms:
+            each = features.chunk(len(self.aux_hidden_norms), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.aux_hidden_norms, each, strict=True)]
+            features = torch.cat(normed, dim=-1)
         return self.hidden_norm(self.fc(features))
 
     def block(
@@ -204,12 +233,12 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
             ``.last_hidden_state`` [B, W, H]; row i is the state of the token at the block's position i.
 
         Raises:
-            ValueError: that loop is of a version which writes on behind a stop id.
+            ValueError: that loop writes on behind a stop id, or does not know a part of this drafter.
         """
         if isinstance(noise_embeds, nn.Module):  # as transformers calls a custom generate
             raise TypeError("custom_generate=DFlashDraftModel: pass torch_dflash.dflash(drafter).")
         cache = past_key_values if cache is None else cache
-        check_loop(cache)
+        check_loop(cache, self.config)
 
         def memory(attention, key, value):
             if cache is not None:
@@ -220,23 +249,11 @@ class DFlashDraftModel(OnHub, PreTrainedModel):
             mask = visible(block, at, attention.window, attention.causal)
             if attention_mask is not None:
                 mask = mask & attention_mask[:, None, None, -key.shape[2] :].bool()
-            return attend_to(KeyValue(key, value, mask))
+            return attend_to(KeyValue(key, value, mask), sinks=attention.attention_sink_bias)
 
         context = self.project(context_hidden_states)
         hidden = self.block(noise_embeds, context, position_ids, memory)
         return BaseModelOutputWithPast(hidden, cache)
-
-    def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
-        """The drafts after ``anchor``, of the hidden states of a block's rows behind it."""
-        return torch.argmax(self.logits(hidden, head), dim=-1).to(torch.int32)
-
-    def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
-        """Draft logits through the target's ``head``, with the checkpoint's multiplier and soft cap."""
-        logits, multiplier = head(hidden), self.config.output_multiplier
-        if multiplier != 1:  # a pass over all logits, and in training two more
-            logits = logits * multiplier
-        cap = self.config.final_logit_softcapping
-        return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def _rotate(rows: Float[Tensor, "B heads R D"], rope) -> Float[Tensor, "B heads R D"]:

@@ -45,7 +45,7 @@ class DFlashState:
 
 
 class DFlashProposer(Proposer):
-    """Drafts a block in one pass of a `DFlashDraftModel` skeleton ; the drafter chooses from rows 1..W-1.
+    """Drafts a block in one pass of a `DFlashDraftModel` skeleton; the drafter chooses from its rows.
 
     Args:
         drafter: the live drafter; only its class and a copy of its config are used.
@@ -58,7 +58,8 @@ class DFlashProposer(Proposer):
         super().__init__()
         self.drafter: Any = build_skeleton(drafter)
         self.taps = tuple(drafter.config.target_layer_ids)
-        self.width = drafter.config.block_size if width is None else width
+        self.first_row = int(not drafter.config.sample_from_anchor)  # the anchor's says no draft in z-lab's
+        self.width = drafter.config.block_size + 1 - self.first_row if width is None else width
 
     def start(self, plan: DecodePlan, device) -> DFlashState:
         config, dtype = self.drafter.config, self.drafter.fc.weight.dtype
@@ -118,18 +119,20 @@ class DFlashProposer(Proposer):
     def cost(self, plan, context) -> Cost:
         cached = flops = 0
         config, weights = self.drafter.config, [self.drafter.fc, self.drafter.hidden_norm]
+        weights += list(self.drafter.aux_hidden_norms)
         for layer in self.drafter.layers:
             own = layer.self_attn
             seen = context if own.window is None else min(context, own.window + self.width - 1)
             cached += 2 * config.num_key_value_heads * config.head_dim * seen
             flops += 4 * config.num_attention_heads * config.head_dim * seen
             weights += [own.k_proj, own.k_norm, own.v_proj]
+            weights += [layer.input_layernorm] if layer.norms_context else []
         return Cost(cached, flops * plan.batch_size * self.width, tuple(weights))
 
     def _append(self, pstate: DFlashState, context: Tensor, count: Tensor) -> DFlashState:
         rope = self.drafter.rotary_emb(context, positions(pstate.length, context.shape[1]))
         layers = tuple(
-            state.write(*layer.self_attn.key_value(context, rope), pstate.length, count)
+            state.write(*layer.self_attn.key_value(layer.context_rows(context), rope), pstate.length, count)
             for layer, state in zip(self.drafter.layers, pstate.layers, strict=True)
         )
         return replace(pstate, layers=layers, length=pstate.length + count)
@@ -138,10 +141,11 @@ class DFlashProposer(Proposer):
         drafter, context = self.drafter, pstate.context
         rows = context.shape[1]
         check_dtype("drafter", context.dtype, drafter.fc.weight.dtype)
+        block = self.width - 1 + self.first_row
         masks = torch.full_like(anchor, drafter.config.mask_token_id)[:, None]
-        ids = torch.cat([anchor[:, None], masks.expand(-1, self.width - 1)], dim=1)
-        noise = embed(ids).to(context.dtype) * drafter.config.input_embedding_scale
-        block_at = positions(length, self.width)
+        ids = torch.cat([anchor[:, None], masks.expand(-1, block - 1)], dim=1)
+        noise = drafter.embed(ids, embed, context.dtype)
+        block_at = positions(length, block)
         written: list[Any] = []
 
         def memory(attention, key, value):
@@ -152,14 +156,15 @@ class DFlashProposer(Proposer):
             past = Past(layer.key, layer.value, layer.positions(length))
 
             def attend(query, scale):
-                inputs = AttentionInputs(query, *own, length, scale, attention.window)
+                sinks = attention.attention_sink_bias
+                inputs = AttentionInputs(query, *own, length, scale, attention.window, sinks)
                 return block_attention(inputs, past, attention.causal)
 
             return attend
 
         position = torch.cat([positions(pstate.length, rows), block_at], dim=1)
         hidden = drafter.block(noise, context, position, memory)
-        tokens = drafter.choose(hidden[:, 1:], anchor, head)
+        tokens = drafter.choose(hidden[:, self.first_row :], anchor, head)
         draft = Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1))
         # `length` and buffer move together: the buffered rows are K/V now.
         return draft, replace(

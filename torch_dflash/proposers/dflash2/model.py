@@ -46,10 +46,10 @@ def _in_line(rows: Tensor, blocks: int) -> Float[Tensor, "B R H"]:
 
 
 class DFlash2DraftModel(DFlashDraftModel):
-    """A DFlash2 drafter. As v1's it has no embedding and no head.
+    """A DFlash2 drafter. As v1's, z-lab's have no embedding and no head.
 
     Drafts are the selector's best candidates, also for sampled rows: a draft never changes the text.
-    ``from_pretrained`` reads z-lab's published layout (a directory or a hub id) without remote code.
+    ``from_pretrained`` reads what v1's does.
     """
 
     config_class = DFlash2Config

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_dflash.proposers.dflash.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair
 from torch_dflash.target.final_norm import final_norm
@@ -27,7 +28,8 @@ class Student(nn.Module):
         head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: the drafter does not fit the target, or the loss needs what the target does not have.
+        ValueError: the drafter has parts that z-lab's do not have, or does not fit the target; or the loss
+            needs what the target does not have.
     """
 
     embedding: torch.Tensor
@@ -43,6 +45,7 @@ class Student(nn.Module):
         head_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        refuse_extras(drafter.config, "training", "train one with the target's embedding and head.")
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective

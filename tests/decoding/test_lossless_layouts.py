@@ -1,0 +1,81 @@
+"""Drafters of every layout, loaded from files: the text is plain decoding's, and drafts are accepted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.layouts import LAYOUTS, pair, publish
+from support.tiny import ragged_prompts
+
+import torch_dflash as td
+
+ROWS, NEW = 3, 24
+ON_XLA = ["assistant", "laguna", "mimo", "speculators", "speculators_anchor"]  # the others run as z-lab's do
+SAMPLED = {"do_sample": True, "temperature": [9.0, 0.0, 4.0], "top_k": 30, "seed": [5, 6, 7]}
+CASES = [(name, "eager", "paged" if at % 2 else "static") for at, name in enumerate(LAYOUTS)]
+CASES += [("speculators", "xla", "paged")]
+CASES += [pytest.param(name, "xla", "static", marks=pytest.mark.heavy) for name in ON_XLA]
+RESUMED = [("speculators", "xla", "eager")]
+RESUMED += [
+    pytest.param(*one, marks=pytest.mark.heavy)
+    for one in (("laguna", "eager", "xla"), ("mimo", "xla", "eager"))
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """(target, drafter) by layout."""
+    kept = {}
+    for name in LAYOUTS:
+        target, own = pair(name)
+        kept[name] = target, td.load_drafter(publish(tmp_path_factory.mktemp(name), name, own)), own
+    return kept
+
+
+def engine_of(target, drafter, **built):
+    return td.compile(target, drafter, max_length=64, batch_size=ROWS, **built)
+
+
+def decode(engine, options):
+    asked = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+    return engine.generate(*ragged_prompts(ROWS), **asked | options)
+
+
+@pytest.mark.parametrize(("name", "runtime", "cache"), CASES)
+def test_text_is_plain_decodings(loaded, name, runtime, cache):
+    target, drafter, own = loaded[name]
+    plain, same = engine_of(target, None, runtime="eager"), engine_of(target, own, runtime="eager")
+    engine = engine_of(target, drafter, runtime=runtime, cache=cache)
+    for options in ({"do_sample": False}, SAMPLED):
+        out = decode(engine, options)
+        assert torch.equal(out.sequences, decode(plain, options).sequences)
+        assert out.stats.acceptance_lengths == decode(same, options).stats.acceptance_lengths
+        assert max(sum(out.stats.acceptance_lengths, [])) > 2
+
+
+@pytest.mark.parametrize(("name", "here", "there"), RESUMED)
+def test_a_saved_state_goes_on_in_the_other_runtime(loaded, name, here, there, tmp_path):
+    target, drafter, _ = loaded[name]
+    first, second = (
+        td.compile(target, drafter, runtime=runtime, max_length=64, batch_size=2, rounds_per_chunk=2)
+        for runtime in (here, there)
+    )
+    state = first.advance(
+        first.start(*ragged_prompts(2), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    )
+    td.save_state(state, tmp_path / "state", first)
+    ends = []
+    for engine, left in ((first, state), (second, td.load_state(tmp_path / "state", second))):
+        for _ in range(NEW):
+            left = engine.advance(left)
+        kept = engine.runtime.fetch({"tokens": left.tokens, "accepted": left.accepted})
+        ends.append([kept["tokens"].tolist(), kept["accepted"].tolist()])
+    assert ends[0] == ends[1]
+
+
+def test_anchor_rows_draft_a_whole_block(loaded):
+    target, drafter, _ = loaded["speculators_anchor"]
+    engine = engine_of(target, drafter, runtime="eager")
+    assert engine.plan.block_size == drafter.config.block_size + 1
+    lengths = decode(engine, {"do_sample": False}).stats.acceptance_lengths
+    assert max(sum(lengths, [])) <= engine.plan.block_size

@@ -1,0 +1,155 @@
+"""Drafters of every published layout: fields and tensors are ours, come back, or are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.layouts import LAYOUTS, expected, pair, publish
+from support.tiny import MASK, VOCAB
+
+import torch_dflash as td
+from jax_bridge.reference.checkpoint import load
+from torch_dflash.doctor.diagnosis import judge_texts
+from torch_dflash.proposers.checkpoints import load_drafter_config
+from torch_dflash.proposers.dflash.card import hub_card
+from torch_dflash.proposers.dflash.extras import extras_of
+from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.student import Student
+
+OF_NO_NETWORK = (
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "num_target_layers",
+    "dtype",
+)
+OF_NO_NETWORK += ("transformers_version", "tie_word_embeddings", "use_cache", "max_window_layers")
+
+
+def same(one, two):
+    assert type(one) is type(two) and one.state_dict().keys() == two.state_dict().keys()
+    assert all(torch.equal(one.state_dict()[name], value) for name, value in two.state_dict().items())
+    fields = two.config.to_dict()
+    for name in (*fields["dflash_config"], *vars(type(two.config)).get("__annotations__", {})):
+        if name not in OF_NO_NETWORK:
+            assert getattr(one.config, name) == getattr(two.config, name), name
+    for layer, other in zip(one.layers, two.layers, strict=True):
+        assert layer.self_attn.window == other.self_attn.window
+        assert layer.self_attn.causal == other.self_attn.causal
+    assert torch.equal(one.rotary_emb.inv_freq, two.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_loads_as_the_same_weights_in_ours_and_comes_back(name, tmp_path):
+    own = pair(name)[1]
+    (tmp_path / "theirs").mkdir()
+    loaded = td.load_drafter(publish(tmp_path / "theirs", name, own))
+    same(loaded, own)
+    same(type(own).from_pretrained(tmp_path / "theirs"), own)
+    assert load_drafter_config(tmp_path / "theirs").target_layer_ids == [0, 2]
+    if name == "assistant":
+        with pytest.raises(ValueError, match="vocab_size=0: its layout does not say it; set"):
+            loaded.save_pretrained(tmp_path / "ours")
+        loaded.config.vocab_size = own.config.vocab_size = VOCAB
+    loaded.save_pretrained(tmp_path / "ours")
+    same(td.load_drafter(tmp_path / "ours"), own)
+
+
+REFUSED = {
+    "speculators": [
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3'.*only dflash and dflash2"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids=.0, 2..*numbers from 1"),
+        ({"mask_token_id": ...}, "mask_token_id is missing"),
+        ({"target_hidden_size": 48}, "target_hidden_size=48.*hidden_size=32"),
+        ({"transformer_layer_config": 3}, "transformer_layer_config=3.*must be an object"),
+        ({"draft_vocab_size": 98}, "draft_vocab_size=98 is more than"),
+        ({"tensors": {"d2t": None}}, "d2t in .* should have shape"),
+        ({"tensors": {"d2t": torch.full((40,), 90)}}, "d2t in .* beyond the target's vocab_size=97"),
+        ({"tensors": {"d2t": torch.zeros(40, dtype=torch.int64)}}, "t2d in .* marks other ids"),
+        ({"tensors": {"markov_head.weight": torch.zeros(2)}}, "unexpected_keys=.*markov_head"),
+    ],
+    "speculators_dflash2": [({"draft_vocab_size": 40}, "draft_vocab_size=40 of a DFlash2 drafter")],
+    "assistant": [({"model_type": "gemma4_assistant"}, "model_type='gemma4_assistant'.*only muse_glimmer")],
+    "specforge": [
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type='domino'.*Domino and DSpark"),
+        ({"dflash_config": {"shift_label": True}}, "shift_label=True"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"is_neox_style": False}, "is_neox_style=False"),
+    ],
+    "laguna": [
+        ({"gating": "softmax"}, "gating='softmax'"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layers of one kind"),
+        ({"num_key_value_heads": 1}, r"qkv_proj.* by the config its rows are \[64, 16, 16\]"),
+    ],
+    "mimo": [({"tensors": {"layers.0.self_attn.attention_sink_bias": None}}, "missing_keys=.*sink_bias")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"), [(name, *one) for name, cases in REFUSED.items() for one in cases]
+)
+def test_what_is_not_known_is_named(name, changes, words, tmp_path):
+    publish(tmp_path, name, pair(name)[1], **changes)
+    with pytest.raises(ValueError, match=words):
+        td.load_drafter(tmp_path)
+
+
+def test_a_mask_embedding_of_another_id_or_shape_is_named(tmp_path):
+    publish(tmp_path, "mimo", expected("mimo"))
+    for kept, words in (
+        (
+            {"mask_token_id": MASK - 1, "embedding": torch.zeros(32)},
+            f"mask_token_id={MASK}.*is of {MASK - 1}",
+        ),
+        (torch.zeros(31), "holds no vector of hidden_size=32"),
+        (print, "holds no plain tensor"),
+    ):
+        torch.save(kept, tmp_path / "mask_embedding.pt")
+        with pytest.raises(ValueError, match=words):
+            td.load_drafter(tmp_path)
+
+
+def test_zlabs_layout_may_hold_an_embedding_and_a_head(tmp_path):
+    own = expected("zlab_flat")
+    tables = {"embed_tokens.weight": torch.randn(VOCAB, 32), "lm_head.weight": torch.randn(VOCAB, 32)}
+    publish(tmp_path, "zlab_flat", own, tensors=tables)
+    loaded = td.load_drafter(tmp_path)
+    assert torch.equal(loaded.embed_tokens.weight, tables["embed_tokens.weight"])
+    assert torch.equal(loaded.lm_head.weight, tables["lm_head.weight"])
+    save_file(
+        tables | own.state_dict() | {"embed_tokens.weight": torch.zeros(5, 32)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(ValueError, match="mismatched_keys=.*embed_tokens"):
+        td.load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["speculators", "speculators_anchor", "mimo", "laguna"])
+def test_who_does_not_know_a_part_refuses_it(name, tmp_path):
+    target, drafter = pair(name)
+    part = next(iter(extras_of(drafter.config)))
+    with pytest.raises(ValueError, match=f"{part}=True of the drafter: training does not know"):
+        Student(drafter, target, Objective())
+    with pytest.raises(ValueError, match=f"{part}=True of the drafter: the doctor does not know"):
+        judge_texts(target, drafter, [])
+    with pytest.raises(
+        ValueError, match=f"{part}=True of the drafter: speculation_type='dflash'.*custom_generate"
+    ):
+        asked = {"max_new_tokens": 8, "do_sample": False, "speculation_type": "dflash"}
+        target.generate(torch.tensor([[1, 2, 3]]), assistant_model=drafter, **asked)
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="that is not z-lab's layout; load it with"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["speculators", "assistant"])
+def test_the_reference_refuses_other_layouts(name, tmp_path):
+    with pytest.raises(ValueError, match="that is not z-lab's layout; load it with"):
+        load(publish(tmp_path, name, pair(name)[1]))
+
+
+def test_a_card_says_what_is_not_zlabs():
+    assert "no embedding and no head" in str(hub_card(expected("zlab_flat"), "a/b"))
+    assert "`own_head=True`" in str(hub_card(expected("speculators"), "a/b"))

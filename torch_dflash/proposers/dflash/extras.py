@@ -1,0 +1,72 @@
+"""What some vendors' drafters have beyond z-lab's: parts of the network, each switched on by a field.
+
+Sources: vLLM's ``qwen3_dflash.py`` and ``laguna_dflash.py``, speculators 0.9.0's ``models/dflash``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_dflash.checks import is_count
+
+FLAGS = (
+    "own_embedding",
+    "own_head",
+    "mask_embedding",
+    "sample_from_anchor",
+    "attention_sink_bias",
+    "aux_hidden_norms",
+    "context_layernorm",
+)
+GATES = ("per-head", "per-element")
+
+
+def extras_of(config: Any) -> dict[str, Any]:
+    """The fields that are set, with their values; of z-lab's own drafters none is."""
+    found = {name: True for name in FLAGS if getattr(config, name)}
+    found |= {"gating": config.gating} if config.gating is not None else {}
+    return found | ({"draft_vocab_size": config.draft_vocab_size} if has_smaller_vocabulary(config) else {})
+
+
+def has_smaller_vocabulary(config: Any) -> bool:
+    """Whether drafts are ids of a vocabulary of the drafter's own, which ``d2t`` maps to the target's."""
+    return config.draft_vocab_size not in (None, config.vocab_size)
+
+
+def refuse_extras(config: Any, where: str, instead: str) -> None:
+    """Raise ``ValueError`` if the drafter has a part that ``where`` does not know; ``instead`` is the fix."""
+    found = extras_of(config)
+    if found:
+        name, value = next(iter(found.items()))
+        raise ValueError(f"{name}={value!r} of the drafter: {where} does not know that part; {instead}")
+
+
+def check_extras(config: Any) -> None:
+    """Raise ``ValueError`` for a field of the wrong type, or fields that contradict each other."""
+    for name in FLAGS:
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false.")
+    if config.gating is not None and config.gating not in GATES:
+        raise ValueError(f"gating={config.gating!r}: must be one of {', '.join(GATES)}, or null for none.")
+    size, whole = config.draft_vocab_size, config.vocab_size
+    if size is not None and not (is_count(size) and size >= 1):
+        raise ValueError(f"draft_vocab_size={size!r}: must be a positive integer, or null for the target's.")
+    named = config.own_embedding or config.own_head or size is not None or config.second
+    if named and not whole:
+        raise ValueError(
+            "vocab_size=0, but the drafter has tables of ids; set the target's vocab_size in its config."
+        )
+    if not has_smaller_vocabulary(config):
+        return
+    if size > whole:
+        raise ValueError(f"draft_vocab_size={size} is more than the target's vocab_size={whole}; lower it.")
+    if not config.own_head:
+        raise ValueError(
+            f"draft_vocab_size={size} with the target's head of {whole} rows: a smaller vocabulary needs "
+            "own_head=true and its lm_head.weight."
+        )
+    if config.second:
+        raise ValueError(
+            f"draft_vocab_size={size} of a DFlash2 drafter: its selector's codebooks have the target's "
+            f"{whole} rows; set draft_vocab_size to that, or null."
+        )

@@ -1,0 +1,62 @@
+"""A drafter between ids and logits: with the target's embedding and head, or with its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
+
+
+class DraftVocabulary:
+    """What a drafter does with ids and logits. Its weights are those of the model that it is mixed into.
+
+    - ``embed_tokens`` in place of the target's embedding, of the same ids.
+    - ``mask_embedding`` [H] in place of the embedding of ``mask_token_id``.
+    - ``lm_head`` in place of the target's head. With fewer rows than the target has ids, row k stands for the
+      target's id ``k + d2t[k]``: ``d2t`` holds offsets, as EAGLE-3's does.
+
+    Sources: speculators 0.9.0, ``models/dflash``; vLLM's ``qwen3_dflash.py``.
+    """
+
+    config: Any
+    embed_tokens: nn.Embedding | None
+    lm_head: nn.Linear | None
+    mask_embedding: nn.Parameter | None
+    d2t: Tensor | None
+
+    def add_vocabulary(self: Any, config: Any) -> None:
+        """Make the weights that ``config`` names; without them the attributes are None."""
+        hidden, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if config.own_embedding else None
+        self.lm_head = nn.Linear(hidden, rows, bias=False) if config.own_head else None
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if config.mask_embedding else None
+        offsets = torch.zeros(rows, dtype=torch.int64) if has_smaller_vocabulary(config) else None
+        self.register_buffer("d2t", offsets)
+
+    def embed(self, ids: Int[Tensor, "B W"], embed: Any, dtype: torch.dtype) -> Float[Tensor, "B W H"]:
+        """A block's rows: ``embed(ids)``, or the drafter's own, times ``input_embedding_scale``."""
+        rows = (embed if self.embed_tokens is None else self.embed_tokens)(ids).to(dtype)
+        if self.mask_embedding is not None:
+            masked = (ids == self.config.mask_token_id)[..., None]
+            rows = torch.where(masked, self.mask_embedding.to(dtype), rows)
+        return rows * self.config.input_embedding_scale
+
+    def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
+        """The drafts after ``anchor``, of the hidden states of the rows that say them; the target's ids."""
+        best = torch.argmax(self.logits(hidden, head), dim=-1)
+        return (best if self.d2t is None else best + self.d2t[best]).to(torch.int32)
+
+    def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
+        """Draft logits through ``head``, or the drafter's own, with its multiplier and soft cap.
+
+        V is the drafter's vocabulary, which `choose` maps to the target's.
+        """
+        logits = (head if self.lm_head is None else self.lm_head)(hidden)
+        multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        if multiplier != 1:  # a pass over all logits, and in training two more
+            logits = logits * multiplier
+        return torch.tanh(logits / cap) * cap if cap else logits

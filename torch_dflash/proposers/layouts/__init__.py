@@ -1,0 +1,1 @@
+"""The layouts that drafters are published in: of each, config and tensors' names in z-lab's words."""

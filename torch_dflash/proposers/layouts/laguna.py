@@ -1,0 +1,51 @@
+"""Poolside Laguna's drafter: fused products, a gate behind attention, and norms that z-lab's have not.
+
+Each tap is normed before ``fc``, and each layer's ``input_layernorm`` norms the context once more.
+
+Source: vLLM, ``laguna_dflash.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, nested, required
+from torch_dflash.proposers.layouts.zlab import zlabs
+
+CLASS = "DFlashLagunaForCausalLM"
+_GATES = {
+    True: "per-head",
+    False: None,
+    "disabled": None,
+    "per-head": "per-head",
+    "per-element": "per-element",
+}
+
+
+def _fields(config: Fields, where: Any) -> Fields:
+    kinds = set(required(config, "layer_types", where))
+    if len(kinds) > 1:
+        raise ValueError(f"layer_types={sorted(kinds)} in {where}: a Laguna drafter has layers of one kind.")
+    gate = config.get("gating", True)
+    if not isinstance(gate, bool | str) or gate not in _GATES:
+        raise ValueError(f"gating={gate!r} in {where}: known are {', '.join(map(repr, _GATES))}.")
+    causal = config.get("is_causal", nested(config).get("causal"))
+    own = {name: value for name, value in nested(config).items() if name != "causal"}
+    dropped = ("gating", "swa_rope_parameters", "rope_parameters", "num_experts")
+    read = {name: value for name, value in config.items() if name not in dropped}
+    read |= {"gating": _GATES[gate], "aux_hidden_norms": True, "context_layernorm": True, "is_causal": causal}
+    return zlabs(read | {"rope_parameters": _rope(config, kinds.pop())}, "DFlashDraftModel", **own)
+
+
+def _rope(config: Fields, kind: str) -> Fields:
+    """The rotary parameters of layers of ``kind``: given once, by kind, or for sliding ones apart."""
+    shared = config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in shared.values()):
+        shared = shared.get(kind) or shared.get("full_attention") or {}
+    apart = config.get("swa_rope_parameters")
+    found = dict(apart if kind == "sliding_attention" and apart is not None else shared)
+    theta = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
+    return {"rope_type": "default"} | theta | found
+
+
+LAGUNA = Layout("Laguna", claims=lambda config: CLASS in architectures(config), fields=_fields)

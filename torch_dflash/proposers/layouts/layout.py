@@ -1,0 +1,62 @@
+"""What is known of a layout: whose config.json it is, its fields and its tensors' names in z-lab's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Fields = dict[str, Any]
+"""A config.json, as it was read."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to publish a drafter.
+
+    Attributes:
+        name: of the library or vendor.
+        claims: whether a config.json is of this layout.
+        fields: ``(config.json, where it lies) -> z-lab's fields and ours``; raises ``ValueError`` by field.
+        renamed: patterns of tensors' names and what z-lab calls them, each tried in order.
+        unread: names of tensors that no draft needs.
+    """
+
+    name: str
+    claims: Callable[[Fields], bool]
+    fields: Callable[[Fields, Any], Fields]
+    renamed: tuple[tuple[str, str], ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def zlabs(self, name: str) -> str | None:
+        """What z-lab calls the tensor ``name``; None if it is not read."""
+        name = name.removeprefix("model.")
+        if name in self.unread:
+            return None
+        for pattern, words in (*self.renamed, (r"(candidate_selector\.\w+_codebook)\.weight$", r"\1")):
+            name = re.sub(pattern, words, name)
+        return name
+
+
+def nested(config: Fields) -> Fields:
+    """The fields within ``dflash_config``."""
+    return config.get("dflash_config") or {}
+
+
+def architectures(config: Fields) -> list[str]:
+    """Its classes' names."""
+    return config.get("architectures") or []
+
+
+def required(config: Fields, name: str, where: Any) -> Any:
+    """The field ``name``.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    if config.get(name) is None:
+        raise ValueError(
+            f"{name} is missing in {where}/config.json; add the one the drafter was trained with."
+        )
+    return config[name]

@@ -1,0 +1,103 @@
+"""A checkpoint's tensors, of any layout, by z-lab's names: known by their headers, read when asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dflash.proposers.layouts.layout import Fields, Layout, required
+from torch_dflash.storage.weight_files import Stored
+
+OWN = {
+    "own_embedding": "embed_tokens.weight",
+    "own_head": "lm_head.weight",
+    "mask_embedding": "mask_embedding",
+}
+"""Fields of a drafter's config that say whether it has a tensor."""
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a stored tensor, ``rows`` from ``start`` on; all of them where ``rows`` is None."""
+
+    stored: Stored
+    start: int = 0
+    rows: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        whole = self.stored.shape
+        return whole if self.rows is None else (self.rows, *whole[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def file(self) -> Path:
+        return self.stored.file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return (
+            self.stored.nbytes
+            if self.rows is None
+            else self.stored.nbytes // self.stored.shape[0] * self.rows
+        )
+
+    def read(self) -> Tensor:
+        """Its values."""
+        whole = self.stored.read()
+        return whole if self.rows is None else whole.narrow(0, self.start, self.rows).clone()
+
+
+def in_zlabs_names(layout: Layout, stored: dict[str, Stored], fields: Fields, where: Any) -> dict[str, Piece]:
+    """Every tensor that is read, by z-lab's name; a fused one as its parts.
+
+    Args:
+        layout: of the checkpoint. fields: of its config.json, as z-lab would write it.
+        stored: every tensor of its files. where: the checkpoint, for the message.
+
+    Raises:
+        ValueError: two tensors for one name, or a fused one of another shape than the config's parts have.
+    """
+    found: dict[str, Piece] = {}
+    for name, tensor in stored.items():
+        own = layout.zlabs(name)
+        if own is None:
+            continue
+        for part, piece in _parts(own, tensor, fields, where).items():
+            if part in found:
+                raise ValueError(
+                    f"{name} in {where} and {found[part].stored.name} are both {part}; keep one."
+                )
+            found[part] = piece
+    return found
+
+
+def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, Piece]:
+    fused = next((one for one in _FUSED if f".{one}." in name), None)
+    if fused is None:
+        return {name: Piece(stored)}
+    if fused == "qkv_proj":
+        heads, dim = required(fields, "num_attention_heads", where), required(fields, "head_dim", where)
+        groups = fields.get("num_key_value_heads") or heads
+        sizes = [heads * dim, groups * dim, groups * dim]
+    else:
+        sizes = [required(fields, "intermediate_size", where)] * 2
+    if stored.shape[:1] != (sum(sizes),):
+        raise ValueError(
+            f"{stored.name} in {where} has shape {stored.shape}; by the config its rows are {sizes}, joined "
+            "in that order; config and weights are of different drafters."
+        )
+    names = (name.replace(fused, part) for part in _FUSED[fused])
+    starts = (sum(sizes[:at]) for at in range(len(sizes)))
+    return {
+        part: Piece(stored, *rows) for part, rows in zip(names, zip(starts, sizes, strict=True), strict=True)
+    }

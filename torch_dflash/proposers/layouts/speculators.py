@@ -1,0 +1,92 @@
+"""The layout of the speculators library: the network's fields within ``transformer_layer_config``.
+
+Tap ids are one higher than z-lab's. The drafter may have fewer ids than the target, with a head of its own
+and ``d2t``, offsets from its ids to the target's; ``t2d`` marks the same ids and is compared with it. Windows
+are counted from each row, as servers do; the library trains with all rows of a block seeing back as far as
+its anchor.
+
+Sources: speculators 0.9.0, ``models/dflash`` and ``models/dflash2``; vLLM,
+``transformers_utils/configs/speculators/algos.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from torch_dflash.checks import is_count
+from torch_dflash.proposers.layouts.layout import Fields, Layout, required
+from torch_dflash.proposers.layouts.zlab import zlabs
+
+CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_NAMES = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
+# Fields of the network that a checkpoint may also say outside of transformer_layer_config.
+_OUTSIDE = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+
+
+def _fields(config: Fields, where: Any) -> Fields:
+    kind = required(config, "speculators_model_type", where)
+    if kind not in CLASSES:
+        raise ValueError(
+            f"speculators_model_type={kind!r} in {where}: only {' and '.join(CLASSES)} are DFlash drafters."
+        )
+    read = _network(required(config, "transformer_layer_config", where), where)
+    read |= {name: config[name] for name in _OUTSIDE if config.get(name) is not None}
+    if config.get("target_hidden_size") not in (None, read.get("hidden_size")):
+        raise ValueError(
+            f"target_hidden_size={config['target_hidden_size']} in {where}, but hidden_size="
+            f"{read.get('hidden_size')}: drafters known here are as wide as their target."
+        )
+    size = config.get("draft_vocab_size")
+    if size is not None and size != read.get("vocab_size"):
+        read |= {"draft_vocab_size": size, "own_head": True}
+    free = config.get("sliding_window_non_causal", kind == "dflash2")
+    read |= {
+        "is_causal": False if free else None,
+        "sample_from_anchor": config.get("sample_from_anchor", False),
+    }
+    own = {
+        "block_size": config.get("block_size", 8),
+        "mask_token_id": required(config, "mask_token_id", where),
+    }
+    if kind == "dflash2":
+        own |= {name: config[name] for name in SIZES if name in config} or {"selector_rank": 256}
+    return zlabs(read, CLASSES[kind], **own, target_layer_ids=_taps(config, where))
+
+
+def _network(given: Any, where: Any) -> Fields:
+    if not isinstance(given, dict):
+        raise ValueError(f"transformer_layer_config={given!r} in {where}: must be an object.")
+    kind, read = given.get("model_type", "qwen3"), dict(given)
+    if kind != "qwen3":  # what such a config leaves out is its own class's default
+        if kind not in CONFIG_MAPPING:
+            raise ValueError(
+                f"model_type={kind!r} in transformer_layer_config of {where}: transformers has none."
+            )
+        read = CONFIG_MAPPING[kind](**{name: given[name] for name in given if name != "model_type"}).to_dict()
+    rope = read.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
+        read["rope_parameters"] = rope[
+            "sliding_attention"
+        ]  # of two, the library turns all layers by this one
+    return read
+
+
+def _taps(config: Fields, where: Any) -> list[int]:
+    taps = required(config, "aux_hidden_state_layer_ids", where)
+    if not isinstance(taps, list) or not all(is_count(tap) and tap >= 1 for tap in taps):
+        raise ValueError(
+            f"aux_hidden_state_layer_ids={taps!r} in {where}: must be a list of numbers from 1, the output "
+            "of the target's first block."
+        )
+    return [tap - 1 for tap in taps]
+
+
+SPECULATORS = Layout(
+    "speculators",
+    claims=lambda config: bool(_NAMES & set(config)),
+    fields=_fields,
+    unread=("verifier_lm_head.weight", "verifier_norm.weight"),
+)
