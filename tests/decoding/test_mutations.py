@@ -98,12 +98,12 @@ def right_padding_leaks(patch):
     attend = block_attention.grouped_attention
 
     def propose(original, self, pstate, anchor, length, embed, head):
-        def leaking(query, parts, scale):
+        def leaking(query, parts, scale, sinks):
             context, block = parts
             slot = torch.arange(context.key.shape[2])
             padding = (slot >= length[:, None]) & (slot < CHUNK)
             context = context._replace(mask=context.mask | padding[:, None, None])
-            return attend(query, [context, block], scale)
+            return attend(query, [context, block], scale, sinks)
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(block_attention, "grouped_attention", leaking)

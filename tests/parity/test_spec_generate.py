@@ -6,6 +6,7 @@ import dflash.model as authors
 import pytest
 import torch
 from support import tiny
+from support.authors import authors_generate
 
 import torch_dflash as td
 
@@ -36,7 +37,7 @@ def prompt():
 def theirs_with_lengths(theirs, *call, **options):
     timer, authors._cuda_time = authors._cuda_time, lambda: 0.0
     try:
-        return authors.dflash_generate(theirs, *call, **options, return_stats=True)
+        return authors_generate(theirs, *call, **options, return_stats=True)
     finally:
         authors._cuda_time = timer
 

@@ -132,11 +132,7 @@ def authors_run(case: Case, prompt: list[int], new: int) -> Run:
     timer, authors._cuda_time = authors._cuda_time, lambda: 0.0
     try:
         ids = torch.tensor([prompt])
-        with warnings.catch_warnings():  # they call a cache as transformers did before 5.24
-            warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
-            out = authors.dflash_generate(
-                model, case.target, ids, new, stop_token_ids=None, return_stats=True
-            )
+        out = authors_generate(model, case.target, ids, new, stop_token_ids=None, return_stats=True)
     finally:
         authors._cuda_time = timer
         for name in {"compute_logits", "propose"} & vars(model).keys():
@@ -145,6 +141,13 @@ def authors_run(case: Case, prompt: list[int], new: int) -> Run:
     run.text = out.output_ids[0, len(prompt) :].tolist()
     run.accepted = out.acceptance_lengths
     return run
+
+
+def authors_generate(*given, **options):
+    """The authors' loop, which calls a cache as transformers did before 5.24."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
+        return authors.dflash_generate(*given, **options)
 
 
 def native_run(case: Case, prompt: list[int], new: int) -> Run:

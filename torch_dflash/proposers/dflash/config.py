@@ -119,6 +119,8 @@ class DFlashConfig(Qwen3Config):
         """Read ``config.json``; refuse what is not a drafter of this kind before any weight is read."""
         config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         check_layout(config, pretrained_model_name_or_path)
+        if config.get("vocab_size") == 0:  # which is ours for a layout that does not say it
+            raise ValueError(f"vocab_size=0 in {pretrained_model_name_or_path}: set the target's.")
         config = in_zlabs_fields(config, pretrained_model_name_or_path)
         check_rotation(config, pretrained_model_name_or_path)
         architectures = config.get("architectures") or []
