@@ -175,6 +175,16 @@ def test_what_is_no_plain_row_of_blocks_is_not_tapped(kind, words):
         FeatureExtractor(target, (0,), torch.float32, "eager")
 
 
+def test_what_cannot_be_tapped_decodes_without_taps():
+    """OPT-350m's layers are wider than its embedding."""
+    target, ids = randomise(build("opt:projected"), 3, 1.0), torch.arange(5, 16)[None]
+    options: Any = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    theirs = target.generate(ids, **options)
+    assert torch.equal(td.generate(target, td.NGramProposer(4), ids, **options, runtime="eager"), theirs)
+    with pytest.raises(ValueError, match="hidden_size=32.*NGramProposer"):
+        td.generate(target, drafter_for(target), ids, **options, runtime="eager")
+
+
 def test_two_states_of_a_block_are_not_guessed_between():
     recorded = trace.CallRecorder(hf.LlamaForCausalLM(hf.LlamaConfig(**BASE)))
     state, other = torch.zeros(1, 2, 32), torch.zeros(1, 2, 32)

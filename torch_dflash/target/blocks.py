@@ -177,9 +177,10 @@ def tapped(model: Any, blocks: Blocks, taps: tuple[int, ...], outputs: dict[int,
     """While open, a forward of ``model`` leaves the outputs of the layers ``taps`` in ``outputs``.
 
     Raises:
-        ValueError: nothing of it can be tapped.
+        ValueError: there are taps, and nothing of it can be tapped.
     """
-    check_tappable(model, blocks)
+    if taps:
+        check_tappable(model, blocks)
     with ExitStack() as hooks:
         for tap in taps:
             hook = block_of(model, blocks, tap).register_forward_hook(_keep(outputs, tap))
