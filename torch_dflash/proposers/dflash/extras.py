@@ -35,9 +35,9 @@ def has_smaller_vocabulary(config: Any) -> bool:
     return config.draft_vocab_size not in (None, config.vocab_size)
 
 
-def refuse_extras(config: Any, where: str, instead: str) -> None:
+def refuse_extras(config: Any, where: str, instead: str, known: tuple[str, ...] = ()) -> None:
     """Raise ``ValueError`` if the drafter has a part that ``where`` does not know; ``instead`` is the fix."""
-    found = extras_of(config)
+    found = {name: value for name, value in extras_of(config).items() if name not in known}
     if found:
         name, value = next(iter(found.items()))
         raise ValueError(f"{name}={value!r} of the drafter: {where} does not know that part; {instead}")

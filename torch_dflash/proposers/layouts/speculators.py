@@ -8,8 +8,8 @@ its anchor.
 A dspark drafter is v1's network with a Markov head. Its confidence head only says how much of a draft to
 verify, so it is not read.
 
-Sources: speculators 0.9.0, ``models/dflash`` and ``models/dflash2``; its main branch, ``models/dspark``; vLLM,
-``transformers_utils/configs/speculators/algos.py``.
+Sources: speculators 0.9.0, ``models/dflash`` and ``models/dflash2``; its main branch, ``models/dspark``;
+vLLM, ``transformers_utils/configs/speculators/algos.py``.
 """
 
 from __future__ import annotations
