@@ -16,7 +16,7 @@ CASES = [(name, "eager", "paged" if at % 2 else "static") for at, name in enumer
 CASES += [("speculators_dspark", "xla", "paged")]
 CASES += [pytest.param("speculators", "xla", "paged", marks=pytest.mark.heavy)]
 CASES += [pytest.param(name, "xla", "static", marks=pytest.mark.heavy) for name in ON_XLA]
-RESUMED = [("speculators", "xla", "eager")]
+RESUMED = [("speculators_dspark", "xla", "eager")]
 RESUMED += [
     pytest.param(*one, marks=pytest.mark.heavy)
     for one in (("laguna", "eager", "xla"), ("mimo", "xla", "eager"))

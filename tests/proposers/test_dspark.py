@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layouts import pair
+from support.layouts import pair, publish
 from support.tiny import VOCAB, make_pair, ragged_prompts, randomise
 
 import torch_dflash as td
+from jax_bridge.reference.checkpoint import load
+from torch_dflash.doctor.diagnosis import judge_texts
+from torch_dflash.proposers.checkpoints import load_drafter_config
 from torch_dflash.proposers.dflash.markov import MarkovHead
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
 
@@ -140,3 +143,23 @@ def test_fields_that_contradict_each_other_are_named():
     ):
         with pytest.raises(ValueError, match=words):
             make_pair("qwen3", **fields)
+
+
+def test_who_does_not_know_the_head_refuses_it(tmp_path):
+    target, drafter = cases()["v1"]
+    asked = {"max_new_tokens": 8, "do_sample": False, "speculation_type": "dflash"}
+    with pytest.raises(ValueError, match="markov_rank=5 of the drafter: speculation_type='dflash'"):
+        target.generate(torch.tensor([[1, 2, 3]]), assistant_model=drafter, **asked)
+    with pytest.raises(ValueError, match="markov_rank=5 of the drafter: the doctor does not know"):
+        judge_texts(target, drafter, [])
+    drafter.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="markov_rank is 5: that is not z-lab's layout"):
+        load(tmp_path)
+
+
+def test_its_default_is_speculators(tmp_path):
+    """Of rows, rank and head, where a config leaves them out."""
+    left_out = dict.fromkeys(("sample_from_anchor", "markov_rank", "markov_head_type"), ...)
+    publish(tmp_path, "speculators_dspark", pair("speculators_dspark")[1], **left_out)
+    config = load_drafter_config(tmp_path)
+    assert config.sample_from_anchor and config.markov_rank == 256
