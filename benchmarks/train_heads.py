@@ -1,4 +1,4 @@
-"""v1, v1 with convolutions, and DFlash2: fitted to the same features for the same minutes, then judged.
+"""v1, v1 with convolutions, DFlash2, DSpark: fitted to the same features for the same minutes, then judged.
 
 A fit's learning rate follows its steps, so each head gets as many steps as the minutes hold by its own pace:
 that of a short fit with the same options, made first. What the fits took in the end stands beside. Run again,

@@ -226,7 +226,7 @@ def chunked_jax(step: Callable, size: int, *rows: Array) -> tuple[Array, ...]:
     return tuple(piece.reshape(chunks * size, *piece.shape[2:])[:count] for piece in pieces)
 
 
-def _chunked(step, size, *rows):
+def _chunked(step, size, *rows, recompute=False):  # as it does anyway
     return call_jax(chunked_jax, step, size, *rows)
 
 

@@ -12,6 +12,7 @@ from jax_bridge.reference.rope import Rope, read_rope
 _REQUIRED = object()
 _NOT_ZLABS = (
     *("speculators_model_type", "transformer_layer_config", "draft_vocab_size", "sample_from_anchor"),
+    "markov_rank",
     *("own_embedding", "own_head", "mask_embedding", "gating", "aux_hidden_norms", "context_layernorm"),
     *("attention_sink_bias", "add_swa_attention_sink_bias", "use_swa"),
 )

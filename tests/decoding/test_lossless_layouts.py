@@ -10,12 +10,13 @@ from support.tiny import ragged_prompts
 import torch_dflash as td
 
 ROWS, NEW = 3, 24
-ON_XLA = ["assistant", "laguna", "mimo", "speculators", "speculators_anchor"]  # the others run as z-lab's do
+ON_XLA = ["assistant", "laguna", "mimo", "speculators_anchor"]  # the others run as z-lab's do
 SAMPLED = {"do_sample": True, "temperature": [9.0, 0.0, 4.0], "top_k": 30, "seed": [5, 6, 7]}
 CASES = [(name, "eager", "paged" if at % 2 else "static") for at, name in enumerate(LAYOUTS)]
-CASES += [("speculators", "xla", "paged")]
+CASES += [("speculators_dspark", "xla", "paged")]
+CASES += [pytest.param("speculators", "xla", "paged", marks=pytest.mark.heavy)]
 CASES += [pytest.param(name, "xla", "static", marks=pytest.mark.heavy) for name in ON_XLA]
-RESUMED = [("speculators", "xla", "eager")]
+RESUMED = [("speculators_dspark", "xla", "eager")]
 RESUMED += [
     pytest.param(*one, marks=pytest.mark.heavy)
     for one in (("laguna", "eager", "xla"), ("mimo", "xla", "eager"))

@@ -15,7 +15,7 @@ from torch_dflash.proposers.checkpoints import load_drafter_config
 from torch_dflash.proposers.dflash.card import hub_card
 from torch_dflash.proposers.dflash.extras import extras_of
 from torch_dflash.train.fit.objective import Objective
-from torch_dflash.train.fit.student import Student
+from torch_dflash.train.fit.student import KNOWN, Student
 
 OF_NO_NETWORK = (
     "architectures",
@@ -59,7 +59,10 @@ def test_it_loads_as_the_same_weights_in_ours_and_comes_back(name, tmp_path):
 
 REFUSED = {
     "speculators": [
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3'.*only dflash and dflash2"),
+        (
+            {"speculators_model_type": "eagle3"},
+            "speculators_model_type='eagle3'.*only dflash, dflash2, dspark",
+        ),
         ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids=.0, 2..*numbers from 1"),
         ({"mask_token_id": ...}, "mask_token_id is missing"),
         ({"target_hidden_size": 48}, "target_hidden_size=48.*hidden_size=32"),
@@ -69,6 +72,22 @@ REFUSED = {
         ({"tensors": {"d2t": torch.full((40,), 90)}}, "d2t in .* beyond the target's vocab_size=97"),
         ({"tensors": {"d2t": torch.zeros(40, dtype=torch.int64)}}, "t2d in .* marks other ids"),
         ({"tensors": {"markov_head.weight": torch.zeros(2)}}, "unexpected_keys=.*markov_head"),
+    ],
+    "speculators_dspark": [
+        ({"markov_head_type": "gated"}, "markov_head_type='gated'.*only 'vanilla'"),
+        ({"markov_head_type": "rnn"}, "markov_head_type='rnn'.*only 'vanilla'"),
+        ({"markov_rank": -1}, "markov_rank=-1: must be the rank"),
+        ({"markov_rank": 4}, r"markov_rank=4.*markov_w1.weight would have shape \(97, 4\)"),
+        ({"markov_rank": 0}, "unexpected_keys=.*markov_head"),
+        ({"tensors": {"markov_head.markov_w2.weight": None}}, "missing_keys=.*markov_w2"),
+        ({"tensors": {"markov_head.gate_proj.weight": torch.zeros(8, 40)}}, "unexpected_keys=.*gate_proj"),
+    ],
+    "zlab_flat": [
+        (
+            {"markov_rank": 8, "markov_head_type": "vanilla"},
+            "markov_head_type='vanilla'.*speculators' layout",
+        ),
+        ({"markov_rank": 8}, "missing_keys=.*markov_w1"),
     ],
     "speculators_dflash2": [({"draft_vocab_size": 40}, "draft_vocab_size=40 of a DFlash2 drafter")],
     "assistant": [({"model_type": "gemma4_assistant"}, "model_type='gemma4_assistant'.*only muse_glimmer")],
@@ -126,12 +145,15 @@ def test_zlabs_layout_may_hold_an_embedding_and_a_head(tmp_path):
         td.load_drafter(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["speculators", "speculators_anchor", "mimo", "laguna"])
+@pytest.mark.parametrize(
+    "name", ["speculators", "speculators_anchor", "speculators_dspark", "mimo", "laguna"]
+)
 def test_who_does_not_know_a_part_refuses_it(name, tmp_path):
     target, drafter = pair(name)
     part = next(iter(extras_of(drafter.config)))
-    with pytest.raises(ValueError, match=f"{part}=True of the drafter: training does not know"):
-        Student(drafter, target, Objective())
+    if part not in KNOWN:
+        with pytest.raises(ValueError, match=f"{part}=True of the drafter: training does not know"):
+            Student(drafter, target, Objective())
     with pytest.raises(ValueError, match=f"{part}=True of the drafter: the doctor does not know"):
         judge_texts(target, drafter, [])
     with pytest.raises(

@@ -28,6 +28,7 @@ EXPECTED = {
     "specforge": MIXED | {"rope_theta": 1e7},
     "speculators": OWN,
     "speculators_anchor": MIXED | {"sample_from_anchor": True},
+    "speculators_dspark": OWN | {"sample_from_anchor": True, "markov_rank": 8},
     "speculators_dflash2": SLIDING | SECOND | {"is_causal": False},
     "zlab_flat": {},
 }
@@ -65,6 +66,8 @@ def pair(name):
             ids = said_ids(head)
             drafter.lm_head.weight.copy_(head[ids])
             drafter.d2t.copy_(ids - torch.arange(len(ids)))
+        if drafter.markov_head is not None:
+            drafter.markov_head.markov_w2.weight.mul_(10)  # enough to change drafts
         if drafter.mask_embedding is not None:
             drafter.mask_embedding.copy_(embedding[MASK - 1])
     return target, drafter
@@ -90,7 +93,10 @@ def published(name, drafter):
             state[attention + "qkv_proj.weight"] = torch.cat(fused)
             fused = [state.pop(f"{mlp}{one}_proj.weight") for one in ("gate", "up")]
             state[mlp + "gate_up_proj.weight"] = torch.cat(fused)
-    if name == "speculators":
+    if name == "speculators_dspark":  # its confidence head is not ours
+        state["confidence_head.proj.weight"] = torch.ones(1, 40)
+        state["confidence_head.proj.bias"] = torch.ones(1)
+    if name in ("speculators", "speculators_dspark"):
         ids = torch.arange(40) + state["d2t"]
         state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
     return state

@@ -172,7 +172,9 @@ CASES = {
     "kl": ({"kl": 0.5}, {"accumulation": 2}),
     "dpace, kl, sampled": ({"weighting": "dpace", "kl": 0.5}, {"sampled_vocabulary": 9}),
     "dflash2": ({"weighting": "dpace", "ce": 0.1, "tv": 0.9, "selector": 0.5}, {"sampled_vocabulary": 9}),
+    "dspark": ({"weighting": "dpace", "ce": 0.1, "tv": 0.9}, {"sampled_vocabulary": 9}),
 }
+PARTS = {"dflash2": SECOND, "dspark": {"markov_rank": 5, "sample_from_anchor": True}}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -181,8 +183,8 @@ def test_steps_agree_with_torch(case):
     objective = Objective(rows_per_chunk=7, **objective)
     # With accumulation, batches of two widths meet in a step.
     longest = 70 if "accumulation" in options else 53
-    given = SECOND if case == "dflash2" else {}
-    one, other, schedule = trainers(objective, dataclasses.replace(OPTIONS, **options), longest, **given)
+    parts = PARTS.get(case, {})
+    one, other, schedule = trainers(objective, dataclasses.replace(OPTIONS, **options), longest, **parts)
     for count in (1, schedule.steps):
         for ours, theirs in zip(*(take_steps(each, schedule, count) for each in (one, other)), strict=True):
             for name in ("loss", "norm", "acceptance_length"):

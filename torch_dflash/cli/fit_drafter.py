@@ -10,10 +10,10 @@ from torch_dflash.cli.dataclass_options import read_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
-from torch_dflash.train.fit.heads import with_head
+from torch_dflash.train.fit.heads import SIZES_OF_HEADS, with_head
 
 # What may be chosen beside --start-from: of parts that the drafter does not have yet.
-GROWN = ("head", "selector_rank", "selector_top_k", "conv_group_size")
+GROWN = ("head", *SIZES_OF_HEADS)
 
 
 def drafter_to_fit(loaded: Any, arguments: argparse.Namespace) -> DFlashDraftModel:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from torch_dflash.ops.lowerable import lowerable
 
@@ -22,16 +23,21 @@ def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: Te
 
 
 @lowerable
-def chunked(step: Callable, size: int, *rows: Tensor) -> tuple[Tensor, ...]:
+def chunked(step: Callable, size: int, *rows: Tensor, recompute: bool = False) -> tuple[Tensor, ...]:
     """``step`` over ``rows`` [R, ...] in chunks of ``size``, whose inner values exist one chunk at a time.
 
     For steps that are independent per row and much larger inside than outside (logits over a vocabulary).
     ``step`` returns a tuple of tensors [r, ...]; so does this, joined along the rows. Gradients flow through
-    those that hold one number a row, and to ``rows`` alone, not to what ``step`` closes over.
+    those that hold one number a row, and to ``rows`` alone; with ``recompute`` also to the weights that
+    ``step`` closes over, and the inner values are computed a second time.
     """
-    outputs = [
-        _Chunk.apply(step, *piece) for piece in zip(*(tensor.split(size) for tensor in rows), strict=True)
-    ]
+    pieces = list(zip(*(tensor.split(size) for tensor in rows), strict=True))
+    if recompute:
+        outputs = [
+            checkpoint(step, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces
+        ]
+    else:
+        outputs = [_Chunk.apply(step, *piece) for piece in pieces]
     return tuple(torch.cat(pieces) for pieces in zip(*outputs, strict=True))
 
 

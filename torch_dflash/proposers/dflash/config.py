@@ -70,6 +70,7 @@ class DFlashConfig(Qwen3Config):
         gating: "per-head" or "per-element": attention's output is weighted by softplus of ``g_proj``.
         aux_hidden_norms: a norm for each tap, before ``fc``.
         context_layernorm: whether each layer's ``input_layernorm`` norms the context too.
+        markov_rank: of DSpark's Markov head, by which the token before a draft adds to its logits; 0: none.
 
     Raises:
         ValueError: a field is missing or cannot be honoured; the message names it and the fix.
@@ -97,6 +98,7 @@ class DFlashConfig(Qwen3Config):
     gating: str | None = None
     aux_hidden_norms: bool = False
     context_layernorm: bool = False
+    markov_rank: int = 0
 
     def __post_init__(self, **kwargs):
         check_layout({"dflash_config": self.dflash_config}, type(self).__name__)

@@ -1,6 +1,7 @@
 """What some vendors' drafters have beyond z-lab's: parts of the network, each switched on by a field.
 
-Sources: vLLM's ``qwen3_dflash.py`` and ``laguna_dflash.py``, speculators 0.9.0's ``models/dflash``.
+Sources: vLLM's ``qwen3_dflash.py`` and ``laguna_dflash.py``, speculators 0.9.0's ``models/dflash`` and
+``models/dspark``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def extras_of(config: Any) -> dict[str, Any]:
     """The fields that are set, with their values; of z-lab's own drafters none is."""
     found = {name: True for name in FLAGS if getattr(config, name)}
     found |= {"gating": config.gating} if config.gating is not None else {}
+    found |= {"markov_rank": config.markov_rank} if config.markov_rank else {}
     return found | ({"draft_vocab_size": config.draft_vocab_size} if has_smaller_vocabulary(config) else {})
 
 
@@ -33,9 +35,9 @@ def has_smaller_vocabulary(config: Any) -> bool:
     return config.draft_vocab_size not in (None, config.vocab_size)
 
 
-def refuse_extras(config: Any, where: str, instead: str) -> None:
+def refuse_extras(config: Any, where: str, instead: str, known: tuple[str, ...] = ()) -> None:
     """Raise ``ValueError`` if the drafter has a part that ``where`` does not know; ``instead`` is the fix."""
-    found = extras_of(config)
+    found = {name: value for name, value in extras_of(config).items() if name not in known}
     if found:
         name, value = next(iter(found.items()))
         raise ValueError(f"{name}={value!r} of the drafter: {where} does not know that part; {instead}")
@@ -48,13 +50,20 @@ def check_extras(config: Any) -> None:
             raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false.")
     if config.gating is not None and config.gating not in GATES:
         raise ValueError(f"gating={config.gating!r}: must be one of {', '.join(GATES)}, or null for none.")
+    rank = config.markov_rank
+    if not is_count(rank) or rank < 0:
+        raise ValueError(f"markov_rank={rank!r}: must be the rank of the Markov head, or 0 for none.")
     size, whole = config.draft_vocab_size, config.vocab_size
     if size is not None and not (is_count(size) and size >= 1):
         raise ValueError(f"draft_vocab_size={size!r}: must be a positive integer, or null for the target's.")
-    named = config.own_embedding or config.own_head or size is not None or config.second
+    named = config.own_embedding or config.own_head or size is not None or config.second or rank
     if named and not whole:
         raise ValueError(
             "vocab_size=0, but the drafter has tables of ids; set the target's vocab_size in its config."
+        )
+    if rank and config.second:
+        raise ValueError(
+            f"markov_rank={rank} of a DFlash2 drafter: its selector chains the drafts already; set it to 0."
         )
     if not has_smaller_vocabulary(config):
         return

@@ -100,6 +100,8 @@ def _shapes(config: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
         "num_key_value_heads": (layer + "self_attn.k_proj.weight", (keys, hidden)),
         "target_layer_ids": ("fc.weight", (hidden, len(config.target_layer_ids) * hidden)),
     }
+    if config.markov_rank:
+        shapes["markov_rank"] = ("markov_head.markov_w1.weight", (config.vocab_size, config.markov_rank))
     if config.second:
         taps, rank, selector = config.conv_kernel_size, config.selector_rank, "candidate_selector."
         kernels = 2 * taps * (hidden // config.conv_group_size)

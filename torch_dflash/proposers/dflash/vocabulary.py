@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
+from torch_dflash.proposers.dflash.markov import MarkovHead
 
 
 class DraftVocabulary:
@@ -18,8 +19,9 @@ class DraftVocabulary:
     - ``mask_embedding`` [H] in place of the embedding of ``mask_token_id``.
     - ``lm_head`` in place of the target's head. With fewer rows than the target has ids, row k stands for the
       target's id ``k + d2t[k]``: ``d2t`` holds offsets, as EAGLE-3's does.
+    - ``markov_head``, DSpark's: each draft hangs on the one before it.
 
-    Sources: speculators 0.9.0, ``models/dflash``; vLLM's ``qwen3_dflash.py``.
+    Sources: speculators 0.9.0, ``models/dflash`` and ``models/dspark``; vLLM's ``qwen3_dflash.py``.
     """
 
     config: Any
@@ -27,6 +29,7 @@ class DraftVocabulary:
     lm_head: nn.Linear | None
     mask_embedding: nn.Parameter | None
     d2t: Tensor | None
+    markov_head: MarkovHead | None
 
     def add_vocabulary(self: Any, config: Any) -> None:
         """Make the weights that ``config`` names; without them the attributes are None."""
@@ -36,6 +39,8 @@ class DraftVocabulary:
         self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if config.mask_embedding else None
         offsets = torch.zeros(rows, dtype=torch.int64) if has_smaller_vocabulary(config) else None
         self.register_buffer("d2t", offsets)
+        rank = config.markov_rank
+        self.markov_head = MarkovHead(config.vocab_size, rows, rank) if rank else None
 
     def embed(self, ids: Int[Tensor, "B W"], embed: Any, dtype: torch.dtype) -> Float[Tensor, "B W H"]:
         """A block's rows: ``embed(ids)``, or the drafter's own, times ``input_embedding_scale``."""
@@ -47,13 +52,24 @@ class DraftVocabulary:
 
     def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
         """The drafts after ``anchor``, of the hidden states of the rows that say them; the target's ids."""
-        best = torch.argmax(self.logits(hidden, head), dim=-1)
+        logits = self.logits(hidden, head)
+        if self.markov_head is None:
+            return self._likeliest(logits)
+        before, drafts = anchor, []
+        for at in range(hidden.shape[1]):
+            before = self._likeliest(logits[:, at] + self.markov_head(before))
+            drafts.append(before)
+        return torch.stack(drafts, dim=1)
+
+    def _likeliest(self, logits: Float[Tensor, "*R V"]) -> Int[Tensor, "*R"]:
+        best = torch.argmax(logits, dim=-1)
         return (best if self.d2t is None else best + self.d2t[best]).to(torch.int32)
 
     def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
         """Draft logits through ``head``, or the drafter's own, with its multiplier and soft cap.
 
-        V is the drafter's vocabulary, which `choose` maps to the target's.
+        V is the drafter's vocabulary, which `choose` maps to the target's. What a Markov head adds is not
+        in them.
         """
         logits = (head if self.lm_head is None else self.lm_head)(hidden)
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping

@@ -27,4 +27,10 @@ def in_zlabs_fields(config: Fields, where: Any) -> Fields:
     Raises:
         ValueError: a field is missing, or says what is not known here.
     """
-    return layout_of(config).fields(config, where)
+    read = layout_of(config).fields(config, where)
+    if "markov_head_type" in read:  # DeepSpec's rows and tap ids are not said by its config
+        raise ValueError(
+            f"markov_head_type={read['markov_head_type']!r} in {where}: a DSpark drafter that is not in "
+            "speculators' layout, the one that is known; write it in that, or load another drafter."
+        )
+    return read

@@ -5,8 +5,11 @@ and ``d2t``, offsets from its ids to the target's; ``t2d`` marks the same ids an
 are counted from each row, as servers do; the library trains with all rows of a block seeing back as far as
 its anchor.
 
-Sources: speculators 0.9.0, ``models/dflash`` and ``models/dflash2``; vLLM,
-``transformers_utils/configs/speculators/algos.py``.
+A dspark drafter is v1's network with a Markov head. Its confidence head only says how much of a draft to
+verify, so it is not read.
+
+Sources: speculators 0.9.0, ``models/dflash`` and ``models/dflash2``; its main branch, ``models/dspark``;
+vLLM, ``transformers_utils/configs/speculators/algos.py``.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from torch_dflash.checks import is_count
 from torch_dflash.proposers.layouts.layout import Fields, Layout, required
 from torch_dflash.proposers.layouts.zlab import zlabs
 
-CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DFlashDraftModel"}
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 _NAMES = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
 # Fields of the network that a checkpoint may also say outside of transformer_layer_config.
 _OUTSIDE = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
@@ -30,7 +34,7 @@ def _fields(config: Fields, where: Any) -> Fields:
     kind = required(config, "speculators_model_type", where)
     if kind not in CLASSES:
         raise ValueError(
-            f"speculators_model_type={kind!r} in {where}: only {' and '.join(CLASSES)} are DFlash drafters."
+            f"speculators_model_type={kind!r} in {where}: only {', '.join(CLASSES)} are DFlash drafters."
         )
     read = _network(required(config, "transformer_layer_config", where), where)
     read |= {name: config[name] for name in _OUTSIDE if config.get(name) is not None}
@@ -45,8 +49,10 @@ def _fields(config: Fields, where: Any) -> Fields:
     free = config.get("sliding_window_non_causal", kind == "dflash2")
     read |= {
         "is_causal": False if free else None,
-        "sample_from_anchor": config.get("sample_from_anchor", False),
+        "sample_from_anchor": config.get("sample_from_anchor", kind == "dspark"),
     }
+    if kind == "dspark":
+        read |= {"markov_rank": _markov_rank(config, where)}
     own = {
         "block_size": config.get("block_size", 8),
         "mask_token_id": required(config, "mask_token_id", where),
@@ -54,6 +60,16 @@ def _fields(config: Fields, where: Any) -> Fields:
     if kind == "dflash2":
         own |= {name: config[name] for name in SIZES if name in config} or {"selector_rank": 256}
     return zlabs(read, CLASSES[kind], **own, target_layer_ids=_taps(config, where))
+
+
+def _markov_rank(config: Fields, where: Any) -> Any:
+    head, rank = config.get("markov_head_type", "vanilla"), config.get("markov_rank", 256)
+    if rank and head != "vanilla":
+        raise ValueError(
+            f"markov_head_type={head!r} in {where}: of DSpark's heads only 'vanilla' is known here, which "
+            "looks at the token before alone."
+        )
+    return rank
 
 
 def _network(given: Any, where: Any) -> Fields:
@@ -88,5 +104,5 @@ SPECULATORS = Layout(
     "speculators",
     claims=lambda config: bool(_NAMES & set(config)),
     fields=_fields,
-    unread=("verifier_lm_head.weight", "verifier_norm.weight"),
+    unread=("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE),
 )

@@ -26,6 +26,7 @@ def model_card(
         data: what `train.answers.provenance` says of the answers. command: what repeats the fit.
     """
     layers = f"{config.num_hidden_layers} layers (`--head {head_of(config)}`)"
+    drafts = config.block_size - (not config.sample_from_anchor)
     settings = json.loads((fitted / MANIFEST).read_text())
     lines = read_log(fitted / "log.jsonl")
     last = [line for line in lines if line["kind"] == "held_out"][-1]
@@ -39,7 +40,7 @@ tags: [dflash, speculative-decoding]
 
 # DFlash drafter for {name}
 
-Drafts blocks of {config.block_size} (the anchor included) for {name}: {weights / 1e6:.2f} M weights in
+Drafts blocks of {config.block_size} rows ({drafts} drafts) for {name}: {weights / 1e6:.2f} M weights in
 {layers}, taps {config.target_layer_ids}, mask id {config.mask_token_id}. It has no
 embedding and no head: both are the target's. The output of speculative decoding is the target's own.
 

@@ -12,7 +12,7 @@ from torch_dflash.proposers.dflash.config import DFlashConfig, default_target_la
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.features.extract import Layers, check_layers
-from torch_dflash.train.fit.heads import check_head, with_head
+from torch_dflash.train.fit.heads import SIZES_OF_HEADS, check_head, with_head
 
 # Of the target's own shape, so that the drafter's cost per layer is the target's.
 COPIED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
@@ -30,11 +30,13 @@ class DrafterShape:
         taps: tapped layers of the target (0-based), as in 1,9,17; unset: five evenly spaced, as z-lab's.
         intermediate_size: width of the MLPs; unset: the target's.
         sliding_window: window of every draft layer, causal in the block; unset: full attention.
-        head: dflash, v1; convolutions, v1 with those of DFlash2; dflash2, these and its candidate selector.
+        head: dflash, v1; convolutions, v1 with those of DFlash2; dflash2, these and its candidate selector;
+            dspark, v1 that drafts from the anchor's row on, with a Markov head.
             Unset: dflash, or that of the drafter to continue from.
         selector_rank: columns of the selector's codebooks; unset: 256, as published.
         selector_top_k: candidates that the selector chooses among; unset: 16, as published.
         conv_group_size: channels that share a convolution's dynamic kernel; unset: 16, as published.
+        markov_rank: of the Markov head; unset: 256, as published.
         init_seed: of the random weights.
 
     Raises:
@@ -51,6 +53,7 @@ class DrafterShape:
     selector_rank: int | None = None
     selector_top_k: int | None = None
     conv_group_size: int | None = None
+    markov_rank: int | None = None
     init_seed: int = 0
 
     def __post_init__(self):
@@ -58,7 +61,7 @@ class DrafterShape:
         check_counts(layers=self.layers, block_size=self.block_size, sliding_window=self.sliding_window)
         check_counts(intermediate_size=self.intermediate_size)
         check_counts(selector_rank=self.selector_rank, selector_top_k=self.selector_top_k)
-        check_counts(conv_group_size=self.conv_group_size)
+        check_counts(conv_group_size=self.conv_group_size, markov_rank=self.markov_rank)
         check_head(self.head, **self.sizes)
         if self.taps is not None:
             check_layers(self.taps)
@@ -66,7 +69,7 @@ class DrafterShape:
     @property
     def sizes(self) -> dict[str, int | None]:
         """Of the parts that v1 does not have."""
-        return {name: getattr(self, name) for name in ("selector_rank", "selector_top_k", "conv_group_size")}
+        return {name: getattr(self, name) for name in SIZES_OF_HEADS}
 
 
 def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
@@ -94,6 +97,7 @@ def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
         block_size=shape.block_size,
         mask_token_id=shape.mask_token_id,
         target_layer_ids=list(taps),
+        sample_from_anchor=shape.head == "dspark",
         architectures=["DFlashDraftModel"],
     )
     with torch.random.fork_rng(devices=[]):

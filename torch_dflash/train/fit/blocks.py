@@ -58,14 +58,14 @@ def context_mask(
 
 
 def block_targets(batch: Batch, width: int) -> tuple[Int[Tensor, "B A N"], Bool[Tensor, "B A N"]]:
-    """What rows 1..W-1 of each block should say, and which of them have an answer token to say."""
+    """The W-1 tokens after each anchor, and which of them are there: what a draft of W rows should say."""
     at = block_positions(batch.anchors, width)[..., 1:]
     known = (at < batch.length[:, None, None]) & (batch.anchors >= 0)[..., None]
     return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1)), known
 
 
 def previous_tokens(batch: Batch, width: int) -> Int[Tensor, "B A N"]:
-    """The true token before each of rows 1..W-1: the anchor itself before the first."""
+    """The true token before each of those: the anchor itself before the first."""
     at = block_positions(batch.anchors, width)[..., :-1]
     return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1))
 

@@ -15,11 +15,19 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.config import SIZES, DFlash2Config
 from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
 
-HEADS = ("dflash", "convolutions", "dflash2")
-"""v1; v1 with DFlash2's convolutions; these and the candidate selector. Each has the parts before it."""
+HEADS = ("dflash", "convolutions", "dflash2", "dspark")
+"""v1; v1 with DFlash2's convolutions; these and the candidate selector; v1 with DSpark's Markov head."""
 
 SELECTOR = ("selector_rank", "selector_top_k")
+SIZES_OF_HEADS = (*SELECTOR, "conv_group_size", "markov_rank")
 NO_CHOICE = {"selector_rank": 1, "selector_top_k": 1}
+_SIZES_OF = {
+    "convolutions": ("conv_group_size",),
+    "dflash2": ("conv_group_size", *SELECTOR),
+    "dspark": ("markov_rank",),
+}
+_GROWS = {"dflash": HEADS[1:], "convolutions": ("dflash2",)}
+_MARKOV_RANK = 256
 
 
 def check_head(head: str | None, **sizes: int | None) -> None:
@@ -29,7 +37,7 @@ def check_head(head: str | None, **sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is None:
             continue
-        if head is None or head == "dflash" or (head == "convolutions" and name in SELECTOR):
+        if name not in _SIZES_OF.get(head or "dflash", ()):
             raise ValueError(f"{name}={size} with head={head!r}, which has none; choose another head.")
     if sizes.get("selector_top_k") == 1:
         raise ValueError("selector_top_k=1: of one candidate there is none to choose; head='convolutions'.")
@@ -38,7 +46,7 @@ def check_head(head: str | None, **sizes: int | None) -> None:
 def head_of(config: DFlashConfig) -> str:
     """The head of a drafter with this config."""
     if not isinstance(config, DFlash2Config):
-        return "dflash"
+        return "dspark" if config.markov_rank else "dflash"
     return "convolutions" if config.selector_top_k == 1 else "dflash2"
 
 
@@ -51,7 +59,7 @@ def with_head(
 
     Args:
         seed: of the random ones among the new weights.
-        sizes: fields of `DFlash2Config`, for the new parts; None: the published ones.
+        sizes: fields of the new config, for the new parts; None: the published ones.
 
     Raises:
         ValueError: the drafter has parts that ``head`` has not, or already those that ``sizes`` are of.
@@ -64,7 +72,7 @@ def with_head(
         if given:
             raise ValueError(f"{given[0]}: the drafter's own is kept; leave it out.")
         return drafter
-    if HEADS.index(head) < HEADS.index(has):
+    if head not in _GROWS.get(has, ()):
         raise ValueError(
             f"head={head!r}: the drafter's is {has!r}, and parts are not taken away; leave it out."
         )
@@ -72,16 +80,9 @@ def with_head(
         raise ValueError(
             f"conv_group_size={sizes['conv_group_size']}: the drafter's own is kept; leave it out."
         )
-    fields = config.to_dict()
-    published = {name: getattr(DFlash2Config, name) for name in SIZES}
-    kept = {name: fields[name] for name in SIZES if name not in SELECTOR and name in fields}
-    chosen = {name: size for name, size in sizes.items() if size is not None}
-    chosen = published | kept | chosen | (NO_CHOICE if head == "convolutions" else {})
-    fields["dflash_config"] = fields["dflash_config"] | chosen
-    fields["architectures"] = [DFlash2DraftModel.__name__]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        grown = DFlash2DraftModel(DFlash2Config(**fields | chosen))
+        grown = _grown(config, head, {name: size for name, size in sizes.items() if size is not None})
     weights = {
         name: weight
         for name, weight in drafter.state_dict().items()
@@ -90,3 +91,19 @@ def with_head(
     unknown = grown.load_state_dict(weights, strict=False).unexpected_keys
     assert not unknown, unknown
     return cast(Any, grown).to(drafter.device, drafter.dtype)
+
+
+def _grown(config: DFlashConfig, head: str, chosen: dict[str, Any]) -> DFlashDraftModel:
+    """A drafter of ``config`` with ``head``, whose new parts begin as nothing."""
+    fields: dict[str, Any] = config.to_dict()
+    if head == "dspark":
+        fields["markov_rank"] = chosen.get("markov_rank", _MARKOV_RANK)
+        grown: Any = DFlashDraftModel(DFlashConfig(**fields))
+        grown.markov_head.begin_as_nothing()
+        return grown
+    published: dict[str, Any] = {name: getattr(DFlash2Config, name) for name in SIZES}
+    kept = {name: fields[name] for name in SIZES if name not in SELECTOR and name in fields}
+    chosen = published | kept | chosen | (NO_CHOICE if head == "convolutions" else {})
+    fields["dflash_config"] = fields["dflash_config"] | chosen
+    fields["architectures"] = [DFlash2DraftModel.__name__]
+    return DFlash2DraftModel(DFlash2Config(**fields | chosen))

@@ -33,6 +33,7 @@ from torch_dflash.train.stages import open_stage
 
 # What else of a drafter's config makes its weights other weights.
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "mask_token_id", "sliding_window")
+SHAPE += ("sample_from_anchor", "markov_rank")
 
 
 @runtime_checkable

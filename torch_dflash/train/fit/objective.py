@@ -137,6 +137,7 @@ def block_losses(
     logits_of: Any,
     teacher: Float[Tensor, "B A N H"] | None = None,
     selection: Any = None,
+    chain: Any = None,
 ) -> Losses:
     """The objective of a batch of blocks from the states of their rows 1..W-1.
 
@@ -145,14 +146,22 @@ def block_losses(
         teacher: the target's own final states for the same rows, when ``objective.distils``.
         selection: the `Selection` of a drafter with a candidate selector. Its loss is weighted along the
             block as the others are.
+        chain: the `Chain` of a drafter with a Markov head, which adds to all logits of the drafter.
     """
     labels = targets if vocabulary.index is None else vocabulary.index[targets.long()]
+    more = {"teacher": None if teacher is None else teacher.flatten(0, 2)}
+    more |= {"keys": None if chain is None else chain.keys()}
+    more = {name: rows for name, rows in more.items() if rows is not None}
+    added = None if chain is None else chain.added(vocabulary)
 
     def head(rows):
         return F.linear(rows.to(vocabulary.weight.dtype), vocabulary.weight, vocabulary.bias)
 
-    def rows_of(hidden, labels, teacher=None):
+    def rows_of(hidden, labels, *rows):
+        given = dict(zip(more, rows, strict=True))
         logits = logits_of(hidden, head).float()
+        if added is not None:
+            logits = logits + added(given["keys"]).float()
         if selection is None:
             best = torch.argmax(logits, dim=-1) == labels
         else:  # among these the selector chooses
@@ -162,14 +171,14 @@ def block_losses(
             logits = logits + vocabulary.shift
         scores = torch.log_softmax(logits, dim=-1)
         ce = -scores.gather(1, labels[:, None].long())[:, 0]
-        if teacher is None:
+        if "teacher" not in given:
             return ce, torch.zeros_like(ce), best
-        wanted = head(teacher).float() + (0 if vocabulary.shift is None else vocabulary.shift)
+        wanted = head(given["teacher"]).float() + (0 if vocabulary.shift is None else vocabulary.shift)
         wanted = torch.log_softmax(wanted, dim=-1)
         return ce, _divergence(objective, wanted, scores), best
 
-    flat = [hidden.flatten(0, 2), labels.flatten()] + ([] if teacher is None else [teacher.flatten(0, 2)])
-    ce, divergence, best = chunked(rows_of, objective.rows_per_chunk, *flat)
+    flat = hidden.flatten(0, 2), labels.flatten(), *more.values()
+    ce, divergence, best = chunked(rows_of, objective.rows_per_chunk, *flat, recompute=chain is not None)
     per_row, hit, listed = objective.ce * ce + divergence, best, None
     if selection is not None:
         given = hidden.flatten(0, 2), best, labels.flatten(), vocabulary, logits_of, objective.rows_per_chunk

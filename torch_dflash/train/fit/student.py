@@ -14,8 +14,12 @@ from torch_dflash.proposers.pair import check_pair
 from torch_dflash.target.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
+from torch_dflash.train.fit.chain import Chain
 from torch_dflash.train.fit.objective import Losses, Objective, Vocabulary, block_losses
 from torch_dflash.train.fit.selection import Selection
+
+KNOWN = ("sample_from_anchor", "markov_rank")
+"""What z-lab's drafters do not have and a fit trains all the same."""
 
 
 class Student(nn.Module):
@@ -24,7 +28,7 @@ class Student(nn.Module):
     Args:
         drafter: trained in place. target: gives embedding, head and, for losses against its
             distributions, the final norm.
-        objective: the loss. width: rows W of a block; unset: the drafter's ``block_size``.
+        objective: the loss. width: rows W of a draft, the anchor included; unset: what the drafter drafts.
         head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
@@ -45,13 +49,14 @@ class Student(nn.Module):
         head_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        refuse_extras(drafter.config, "training", "train one with the target's embedding and head.")
+        refuse_extras(drafter.config, "training", "train one with the target's embedding and head.", KNOWN)
         check_pair(target, drafter)
         self.drafter = drafter
         self.objective = objective
         self.target = TargetFingerprint.of(target)
         self.start_weights = weights_fingerprint(drafter)  # now: a fit trains it in place
-        self.width = drafter.config.block_size if width is None else width
+        self.first_row = int(not drafter.config.sample_from_anchor)
+        self.width = drafter.config.block_size + 1 - self.first_row if width is None else width
         self.last_layer = target.config.get_text_config().num_hidden_layers - 1
         head = target.get_output_embeddings()
         weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
@@ -63,13 +68,14 @@ class Student(nn.Module):
 
     def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> Losses:
         """Sums over the batch; ``vocabulary`` unset: the loss runs over all ids."""
-        hidden = draft_blocks(self.drafter, batch, self.embedding, self.width)[:, :, 1:]
+        rows = self.width - 1 + self.first_row
+        hidden = draft_blocks(self.drafter, batch, self.embedding, rows)[:, :, self.first_row :]
         targets, known = block_targets(batch, self.width)
         teacher = None
         if self.final_norm is not None:
             last: Any = batch.last  # given, or there is no such loss to compute
             at = batch.anchors.clamp(min=0)[..., None] + torch.arange(self.width - 1, device=hidden.device)
-            # Row k's token was picked from the target's state one position before it.
+            # The k-th token was picked from the target's state one position before it.
             teacher = self.final_norm(gather_rows(last, at.clamp(max=batch.ids.shape[1] - 1)))
         if vocabulary is None:
             vocabulary = Vocabulary(self.head_weight, self.head_bias, None, None)
@@ -82,6 +88,7 @@ class Student(nn.Module):
             self.drafter.logits,
             teacher,
             self._selection(batch),
+            self._chain(batch),
         )
 
     def _selection(self, batch: Batch) -> Selection | None:
@@ -89,6 +96,12 @@ class Student(nn.Module):
         if not drafter.config.second:
             return None
         return Selection(drafter.candidate_selector, previous_tokens(batch, self.width))
+
+    def _chain(self, batch: Batch) -> Chain | None:
+        drafter: Any = self.drafter
+        if drafter.markov_head is None:
+            return None
+        return Chain(drafter.markov_head, previous_tokens(batch, self.width))
 
 
 def _frozen_norm(target) -> nn.Module:
