@@ -51,6 +51,7 @@ def test_it_loads_as_the_same_weights_in_ours_and_comes_back(name, tmp_path):
     (tmp_path / "theirs").mkdir()
     loaded = td.load_drafter(publish(tmp_path / "theirs", name, own))
     same(loaded, own)
+    assert loaded.name_or_path == loaded.config.name_or_path == str(tmp_path / "theirs")
     same(type(own).from_pretrained(tmp_path / "theirs"), own)
     assert load_drafter_config(tmp_path / "theirs").target_layer_ids == [0, 2]
     if name == "assistant":

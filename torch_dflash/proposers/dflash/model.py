@@ -174,6 +174,8 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
                 refuse_weights(problem, info[problem], source or "the state_dict", cls.kind)
+        if source is not None:
+            model.name_or_path = model.config.name_or_path = str(source)  # of tensors transformers knows none
         return (model, info) if wants_info else model
 
     def project(self, features: Float[Tensor, "B R nH"]) -> Float[Tensor, "B R H"]:
