@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.layouts import LAYOUTS, expected, pair, publish
+from support.layouts import LAYOUTS, expected, fixture, pair, publish
 from support.tiny import MASK, VOCAB
+from transformers import PreTrainedModel
 
 import torch_dflash as td
 from jax_bridge.reference.checkpoint import load
@@ -14,6 +17,7 @@ from torch_dflash.doctor.diagnosis import judge_texts
 from torch_dflash.proposers.checkpoints import load_drafter_config
 from torch_dflash.proposers.dflash.card import hub_card
 from torch_dflash.proposers.dflash.extras import extras_of
+from torch_dflash.proposers.layouts.pieces import Piece
 from torch_dflash.train.fit.objective import Objective
 from torch_dflash.train.fit.student import KNOWN, Student
 
@@ -47,6 +51,7 @@ def test_it_loads_as_the_same_weights_in_ours_and_comes_back(name, tmp_path):
     (tmp_path / "theirs").mkdir()
     loaded = td.load_drafter(publish(tmp_path / "theirs", name, own))
     same(loaded, own)
+    assert loaded.name_or_path == loaded.config.name_or_path == str(tmp_path / "theirs")
     same(type(own).from_pretrained(tmp_path / "theirs"), own)
     assert load_drafter_config(tmp_path / "theirs").target_layer_ids == [0, 2]
     if name == "assistant":
@@ -175,3 +180,94 @@ def test_the_reference_refuses_other_layouts(name, tmp_path):
 def test_a_card_says_what_is_not_zlabs():
     assert "no embedding and no head" in str(hub_card(expected("zlab_flat"), "a/b"))
     assert "`own_head=True`" in str(hub_card(expected("speculators"), "a/b"))
+
+
+FIELDS = {
+    "zlab_flat": {"is_causal": True, "sliding_window": 9, "markov_rank": 4, "gating": "per-head"},
+    "specforge": {"markov_rank": 4, "sample_from_anchor": True},
+    "mimo": {"attention_value_scale": 0.5},
+    "laguna": {"sample_from_anchor": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"), [(name, *one) for name, kept in FIELDS.items() for one in kept.items()]
+)
+def test_a_field_within_dflash_config_that_is_not_known_is_named(name, field, value, tmp_path):
+    own = fixture(name)[0].get("dflash_config", {})
+    publish(tmp_path, name, pair(name)[1], dflash_config=own | {field: value})
+    with pytest.raises(ValueError, match=f"{field}={value!r} in dflash_config of"):
+        td.load_drafter(tmp_path)
+
+
+ELSEWHERE = [
+    ("zlab_flat", "head_type", "causal"),
+    ("zlab_flat", "quantization_config", {"quant_method": "fp8"}),
+    ("zlab_flat", "projector_type", "domino"),
+    ("mimo", "attention_value_scale", 0.5),
+    ("speculators", "is_causal", True),
+    ("speculators", "target_layer_ids", [0, 2]),
+    ("speculators", "dflash_config", {"block_size": 4}),
+    ("speculators", "projector_type", "domino"),
+    ("speculators", "shift_label", True),
+    ("assistant", "is_causal", True),
+    ("assistant", "output_multiplier", 0.2),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), ELSEWHERE)
+def test_a_field_of_no_such_layout_is_named(name, field, value, tmp_path):
+    publish(tmp_path, name, pair(name)[1], **{field: value})
+    with pytest.raises(ValueError, match=f"{re.escape(f'{field}={value!r}')} in"):
+        td.load_drafter(tmp_path)
+
+
+def test_a_field_that_says_no_passes_and_one_that_is_said_twice(tmp_path):
+    own = expected("zlab_flat")
+    twice = {"num_target_layers": 4, "sample_from_anchor": False, "markov_rank": None}
+    publish(tmp_path, "zlab_flat", own, head_type=None, mlp_bias=False, dflash_config=twice)
+    assert td.load_drafter(tmp_path).state_dict().keys() == own.state_dict().keys()
+    config, _ = fixture("speculators")
+    newer = {"projector_type": "dflash", "shift_label": False, "pure_draft_prefix_len": 1, "emb_dim": 256}
+    publish(tmp_path, "speculators", expected("speculators"), **newer)
+    assert td.load_drafter(tmp_path).config.target_layer_ids == [0, 2] and not set(newer) & set(config)
+
+
+def test_a_class_that_drafts_otherwise_from_the_same_tensors_is_named(tmp_path):
+    publish(tmp_path, "zlab_flat", expected("zlab_flat"), architectures=["JetSpecDraftModel"])
+    with pytest.raises(ValueError, match="JetSpecDraftModel is not known here"):
+        td.load_drafter(tmp_path)
+
+
+def test_a_field_of_mimos_of_another_type_is_named(tmp_path):
+    own = fixture("mimo")[0]["dflash_config"]
+    publish(tmp_path, "mimo", expected("mimo"), dflash_config=own | {"use_swa": "no"})
+    with pytest.raises(ValueError, match="use_swa='no'.*true or false"):
+        td.load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "words"),
+    [
+        ("speculators", {"d2t": torch.zeros(40)}, "d2t in .* is of torch.float32"),
+        ("speculators_anchor", {"d2t": torch.ones(VOCAB, dtype=torch.int64)}, "d2t in .* no smaller"),
+        ("mimo", {"mask_embedding": torch.zeros(32)}, "mask_embedding.pt lies beside"),
+    ],
+)
+def test_tables_that_say_two_things_are_named(name, tensors, words, tmp_path):
+    own = expected(name)
+    publish(tmp_path, name, own, tensors=tensors)
+    with pytest.raises(ValueError, match=words):
+        td.load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["zlab_flat", "speculators", "laguna", "speculators_dflash2"])
+@pytest.mark.parametrize("tensor", [None, torch.zeros(3)])
+def test_tensors_are_compared_before_weights_are_read(name, tensor, tmp_path, monkeypatch):
+    own = expected(name)
+    publish(tmp_path, name, own, tensors={"layers.1.self_attn.k_norm.weight": tensor})
+    monkeypatch.setattr(Piece, "read", lambda self: pytest.fail("read"))
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *args, **given: pytest.fail("allocated"))
+    problem = "missing" if tensor is None else "mismatched"
+    with pytest.raises(ValueError, match=f"{problem}_keys=.*layers.1.self_attn.k_norm.* in {tmp_path}"):
+        td.load_drafter(tmp_path)

@@ -74,7 +74,7 @@ import torch_dflash as td
 from transformers import AutoModelForCausalLM
 
 target = AutoModelForCausalLM.from_pretrained("{shown}", dtype="auto")
-drafter = td.DFlashDraftModel.from_pretrained("{repo_id}", dtype="auto")
+drafter = td.load_drafter("{repo_id}", dtype="auto")
 ids = target.generate(**inputs, custom_generate=td.dflash(drafter), max_new_tokens=256)
 ```
 

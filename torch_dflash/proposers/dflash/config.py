@@ -16,6 +16,7 @@ from torch_dflash.proposers.dflash.fields import (
     check_rotation,
     check_window,
 )
+from torch_dflash.proposers.dflash.unknown import check_known
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 
 NESTED_FIELDS = (
@@ -123,7 +124,7 @@ class DFlashConfig(Qwen3Config):
         check_layout(config, pretrained_model_name_or_path)
         if config.get("vocab_size") == 0:  # which is ours for a layout that does not say it
             raise ValueError(f"vocab_size=0 in {pretrained_model_name_or_path}: set the target's.")
-        config = in_zlabs_fields(config, pretrained_model_name_or_path)
+        read, config = config, in_zlabs_fields(config, pretrained_model_name_or_path)
         check_rotation(config, pretrained_model_name_or_path)
         architectures = config.get("architectures") or []
         if is_second(config) != cls.second:
@@ -138,6 +139,7 @@ class DFlashConfig(Qwen3Config):
                     f"architectures={architectures} in {pretrained_model_name_or_path}: not a DFlash "
                     "drafter (no dflash_config, no target_layer_ids); pass the drafter's directory or id."
                 )
+        check_known(read, cls, pretrained_model_name_or_path)
         config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
         if config.get("pad_token_id") == config.get("vocab_size"):
             config.pop("pad_token_id", None)  # as `to_diff_dict` wrote it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.utils import cached_file
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.files import check_files
+from torch_dflash.proposers.dflash.tensors import check_tensors
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.pieces import OWN
 from torch_dflash.proposers.layouts.zlab import ZLAB
@@ -21,11 +23,11 @@ from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 MASK_FILE = "mask_embedding.pt"
 """A mask embedding beside the weights: a vector [H], or a dict with it as ``embedding``."""
+MASK = "mask_embedding"
+_MAPS = ("d2t", "t2d")  # `_check_ids` compares them
 
 
-def in_our_names(
-    source: Any, given: dict[str, Any], config_class: type[DFlashConfig]
-) -> tuple[tuple[Any], dict[str, Any]]:
+def in_our_names(source: Any, given: dict[str, Any], kind: Any) -> tuple[tuple[Any], dict[str, Any]]:
     """The arguments with which ``from_pretrained`` loads ``source``, checked before anything is allocated.
 
     A checkpoint in z-lab's layout is left to transformers. Of any other, and of one with an embedding, a head
@@ -34,6 +36,7 @@ def in_our_names(
     Raises:
         OSError, ValueError: as `check_files`; or the tensors contradict each other.
     """
+    config_class: type[DFlashConfig] = kind.config_class
     pieces = check_files(source, given, config_class)
     if pieces is None:
         return (source,), given
@@ -42,23 +45,33 @@ def in_our_names(
     mask = _mask_embedding(source, hub)
     own = {field: True for field, name in OWN.items() if name in pieces}
     own |= {} if mask is None else {"mask_embedding": True}
-    if layout_of(raw) is ZLAB and not own:
-        return (source,), given
-    config: Any = given.pop("config", None)
-    if not isinstance(config, DFlashConfig):
-        options = {name: value for name, value in given.items() if name not in ("dtype", "torch_dtype")}
-        read: Any = config_class.from_pretrained(source, return_unused_kwargs=True, **options)
-        config, left = read
-        given = left | {name: given[name] for name in ("dtype", "torch_dtype") if name in given}
+    config, left = _config(source, given, config_class)
     for name, value in own.items():
         setattr(config, name, value)
     config.check()
+    shapes = {name: piece.shape for name, piece in pieces.items() if name not in _MAPS}
+    check_tensors(shapes | ({} if mask is None else {MASK: (config.hidden_size,)}), kind, config, source)
+    if layout_of(raw) is ZLAB and not own:
+        return (source,), given
     tensors = {name: piece.read() for name, piece in pieces.items()}
     if mask is not None:
-        tensors["mask_embedding"] = _checked(mask, config, source)
+        if MASK in tensors:
+            raise ValueError(f"{MASK_FILE} lies beside {MASK} in the weights of {source}; keep one.")
+        tensors[MASK] = _checked(mask, config, source)
     _check_ids(tensors, config, source)
+    given = left
     rest = {name: value for name, value in given.items() if name not in HUB_OPTIONS}
     return (None,), rest | {"config": config, "state_dict": tensors}
+
+
+def _config(source: Any, given: dict[str, Any], config_class: type[DFlashConfig]) -> tuple[Any, Any]:
+    """The config that is given, or read, and the arguments that it leaves."""
+    types = {name: given[name] for name in ("dtype", "torch_dtype") if name in given}
+    rest = {name: value for name, value in given.items() if name not in ("config", *types)}
+    if isinstance(given.get("config"), DFlashConfig):
+        return copy.deepcopy(given["config"]), rest | types
+    read: Any = config_class.from_pretrained(given.get("config") or source, return_unused_kwargs=True, **rest)
+    return read[0], read[1] | types
 
 
 def _mask_embedding(source: Any, hub: dict[str, Any]) -> Any:
@@ -94,8 +107,14 @@ def _checked(found: Any, config: DFlashConfig, source: Any) -> Tensor:
 def _check_ids(tensors: dict[str, Tensor], config: Any, source: Any) -> None:
     """Compare ``d2t`` with the two vocabularies, and with ``t2d``, which is then dropped."""
     marked, offsets = tensors.pop("t2d", None), tensors.get("d2t")
+    if offsets is not None and (offsets.is_floating_point() or offsets.is_complex()):
+        raise ValueError(f"d2t in {source} is of {offsets.dtype}; ids are whole numbers: fetch it again.")
     if not has_smaller_vocabulary(config):
-        tensors.pop("d2t", None)  # of equal vocabularies it maps nothing
+        tensors.pop("d2t", None)
+        if offsets is not None and offsets.any():
+            raise ValueError(
+                f"d2t in {source} maps ids to others, but the config names no smaller draft_vocab_size."
+            )
         return
     if offsets is None or offsets.shape != (config.draft_vocab_size,):
         shape = None if offsets is None else tuple(offsets.shape)

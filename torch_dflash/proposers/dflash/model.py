@@ -28,6 +28,7 @@ from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.hub import OnHub
 from torch_dflash.proposers.dflash.loading import in_our_names
 from torch_dflash.proposers.dflash.native import check_loop
+from torch_dflash.proposers.dflash.tensors import refuse_weights
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
 
 
@@ -168,14 +169,13 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if source is not None:  # else a state_dict is given
-            args, kwargs = in_our_names(source, kwargs, cls.config_class)
+            args, kwargs = in_our_names(source, kwargs, cls)
         model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
-                raise ValueError(
-                    f"{problem}={sorted(map(str, info[problem]))[:5]} in {args[0] if args else kwargs}: the "
-                    f"weights are not those of a {cls.kind} drafter with this config; check both files."
-                )
+                refuse_weights(problem, info[problem], source or "the state_dict", cls.kind)
+        if source is not None:
+            model.name_or_path = model.config.name_or_path = str(source)  # of tensors transformers knows none
         return (model, info) if wants_info else model
 
     def project(self, features: Float[Tensor, "B R nH"]) -> Float[Tensor, "B R H"]:

@@ -41,5 +41,9 @@ ASSISTANT = Layout(
     "transformers' assistant",
     claims=_claims,
     fields=_fields,
+    classes=(CLASS,),
+    top=("vocab_size",),
+    kinds=(KIND,),
+    whole=True,
     renamed=((r"^encoder\.fc\.", "fc."), (r"^encoder\.output_norm_enc\.", "hidden_norm.")),
 )

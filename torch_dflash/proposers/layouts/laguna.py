@@ -48,4 +48,12 @@ def _rope(config: Fields, kind: str) -> Fields:
     return {"rope_type": "default"} | theta | found
 
 
-LAGUNA = Layout("Laguna", claims=lambda config: CLASS in architectures(config), fields=_fields)
+LAGUNA = Layout(
+    "Laguna",
+    claims=lambda config: CLASS in architectures(config),
+    fields=_fields,
+    classes=(CLASS,),
+    top=("swa_rope_parameters",),
+    nested=("causal",),
+    kinds=("laguna",),
+)

@@ -21,6 +21,11 @@ class Layout:
         fields: ``(config.json, where it lies) -> z-lab's fields and ours``; raises ``ValueError`` by field.
         renamed: patterns of tensors' names and what z-lab calls them, each tried in order.
         unread: names of tensors that no draft needs.
+        classes: what ``architectures`` may name; none: it is not asked.
+        top, nested: fields besides our config's own, at the top and within ``dflash_config``.
+        kinds: transformers' types whose fields may stand at the top, too.
+        network: the field that holds the network's, if they are not at the top.
+        whole: whether our config's own fields are no part of this layout.
     """
 
     name: str
@@ -28,6 +33,12 @@ class Layout:
     fields: Callable[[Fields, Any], Fields]
     renamed: tuple[tuple[str, str], ...] = ()
     unread: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ("DFlashDraftModel", "DFlash2DraftModel")
+    top: tuple[str, ...] = ()
+    nested: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    network: str | None = None
+    whole: bool = False
 
     def zlabs(self, name: str) -> str | None:
         """What z-lab calls the tensor ``name``; None if it is not read."""

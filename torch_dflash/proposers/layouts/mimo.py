@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_dflash.proposers.layouts.layout import Fields, Layout, nested
+from torch_dflash.proposers.layouts.zlab import NESTED
 
 SLIDING = "sliding_attention"
 _OWN = ("use_swa", "swa_window_size", "attention_sink_bias", "causal")
@@ -21,6 +22,9 @@ def _claims(config: Fields) -> bool:
 
 def _fields(config: Fields, where: Any) -> Fields:
     own, kinds = nested(config), config.get("layer_types")
+    for name in ("use_swa", "attention_sink_bias", "causal"):
+        if not isinstance(own.get(name, False), bool | None):
+            raise ValueError(f"{name}={own[name]!r} in dflash_config of {where}: must be true or false.")
     forced = bool(own.get("use_swa")) and SLIDING not in (kinds or [])
     causal = config.get("is_causal")
     if causal is None:
@@ -41,4 +45,10 @@ def _fields(config: Fields, where: Any) -> Fields:
     )
 
 
-MIMO = Layout("MiMo", claims=_claims, fields=_fields)
+MIMO = Layout(
+    "MiMo",
+    claims=_claims,
+    fields=_fields,
+    top=("add_swa_attention_sink_bias",),
+    nested=(*_OWN, *NESTED),
+)

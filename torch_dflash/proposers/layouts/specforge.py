@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_dflash.proposers.layouts.layout import Fields, Layout, nested
+from torch_dflash.proposers.layouts.zlab import NESTED
 
 _OF_TRAINING = ("projector_type", "shift_label", "pure_draft_prefix_len")
 
@@ -29,5 +30,8 @@ def _fields(config: Fields, where: Any) -> Fields:
 
 
 SPECFORGE = Layout(
-    "SpecForge", claims=lambda config: bool(set(_OF_TRAINING) & set(nested(config))), fields=_fields
+    "SpecForge",
+    claims=lambda config: bool(set(_OF_TRAINING) & set(nested(config))),
+    fields=_fields,
+    nested=(*_OF_TRAINING, *NESTED),
 )

@@ -28,6 +28,13 @@ CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 _NAMES = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
 # Fields of the network that a checkpoint may also say outside of transformer_layer_config.
 _OUTSIDE = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
+_READ = ("block_size", "draft_vocab_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
+_READ += ("markov_head_type", "markov_rank")
+# Of the pair and of training, and sizes of a Domino head, which is refused by _HEAD.
+_UNREAD = ("speculators_config", "speculators_version", "target_hidden_size", "auf", "emb_dim")
+_UNREAD += ("confidence_head_with_markov", "enable_confidence_head")
+_UNREAD += ("gru_hidden_dim", "lambda_base_start", "lambda_base_decay_ratio", "pure_draft_prefix_len")
+_HEAD = ("projector_type", "shift_label")
 
 
 def _fields(config: Fields, where: Any) -> Fields:
@@ -36,6 +43,9 @@ def _fields(config: Fields, where: Any) -> Fields:
         raise ValueError(
             f"speculators_model_type={kind!r} in {where}: only {', '.join(CLASSES)} are DFlash drafters."
         )
+    for name in _HEAD:
+        if config.get(name) not in (None, False, "dflash"):
+            raise ValueError(f"{name}={config[name]!r} in {where}: its Domino head is not known here.")
     read = _network(required(config, "transformer_layer_config", where), where)
     read |= {name: config[name] for name in _OUTSIDE if config.get(name) is not None}
     if config.get("target_hidden_size") not in (None, read.get("hidden_size")):
@@ -104,5 +114,9 @@ SPECULATORS = Layout(
     "speculators",
     claims=lambda config: bool(_NAMES & set(config)),
     fields=_fields,
+    classes=(),
+    top=(*_NAMES, *_OUTSIDE, *_READ, *_UNREAD, *_HEAD, *SIZES),
+    network="transformer_layer_config",
+    whole=True,
     unread=("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE),
 )

@@ -6,7 +6,16 @@ from typing import Any
 
 from torch_dflash.proposers.layouts.layout import Fields, Layout
 
-ZLAB = Layout("z-lab", claims=lambda config: True, fields=lambda config, where: config)
+# What servers read and what our export adds; neither is of the network.
+NESTED = ("use_aux_hidden_state", "chat_template_kwargs")
+ZLAB = Layout(
+    "z-lab",
+    claims=lambda config: True,
+    fields=lambda config, where: config,
+    top=("experts_per_token", "initial_context_length"),  # with its target's, in that for gpt-oss
+    nested=NESTED,
+    kinds=("gpt_oss",),
+)
 
 
 def zlabs(config: Fields, architecture: str, **own: Any) -> Fields:
