@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from torch_dflash.cache.argument import CACHE
+
 
 @dataclass(frozen=True)
 class Call:
@@ -132,7 +134,7 @@ CALLS: dict[str, Call] = {
     "`output_logits`": greedy(output_logits=True, return_dict_in_generate=True),
     "`output_hidden_states`": greedy(output_hidden_states=True, return_dict_in_generate=True),
     "`cache_implementation`": greedy(cache_implementation="static"),
-    "`past_key_values`, empty": Call(lambda: {"past_key_values": DynamicCache()}),
+    "a cache of transformers', empty": Call(lambda: {CACHE: DynamicCache()}),
     "`use_cache=False`": greedy(use_cache=False),
     "`prompt_lookup_num_tokens`": greedy(prompt_lookup_num_tokens=3),
     "`inputs_embeds`": Call(lambda: {"inputs_embeds": torch.zeros(2, 23, 32)}),

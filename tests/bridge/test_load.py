@@ -126,6 +126,9 @@ def test_experts_that_do_not_fit_are_named(experts, change, words):
     tensors = load_file(file)
     change(name, tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+    index = experts / "model.safetensors.index.json"
+    placed = {own: file.name for file in experts.glob("*.safetensors") for own in load_file(file)}
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": placed}))
     with refuses(ValueError, *words):
         jb.load(experts)
 

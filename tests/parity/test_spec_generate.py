@@ -6,7 +6,7 @@ import dflash.model as authors
 import pytest
 import torch
 from support import tiny
-from support.authors import authors_generate
+from support.authors import as_before_5_24
 
 import torch_dflash as td
 
@@ -34,10 +34,16 @@ def prompt():
     return torch.randint(0, tiny.MASK, (1, 19), generator=torch.Generator().manual_seed(6))
 
 
+def authors_text(theirs, *call, **options):
+    with as_before_5_24():
+        return theirs.spec_generate(*call, **options)
+
+
 def theirs_with_lengths(theirs, *call, **options):
     timer, authors._cuda_time = authors._cuda_time, lambda: 0.0
     try:
-        return authors_generate(theirs, *call, **options, return_stats=True)
+        with as_before_5_24():
+            return authors.dflash_generate(theirs, *call, **options, return_stats=True)
     finally:
         authors._cuda_time = timer
 
@@ -52,13 +58,13 @@ def test_the_arguments_are_theirs():
 
 def test_tokens_and_acceptance_lengths_are_theirs(models, prompt):
     target, drafter, theirs = models
-    free = theirs.spec_generate(target, prompt, NEW, None)
+    free = authors_text(theirs, target, prompt, NEW, None)
     assert free.shape == (1, prompt.shape[1] + NEW)
     text = free[0, prompt.shape[1] :].tolist()
     late = next(place for place in range(9, NEW) if text[place] not in text[:place])
     for new, stops in ((NEW, None), (NEW, []), (NEW, [text[late], 96]), (1, None), (2, None), (7, [text[0]])):
         want = theirs_with_lengths(theirs, target, prompt, new, stops)
-        assert torch.equal(theirs.spec_generate(target, prompt, new, stops), want.output_ids)
+        assert torch.equal(authors_text(theirs, target, prompt, new, stops), want.output_ids)
         out = drafter.spec_generate(target, prompt, new, stops, **EAGER)
         assert out.dtype == want.output_ids.dtype and torch.equal(out, want.output_ids)
         more = drafter.spec_generate(target, prompt, new, stops, **EAGER, return_dict_in_generate=True)
@@ -83,16 +89,16 @@ def ours_of(drafter, target, prompt):
 def test_xla_says_the_same(models, prompt):
     target, drafter, theirs = models
     if target.config.model_type == "qwen3":
-        want = theirs.spec_generate(target, prompt, NEW, [96])
+        want = authors_text(theirs, target, prompt, NEW, [96])
         assert torch.equal(drafter.spec_generate(target, prompt, NEW, [96], runtime="xla"), want)
 
 
 def test_samples_stay_in_the_support_of_theirs(models, prompt):
     """A top-p or top-k so small that one token is left makes both greedy; the seed repeats the others."""
     target, drafter, theirs = models
-    greedy = theirs.spec_generate(target, prompt, NEW, None)
+    greedy = authors_text(theirs, target, prompt, NEW, None)
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}):
-        assert torch.equal(theirs.spec_generate(target, prompt, NEW, None, temperature=0.9, **narrow), greedy)
+        assert torch.equal(authors_text(theirs, target, prompt, NEW, None, temperature=0.9, **narrow), greedy)
         assert torch.equal(drafter.spec_generate(target, prompt, NEW, None, 0.9, **narrow, **EAGER), greedy)
     call = (target, prompt, NEW, None, 5.0, 0.9, 30)
     first = drafter.spec_generate(*call, **EAGER, seed=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -132,7 +133,10 @@ def authors_run(case: Case, prompt: list[int], new: int) -> Run:
     timer, authors._cuda_time = authors._cuda_time, lambda: 0.0
     try:
         ids = torch.tensor([prompt])
-        out = authors_generate(model, case.target, ids, new, stop_token_ids=None, return_stats=True)
+        with as_before_5_24():
+            out = authors.dflash_generate(
+                model, case.target, ids, new, stop_token_ids=None, return_stats=True
+            )
     finally:
         authors._cuda_time = timer
         for name in {"compute_logits", "propose"} & vars(model).keys():
@@ -143,11 +147,12 @@ def authors_run(case: Case, prompt: list[int], new: int) -> Run:
     return run
 
 
-def authors_generate(*given, **options):
-    """The authors' loop, which calls a cache as transformers did before 5.24."""
+@contextmanager
+def as_before_5_24():
+    """Let the authors' loop call a cache as transformers did before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".past_key_values. is deprecated", FutureWarning)
-        return authors.dflash_generate(*given, **options)
+        yield
 
 
 def native_run(case: Case, prompt: list[int], new: int) -> Run:

@@ -38,7 +38,7 @@ WRONG = {
         hf.Gemma3ForCausalLM,
         hf.Gemma3TextConfig,
         {"sliding_window": 6, "use_bidirectional_attention": True},
-        "position 0 sees position 1",
+        "is_causal=False",
     ),
     "llama4": (
         hf.Llama4ForCausalLM,
@@ -46,7 +46,7 @@ WRONG = {
         {"attention_chunk_size": 6, "num_local_experts": 2, "head_dim": 8},
         "mask of layer 0",
     ),
-    "bert": (hf.BertLMHeadModel, hf.BertConfig, {"is_decoder": False}, "position 0 sees"),
+    "bert": (hf.BertLMHeadModel, hf.BertConfig, {"is_decoder": False}, "is_causal=False"),
     "moshi": (
         hf.MoshiForCausalLM,
         hf.MoshiConfig,

@@ -22,6 +22,7 @@ TESTED = frozenset(
     {
         "AXK1ForCausalLM",
         "AfmoeForCausalLM",
+        "Apertus1p5TextForCausalLM",
         "ApertusForCausalLM",
         "ArceeForCausalLM",
         "AriaForConditionalGeneration",
@@ -37,6 +38,7 @@ TESTED = frozenset(
         "Cohere2MoeForCausalLM",
         "Cohere2VisionForConditionalGeneration",
         "CohereCompassForCausalLM",
+        "CodeGenForCausalLM",
         "CohereForCausalLM",
         "CwmForCausalLM",
         "DeepseekV2ForCausalLM",
@@ -55,6 +57,7 @@ TESTED = frozenset(
         "FuyuForCausalLM",
         "GPT2LMHeadModel",
         "GPTBigCodeForCausalLM",
+        "GPTJForCausalLM",
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
