@@ -36,6 +36,7 @@ def _cells(row: td.Checkpoint) -> list[str]:
         row.size,
         row.license,
     ]
-    decodes = DECODED[row.decoded].format(row.refused_for)
-    cells = [row.name, row.target or row.model, row.drafter, kind, *known, lengths, decodes]
+    decodes, why = row.verdict
+    said = DECODED[decodes].format(why)
+    cells = [row.name, row.target or row.model, row.drafter, kind, *known, lengths, said]
     return ["" if cell is None else str(cell) for cell in cells]

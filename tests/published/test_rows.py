@@ -155,6 +155,13 @@ def test_whether_a_target_decodes_is_what_the_families_say():
     } == {False}
 
 
+def test_a_pair_decodes_only_if_its_drafter_drafts():
+    assert ROWS["qwen3-8b-jetspec"].decoded is True
+    assert ROWS["qwen3-8b-jetspec"].verdict == (False, "a JetSpec drafter")
+    assert ROWS["qwen3-4b"].verdict == (True, None)
+    assert ROWS["qwen3.5-9b"].verdict == (False, "recurrent layers")
+
+
 def test_rows_say_what_the_configs_of_this_repository_say():
     for name in ("qwen3-4b", "qwen3-8b", "qwen3-coder-30b-a3b", "llama-3.1-8b", "gpt-oss-20b"):
         config = td.DFlashConfig.from_pretrained(ROOT / f"benchmarks/configs/{name}-dflash")

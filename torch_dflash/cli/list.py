@@ -73,7 +73,8 @@ def _cells(row: Checkpoint) -> tuple[str, ...]:
     taps = "?" if row.target_layer_ids is None else ",".join(map(str, row.target_layer_ids))
     block = "?" if row.block_size is None else str(row.block_size)
     named = row.target or f"({row.model})"
-    return row.name, named, row.drafter or "?", row.kind, row.layout or "?", block, taps, DECODED[row.decoded]
+    decodes, _ = row.verdict
+    return row.name, named, row.drafter or "?", row.kind, row.layout or "?", block, taps, DECODED[decodes]
 
 
 def _check(rows: list[Checkpoint], arguments: argparse.Namespace) -> int:

@@ -70,6 +70,13 @@ class Checkpoint:
         """Whether its method is one that drafts here."""
         return self.kind in ("DFlash", "DFlash2")
 
+    @property
+    def verdict(self) -> tuple[bool | None, str | None]:
+        """Whether the pair decodes here (None: its family was not compared), and why not."""
+        if self.decoded is not False and not self.drafts:
+            return False, f"a {self.kind} drafter"
+        return self.decoded, self.refused_for
+
 
 def _read() -> tuple[Checkpoint, ...]:
     data = json.loads((files("torch_dflash.published") / "pairs.json").read_text(encoding="utf-8"))
