@@ -169,6 +169,12 @@ def test_the_files_of_heavy_cases_are_there():
         assert (ROOT / "tests" / case.partition("::")[0]).exists(), case
 
 
+def test_no_two_test_files_share_a_name():
+    """pytest would leave one of them out."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_circle():
     graph = {}
     for name, path in MODULES.items():

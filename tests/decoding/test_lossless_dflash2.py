@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.authors import MIXED, SECOND
+from support.resumed import ends
 from support.tiny import make_pair, ragged_prompts
 
 import torch_dflash as td
@@ -37,17 +38,5 @@ def test_text_is_plain_decodings(name, cache, runtime):
 @pytest.mark.parametrize(("here", "there"), [("eager", "xla"), ("xla", "eager")])
 def test_a_saved_state_goes_on_in_the_other_runtime(here, there, tmp_path):
     target, drafter = KEPT["rings"]
-    first, second = (
-        td.compile(target, drafter, runtime=runtime, max_length=64, batch_size=2, rounds_per_chunk=2)
-        for runtime in (here, there)
-    )
-    asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-    state = first.advance(first.start(*ragged_prompts(2), **asked))
-    td.save_state(state, tmp_path / "state", first)
-    ends = []
-    for engine, left in ((first, state), (second, td.load_state(tmp_path / "state", second))):
-        for _ in range(NEW):
-            left = engine.advance(left)
-        kept = engine.runtime.fetch({"tokens": left.tokens, "accepted": left.accepted})
-        ends.append([kept["tokens"].tolist(), kept["accepted"].tolist()])
-    assert ends[0] == ends[1]
+    one, other = ends(target, drafter, here, there, tmp_path, NEW)
+    assert one == other

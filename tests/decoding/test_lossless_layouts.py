@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.layouts import LAYOUTS, pair, publish
+from support.resumed import ends
 from support.tiny import ragged_prompts
 
 import torch_dflash as td
@@ -57,21 +58,8 @@ def test_text_is_plain_decodings(loaded, name, runtime, cache):
 @pytest.mark.parametrize(("name", "here", "there"), RESUMED)
 def test_a_saved_state_goes_on_in_the_other_runtime(loaded, name, here, there, tmp_path):
     target, drafter, _ = loaded[name]
-    first, second = (
-        td.compile(target, drafter, runtime=runtime, max_length=64, batch_size=2, rounds_per_chunk=2)
-        for runtime in (here, there)
-    )
-    state = first.advance(
-        first.start(*ragged_prompts(2), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    )
-    td.save_state(state, tmp_path / "state", first)
-    ends = []
-    for engine, left in ((first, state), (second, td.load_state(tmp_path / "state", second))):
-        for _ in range(NEW):
-            left = engine.advance(left)
-        kept = engine.runtime.fetch({"tokens": left.tokens, "accepted": left.accepted})
-        ends.append([kept["tokens"].tolist(), kept["accepted"].tolist()])
-    assert ends[0] == ends[1]
+    one, other = ends(target, drafter, here, there, tmp_path, NEW)
+    assert one == other
 
 
 def test_anchor_rows_draft_a_whole_block(loaded):
