@@ -184,6 +184,7 @@ def test_a_dict_of_the_config_changed_in_place_is_seen():
     target = build("gpt_oss")
     engine = td.compile(target, None, runtime="eager", max_length=32)
     target.config.rope_parameters["factor"] = 8.0
+    assert build("gpt_oss").config.rope_parameters["factor"] == 4.0  # no other model's dict
     with refuses(ValueError, "config.rope_parameters is ", "it was "):
         run(engine, [PROMPT], max_new_tokens=3)
 

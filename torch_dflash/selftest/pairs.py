@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def randomise(model: Any, seed: int, gain: float = 2.0) -> Any:
 
 def make_target(family: str = "qwen3", seed: int = 0, **overrides):
     """A random target of a family in `FAMILIES`, fp32, without stop ids."""
-    cls, config, extra = FAMILIES[family]
+    cls, config, extra = copy.deepcopy(FAMILIES[family])  # a config may be changed in place
     torch.manual_seed(seed)
     return randomise(cls(config(**(BASE | extra | overrides))), seed)
 
