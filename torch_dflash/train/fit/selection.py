@@ -65,6 +65,6 @@ class Selection:
             hit = listed & (torch.argmax(scores, dim=-1) == torch.argmax(true.int(), dim=-1))
             return -torch.where(true, scores, 0.0).sum(-1), hit, listed
 
-        found = chunked(rows_of, rows_per_chunk, hidden, candidates, added.float(), labels)
-        loss, hit, listed = found
+        rows = hidden, candidates, added.float(), labels
+        loss, hit, listed = chunked(rows_of, rows_per_chunk, *rows)
         return loss, hit, listed
