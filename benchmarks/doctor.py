@@ -1,10 +1,12 @@
-"""Does `torch_dflash.doctor` name what is wrong with a pair? 200 tiny ones: none, one or two faults.
+"""Does `torch_dflash.doctor` name what is wrong with a pair? 270 tiny ones: none, one or two faults.
 
     OMP_NUM_THREADS=1 python benchmarks/doctor.py --json docs/results/doctor.json
 
 Each pair has its own seed, family and sizes; its drafter learns by one convention, and is judged by a config
-that says another. 150 have one or two faults, 25 are healthy, 25 weak (hardly trained). Cases that the JSON
-has are not run again.
+that says another. Of the first 200, 150 have one or two faults, 25 are healthy, 25 weak (hardly trained).
+30 more are DFlash2, with one fault or none. 40 more are asked by a chat template that has another form: 20
+learned from answers to the other one, ten of them with a fault besides; 20 from answers to this one, or to
+both. Cases that the JSON has are not run again.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judged_pairs import kinds_of, make_case
+from judged_pairs import ASKED, OTHERWISE, kinds_of, make_case
 
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.doctor import judge_texts
+from torch_dflash.doctor.template import with_other_way
 from torch_dflash.selftest.pairs import FAMILIES
 
 STEPS, FEW = 150, 12
 COUNTS = {"healthy": 25, "weak": 25, "one": 90, "two": 60}
+COUNTS |= {"dflash2": 10, "dflash2, one": 20}
+COUNTS |= {"template": 10, "template, one": 10, "no template": 10, "both templates": 10}
+FAULTS = {"one": 1, "two": 2, "dflash2, one": 1, "template, one": 1}
+LEARNED = {"template": (OTHERWISE,), "template, one": (OTHERWISE,), "both templates": (ASKED, OTHERWISE)}
+SECOND = {"selector_rank": 8, "selector_top_k": 6, "conv_group_size": 4}
+OTHER_WAY = {"enable_thinking": False}
 WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 
 
@@ -41,8 +50,9 @@ def plan() -> list[dict[str, Any]]:
             drafter = {"block_size": draw.choice([5, 6, 8]), "num_hidden_layers": draw.choice([1, 2])}
             if draw.random() < 0.3:
                 drafter |= WINDOW | {"layer_types": ["sliding_attention"] * drafter["num_hidden_layers"]}
+            drafter |= SECOND if group.startswith("dflash2") else {}
             possible = sorted(kinds_of(family, drafter, **sizes))
-            kinds = draw.sample(possible, {"one": 1, "two": 2}.get(group, 0))
+            kinds = draw.sample(possible, FAULTS.get(group, 0))
             cases.append({"group": group, "seed": seed, "family": family, "sizes": sizes} | {
                 "drafter": drafter, "kinds": kinds
             })  # fmt: skip
@@ -51,17 +61,24 @@ def plan() -> list[dict[str, Any]]:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """What the doctor says of a case."""
-    steps = FEW if case["group"] == "weak" else STEPS
+    group = case["group"]
+    steps, templates = FEW if group == "weak" else STEPS, LEARNED.get(group, (ASKED,))
     made = make_case(
-        case["family"], 100 * case["seed"], tuple(case["kinds"]), steps, case["drafter"], **case["sizes"]
-    )
+        case["family"], 100 * case["seed"], tuple(case["kinds"]), steps, case["drafter"], templates,
+        **case["sizes"],
+    )  # fmt: skip
     found = judge_texts(made.target, made.drafter, made.texts, masks=made.masks)
+    if "template" in group:
+        there = judge_texts(made.target, made.drafter, made.others, masks=made.masks)
+        found = with_other_way(found, there, OTHER_WAY)
+    elsewhere = {f"{name}={value}": "template" for name, value in OTHER_WAY.items()}
+    elsewhere = elsewhere if templates == (OTHERWISE,) else {}
     return {
         "seed": case["seed"],
-        "group": case["group"],
+        "group": group,
         "family": case["family"],
-        "learned": sorted(change.name for change in made.learned),
-        "kinds": sorted(case["kinds"]),
+        "learned": sorted([*(change.name for change in made.learned), *elsewhere]),
+        "kinds": sorted([*case["kinds"], *elsewhere.values()]),
         "named": sorted(change.name for change in found.changes),
         "named_kinds": sorted(change.kind for change in found.changes),
         "verdict": found.verdict,
@@ -72,8 +89,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Shares and the confusion matrix: what was wrong, what was named, how often."""
-    faulty = [row for row in rows if row["group"] in ("one", "two")]
-    sound = [row for row in rows if row["group"] in ("healthy", "weak")]
+    faulty = [row for row in rows if row["kinds"]]
+    sound = [row for row in rows if not row["kinds"]]
     right = [row for row in faulty if row["named"] == row["learned"]]
     pairs = Counter(
         (" + ".join(row["kinds"]) or row["group"], " + ".join(row["named_kinds"]) or row["verdict"])

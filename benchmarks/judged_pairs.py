@@ -18,17 +18,23 @@ from torch_dflash.train.fit.blocks import block_targets
 
 PROMPT, NEW, ROWS = 6, 40, 8
 MASKS = 8
+ASKED, OTHERWISE = 1, 2
+"""Ids that begin every prompt, as a chat template's text does: as it is asked, and with another variable."""
 RATE = 4e-3
 OTHER_ROPE = {"rope_type": "default", "rope_theta": 30.0}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pair, its texts, ids to try as masks, and the changes by which the drafter learned."""
+    """A pair, its texts, ids to try as masks, and the changes by which the drafter learned.
+
+    ``others`` are the target's answers by the other template.
+    """
 
     target: Any
     drafter: Any
     texts: list[Text]
+    others: list[Text]
     masks: list[int]
     learned: tuple[Change, ...]
 
@@ -39,9 +45,13 @@ def make_case(
     kinds: tuple[str, ...] = (),
     steps: int = 150,
     drafter: dict[str, Any] | None = None,
+    templates: tuple[int, ...] = (ASKED,),
     **target_sizes: Any,
 ) -> Case:
-    """A pair of ``family`` that learned otherwise in ``kinds``, of each kind a change drawn by the seed."""
+    """A pair of ``family`` that learned otherwise in ``kinds``, of each kind a change drawn by the seed.
+
+    It learned from answers by ``templates``.
+    """
     target = make_target(family, seed, **target_sizes)
     rope = OTHER_ROPE if "rope" in kinds else dict(target.config.rope_parameters)
     small = make_drafter(target, seed + 1, **{"rope_parameters": rope} | (drafter or {}))
@@ -56,8 +66,8 @@ def make_case(
     for change in learned:
         convention = change.apply(convention)
     texts = _texts(target, generator)
-    _teach(target, small, texts, convention, steps, generator)
-    return Case(target, small.eval(), texts, masks, tuple(learned))
+    _teach(target, small, [text for one in templates for text in texts[one]], convention, steps, generator)
+    return Case(target, small.eval(), texts[ASKED], texts[OTHERWISE], masks, tuple(learned))
 
 
 def kinds_of(family: str, drafter: dict[str, Any], **target_sizes: Any) -> set[str]:
@@ -67,12 +77,16 @@ def kinds_of(family: str, drafter: dict[str, Any], **target_sizes: Any) -> set[s
     return {one.kind for one in changes(target, small, PROMPT + NEW, [0])} - {"dtype"}
 
 
-def _texts(target: Any, generator: torch.Generator) -> list[Text]:
-    """Random prompts and the target's own greedy answers."""
+def _texts(target: Any, generator: torch.Generator) -> dict[int, list[Text]]:
+    """By template, the same random prompts and the target's own greedy answers."""
     ids = torch.randint(0, target.config.vocab_size - MASKS, (ROWS, PROMPT), generator=generator)
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "runtime": "eager"}
-    out = td.generate(target, None, ids, torch.ones_like(ids), **options)
-    return [Text(row, PROMPT) for row in out]
+    texts = {}
+    for template in (ASKED, OTHERWISE):
+        ids[:, 0] = template
+        out = td.generate(target, None, ids, torch.ones_like(ids), **options)
+        texts[template] = [Text(row, PROMPT) for row in out]
+    return texts
 
 
 def _teach(
