@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from family_tables import tables, verdict
-from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps
+from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
 from figure_published import published
 from figure_text import RESULTS, command, item, result, spread, table
 
@@ -274,6 +274,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "published": published,
     "hf-calls": hf_calls,
     "cpu-distance": cpu_distance,
+    "draft-ids": draft_ids,
     "cpu-products": cpu_products,
     "cpu-steps": cpu_steps,
     "cpu-first-token": cpu_first_token,

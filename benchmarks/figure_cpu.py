@@ -45,6 +45,17 @@ def cpu_first_token() -> str:
     return table(head, *([*key, *values] for key, values in cells.items()))
 
 
+def draft_ids() -> str:
+    """What a draft vocabulary of each size covers."""
+    found = result("draft_ids")
+    rows = [
+        [f"{one['ids']:,}", f"{100 * one['covered']:.1f} %", f"{100 * one['covered held out']:.1f} %"]
+        for one in found["rows"]
+    ]
+    head = [f"ids of {found['vocabulary']:,}", "of the same answers", "of other answers"]
+    return table(head, *rows)
+
+
 def cpu_distance() -> str:
     """How far other arithmetics part from float32."""
     rows = [

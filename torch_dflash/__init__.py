@@ -32,6 +32,8 @@ from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
 from torch_dflash.proposers.dflash2.config import DFlash2Config as DFlash2Config
 from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
+from torch_dflash.proposers.narrow import frequent_ids as frequent_ids
+from torch_dflash.proposers.narrow import with_draft_vocabulary as with_draft_vocabulary
 from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
 from torch_dflash.published.load import load_pair as load_pair
 from torch_dflash.published.rows import Checkpoint as Checkpoint

@@ -20,7 +20,7 @@ from torch_dflash.cli import main
 from torch_dflash.train.fit.log import read_log
 from torch_dflash.train.fit.torch_trainer import TorchTrainer
 
-STAGES = ("regenerate", "features", "fit", "evaluate", "all")
+STAGES = ("regenerate", "features", "fit", "evaluate", "vocabulary", "all")
 
 
 def content(folder: Path) -> dict[str, bytes]:

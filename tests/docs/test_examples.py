@@ -54,6 +54,7 @@ def tiny_demo(monkeypatch):
     """The demo's pair is a tiny one."""
     target, drafter = make_pair("qwen3", block_size=6)
     monkeypatch.setattr(demo, "load_demo_pair", lambda dtype: (target, drafter, NumberTokenizer(VOCAB)))
+    monkeypatch.setattr(demo, "load_demo_draft_ids", lambda: range(VOCAB - 9))
     return drafter
 
 

@@ -19,13 +19,14 @@ from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.demo.contest import Method, Show, ours, transformers_own
-from torch_dflash.demo.pair import load_demo_pair
+from torch_dflash.demo.pair import load_demo_draft_ids, load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS, draw
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.native import ends_in_blocks
+from torch_dflash.proposers.narrow import with_draft_vocabulary
 
 DTYPES = ("bfloat16", "float32")
 ROOM = 256
@@ -120,6 +121,7 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     if arguments.json:
         options = {"dtype": arguments.dtype, "quantize": arguments.quantize, "runtime": arguments.runtime}
         options |= {"verify_width": arguments.verify_width, "repeats": arguments.repeats}
+        options |= {"draft_vocabulary": len(load_demo_draft_ids())}
         write_json(arguments.json, options | {"threads": torch.get_num_threads()} | as_json(asked, parts))
     if arguments.png:
         pieces = asked[0].answers[DFLASH][0].pieces[1:]
@@ -142,7 +144,8 @@ def _methods(
     options |= {"max_length": _capacity(longest + new, target), "prefill_chunk_size": MIN_BUCKET}
     options |= {"quantize": arguments.quantize}
     plain = td.compile(target, None, **options)
-    drafting = td.compile(target, drafter, verify_width=arguments.verify_width, **options)
+    narrow = with_draft_vocabulary(drafter, target, load_demo_draft_ids())  # transformers' loop knows none
+    drafting = td.compile(target, narrow, verify_width=arguments.verify_width, **options)
     with parts.timed("compile"):
         plain.warmup()
         drafting.warmup()

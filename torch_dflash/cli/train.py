@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 
 from torch_dflash.checks import check_counts, context_of
 from torch_dflash.cli import train_evaluate as judge
+from torch_dflash.cli import train_vocabulary
 from torch_dflash.cli.arguments import check_device, tell_penalty, template_options
 from torch_dflash.cli.dataclass_options import add_options, read_options
 from torch_dflash.cli.errors import UserError, fail, one_line
@@ -85,6 +86,8 @@ def add_parser(commands) -> None:
     judge.add_arguments(
         _stage(stages, "evaluate", "acceptance on held-out prompts", judge.run, out=False, template=True)
     )
+    stage = _stage(stages, "vocabulary", "let a drafter draft frequent ids only", train_vocabulary.run)
+    train_vocabulary.add_arguments(stage)
     _add_all(stages)
 
 

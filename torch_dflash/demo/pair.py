@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Any
 
@@ -40,3 +41,11 @@ def load_demo_drafter(dtype: torch.dtype = torch.float32) -> DFlashDraftModel:
     with as_file(files("torch_dflash") / "assets" / DRAFTER) as directory:
         drafter: Any = DFlashDraftModel.from_pretrained(directory, dtype=dtype, local_files_only=True)
     return drafter.eval()
+
+
+def load_demo_draft_ids() -> list[int]:
+    """The ids that the target of `load_demo_pair` says most often, for `with_draft_vocabulary`.
+
+    Counted on its own answers to the training prompts (``benchmarks/draft_ids.py``).
+    """
+    return json.loads((files("torch_dflash") / "assets" / DRAFTER / "draft_ids.json").read_text())

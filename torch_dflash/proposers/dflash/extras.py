@@ -74,8 +74,3 @@ def check_extras(config: Any) -> None:
             f"draft_vocab_size={size} with the target's head of {whole} rows: a smaller vocabulary needs "
             "own_head=true and its lm_head.weight."
         )
-    if config.second:
-        raise ValueError(
-            f"draft_vocab_size={size} of a DFlash2 drafter: its selector's codebooks have the target's "
-            f"{whole} rows; set draft_vocab_size to that, or null."
-        )

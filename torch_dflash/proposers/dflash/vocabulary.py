@@ -62,8 +62,11 @@ class DraftVocabulary:
         return torch.stack(drafts, dim=1)
 
     def _likeliest(self, logits: Float[Tensor, "*R V"]) -> Int[Tensor, "*R"]:
-        best = torch.argmax(logits, dim=-1)
-        return (best if self.d2t is None else best + self.d2t[best]).to(torch.int32)
+        return self.targets_ids(torch.argmax(logits, dim=-1)).to(torch.int32)
+
+    def targets_ids(self, places: Int[Tensor, "*R"]) -> Int[Tensor, "*R"]:
+        """The target's ids of places among the draft logits."""
+        return places if self.d2t is None else places + self.d2t[places]
 
     def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
         """Draft logits through ``head``, or the drafter's own, with its multiplier and soft cap.

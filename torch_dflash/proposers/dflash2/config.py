@@ -42,7 +42,6 @@ class DFlash2Config(DFlashConfig):
                 f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}; set "
                 "the one the drafter was trained with."
             )
-        if self.selector_top_k > self.vocab_size:
-            raise ValueError(
-                f"selector_top_k={self.selector_top_k} of a vocabulary of {self.vocab_size}; lower it."
-            )
+        size = self.draft_vocab_size or self.vocab_size
+        if self.selector_top_k > size:
+            raise ValueError(f"selector_top_k={self.selector_top_k} of a vocabulary of {size}; lower it.")

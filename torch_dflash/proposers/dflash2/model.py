@@ -92,4 +92,5 @@ class DFlash2DraftModel(DFlashDraftModel):
         return super().forward(*args, **kwargs)
 
     def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
-        return self.candidate_selector(hidden, self.logits(hidden, head), anchor).to(torch.int32)
+        logits = self.logits(hidden, head)
+        return self.candidate_selector(hidden, logits, anchor, self.targets_ids).to(torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -45,10 +47,18 @@ class CandidateSelector(nn.Module):
         return torch.matmul(F.embedding(candidates, self.successor_codebook), key[..., None])[..., 0]
 
     def forward(
-        self, hidden: Float[Tensor, "B N H"], logits: Float[Tensor, "B N V"], anchor: Int[Tensor, " B"]
+        self,
+        hidden: Float[Tensor, "B N H"],
+        logits: Float[Tensor, "B N V"],
+        anchor: Int[Tensor, " B"],
+        name: Callable[[Tensor], Tensor] = lambda drafted: drafted,
     ) -> Int[Tensor, "B N"]:
-        """The drafts after ``anchor``: at each position the best-scored candidate."""
-        unary, candidates = torch.topk(logits, self.candidates, dim=-1)
+        """The drafts after ``anchor``: at each position the best-scored candidate.
+
+        ``name``: from the places of ``logits`` to ids, where these have places of their own.
+        """
+        unary, places = torch.topk(logits, self.candidates, dim=-1)
+        candidates = name(places)
         state = self.hidden_projection(hidden)
         successors = F.embedding(candidates, self.successor_codebook)
         chosen, drafts = anchor.to(candidates.dtype), []

@@ -55,6 +55,11 @@ def _fields(config: Fields, where: Any) -> Fields:
         )
     size = config.get("draft_vocab_size")
     if size is not None and size != read.get("vocab_size"):
+        if kind == "dflash2":
+            raise ValueError(
+                f"draft_vocab_size={size} of a DFlash2 drafter in {where}: whether its selector's codebooks "
+                "have rows of the draft's ids or of the target's is not known here; set it to the target's."
+            )
         read |= {"draft_vocab_size": size, "own_head": True}
     free = config.get("sliding_window_non_causal", kind == "dflash2")
     read |= {

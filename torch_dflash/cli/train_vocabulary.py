@@ -1,0 +1,52 @@
+"""``torch-dflash train vocabulary``: a drafter that drafts the ids that the target says most often."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.loading import load_pair
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.narrow import frequent_ids, with_draft_vocabulary
+from torch_dflash.storage.files import naming_a_full_disk
+from torch_dflash.train.answers.data import read_answers
+
+ROWS = 8192
+
+
+def add_arguments(stage: argparse.ArgumentParser) -> None:
+    """Declare the stage's own options."""
+    stage.add_argument("--drafter", required=True, metavar="D")
+    stage.add_argument("--answers", nargs="+", required=True, type=Path, metavar="PATH")
+    stage.add_argument(
+        "--rows", type=int, default=ROWS, help=f"ids that are drafted, the most frequent (default {ROWS})"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the drafter with its own head, and say how much of the answers its ids cover."""
+    if (arguments.out / "config.json").exists():
+        raise UserError(f"--out {arguments.out}: holds a model already; choose another directory.")
+    texts = [answer.response_ids for answer in read_answers(arguments.answers)]
+    ids = frequent_ids(texts, arguments.rows)
+    loaded = load_pair(
+        arguments.target, arguments.drafter, dtype=arguments.target_dtype, device=arguments.device
+    )
+    if not isinstance(loaded.drafter, DFlashDraftModel):
+        raise UserError(f"--drafter {arguments.drafter}: it has no head to cut; pass a DFlash drafter.")
+    narrow = with_draft_vocabulary(loaded.drafter, loaded.target, ids)
+    with naming_a_full_disk(arguments.out):
+        narrow.save_pretrained(arguments.out)
+    print(f"{len(ids):,} ids are {covered(texts, ids):.1%} of the answers' tokens.")
+    print(f"The drafter is in {arguments.out}.")
+    return 0
+
+
+def covered(texts: list[list[int]], ids: list[int]) -> float:
+    """The share of the tokens of ``texts`` that are among ``ids``."""
+    counts: Counter[int] = Counter()
+    for text in texts:
+        counts.update(text)
+    return sum(counts[token] for token in ids) / counts.total()

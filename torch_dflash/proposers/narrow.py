@@ -1,0 +1,102 @@
+"""A drafter that drafts some ids only, so that a draft pass reads few rows of the head.
+
+A small drafter's pass is mostly its head: two layers of 5.9 M weights before 28 M of SmolLM2-135M's. The
+target verifies with its whole head, so text stays the same; an id that is left out is never drafted.
+
+Source: FR-Spec (arXiv 2502.14856), which ranks ids by how often they occur; ``d2t`` is EAGLE-3's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from torch_dflash.checks import check_counts
+from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.pair import check_pair
+
+
+def frequent_ids(texts: Iterable[Sequence[int]], rows: int) -> list[int]:
+    """The ``rows`` ids that occur most often in ``texts``, ascending; fewer where there are no more.
+
+    Args:
+        texts: of ids, such as the target's own answers. rows: most ids.
+    """
+    check_counts(rows=rows)
+    counts: Counter[int] = Counter()
+    for text in texts:
+        counts.update(text)
+    return sorted(token for token, _ in counts.most_common(rows))
+
+
+@torch.no_grad()
+def with_draft_vocabulary(drafter: DFlashDraftModel, target: Any, ids: Sequence[int]) -> Any:
+    """``drafter`` with a head of its own: the rows ``ids`` of the target's, or of its own whole one.
+
+    It shares its other weights with ``drafter``, which stays as it is; the rows are copied.
+    ``save_pretrained`` writes it with ``lm_head.weight`` and ``d2t``, as speculators' drafters have them.
+
+    Args:
+        drafter: a DFlash or DFlash2 drafter, without a smaller vocabulary yet.
+        target: the live target that it drafts for.
+        ids: of the target, each once; their order does not matter. `frequent_ids` finds them.
+
+    Raises:
+        ValueError: an id that has no row in the head or stands twice, too few ids, or a head or a drafter
+            that cannot be cut; the message names the field and the fix.
+    """
+    check_pair(target, drafter)
+    if has_smaller_vocabulary(drafter.config):
+        raise ValueError(
+            f"draft_vocab_size={drafter.config.draft_vocab_size} of the drafter: it has a smaller vocabulary "
+            "already; give the drafter that has the whole one."
+        )
+    head = _head(target) if drafter.lm_head is None else drafter.lm_head
+    kept = _checked(ids, head.weight.shape[0], getattr(drafter.config, "selector_top_k", 1))
+    config = copy.deepcopy(drafter.config)
+    config.vocab_size = config.vocab_size or head.weight.shape[0]
+    config.own_head, config.draft_vocab_size = True, len(kept)
+    with init_empty_weights(include_buffers=False):
+        narrow: Any = type(drafter)(config)
+    weights = drafter.state_dict()
+    rows = kept.to(head.weight.device)
+    weights["lm_head.weight"] = head.weight[rows].to(drafter.dtype)
+    weights["d2t"] = (kept - torch.arange(len(kept))).to(drafter.device)
+    if drafter.markov_head is not None:
+        weights["markov_head.markov_w2.weight"] = drafter.markov_head.markov_w2.weight[rows]
+    narrow.load_state_dict(weights, assign=True)
+    return narrow.to(drafter.device).train(drafter.training)
+
+
+def _head(target: Any) -> nn.Linear:
+    head = target.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(
+            f"target={type(target).__name__}: its head is no linear layer without bias, so its rows cannot "
+            "be taken; draft with the drafter as it is."
+        )
+    return head
+
+
+def _checked(ids: Sequence[int], rows: int, least: int) -> Tensor:
+    kept = torch.as_tensor(list(ids), dtype=torch.int64)
+    if not least <= len(kept) < rows:
+        raise ValueError(
+            f"ids: {len(kept)} given; a smaller vocabulary has at least {least} (the selector's candidates, "
+            f"or one) and fewer than the head's {rows} rows."
+        )
+    kept = kept.sort().values
+    if kept[0] < 0 or kept[-1] >= rows:
+        outside = int(kept[0] if kept[0] < 0 else kept[-1])
+        raise ValueError(f"ids: {outside} has no row in the target's head of {rows} rows; leave it out.")
+    twice = kept[1:][kept[1:] == kept[:-1]]
+    if len(twice):
+        raise ValueError(f"ids: {int(twice[0])} stands there twice; give each once.")
+    return kept
