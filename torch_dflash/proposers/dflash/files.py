@@ -39,6 +39,7 @@ def check_files(
         OSError: no such checkpoint. ValueError: names the field or tensor, the value and the file.
     """
     target = given.pop("target", None)
+    _check_dtype(given)
     _require_safetensors(source, given)
     others = [name for name in _OTHER_SOURCES if given.get(name) is not None]
     if others and target is not None:
@@ -133,8 +134,20 @@ def _check_rest(stored: dict[str, Stored], source: Any) -> None:
 def _dtype(given: dict[str, Any], written: dict[str, Any], stored: dict[str, Piece]) -> torch.dtype | None:
     """The type that the weights will have, as transformers chooses it."""
     named = [fields.get(name) for fields in (given, written) for name in ("dtype", "torch_dtype")]
-    asked = next((one for one in named if one not in (None, "auto")), next(iter(stored.values())).dtype)
+    own = next((part.dtype for part in stored.values() if part.dtype.is_floating_point), None)
+    asked = next((one for one in named if one not in (None, "auto")), own)
     return getattr(torch, asked) if isinstance(asked, str) else asked
+
+
+def _check_dtype(given: dict[str, Any]) -> None:
+    for name in ("dtype", "torch_dtype"):
+        asked = given.get(name)
+        found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+        weights = isinstance(found, torch.dtype) and found.is_floating_point
+        if asked not in (None, "auto") and not weights:
+            raise ValueError(
+                f"{name}={asked!r}: must be a type of weights, such as torch.bfloat16, its name, or 'auto'."
+            )
 
 
 def _require_safetensors(source: Any, given: dict[str, Any]) -> None:
