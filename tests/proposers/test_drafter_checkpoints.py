@@ -6,9 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import tiny
+from support.layouts import LAYOUTS, expected
+from support.layouts import publish as publish_layout
 from support.published import FIELDS, FULL, SLIDING, YARN, draft, publish, same_tensors
+from transformers import PreTrainedConfig
 
 import torch_dflash as td
+from torch_dflash.proposers.checkpoints import load_drafter_config
 from torch_dflash.proposers.dflash.config import default_target_layer_ids
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -155,3 +159,16 @@ def test_round_trip(tmp_path):
     same_tensors(again, tensors)
     assert again.config.to_dict() == drafter.config.to_dict() | {"_name_or_path": again.config._name_or_path}
     assert torch.equal(draft(again), draft(drafter))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_its_config_is_read_once(name, tmp_path, monkeypatch):
+    """At the hub each time would be a request, and could be of another revision."""
+    publish_layout(tmp_path, name, expected(name))
+    read, files = PreTrainedConfig._dict_from_json_file.__func__, []
+    told = classmethod(lambda cls, file: files.append(file) or read(cls, file))
+    monkeypatch.setattr(PreTrainedConfig, "_dict_from_json_file", told)
+    drafter = td.load_drafter(tmp_path)
+    type(drafter).from_pretrained(tmp_path)
+    load_drafter_config(tmp_path)
+    assert files == [str(tmp_path / "config.json")] * 3
