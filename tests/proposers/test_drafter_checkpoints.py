@@ -172,3 +172,18 @@ def test_its_config_is_read_once(name, tmp_path, monkeypatch):
     type(drafter).from_pretrained(tmp_path)
     load_drafter_config(tmp_path)
     assert files == [str(tmp_path / "config.json")] * 3
+
+
+@pytest.mark.parametrize("change", [{"block_size": 5}, {"mask_token_id": 7}, {"output_multiplier": 0.5}])
+def test_a_field_that_was_set_is_saved_in_both_places(change, tmp_path):
+    publish(tmp_path, dflash_config=FIELDS)
+    ((name, value),) = change.items()
+    set_before = td.load_drafter(tmp_path, **change)
+    set_after = td.load_drafter(tmp_path)
+    setattr(set_after.config, name, value)
+    for number, drafter in enumerate((set_before, set_after)):
+        folder = tmp_path / str(number)
+        drafter.save_pretrained(folder)
+        saved = json.loads((folder / "config.json").read_text())
+        assert saved[name] == saved["dflash_config"][name] == value
+        assert getattr(td.load_drafter(folder).config, name) == value

@@ -114,9 +114,10 @@ class DFlashConfig(Qwen3Config):
         super().__post_init__(**kwargs)
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
-        self.dflash_config = dict(self.dflash_config or {}) | {
-            name: getattr(self, name) for name in self.nested_fields
-        }
+        self.dflash_config = self._nested()
+
+    def _nested(self) -> dict[str, Any]:
+        return (self.dflash_config or {}) | {name: getattr(self, name) for name in self.nested_fields}
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -155,6 +156,10 @@ class DFlashConfig(Qwen3Config):
             config.pop("pad_token_id", None)  # as `to_diff_dict` wrote it
         config.pop("auto_map", None)  # points at remote code that we neither need nor re-publish
         return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers; a field that was set since counts within ``dflash_config`` too."""
+        return super().to_dict() | {"dflash_config": self._nested()}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What ``config.json`` holds.
