@@ -125,10 +125,10 @@ def _fields(read: Fields, chosen: Any, config_class: type[DFlashConfig], source:
     """What the config says: the one that is given, or lies elsewhere, or the checkpoint's own."""
     if isinstance(chosen, DFlashConfig):
         return chosen.to_dict()
-    own = chosen is None or isinstance(chosen, dict)
-    fields = (
-        config_class.in_our_fields(read, source) if own else config_class.get_config_dict(chosen, **hub)[0]
-    )
+    if chosen is None or isinstance(chosen, dict):
+        fields = config_class.in_our_fields(read, source)
+    else:
+        fields, _ = config_class.get_config_dict(chosen, **hub)
     check_types(fields, source)
     return fields
 
