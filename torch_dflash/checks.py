@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
@@ -150,6 +151,13 @@ def check_dtype(what: str, state: Any, weights: Any) -> None:
 def names_a_folder(source: str) -> bool:
     """Whether ``source`` can only be a path, there or not; what else is no directory may be a hub id."""
     return not source or source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
+
+
+def check_there(name: str, source: Any) -> None:
+    """Raise ``FileNotFoundError`` if ``source`` can only be a path, and no directory lies there."""
+    path = os.fspath(source)
+    if names_a_folder(path) and not os.path.isdir(path):
+        raise FileNotFoundError(f"{name}={path!r}: no such directory; pass one that is there, or a hub id.")
 
 
 def check_target(target: Any) -> None:

@@ -47,6 +47,8 @@ def test_json_has_every_field_its_source_and_what_is_unknown(capsys):
     assert len(rows) == len(td.checkpoints)
     kimi = rows["kimi-k2.5"]
     assert kimi["mask_token_id"] == 163838 and "vllm/pull/39930" in kimi["sources"]["mask_token_id"]
+    assert kimi["decodes"] is None and rows["qwen3-4b"]["decodes"] is True
+    assert rows["qwen3-8b-jetspec"]["decodes"] is False and "JetSpec" in rows["qwen3-8b-jetspec"]["why_not"]
     assert kimi["decoded"] is None and rows["qwen3-4b"]["decoded"] is True
     assert rows["gpt-oss-120b"]["target_layer_ids"] is None
     assert "target_layer_ids" in rows["gpt-oss-120b"]["unknown"]

@@ -6,9 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import tiny
+from support.layouts import LAYOUTS, expected
+from support.layouts import publish as publish_layout
 from support.published import FIELDS, FULL, SLIDING, YARN, draft, publish, same_tensors
+from transformers import PreTrainedConfig
 
 import torch_dflash as td
+from torch_dflash.proposers.checkpoints import load_drafter_config
 from torch_dflash.proposers.dflash.config import default_target_layer_ids
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -155,3 +159,31 @@ def test_round_trip(tmp_path):
     same_tensors(again, tensors)
     assert again.config.to_dict() == drafter.config.to_dict() | {"_name_or_path": again.config._name_or_path}
     assert torch.equal(draft(again), draft(drafter))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_its_config_is_read_once(name, tmp_path, monkeypatch):
+    """At the hub each time would be a request, and could be of another revision."""
+    publish_layout(tmp_path, name, expected(name))
+    read, files = PreTrainedConfig._dict_from_json_file.__func__, []
+    told = classmethod(lambda cls, file: files.append(file) or read(cls, file))
+    monkeypatch.setattr(PreTrainedConfig, "_dict_from_json_file", told)
+    drafter = td.load_drafter(tmp_path)
+    type(drafter).from_pretrained(tmp_path)
+    load_drafter_config(tmp_path)
+    assert files == [str(tmp_path / "config.json")] * 3
+
+
+@pytest.mark.parametrize("change", [{"block_size": 5}, {"mask_token_id": 7}, {"output_multiplier": 0.5}])
+def test_a_field_that_was_set_is_saved_in_both_places(change, tmp_path):
+    publish(tmp_path, dflash_config=FIELDS)
+    ((name, value),) = change.items()
+    set_before = td.load_drafter(tmp_path, **change)
+    set_after = td.load_drafter(tmp_path)
+    setattr(set_after.config, name, value)
+    for number, drafter in enumerate((set_before, set_after)):
+        folder = tmp_path / str(number)
+        drafter.save_pretrained(folder)
+        saved = json.loads((folder / "config.json").read_text())
+        assert saved[name] == saved["dflash_config"][name] == value
+        assert getattr(td.load_drafter(folder).config, name) == value

@@ -7,6 +7,9 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from support.layouts import pair as layout_pair
+from support.layouts import publish as publish_layout
 from support.published import publish
 from support.refusals import refuses
 from support.tiny import make_drafter, make_target
@@ -33,7 +36,7 @@ def nothing_is_read(monkeypatch):
 
 MISFITS = [
     ({"hidden_size": 64}, ["hidden_size=64 of the drafter", "target's is 32", "trained for this target"]),
-    ({"vocab_size": 90}, ["vocab_size=90", "is 97", "share the vocabulary"]),
+    ({"vocab_size": 90}, ["vocab_size=90", "is 97", "share the vocabulary", "for this target"]),
     ({"num_target_layers": 5}, ["num_target_layers=5", "has 4 layers", "trained for this target"]),
     ({"num_target_layers": None, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 4]}},
      ["target_layer_ids=[0, 4]", "[4] lie outside", "4 layers", "one higher"]),
@@ -132,6 +135,34 @@ def test_a_type_that_is_asked_for_counts_and_not_the_stored_one(tmp_path, target
     for asked in (torch.bfloat16, "bfloat16"):
         (word,) = heard(lambda asked=asked: td.load_drafter(folder, target, dtype=asked))
         assert "dtype=torch.bfloat16" in word
+
+
+def test_tables_of_ids_are_no_type_of_weights(tmp_path, target):
+    """The first tensor of such files by name is d2t, of whole numbers."""
+    publish_layout(tmp_path, "speculators", layout_pair("speculators")[1])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for dtype in (torch.float32, torch.bfloat16):
+        stored = load_file(tmp_path / "model.safetensors")
+        stored = {name: part.to(dtype) if part.is_floating_point() else part for name, part in stored.items()}
+        save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        raw.pop("dtype", None)
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        said = [word for word in heard(lambda: td.load_drafter(tmp_path, target)) if "dtype" in word]
+        assert len(said) == (dtype != target.dtype) and all(f"dtype={dtype}:" in word for word in said), said
+
+
+@pytest.mark.parametrize("asked", ["bf16", "int32", torch.int32, 3])
+def test_a_type_that_no_weights_have_is_named(tmp_path, target, nothing_is_read, asked):
+    publish(tmp_path)
+    for given in ({}, {"target": target}):
+        with refuses(ValueError, f"dtype={asked!r}", "bfloat16", "auto"):
+            td.load_drafter(tmp_path, dtype=asked, **given)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    publish(tmp_path)
+    with refuses(OSError, f"target='{tmp_path}/none'", "no such directory", "hub id"):
+        td.load_drafter(tmp_path, tmp_path / "none")
 
 
 def test_of_a_directory_the_tokenizer_is_compared_too(tmp_path, target):

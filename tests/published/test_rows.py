@@ -157,7 +157,10 @@ def test_whether_a_target_decodes_is_what_the_families_say():
 
 def test_a_pair_decodes_only_if_its_drafter_drafts():
     assert ROWS["qwen3-8b-jetspec"].decoded is True
-    assert ROWS["qwen3-8b-jetspec"].verdict == (False, "a JetSpec drafter")
+    assert ROWS["qwen3-8b-jetspec"].verdict == (False, "a drafter of kind JetSpec")
+    dspark = ROWS["qwen3-8b-dspark"]
+    assert dspark.verdict == (False, "a drafter of kind DSpark, not known to be in speculators' layout")
+    assert dataclasses.replace(dspark, layout="speculators").verdict == (True, None)
     assert ROWS["qwen3-4b"].verdict == (True, None)
     assert ROWS["qwen3.5-9b"].verdict == (False, "recurrent layers")
 

@@ -283,23 +283,24 @@ class Stopping(TorchTrainer):
         return super().step(step, *args)
 
 
-def test_a_fit_goes_on_with_the_other_runtime(tmp_path, monkeypatch):
+@pytest.mark.parametrize("parts", [{}, pytest.param(SECOND, marks=pytest.mark.heavy)], ids=["v1", "dflash2"])
+def test_a_fit_goes_on_with_the_other_runtime(parts, tmp_path, monkeypatch):
     sequences = RandomSequences()
     options = dataclasses.replace(OPTIONS, sampled_vocabulary=9, checkpoint_minutes=0.0)
     monkeypatch.setattr("torch_dflash.train.fit.loop.draw_log", lambda directory: None)  # at every step
-    whole, parts, back = make_student(), make_student(), make_student()
+    whole, other, back = (make_student(**parts) for _ in range(3))
     fit(whole, sequences, tmp_path / "whole", options)
     with monkeypatch.context() as patch:
         patch.setattr("torch_dflash.train.fit.torch_trainer.TorchTrainer", Stopping)
         with pytest.raises(StageError, match="stopped after step 3 of 10"):
-            fit(make_student(), sequences, tmp_path / "parts", options)
-    fit_xla(parts, sequences, tmp_path / "parts", options, data_mesh(jax.devices()[:1]))
+            fit(make_student(**parts), sequences, tmp_path / "parts", options)
+    fit_xla(other, sequences, tmp_path / "parts", options, data_mesh(jax.devices()[:1]))
     # And back: from what XLA left after step 9, with torch.
     shutil.copytree(tmp_path / "parts", tmp_path / "back")
     (tmp_path / "back" / "checkpoints" / "step-00000010.safetensors").unlink()
     fit(back, sequences, tmp_path / "back", options)
     expected = read_log(tmp_path / "whole" / "log.jsonl")
-    for ended, name in ((parts, "parts"), (back, "back")):
+    for ended, name in ((other, "parts"), (back, "back")):
         weights = ended.drafter.state_dict()
         for key, value in whole.drafter.state_dict().items():
             assert (weights[key] - value).abs().max() < 1e-4, (name, key)

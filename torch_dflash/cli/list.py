@@ -66,7 +66,8 @@ def table(rows: Iterable[Checkpoint]) -> str:
 
 def as_json(row: Checkpoint) -> dict[str, Any]:
     """A pair with all of its fields, null where they are unknown."""
-    return asdict(row) | {"unknown": list(row.unknown)}
+    decodes, why_not = row.verdict
+    return asdict(row) | {"decodes": decodes, "why_not": why_not, "unknown": list(row.unknown)}
 
 
 def _cells(row: Checkpoint) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
     with reading("--target", source):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         try:
-            model = load_target(folder, dtype)
+            model = load_target(folder, dtype, config)
         except IncompleteWeights as error:
             raise UserError(f"--target {error}") from None
     return model, tokenizer

@@ -8,12 +8,12 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
-from torch_dflash.proposers.dflash.fields import check_layout
+from torch_dflash.proposers.dflash.files import read_config
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.config import DFlash2Config
 from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
-from torch_dflash.storage.weight_files import HUB_OPTIONS
+from torch_dflash.proposers.layouts.layout import Fields
 
 KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
     False: (DFlashConfig, DFlashDraftModel),
@@ -40,15 +40,17 @@ def load_drafter(
     Raises:
         OSError, ValueError, TypeError: it cannot be read, by the field or tensor that is at fault.
     """
-    _, model = _kind(source, options)
-    drafter: Any = model.from_pretrained(source, target=target, dtype=dtype, **options)
+    read = read_config(source, options)
+    _, model = _kind(read, source)
+    drafter: Any = model.from_pretrained(source, target=target, dtype=dtype, **{"config": read} | options)
     return drafter
 
 
 def load_drafter_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """The config of the drafter in a directory or hub repository; errors as in `load_drafter`."""
-    config, _ = _kind(source, {})
-    return config.from_pretrained(source)
+    read = read_config(source, {})
+    config, _ = _kind(read, source)
+    return config.from_dict(config.in_our_fields(read, source))
 
 
 def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
@@ -56,8 +58,5 @@ def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
     return KINDS[isinstance(config, DFlash2Config)][1](config)
 
 
-def _kind(source: Any, options: dict[str, Any]) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:
-    given = {name: options[name] for name in HUB_OPTIONS if name in options}
-    raw, _ = PreTrainedConfig.get_config_dict(source, **given)
-    check_layout(raw, source)
-    return KINDS[is_second(in_zlabs_fields(raw, source))]
+def _kind(read: Fields, source: Any) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:
+    return KINDS[is_second(in_zlabs_fields(read, source))]

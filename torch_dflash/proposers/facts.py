@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from torch_dflash.checks import is_count, positions_of
+from torch_dflash.checks import check_there, is_count, positions_of
 from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 CHOSEN = ("revision", "subfolder")
@@ -51,6 +51,7 @@ def facts_of(target: Any, **hub: Any) -> TargetFacts:
         TypeError: none of these, or a drafter. OSError, ValueError: its config cannot be read.
     """
     if isinstance(target, str | os.PathLike):
+        check_there("target", target)
         return _of_config(AutoConfig.from_pretrained(target, **elsewhere(hub)), str(target))
     if isinstance(target, PreTrainedConfig):
         return _of_config(target, type(target).__name__)

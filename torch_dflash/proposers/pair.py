@@ -60,7 +60,7 @@ def _check_ids(config: Any, facts: TargetFacts) -> None:
     if config.vocab_size not in (None, 0, facts.vocab):
         raise ValueError(
             f"vocab_size={config.vocab_size} of the drafter, but the target's is {facts.vocab}; the two must "
-            "share the vocabulary."
+            "share the vocabulary: use the drafter trained for this target."
         )
     if config.mask_token_id is None:
         raise ValueError(

@@ -56,7 +56,7 @@ def load_pair(
     drafter = load_drafter(source, config, dtype, **options)
     for odd in mask_in_texts(tokenizer, drafter.config.mask_token_id):
         warnings.warn(str(odd), stacklevel=2)
-    return load_target(target, dtype, **options).eval(), drafter.eval(), tokenizer
+    return load_target(target, dtype, config, **options).eval(), drafter.eval(), tokenizer
 
 
 def find(name: str) -> Checkpoint:
@@ -81,11 +81,11 @@ def check_row(row: Checkpoint) -> None:
             f"name={row.name!r}: its target {row.model} ({row.family}) is refused here, for it has "
             f"{row.refused_for}; choose another with torch_dflash.checkpoints."
         )
-    if not row.drafts:
-        raise ValueError(
-            f"name={row.name!r}: its drafter is a {row.kind} one, which does not draft here; choose one of "
-            "kind DFlash or DFlash2."
-        )
+    if row.foreign is not None:
+        fix = "choose one of kind DFlash, DFlash2 or DSpark"
+        if row.kind == "DSpark":
+            fix = "torch_dflash.load_drafter tells by its files"
+        raise ValueError(f"name={row.name!r}: its drafter is {row.foreign}, so it is not fetched; {fix}.")
     missing = [field for field in ("target", "drafter") if getattr(row, field) is None]
     if missing:
         raise ValueError(
@@ -94,15 +94,14 @@ def check_row(row: Checkpoint) -> None:
         )
 
 
-def load_target(source: str | os.PathLike[str], dtype: Any, **options: Any) -> Any:
-    """A causal LM with all of its weights, from safetensors.
+def load_target(source: str | os.PathLike[str], dtype: Any, config: Any, **options: Any) -> Any:
+    """A causal LM of ``config``, which lies in ``source`` too, with all of its weights, from safetensors.
 
     Raises:
         IncompleteWeights: some are missing. OSError, ValueError: as transformers.
     """
-    kind = auto_class(AutoConfig.from_pretrained(source, **options))
-    loading: Any = kind.from_pretrained(
-        source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+    loading: Any = auto_class(config).from_pretrained(
+        source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )
     model, info = loading
     if info["missing_keys"]:

@@ -21,7 +21,7 @@ class Checkpoint:
     Attributes:
         name: what `load_pair` takes.
         model: the target's name. target, drafter: hub ids.
-        kind: "DFlash", "DFlash2", or another method's name, which does not draft here.
+        kind: "DFlash", "DFlash2", "DSpark", or another method's name, which does not draft here.
         layout: whose field and tensor names its files have.
         family: transformers' type of the target, with the variant behind a colon.
         num_hidden_layers: of the drafter.
@@ -66,15 +66,18 @@ class Checkpoint:
         return tuple(name for name in vars(self) if name not in UNSOURCED and getattr(self, name) is None)
 
     @property
-    def drafts(self) -> bool:
-        """Whether its method is one that drafts here."""
-        return self.kind in ("DFlash", "DFlash2")
+    def foreign(self) -> str | None:
+        """Of which kind its drafter is, if that is none that drafts here."""
+        if self.kind in ("DFlash", "DFlash2") or (self.kind, self.layout) == ("DSpark", "speculators"):
+            return None
+        doubt = ", not known to be in speculators' layout" if self.kind == "DSpark" else ""
+        return f"of kind {self.kind}{doubt}"
 
     @property
     def verdict(self) -> tuple[bool | None, str | None]:
         """Whether the pair decodes here (None: its family was not compared), and why not."""
-        if self.decoded is not False and not self.drafts:
-            return False, f"a {self.kind} drafter"
+        if self.decoded is not False and self.foreign is not None:
+            return False, f"a drafter {self.foreign}"
         return self.decoded, self.refused_for
 
 

@@ -18,6 +18,7 @@ from torch_dflash.proposers.dflash.fields import (
 )
 from torch_dflash.proposers.dflash.unknown import check_known
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
+from torch_dflash.proposers.layouts.layout import Fields
 
 NESTED_FIELDS = (
     "block_size",
@@ -113,38 +114,52 @@ class DFlashConfig(Qwen3Config):
         super().__post_init__(**kwargs)
         if self.target_layer_ids is None and self.num_target_layers is not None:
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
-        self.dflash_config = dict(self.dflash_config or {}) | {
-            name: getattr(self, name) for name in self.nested_fields
-        }
+        self.dflash_config = self._nested()
+
+    def _nested(self) -> dict[str, Any]:
+        return (self.dflash_config or {}) | {name: getattr(self, name) for name in self.nested_fields}
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
-        """Read ``config.json``; refuse what is not a drafter of this kind before any weight is read."""
-        config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        check_layout(config, pretrained_model_name_or_path)
-        if config.get("vocab_size") == 0:  # which is ours for a layout that does not say it
-            raise ValueError(f"vocab_size=0 in {pretrained_model_name_or_path}: set the target's.")
-        read, config = config, in_zlabs_fields(config, pretrained_model_name_or_path)
-        check_rotation(config, pretrained_model_name_or_path)
+        """Read ``config.json``; errors as `in_our_fields`."""
+        read, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return cls.in_our_fields(read, pretrained_model_name_or_path), kwargs
+
+    @classmethod
+    def in_our_fields(cls, read: Fields, where: Any) -> Fields:
+        """What a config.json of any layout says, in this class's fields.
+
+        Raises:
+            ValueError: it is not of a drafter of this kind, or says what is not known here.
+        """
+        check_layout(read, where)
+        if read.get("vocab_size") == 0:  # which is ours for a layout that does not say it
+            raise ValueError(f"vocab_size=0 in {where}: set the target's.")
+        config = dict(in_zlabs_fields(read, where))
+        check_rotation(config, where)
         architectures = config.get("architectures") or []
         if is_second(config) != cls.second:
             own, other = ("DFlash v1", "DFlash2") if cls.second else ("DFlash2", "DFlash v1")
             raise ValueError(
-                f"architectures={architectures} in {pretrained_model_name_or_path}: a {own} drafter, not a "
-                f"{other} one; load it with torch_dflash.load_drafter."
+                f"architectures={architectures} in {where}: a {own} drafter, not a {other} one; load it with "
+                "torch_dflash.load_drafter."
             )
         if config and "dflash_config" not in config and "target_layer_ids" not in config:
             if not {"DFlashDraftModel", "DFlash2DraftModel"} & set(architectures):
                 raise ValueError(
-                    f"architectures={architectures} in {pretrained_model_name_or_path}: not a DFlash "
-                    "drafter (no dflash_config, no target_layer_ids); pass the drafter's directory or id."
+                    f"architectures={architectures} in {where}: not a DFlash drafter (no dflash_config, no "
+                    "target_layer_ids); pass the drafter's directory or id."
                 )
-        check_known(read, cls, pretrained_model_name_or_path)
+        check_known(read, cls, where)
         config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
         if config.get("pad_token_id") == config.get("vocab_size"):
             config.pop("pad_token_id", None)  # as `to_diff_dict` wrote it
         config.pop("auto_map", None)  # points at remote code that we neither need nor re-publish
-        return config, kwargs
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers; a field that was set since counts within ``dflash_config`` too."""
+        return super().to_dict() | {"dflash_config": self._nested()}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What ``config.json`` holds.

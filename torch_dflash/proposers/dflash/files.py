@@ -2,121 +2,139 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from torch_dflash.checks import check_there
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.fields import check_layout
+from torch_dflash.proposers.dflash.mask import MASK, MASK_FILE, read_mask
+from torch_dflash.proposers.dflash.tensors import check_tensors
 from torch_dflash.proposers.layouts.known import layout_of
-from torch_dflash.proposers.layouts.pieces import Piece, in_zlabs_names
+from torch_dflash.proposers.layouts.layout import Fields, Layout
+from torch_dflash.proposers.layouts.pieces import OWN, Piece, in_zlabs_names
 from torch_dflash.proposers.notes import check_and_tell
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, beside, read_checkpoint, read_headers
 
 # Weights from elsewhere than the plain files.
 _OTHER_SOURCES = ("state_dict", "gguf_file", "variant", "adapter_kwargs")
+_DTYPES = ("dtype", "torch_dtype")
+_MAPS = ("d2t", "t2d")  # compared when they are read
 
 
-def check_files(
-    source: str | os.PathLike[str], given: dict[str, Any], config_class: type[DFlashConfig] = DFlashConfig
-) -> dict[str, Piece] | None:
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint that fits its config; of its tensors the headers are read, and the mask file.
+
+    Attributes:
+        layout: which it is in. config: unbuilt, with the parts that the files hold.
+        pieces: its tensors under z-lab's names. mask: the mask embedding [H] beside them.
+        left: arguments of ``from_pretrained`` that the config does not take.
+    """
+
+    layout: Layout
+    config: Any
+    pieces: dict[str, Piece]
+    mask: Tensor | None
+    left: dict[str, Any]
+
+
+def read_config(source: str | os.PathLike[str], given: dict[str, Any]) -> Fields:
+    """The config.json of a directory or hub id, as it is; ``given``: how to fetch it, and other options.
+
+    Raises:
+        OSError: there is none. ValueError: it is no drafter's.
+    """
+    check_there("source", source)
+    read, _ = PreTrainedConfig.get_config_dict(source, **_hub(given))
+    check_layout(read, source)
+    return read
+
+
+def check_files(source: str | os.PathLike[str], given: dict[str, Any], kind: Any) -> Files | None:
     """Refuse a checkpoint whose config does not fit its files, before anything is allocated.
 
     Args:
         source: a directory or a hub id.
         given: what ``from_pretrained`` was called with besides. ``target``, which transformers does not know,
-            is taken out: the drafter is checked against it.
-        config_class: of the kind of drafter.
+            is taken out: the drafter is checked against it. ``config`` may be what `read_config` gave.
+        kind: the class of drafter.
 
     Returns:
-        Its tensors under z-lab's names; None where the weights come from elsewhere.
+        What was read; None where the weights come from elsewhere.
 
     Raises:
         OSError: no such checkpoint. ValueError: names the field or tensor, the value and the file.
     """
-    target = given.pop("target", None)
+    target, chosen = given.pop("target", None), given.get("config")
+    _check_dtype(given)
     _require_safetensors(source, given)
     others = [name for name in _OTHER_SOURCES if given.get(name) is not None]
     if others and target is not None:
         raise ValueError(f"target= beside {others[0]}=: only files are compared with a target; leave it out.")
     if others:
+        if isinstance(chosen, dict):
+            del given["config"]
         return None
-    hub = {name: given[name] for name in HUB_OPTIONS if name in given}
-    config = given.get("config")
-    described = isinstance(config, DFlashConfig)
-    raw = {} if described else config_class.get_config_dict(config or source, **hub)[0]
-    check_types(raw, source)
-    layout = layout_of(PreTrainedConfig.get_config_dict(source, **hub)[0])
-    fields = config.to_dict() if described else raw
-    files = read_checkpoint(source, **hub)
-    _check_rest(files, source)
-    stored = in_zlabs_names(layout, files, fields, source)
-    check_sizes({name: raw[name] for name in raw if name != "vocab_size"}, stored, source)  # no embedding
-    if not described:
-        given = {name: value for name, value in given.items() if name != "config"}
-        config = config_class.from_pretrained(config or source, **given)
-    config.check()
-    _check_lengths(config, stored, source)
+    read = chosen if isinstance(chosen, dict) else read_config(source, given)
+    layout, hub = layout_of(read), _hub(given)
+    fields = _fields(read, chosen, kind.config_class, source, hub)
+    stored = read_checkpoint(source, **hub)
+    _check_rest(stored, source)
+    pieces = in_zlabs_names(layout, stored, fields, source)
+    left = {name: given[name] for name in given if name != "config"}
+    if isinstance(chosen, DFlashConfig):
+        config: Any = copy.deepcopy(chosen)
+    else:
+        sizes = {name: fields[name] for name in fields if name != "vocab_size"}  # no embedding
+        check_sizes(sizes, pieces, source)
+        kept = {name: left.pop(name) for name in (*HUB_OPTIONS, *_DTYPES) if name in left}
+        config, left = kind.config_class.from_dict(dict(fields), return_unused_kwargs=True, **left)
+        left |= kept
+    files = Files(layout, config, pieces, read_mask(source, hub, config), left)
+    _check_parts(files, kind, source)
     if target is not None:
-        check_and_tell(target, config, _dtype(given, fields, stored), **hub)
-    return stored
+        check_and_tell(target, config, _dtype(given, fields, pieces), **hub)
+    return files
 
 
-def _check_lengths(config: Any, stored: dict[str, Piece], source: Any) -> None:
-    """Compare the fields that shape the network with the tensors whose shapes they give."""
-    layers = {name.split(".")[1] for name in stored if name.startswith("layers.")}
-    if config.num_hidden_layers > len(layers):
-        raise ValueError(
-            f"num_hidden_layers={config.num_hidden_layers} in {source}: its weights have {len(layers)} "
-            "layers; config and weights are of different drafters."
-        )
-    for field, (name, shape) in _shapes(config).items():
-        part = stored.get(name) or stored.get(f"{name}.weight")  # codebooks have either name
-        if part is None:
-            raise ValueError(
-                f"missing_keys={[name]} in {source}: the weights are not those of a {_kind(config)} drafter; "
-                "check the file."
-            )
-        if part.shape != shape:
-            raise ValueError(
-                f"{field}={getattr(config, field)} in {source}: {name} would have shape {shape}, in "
-                f"{part.file.name} it is {part.shape}; config and weights are of different drafters."
-            )
+def _check_parts(files: Files, kind: Any, source: Any) -> None:
+    """Compare the tensors with the config, which is first told what of ids and masks the files hold."""
+    shapes = {name: piece.shape for name, piece in files.pieces.items() if name not in _MAPS}
+    if files.mask is not None:
+        if MASK in shapes:
+            raise ValueError(f"{MASK_FILE} lies beside {MASK} in the weights of {source}; keep one.")
+        shapes[MASK] = tuple(files.mask.shape)
+    for field, name in OWN.items():
+        if name in shapes:
+            setattr(files.config, field, True)
+    files.config.check()
+    check_tensors(shapes, kind, files.config, source)
 
 
-def _shapes(config: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """For each field a tensor whose shape it gives, once those before it are right."""
-    hidden, width, layer = config.hidden_size, config.head_dim, "layers.0."
-    queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "hidden_size": ("norm.weight", (hidden,)),
-        "intermediate_size": (layer + "mlp.gate_proj.weight", (config.intermediate_size, hidden)),
-        "head_dim": (layer + "self_attn.q_norm.weight", (width,)),
-        "num_attention_heads": (layer + "self_attn.q_proj.weight", (queries, hidden)),
-        "num_key_value_heads": (layer + "self_attn.k_proj.weight", (keys, hidden)),
-        "target_layer_ids": ("fc.weight", (hidden, len(config.target_layer_ids) * hidden)),
-    }
-    if config.markov_rank:
-        shapes["markov_rank"] = ("markov_head.markov_w1.weight", (config.vocab_size, config.markov_rank))
-    if config.second:
-        taps, rank, selector = config.conv_kernel_size, config.selector_rank, "candidate_selector."
-        kernels = 2 * taps * (hidden // config.conv_group_size)
-        projection = layer + "attention_conv.kernel_projection.weight"
-        shapes |= {
-            "conv_kernel_size": (layer + "attention_conv.base_kernel", (2, taps, hidden)),
-            "conv_group_size": (projection, (kernels, hidden)),
-            "selector_rank": (selector + "hidden_projection.weight", (rank, hidden)),
-            "vocab_size": (selector + "predecessor_codebook", (config.vocab_size, rank)),
-        }
-    return shapes
+def _fields(read: Fields, chosen: Any, config_class: type[DFlashConfig], source: Any, hub: Any) -> Fields:
+    """What the config says: the one that is given, or lies elsewhere, or the checkpoint's own."""
+    if isinstance(chosen, DFlashConfig):
+        return chosen.to_dict()
+    if chosen is None or isinstance(chosen, dict):
+        fields = config_class.in_our_fields(read, source)
+    else:
+        fields, _ = config_class.get_config_dict(chosen, **hub)
+    check_types(fields, source)
+    return fields
 
 
-def _kind(config: Any) -> str:
-    return "DFlash2" if config.second else "DFlash v1"
+def _hub(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in HUB_OPTIONS if name in given}
 
 
 def _check_rest(stored: dict[str, Stored], source: Any) -> None:
@@ -132,9 +150,21 @@ def _check_rest(stored: dict[str, Stored], source: Any) -> None:
 
 def _dtype(given: dict[str, Any], written: dict[str, Any], stored: dict[str, Piece]) -> torch.dtype | None:
     """The type that the weights will have, as transformers chooses it."""
-    named = [fields.get(name) for fields in (given, written) for name in ("dtype", "torch_dtype")]
-    asked = next((one for one in named if one not in (None, "auto")), next(iter(stored.values())).dtype)
+    named = [fields.get(name) for fields in (given, written) for name in _DTYPES]
+    own = next((part.dtype for part in stored.values() if part.dtype.is_floating_point), None)
+    asked = next((one for one in named if one not in (None, "auto")), own)
     return getattr(torch, asked) if isinstance(asked, str) else asked
+
+
+def _check_dtype(given: dict[str, Any]) -> None:
+    for name in _DTYPES:
+        asked = given.get(name)
+        found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+        weights = isinstance(found, torch.dtype) and found.is_floating_point
+        if asked not in (None, "auto") and not weights:
+            raise ValueError(
+                f"{name}={asked!r}: must be a type of weights, such as torch.bfloat16, its name, or 'auto'."
+            )
 
 
 def _require_safetensors(source: Any, given: dict[str, Any]) -> None:
