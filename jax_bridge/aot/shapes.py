@@ -1,0 +1,47 @@
+"""Arguments of a step as shapes with places: what a compiler needs instead of arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from jax_bridge.aot.topology import find_topology
+from jax_bridge.layout import row_major_format
+from jax_bridge.mesh.cut import Cut
+from jax_bridge.mesh.placement import OnMesh
+from jax_bridge.mesh.shape import AXIS
+from jax_bridge.mesh.states import shardings
+
+
+def shape_at(leaf: Any, place: Sharding, by_rows: bool = False) -> jax.ShapeDtypeStruct:
+    """A shape at ``place``; ``by_rows``: a weight, of which matrices lie as `jax_bridge.layout` puts them."""
+    at: Any = row_major_format(place) if by_rows and len(leaf.shape) == 2 else place
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
+
+
+def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
+    """A step's arguments on the chips of a slice."""
+
+    def weight(name: str, leaf: Any) -> Any:
+        way = place.forms[name]
+        shape = shape_at(leaf, way.place, by_rows=True)
+        return shape if way.kind is None else Cut(shape, way)
+
+    weights = {name: weight(name, leaf) for name, leaf in params.items()}
+    rest = jax.tree.map(shape_at, (state, *more), shardings((state, *more), place.slice))
+    return weights, *rest
+
+
+def slice_devices(topology: str, chips: int) -> Mesh:
+    """The first ``chips`` of a topology.
+
+    Raises:
+        ModuleNotFoundError: libtpu is not installed. ValueError: no such topology, or one of fewer chips.
+    """
+    devices = find_topology(topology).devices
+    if not 1 <= chips <= len(devices):
+        raise ValueError(f"chips={chips}: {topology} has {len(devices)}; name at most so many.")
+    return Mesh(np.array(devices[:chips]), (AXIS,))

@@ -1,0 +1,130 @@
+"""Pairs on four CPU devices beside the same pairs on one. Run as a module, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from support import ROOT
+from support.families import MORE
+from support.tiny import BASE, FAMILIES, correlate, make_drafter, randomise
+
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+VOCAB = 100
+"""Ids that divide over four devices."""
+TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
+FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
+HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR)}
+"""Of target and drafter: two K/V heads, each on two devices; four, one each; a drafter that stays whole."""
+PICKS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
+    "filters": {"do_sample": True, "temperature": 0.9, "top_k": 7, "top_p": 0.9},
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "v1": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+    "dflash2": {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8},
+}
+
+
+class Case(NamedTuple):
+    """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and the drafter."""
+
+    family: str
+    cache: str
+    chips: str
+    pick: str
+    drafter: str
+    options: dict[str, Any] = {}
+    break_by: str = ""
+
+
+def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
+    """A pair whose sizes divide over four devices, of two layers each."""
+    cls, config, extra = (FAMILIES | MORE)[family]
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **HEADS[chips][0]}
+    target = randomise(cls(config(**(BASE | extra | sizes))), 0)
+    head_dim = {"head_dim": 16}
+    sizes = {"vocab_size": VOCAB, "target_layer_ids": [0, 1], "block_size": 4, **HEADS[chips][1], **head_dim}
+    drafts = make_drafter(target, 1, **(sizes | DRAFTERS[drafter]))
+    correlate(target, drafts, 8.0)
+    return target, drafts
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rows of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    ids, mask = torch.randint(1, 96, (3, 19), generator=generator), torch.ones(3, 19, dtype=torch.long)
+    mask[1, :5], mask[2, :11] = 0, 0
+    return ids, mask
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """The text and acceptance lengths of one device and of four, and what compiled in a second call."""
+    import torch_dflash as td
+
+    target, drafter = make_sliceable(case.family, case.chips, case.drafter)
+    said, again = [], 0
+    for mesh in (None, 4):
+        options = {"max_length": 96, "batch_size": 3, "cache": case.cache, "prefill_chunk_size": 32}
+        filters = case.pick == "filters"
+        engine = td.compile(target, drafter, filters=filters, mesh=mesh, **(options | case.options))
+        for seed in (5, 6):
+            asked = {"max_new_tokens": 30, "eos_token_id": None, "seed": seed} | PICKS[case.pick]
+            out = engine.generate(*prompts(), return_dict_in_generate=True, **asked)
+            said.append([out.sequences.tolist(), out.stats.acceptance_lengths])
+            again += out.stats.compilations if seed == 6 else 0
+    return {"one": said[:2], "four": said[2:], "again": again}
+
+
+def run_cases(cases: list[Case], timeout: int = 600) -> list[dict[str, Any]]:
+    """`compare` of each case, in a process with four CPU devices."""
+    environment = os.environ | {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, "-m", "support.slices"],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Cases as JSON from stdin, results as one line of JSON."""
+    torch.set_num_threads(1)
+    found = []
+    for fields in json.load(sys.stdin):
+        case = Case(*fields)
+        BREAKS[case.break_by]() if case.break_by else None
+        found.append(compare(case))
+    print(json.dumps(found))
+
+
+def wrong_copies() -> None:
+    """Cut heads where a chip's queries are not its K/V heads' own."""
+    import jax_bridge.mesh.rules as rules
+
+    rules.are_cut = lambda heads, mesh: True
+
+
+def first_chips_place() -> None:
+    """Forget in the argmax which chip a place is on."""
+    import jax_bridge.mesh.best as best
+
+    best.jax.lax.axis_index = lambda axes: 0
+
+
+BREAKS = {"wrong copies": wrong_copies, "first chip's place": first_chips_place}
+
+if __name__ == "__main__":
+    main()
