@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.angles import cos_jax, sin_jax
 from jax_bridge.argmax import argmax_jax
-from jax_bridge.forms import Multiplier, Readable, stored_as
+from jax_bridge.forms import Multiplier, Readable, name_of, stored_as
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
@@ -24,7 +24,7 @@ from jax_bridge.mesh.best import argmax_on_slice, slice_under, topk_on_slice
 from jax_bridge.mesh.current import current
 from jax_bridge.mesh.cut import Cut
 from jax_bridge.mesh.heads import block_on_slice, dense_on_slice, paged_on_slice, write_on_slice
-from jax_bridge.mesh.products import cut_linear, cut_stacked_linear
+from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
 from jax_bridge.products import linear_jax, stacked_linear_jax
 from jax_bridge.shared import once
 from jax_bridge.spread import spread_jax
@@ -36,7 +36,7 @@ from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.on_host import on_host
 from torch_dflash.ops.paged_attention import paged_attention
 from torch_dflash.ops.spread import spread
-from torch_dflash.ops.stacked import stacked_linear
+from torch_dflash.ops.stacked import stacked_linear, stacked_sum
 from torch_dflash.ops.windows import write_rows
 
 UNROLLED_ROWS = 8
@@ -137,6 +137,13 @@ def _stacked_linear(rows, stack, transposed):
         return once(stacked_linear_jax, rows, stack, transposed=transposed)
 
     return call_jax(multiply, rows, stack)
+
+
+def _stacked_sum(stack, dtype):
+    own = current()
+    if own is None or stack.shape[0] % own.mesh.size:
+        return stacked_sum.plain(stack, dtype)
+    return call_jax(partial(cut_stacked_sum, own, dtype=jnp.dtype(name_of(dtype))), stack)
 
 
 _embedding_of_torchax = environment()._ops[torch.ops.aten.embedding].func
@@ -263,6 +270,7 @@ LOWERED = {
     spread: _spread,
     on_host: _on_host,
     stacked_linear: _stacked_linear,
+    stacked_sum: _stacked_sum,
     branch: _branch,
     chunked: _chunked,
 }

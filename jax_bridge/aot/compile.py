@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -166,8 +167,18 @@ def compile_step(
     with tracing(model.pair.plan.matmul_precision):
         if chips == 1:
             return compile_function(function, *args, topology=topology)
-        place = OnMesh.of(model.pair, model.pair.plan, slice_devices(topology, chips))
+        place = place_of(model, topology, chips)
         return compile_placed(place.step(function), *on_slice(place, *args))
+
+
+def place_of(model: AbstractPair, topology: str, chips: int) -> OnMesh:
+    """The first ``chips``, several, of a topology as a pair is spread over them.
+
+    Raises: as `compile_step`.
+    """
+    place = OnMesh.of(model.pair, model.pair.plan, slice_devices(topology, chips))
+    assert place is not None
+    return place
 
 
 def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: str) -> CompiledStep:
@@ -178,10 +189,8 @@ def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: s
     """
     mesh = Mesh(np.array(find_topology(topology).devices[:1]), ("chip",))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    weights = jax.tree.map(lambda leaf: shape_at(leaf, everywhere, by_rows=True), params)
-    return compile_placed(
-        step, weights, *jax.tree.map(lambda leaf: shape_at(leaf, everywhere), (state, *more))
-    )
+    weights = jax.tree.map(partial(shape_at, place=everywhere, by_rows=True), params)
+    return compile_placed(step, weights, *jax.tree.map(partial(shape_at, place=everywhere), (state, *more)))
 
 
 def compile_placed(step: Any, params: Any, state: Any, *more: Any) -> CompiledStep:

@@ -8,11 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from jax_bridge.aot.floor import Floor, Shares, floor_of
 from jax_bridge.aot.topology import find_topology
 from jax_bridge.layout import row_major_format
 from jax_bridge.mesh.cut import Cut
 from jax_bridge.mesh.placement import OnMesh
-from jax_bridge.mesh.shape import AXIS
+from jax_bridge.mesh.rules import heads_of
+from jax_bridge.mesh.shape import AXIS, KV
 from jax_bridge.mesh.states import shardings
 
 
@@ -33,6 +35,19 @@ def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
     weights = {name: weight(name, leaf) for name, leaf in params.items()}
     rest = jax.tree.map(shape_at, (state, *more), shardings((state, *more), place.slice))
     return weights, *rest
+
+
+def floor_on_slice(model: Any, place: OnMesh, context: int) -> Floor:
+    """`jax_bridge.aot.floor.floor_of` for one chip: its parts of the weights, and its K/V heads."""
+    parts = {
+        name: jax.ShapeDtypeStruct(place.forms[name].place.shard_shape(leaf.shape), leaf.dtype)
+        for name, leaf in model.params.items()
+    }
+    drafter = getattr(model.pair.proposer, "drafter", None)
+    configs = [model.pair.target.config, *([] if drafter is None else [drafter.config])]
+    kv = place.mesh.shape[KV]
+    shares = [kv if heads_of(config).groups in place.slice.groups else 1 for config in configs]
+    return floor_of(model.pair, parts, context, Shares(*shares))
 
 
 def slice_devices(topology: str, chips: int) -> Mesh:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_bridge.forms import dot
+from jax_bridge.mesh.current import Slice
 from jax_bridge.mesh.cut import GATHER, ROW, Cut
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.products import linear_jax, stacked_linear_jax
@@ -30,8 +31,7 @@ def cut_linear(
     way, before = weight.way, [None] * (rows.ndim - 1)
     if way.kind == ROW:
         sums = _map(_row, way, (P(*before, way.spec[1]), way.spec), P())(rows, weight.array)
-        wide = sums if bias is None else sums + bias.astype(sums.dtype)
-        return wide.astype(rows.dtype)
+        return _rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
     axes = way.spec[0]
 
     def local(rows: Array, part: Array, bias: Array | None) -> Array:
@@ -52,6 +52,26 @@ def cut_stacked_linear(
 
     spec = stack.way.spec
     return _map(local, stack.way, (spec, spec), spec)(rows, stack.array)
+
+
+def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) -> Float[Array, "R H"]:
+    """`torch_dflash.ops.stacked.stacked_sum`: of each chip's experts, then of all chips."""
+
+    def local(part: Array) -> Array:
+        return jax.lax.psum(part.sum(axis=0), ALL)
+
+    return _rounded(own.on_parts(local, (P(ALL),), P())(stack), dtype)
+
+
+def _rounded(sums: Array, dtype: Any) -> Array:
+    """Sums of float32 in ``dtype``.
+
+    XLA moves a cast before the sum: each chip's summand would be rounded, and the order of a ring, which
+    hangs on the number of rows, would show. What it cannot move does the same first.
+    """
+    if dtype == jnp.bfloat16:
+        sums = jax.lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)
+    return sums.astype(dtype)
 
 
 def _row(rows: Array, part: Array) -> Array:

@@ -13,14 +13,16 @@ import torch
 from support import ROOT
 from support.families import MORE
 from support.tiny import BASE, FAMILIES, correlate, make_drafter, randomise
+from torch_dflash.proposers import NGramProposer
 
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 VOCAB = 100
 """Ids that divide over four devices."""
 TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
-HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR)}
-"""Of target and drafter: two K/V heads, each on two devices; four, one each; a drafter that stays whole."""
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 2}
+HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR), "whole": (SIX, SIX)}
+"""Of target and drafter: two K/V heads, each on two devices; four, one each; some that stay whole."""
 PICKS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
@@ -30,17 +32,22 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "v1": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
     "dflash2": {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8},
 }
+OTHERS = {"plain": None, "ngram": NGramProposer(4)}
 
 
 class Case(NamedTuple):
-    """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and the drafter."""
+    """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and what drafts.
+
+    ``compiled``, ``asked``: further options of the engine and of each call.
+    """
 
     family: str
     cache: str
     chips: str
     pick: str
     drafter: str
-    options: dict[str, Any] = {}
+    compiled: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     break_by: str = ""
 
 
@@ -51,6 +58,8 @@ def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
     target = randomise(cls(config(**(BASE | extra | sizes))), 0)
     head_dim = {"head_dim": 16}
     sizes = {"vocab_size": VOCAB, "target_layer_ids": [0, 1], "block_size": 4, **HEADS[chips][1], **head_dim}
+    if drafter in OTHERS:
+        return target, OTHERS[drafter]
     drafts = make_drafter(target, 1, **(sizes | DRAFTERS[drafter]))
     correlate(target, drafts, 8.0)
     return target, drafts
@@ -69,17 +78,29 @@ def compare(case: Case) -> dict[str, Any]:
     import torch_dflash as td
 
     target, drafter = make_sliceable(case.family, case.chips, case.drafter)
+    compiled = {
+        name: tuple(given) if isinstance(given, list) else given for name, given in case.compiled.items()
+    }
     said, again = [], 0
     for mesh in (None, 4):
         options = {"max_length": 96, "batch_size": 3, "cache": case.cache, "prefill_chunk_size": 32}
         filters = case.pick == "filters"
-        engine = td.compile(target, drafter, filters=filters, mesh=mesh, **(options | case.options))
+        engine = td.compile(target, drafter, filters=filters, mesh=mesh, **options, **compiled)
         for seed in (5, 6):
-            asked = {"max_new_tokens": 30, "eos_token_id": None, "seed": seed} | PICKS[case.pick]
+            asked = {"max_new_tokens": 30, "eos_token_id": None, "seed": seed}
+            asked |= PICKS[case.pick] | case.asked
             out = engine.generate(*prompts(), return_dict_in_generate=True, **asked)
-            said.append([out.sequences.tolist(), out.stats.acceptance_lengths])
+            said.append([out.sequences.tolist(), out.stats.acceptance_lengths, _told(out)])
             again += out.stats.compilations if seed == 6 else 0
     return {"one": said[:2], "four": said[2:], "again": again}
+
+
+def _told(out: Any) -> list[Any]:
+    """What was asked for besides, to two digits."""
+    scores = [] if out.scores is None else [best.tolist() for best in torch.stack(out.scores).argmax(dim=-1)]
+    ids = [] if out.top_ids is None else out.top_ids.tolist()
+    logs = [] if out.logprobs is None else (out.logprobs * 100).round().tolist()
+    return [scores, ids, logs]
 
 
 def run_cases(cases: list[Case], timeout: int = 600) -> list[dict[str, Any]]:

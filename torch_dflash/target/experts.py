@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from torch_dflash.ops.stacked import stacked_linear
+from torch_dflash.ops.stacked import stacked_linear, stacked_sum
 
 EXPERTS = "static_experts"
 ONE_BY_ONE = 16
@@ -64,7 +64,7 @@ def _all_at_once(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> T
     share = torch.where(hit, weights[:, :, None].float(), 0).sum(dim=1).T[:, :, None]  # [experts, R, 1]
     out = _apply(module, rows.expand(module.num_experts, -1, -1), lambda stack: stack).float()
     # An expert that was not asked may overflow on a row of another's: zero times that would be NaN.
-    return torch.where(hit.any(dim=1).T[:, :, None], out * share, 0).sum(dim=0)
+    return stacked_sum(torch.where(hit.any(dim=1).T[:, :, None], out * share, 0), rows.dtype)
 
 
 def _one_by_one(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
