@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from support.families import MORE
-from support.shell import python
-from support.slices import make_sliceable
+from support.slices import make_sliceable, run_on_four
 from support.tiny import BASE
 
 LOAD = """
@@ -35,9 +35,10 @@ for name, tensor in live.items():
 held = sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards[:1])
 assert held < 0.4 * stored, (held, stored)
 options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-texts = [td.generate(model, drafter, *prompts(), **options, **more) for model, more in
-         ((target, {}), (loaded, {}), (loaded, {"mesh": 4}))]
-assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2])
+fixed = {"max_length": 48, "batch_size": 3, "prefill_chunk_size": 32, "filters": False}
+texts = [td.generate(target, drafter, *prompts(), runtime="eager", **options)]
+texts.append(td.compile(loaded, drafter, mesh=4, **fixed).generate(*prompts(), **options))
+assert torch.equal(*texts)
 for given, words in (({"mesh": 2}, "4 devices"), ({"runtime": "eager"}, "runtime='xla'")):
     try:
         td.generate(loaded, drafter, *prompts(), **options, **given)
@@ -51,22 +52,21 @@ except ValueError as error:
     assert "JAX's default device" in str(error) and "jb.load" in str(error), error
     print("checked")
 """
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
 def test_each_part_is_read_once_and_says_the_same(tmp_path):
     target, _ = make_sliceable("qwen3_moe", "2x2", "v1")
     target.save_pretrained(tmp_path, max_shard_size="30KB")
     code = LOAD.replace("FOLDER", str(tmp_path)).replace("FAMILY", "qwen3_moe")
-    done = python(code, XLA_FLAGS=FLAGS)
-    assert done.stdout.strip().endswith("checked"), done.stderr[-3000:]
+    assert run_on_four(["-c", code]).strip().endswith("checked")
 
 
 STATES = """
 import sys, torch, torch_dflash as td
 from support.slices import make_sliceable, prompts
 target, drafter = make_sliceable("qwen3", "2x2", "v1")
-fixed = {"max_length": 64, "batch_size": 3, "prefill_chunk_size": 32, "cache": "CACHE", "rounds_per_chunk": 2}
+fixed = {"max_length": 64, "batch_size": 3, "prefill_chunk_size": 32, "cache": "CACHE"}
+fixed |= {"rounds_per_chunk": 2, "filters": False}
 where = {"four": {"mesh": 4}, "two": {"mesh": 2}, "one": {}, "eager": {"runtime": "eager"}}
 engines = {name: td.compile(target, drafter, **fixed, **more) for name, more in where.items()}
 asked = {"max_new_tokens": 24, "do_sample": True, "seed": 3, "top_k": 0, "eos_token_id": None}
@@ -87,10 +87,11 @@ print("checked")
 """
 
 
-def test_a_state_moves_between_meshes(tmp_path):
-    code = STATES.replace("FILE", str(tmp_path / "state")).replace("CACHE", "static")
-    done = python(code, XLA_FLAGS=FLAGS)
-    assert done.stdout.strip().endswith("checked"), done.stderr[-3000:]
+@pytest.mark.heavy
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_a_state_moves_between_meshes(tmp_path, cache):
+    code = STATES.replace("FILE", str(tmp_path / "state")).replace("CACHE", cache)
+    assert run_on_four(["-c", code]).strip().endswith("checked")
 
 
 OTHER = """
@@ -105,5 +106,5 @@ except ValueError as error:
 def test_a_model_that_is_not_decoded_on_a_mesh_is_not_loaded_on_one(tmp_path):
     cls, config, extra = MORE["mistral"]
     cls(config(**(BASE | extra))).save_pretrained(tmp_path)
-    done = python(OTHER.replace("FOLDER", str(tmp_path)), XLA_FLAGS=FLAGS)
-    assert "model_type='mistral' with a mesh" in done.stdout, done.stderr[-3000:]
+    said = run_on_four(["-c", OTHER.replace("FOLDER", str(tmp_path))])
+    assert "model_type='mistral' with a mesh" in said

@@ -60,7 +60,7 @@ def same(cases: list[Case]) -> None:
 
 
 def test_four_devices_say_what_one_says():
-    same(CASES)
+    same([case._replace(runtime="eager") for case in CASES])
 
 
 @pytest.mark.heavy

@@ -38,7 +38,7 @@ OTHERS = {"plain": None, "ngram": NGramProposer(4)}
 class Case(NamedTuple):
     """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and what drafts.
 
-    ``compiled``, ``asked``: further options of the engine and of each call.
+    ``compiled``, ``asked``: further options of the engine and of each call. ``runtime``: of the one device.
     """
 
     family: str
@@ -49,6 +49,7 @@ class Case(NamedTuple):
     compiled: dict[str, Any] = {}
     asked: dict[str, Any] = {}
     break_by: str = ""
+    runtime: str = "xla"
 
 
 def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
@@ -82,10 +83,10 @@ def compare(case: Case) -> dict[str, Any]:
         name: tuple(given) if isinstance(given, list) else given for name, given in case.compiled.items()
     }
     said, again = [], 0
-    for mesh in (None, 4):
+    for where in ({"runtime": case.runtime}, {"mesh": 4}):
         options = {"max_length": 96, "batch_size": 3, "cache": case.cache, "prefill_chunk_size": 32}
         filters = case.pick == "filters"
-        engine = td.compile(target, drafter, filters=filters, mesh=mesh, **options, **compiled)
+        engine = td.compile(target, drafter, filters=filters, **where, **options, **compiled)
         for seed in (5, 6):
             asked = {"max_new_tokens": 30, "eos_token_id": None, "seed": seed}
             asked |= PICKS[case.pick] | case.asked
@@ -103,21 +104,26 @@ def _told(out: Any) -> list[Any]:
     return [scores, ids, logs]
 
 
-def run_cases(cases: list[Case], timeout: int = 600) -> list[dict[str, Any]]:
+def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
     """`compare` of each case, in a process with four CPU devices."""
+    return json.loads(run_on_four(["-m", "support.slices"], json.dumps(cases)).splitlines()[-1])
+
+
+def run_on_four(arguments: list[str], given: str = "") -> str:
+    """What a fresh interpreter with four CPU devices prints."""
     environment = os.environ | {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
-        [sys.executable, "-m", "support.slices"],
-        input=json.dumps(cases),
+        [sys.executable, *arguments],
+        input=given,
         capture_output=True,
         text=True,
         env=environment,
         cwd=ROOT,
-        timeout=timeout,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
 def main() -> None:
