@@ -38,10 +38,19 @@ def to_torch(tree: Any, *, copy: bool = True, device: torch.device | str = "cpu"
     return jax.tree.map(leaf, tree)
 
 
-def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: Any | None) -> jax.Array:
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy of ``tensor`` on the host, in the dtype that `to_jax` gives it."""
+    host = _narrowed(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return _numpy(host) if host.numel() else np.zeros(host.shape, _dtype(host))
+
+
+def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    if tensor.dtype in _NARROW and not jax.config.read("jax_enable_x64"):
-        tensor = _narrow(tensor)
+    return _narrow(tensor) if tensor.dtype in _NARROW and not jax.config.read("jax_enable_x64") else tensor
+
+
+def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: Any | None) -> jax.Array:
+    tensor = _narrowed(tensor)
     host = tensor.cpu().contiguous()
     if copy and host.data_ptr() == tensor.data_ptr():
         host = host.clone()  # JAX may keep the memory it is handed, and it must not be the user's

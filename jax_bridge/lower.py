@@ -99,10 +99,11 @@ class Programs:
 
     Args:
         sizes: what the programs are made for, for the line that says what takes so long; None: say nothing.
+        platform: of the devices they run on; unset: JAX's default.
     """
 
-    def __init__(self, matmul_precision: str, sizes: str | None = None):
-        self._precision, self._sizes = matmul_precision, sizes
+    def __init__(self, matmul_precision: str, sizes: str | None = None, platform: str | None = None):
+        self._precision, self._sizes, self._platform = matmul_precision, sizes, platform
         self._compiled: dict[Any, Callable] = {}
         self._started: dict[Any, Future] = {}
         self._uncounted: dict[Any, int] = {}
@@ -154,7 +155,8 @@ class Programs:
 
     def _compile(self, key: tuple, lowered: Any, started: Future) -> None:
         try:
-            program = lowered.compile(EXACT if jax.default_backend() == "cpu" else None)
+            platform = self._platform or jax.default_backend()
+            program = lowered.compile(EXACT if platform == "cpu" else None)
             self._uncounted[key] = compilations()  # of this thread, which has no other work
         except BaseException as error:
             started.set_exception(error)
@@ -172,4 +174,5 @@ def _of_lowering(error: BaseException) -> bool:
 
 
 def _signature(leaf) -> tuple:
-    return leaf.shape, leaf.dtype
+    """Where it lies is part of a program: one model on two meshes has two."""
+    return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)

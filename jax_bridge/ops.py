@@ -16,12 +16,18 @@ from jaxtyping import Array, Int
 from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.angles import cos_jax, sin_jax
 from jax_bridge.argmax import argmax_jax
-from jax_bridge.forms import Multiplier, Readable, stored_as
+from jax_bridge.forms import Multiplier, Readable, name_of, stored_as
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
+from jax_bridge.mesh.best import argmax_on_slice, slice_under, topk_on_slice
+from jax_bridge.mesh.current import current
+from jax_bridge.mesh.cut import Cut
+from jax_bridge.mesh.heads import block_on_slice, dense_on_slice, paged_on_slice, write_on_slice
+from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
 from jax_bridge.products import linear_jax, stacked_linear_jax
 from jax_bridge.shared import once
+from jax_bridge.spread import spread_jax
 from jax_bridge.steady import layer_norm_jax, mean_jax, softmax_jax
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
 from torch_dflash.ops.block_attention import block_attention
@@ -30,11 +36,10 @@ from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.on_host import on_host
 from torch_dflash.ops.paged_attention import paged_attention
 from torch_dflash.ops.spread import spread
-from torch_dflash.ops.stacked import stacked_linear
+from torch_dflash.ops.stacked import stacked_linear, stacked_sum
 from torch_dflash.ops.windows import write_rows
 
 UNROLLED_ROWS = 8
-FEW_IDS = 512
 
 
 def write_rows_jax(
@@ -61,7 +66,14 @@ def write_rows_jax(
 
 
 def _write_rows(buffer, rows, start, dim, count=None):
-    return call_jax(partial(once, write_rows_jax, dim=dim), buffer, rows, start, count)
+    write = partial(once, write_rows_jax, dim=dim)
+    return call_jax(_on_slice(write_on_slice, write), buffer, rows, start, count)
+
+
+def _on_slice(spread: Callable, function: Callable) -> Callable:
+    """``function``, on a slice as ``spread`` runs it there."""
+    own = current()
+    return function if own is None else partial(spread, own, function)
 
 
 def grouped_attention_jax(query, parts, sinks, *, blocks, scale, softcap):
@@ -104,19 +116,34 @@ def _dense_attention(inputs, key, value, mask):
     rule = {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
     attend = partial(once, dense_attention_jax, **rule)
     arrays = (inputs.query, inputs.key, inputs.value, inputs.start, inputs.sinks)
-    return call_jax(attend, arrays, key, value, mask)
+    return call_jax(_on_slice(dense_on_slice, attend), arrays, key, value, mask)
 
 
 def _linear(rows, weight, bias=None):
     def multiply(rows, weight, bias):
         kept = stored_as(weight)
+        if isinstance(kept, Cut):
+            return once(cut_linear, rows, kept, bias)
         return once(linear_jax, rows, kept if isinstance(kept, Multiplier) else weight, bias)
 
     return call_jax(multiply, rows, weight, bias)
 
 
 def _stacked_linear(rows, stack, transposed):
-    return call_jax(partial(once, stacked_linear_jax, transposed=transposed), rows, stack)
+    def multiply(rows, stack):
+        kept = stored_as(stack)
+        if isinstance(kept, Cut):
+            return once(cut_stacked_linear, rows, kept, transposed=transposed)
+        return once(stacked_linear_jax, rows, stack, transposed=transposed)
+
+    return call_jax(multiply, rows, stack)
+
+
+def _stacked_sum(stack, dtype):
+    own = current()
+    if own is None or stack.shape[0] % own.mesh.size:
+        return stacked_sum.plain(stack, dtype)
+    return call_jax(partial(cut_stacked_sum, own, dtype=jnp.dtype(name_of(dtype))), stack)
 
 
 _embedding_of_torchax = environment()._ops[torch.ops.aten.embedding].func
@@ -126,7 +153,7 @@ def _embedding(weight, ids, *how, **named):
     def look_up(weight, ids):
         kept = stored_as(weight)
         table = kept.table if isinstance(kept, Multiplier) else kept
-        if isinstance(table, Readable):
+        if isinstance(table, Readable | Cut):
             return table.look_up(ids)
         return _embedding_of_torchax(weight, ids, *how, **named)
 
@@ -153,7 +180,24 @@ def _mean(rows, dim=None, keepdim=False, *, dtype=None):
 
 
 def _argmax(rows, dim=None, keepdim=False):
-    return call_jax(partial(once, argmax_jax, dim=dim, keepdim=keepdim), rows)
+    def find(rows):
+        if own := slice_under(rows, dim):
+            return argmax_on_slice(own, rows, keepdim)
+        return once(argmax_jax, rows, dim=dim, keepdim=keepdim)
+
+    return call_jax(find, rows)
+
+
+_topk_of_torchax = environment()._ops[torch.ops.aten.topk].func
+
+
+def _topk(rows, k, dim=-1, largest=True, sorted=True):
+    def find(rows):
+        if largest and (own := slice_under(rows, dim)):
+            return topk_on_slice(own, rows, k)
+        return _topk_of_torchax(rows, k, dim, largest, sorted)
+
+    return call_jax(find, rows)
 
 
 def _softmax(rows, dim, *_):
@@ -170,31 +214,11 @@ def _layer_norm(rows, shape, weight=None, bias=None, eps=1e-5):
 
 
 def _paged_attention(inputs, pages):
-    return call_jax(paged_attention_jax, inputs, pages)
+    return call_jax(_on_slice(paged_on_slice, paged_attention_jax), inputs, pages)
 
 
 def _block_attention(inputs, past, causal):
-    return call_jax(partial(block_attention_jax, causal=causal), inputs, past)
-
-
-def spread_jax(ids: Array, values: Array, *, size: int) -> Array:
-    """`torch_dflash.ops.spread`: by comparing on a TPU, as long as ids are few, else by a scatter."""
-    scatter = partial(spread_by_scatter, size=size)
-    on_tpu = partial(spread_by_comparing, size=size) if ids.shape[2] <= FEW_IDS else scatter
-    return jax.lax.platform_dependent(ids, values, tpu=on_tpu, default=scatter)
-
-
-def spread_by_comparing(ids: Array, values: Array, *, size: int) -> Array:
-    """One pass over ids and vocabulary, in which nothing is stored."""
-    vocabulary = jnp.arange(size, dtype=ids.dtype)
-    return jnp.where(ids[..., None] == vocabulary, values[..., None], 0).sum(axis=2, dtype=values.dtype)
-
-
-def spread_by_scatter(ids: Array, values: Array, *, size: int) -> Array:
-    """Entry by entry."""
-    batch, rows = jnp.indices(ids.shape[:2], sparse=True)
-    empty = jnp.zeros((*ids.shape[:2], size), values.dtype)
-    return empty.at[batch[..., None], rows[..., None], ids].add(values)
+    return call_jax(_on_slice(block_on_slice, partial(block_attention_jax, causal=causal)), inputs, past)
 
 
 def _spread(ids, values, size):
@@ -246,6 +270,7 @@ LOWERED = {
     spread: _spread,
     on_host: _on_host,
     stacked_linear: _stacked_linear,
+    stacked_sum: _stacked_sum,
     branch: _branch,
     chunked: _chunked,
 }
@@ -260,5 +285,6 @@ environment().override_op_definition(torch.ops.aten.cos, _angles_of(torch.ops.at
 environment().override_op_definition(torch.ops.aten.sin, _angles_of(torch.ops.aten.sin, sin_jax))
 environment().override_op_definition(torch.ops.aten.mean, _mean)
 environment().override_op_definition(torch.ops.aten.argmax, _argmax)
+environment().override_op_definition(torch.ops.aten.topk, _topk)
 environment().override_op_definition(torch.ops.aten._softmax, _softmax)
 environment().override_op_definition(torch.ops.aten.native_layer_norm, _layer_norm)

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from jax_bridge._torchax import call_torch
-from jax_bridge.arrays import to_jax, to_torch
+from jax_bridge.arrays import to_torch
 from jax_bridge.border import Border
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.counting import compilations
 from jax_bridge.forms import Weight
-from jax_bridge.layout import Forms
 from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
-from jax_bridge.state import check_alive, register_states, state_to_jax
+from jax_bridge.mesh.placement import OnMesh
+from jax_bridge.placement import OneDevice
+from jax_bridge.state import check_alive, register_states
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
@@ -31,10 +32,10 @@ Arrays = dict[str, Weight]
 
 
 class XlaRuntime:
-    """Steps of one pair on JAX's default device (`torch_dflash.runtime.Runtime`).
+    """Steps of one pair on JAX's default device, or on a mesh (`torch_dflash.runtime.Runtime`).
 
     Args:
-        compute, quantize: as in `torch_dflash.compile`.
+        compute, quantize, mesh: as in `torch_dflash.compile`.
         widths: of the rounds; unset: the plan's.
         fewest_rows: of a verify pass. XLA's CPU compiler fuses sums of products in another way for arrays of
             one row: where products are in another type than what is around them, that decides roundings.
@@ -48,9 +49,12 @@ class XlaRuntime:
         quantize: str | None = None,
         widths: tuple[int, ...] = (),
         fewest_rows: int = 1,
+        mesh: Any = None,
     ):
-        platform = jax.devices()[0].platform
-        if platform != "cpu" and (compute, quantize) != ("auto", None):
+        arithmetic = {"compute": compute, "quantize": quantize}
+        spread = OnMesh.of(pair, plan, mesh, **arithmetic)
+        self._place = place = OneDevice(pair, **arithmetic) if spread is None else spread
+        if (platform := place.platform) != "cpu" and (compute, quantize) != ("auto", None):
             raise ValueError(
                 f"compute={compute!r}, quantize={quantize!r}: so far only CPUs have products in another "
                 f"type, and JAX's device is a {platform}; leave them out."
@@ -58,16 +62,16 @@ class XlaRuntime:
         register_states()
         keep_programs()
         self.plan, self.fewest_rows = plan, fewest_rows
-        head = pair.target.model.get_output_embeddings()
-        self._weights = Weights(Forms.of(pair, head, compute=compute, quantize=quantize))
+        self._weights = Weights(place.forms)
         sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
-        self._programs = Programs(plan.matmul_precision, sizes)
+        self._programs = Programs(plan.matmul_precision, sizes, platform)
         self._rounds_started = False
-        self._border = Border(lower_begin(pair), plan, self._programs, wide=platform == "cpu")
-        self._prefill = lower_prefill(pair)
-        self._rewind = lower(partial(rewind, pair))
+        self._border = Border(place.step(lower_begin(pair)), plan, self._programs, wide=platform == "cpu")
+        self._prefill = place.step(lower_prefill(pair))
+        self._rewind = place.step(lower(partial(rewind, pair)))
         self._rounds = {
-            width: lower_rounds(pair, width, self.fewest_rows) for width in widths or (plan.verify_width,)
+            width: place.step(lower_rounds(pair, width, self.fewest_rows))
+            for width in widths or (plan.verify_width,)
         }
         self._read = partial(call_torch, partial(news, plan))
 
@@ -86,11 +90,11 @@ class XlaRuntime:
 
     def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
         """An empty state on the device."""
-        return self._run("begin", self._border.begin, (params, to_jax(rows)))
+        return self._run("begin", self._border.begin, (params, self._place.put(rows)))
 
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
-        args = params, state, to_jax(chunk)
+        args = params, state, self._place.put(chunk)
         if not self._rounds_started:
             # Decoding follows. Its program is compiled while this one is, and while the prompt is read.
             self._rounds_started = True
@@ -101,13 +105,13 @@ class XlaRuntime:
 
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set which rows rest and the page tables: two small transfers."""
-        put = lambda values: to_jax(torch.tensor(values, device="cpu"))  # noqa: E731 - JAX's own memory: states are donated
+        put = lambda values: self._place.put(torch.tensor(values, device="cpu"))  # noqa: E731 - JAX's own memory: states are donated
         table = state.page_table if page_table is None else put(page_table)
         return replace(state, page_table=table, done=put(done))
 
     def record_from(self, state: DecodeState, known: np.ndarray) -> DecodeState:
         """Set where the rows of logits that are kept begin: a small transfer."""
-        start = to_jax(torch.tensor(known, dtype=torch.int32, device="cpu"))
+        start = self._place.put(torch.tensor(known, dtype=torch.int32, device="cpu"))
         return replace(state, record=state.record | {"start": start})
 
     def advance(self, params: Arrays, state: DecodeState, turn: Turn | None = None) -> DecodeState:
@@ -119,7 +123,7 @@ class XlaRuntime:
         self, params: Arrays, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
     ) -> DecodeState:
         """Rows that go on with another prompt; consumes ``state``."""
-        args = params, state, *to_jax((torch.from_numpy(kept), rows, snapshot))
+        args = params, state, *self._place.put((torch.from_numpy(kept), rows, snapshot))
         return self._run("rewind", self._rewind, args, donate=(1,))
 
     def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
@@ -127,7 +131,7 @@ class XlaRuntime:
         check_alive(state)
         # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
         part = replace(state, sampling=None, cache=(), proposer=(), rules=(), page_table=None)
-        return jax.device_get(self._run("read", self._read, (part, *jax.device_put((known, rounds)))))
+        return jax.device_get(self._run("read", self._read, (part, *self._place.send((known, rounds)))))
 
     def fetch(self, part: Any) -> Any:
         """A part of a state as torch tensors of their own, on the CPU."""
@@ -136,11 +140,11 @@ class XlaRuntime:
 
     def place(self, state: DecodeState) -> DecodeState:
         """A state of torch tensors as device arrays that may be donated."""
-        return state_to_jax(state)
+        return self._place.put_state(state)
 
     def take_in(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A state that a user held as the steps keep it; consumes it."""
-        return self._border.take_in(params, state)
+        return self._border.take_in(params, self._place.adopt(state))
 
     def hand_out(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A state for a user, its caches in the models' types."""
@@ -154,7 +158,7 @@ class XlaRuntime:
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
             state = self.take_in(params, self.hand_out(params, state))
-            chunks = [to_jax(idle_chunk(self.plan, width)) for width in buckets]
+            chunks = [self._place.put(idle_chunk(self.plan, width)) for width in buckets]
             for width, chunk, coming in zip(buckets, chunks, [*chunks[1:], None], strict=True):
                 _next(bar, f"prefill {width}")
                 if coming is not None:  # XLA compiles the one while the other is traced

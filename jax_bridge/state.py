@@ -57,12 +57,13 @@ def widened(state: Any) -> Any:
         return leaf.astype(jnp.float32) if leaf.dtype in (jnp.bfloat16, jnp.float16) else leaf
 
     def of_a_cache(node: Any) -> Any:
-        return jax.tree.map(widen, node) if _is_cache(node) else node
+        return jax.tree.map(widen, node) if is_cache(node) else node
 
-    return jax.tree.map(of_a_cache, state, is_leaf=_is_cache)
+    return jax.tree.map(of_a_cache, state, is_leaf=is_cache)
 
 
-def _is_cache(node: Any) -> bool:
+def is_cache(node: Any) -> bool:
+    """Whether ``node`` of a state is what a layer keeps of keys and values."""
     return isinstance(node, StaticLayer | RingLayer | PagedLayer)
 
 

@@ -13,6 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Form, Forms, keep
+from jax_bridge.mesh.cut import Way
+from jax_bridge.mesh.put import place
 from jax_bridge.probe import places, unchanged
 
 Fingerprint = tuple
@@ -44,22 +46,25 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
 
 
-def _forms_of(tensor: torch.Tensor) -> dict[Form, _Converted]:
+def _forms_of(tensor: torch.Tensor) -> dict[Form | Way, _Converted]:
     """What was made of this tensor and an engine still uses, by form."""
     known = _converted.get(tensor) or {}
     return {form: made for form, made in known.items() if made.weight() is not None}
 
 
-def _known(tensor: torch.Tensor, form: Form) -> _Converted | None:
+def _known(tensor: torch.Tensor, form: Form | Way) -> _Converted | None:
     """What was made of this tensor, if no counted write came since."""
     known = _forms_of(tensor).get(form)
     return known if known is not None and known.mark == fingerprint(tensor) else None
 
 
-def _convert(tensor: torch.Tensor, form: Form) -> Weight:
+def _convert(tensor: torch.Tensor, form: Form | Way) -> Weight:
     mark, at = fingerprint(tensor), places(tensor)
     bits = at.flatten().clone()
-    weight = keep(tensor.detach(), form)
+    if isinstance(form, Way):
+        weight = place(tensor.detach().__getitem__, tuple(tensor.shape), form)
+    else:
+        weight = keep(tensor.detach(), form)
     _converted[tensor] = _forms_of(tensor) | {form: _Converted(mark, at, bits, weakref.ref(weight))}
     return weight
 
@@ -68,10 +73,10 @@ class Weights:
     """The arrays one engine uses, by name.
 
     Args:
-        forms: which weights may be kept in which form (`jax_bridge.layout`).
+        forms: which weights may be kept in which form (`jax_bridge.layout`), or where each lies on a mesh.
     """
 
-    def __init__(self, forms: Forms):
+    def __init__(self, forms: Forms | dict[str, Way]):
         self._forms = forms
         self._arrays: dict[str, Weight] = {}
 
@@ -88,7 +93,6 @@ class Weights:
         Raises:
             ValueError: a tensor is of a class of its own: what it computes is not in its memory.
         """
-        device = jax.devices()[0]
         with _lock:
             torches = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, torch.Tensor)}
             for name, leaf in torches.items():
@@ -98,10 +102,7 @@ class Weights:
                         "ordinary tensor (dequantise it), or pass runtime='eager'."
                     )
             self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
-            forms = {
-                name: self._forms.choose(name, tuple(leaf.shape), leaf.dtype, device)
-                for name, leaf in torches.items()
-            }
+            forms = {name: self._form(name, leaf) for name, leaf in torches.items()}
             known = {name: _known(leaf, forms[name]) for name, leaf in torches.items()}
             doubted = _doubted(known)
             for name, tensor in torches.items():
@@ -112,6 +113,11 @@ class Weights:
                     weight = _convert(tensor, forms[name])
                 self._arrays[name] = weight
             return dict(self._arrays)
+
+    def _form(self, name: str, tensor: torch.Tensor) -> Form | Way:
+        if isinstance(self._forms, dict):
+            return self._forms[name]
+        return self._forms.choose(name, tuple(tensor.shape), tensor.dtype, jax.devices()[0])
 
     def forget(self, tensors: dict[str, Any]) -> None:
         """Have every engine convert ``tensors`` on its next use of them."""

@@ -97,6 +97,16 @@ def check_arithmetic(compute: Any, quantize: Any, runtime: str) -> None:
         raise ValueError(f"compute={compute!r} beside quantize={quantize!r}: leave one of the two out.")
 
 
+def check_mesh(mesh: Any, runtime: str) -> None:
+    """Raise ``ValueError`` for devices that ``runtime`` does not know; which they are the bridge looks up."""
+    if mesh is not None and runtime != "xla":
+        raise ValueError(f"mesh={mesh!r}: runtime={runtime!r} has no devices of JAX's; use runtime='xla'.")
+    if isinstance(mesh, str) and mesh != "auto":
+        raise ValueError(f'mesh={mesh!r}: name "auto" for all devices, or how many.')
+    if isinstance(mesh, int | float):
+        check_counts(mesh=mesh)
+
+
 def check_blocks(drafter: Any, **widths: Any) -> None:
     """Raise ``ValueError`` for a ``block_size`` or ``verify_width`` that needs a drafter where there is none.
 

@@ -49,6 +49,7 @@ def compile(
     matmul_precision: str = "highest",
     compute: str = "auto",
     quantize: str | None = None,
+    mesh: Any = None,
     cache: str = "static",
     page_size: int = 64,
     pool_pages: int | None = None,
@@ -79,6 +80,9 @@ def compile(
             (sums in float32); norms, softmax and positions stay as they are.
         quantize: "int8" keeps linear weights in 8 bits, a scale for each output row, and quantises rows as
             they come; on a CPU. The text is that of plain decoding in the same arithmetic.
+        mesh: the chips that share each weight (docs/slices.md): how many of JAX's devices, "auto" for all of
+            them, or a `jax.sharding.Mesh` with the one axis "model"; unset: where `jax_bridge.load` put the
+            target, else JAX's default device.
         cache: the target's: "static" (dense) or "paged", whose rows share pages as they grow.
         page_size: positions in a page, a multiple of 16.
         pool_pages: pages in all; unset: as many as a dense cache takes. With fewer, rows may have to wait for
@@ -144,9 +148,9 @@ def generate(
             ``output_logits``, ``output_logprobs`` or ``top_logprobs=K`` what `GenerateOutput` says of them.
         runtime: as in `compile`.
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
-            ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize`` and ``verify`` as in
-            `compile`; ``grammar``, a `Grammar` that the new tokens keep to, or a list of one or None a row;
-            ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
+            ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize``, ``mesh`` and ``verify``
+            as in `compile`; ``grammar``, a `Grammar` that the new tokens keep to, or a list of one or None a
+            row; ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
             ``generation_config`` or any field of one. Other arguments of transformers' are
             taken where they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 

@@ -8,28 +8,27 @@ of a round and for a prompt chunk. `jax_bridge.aot.report` holds the bytes of al
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.hlo import Program, read_aliases
 from jax_bridge.aot.passes import STEPS, feature_shape
+from jax_bridge.aot.shapes import on_slice, shape_at, slice_devices
+from jax_bridge.aot.topology import find_topology
 from jax_bridge.aot.traffic import hbm_traffic
-from jax_bridge.layout import row_major_format
 from jax_bridge.lower import lower_begin, tracing
+from jax_bridge.mesh.placement import OnMesh
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
 from torch_dflash.decode import Pair, RowRequests
@@ -150,26 +149,36 @@ def compile_step(
     chips: int = 1,
     prompt_rows: int | None = None,
 ) -> CompiledStep:
-    """Compile a step for one chip of a TPU topology.
+    """Compile a step for one chip of a TPU topology, or for several that share each weight.
 
     Args:
         model: from `abstract_pair`.
         step: a key of `jax_bridge.aot.passes.STEPS`.
         topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x2", "v6e:2x2".
-        chips: chips the program runs on; this version compiles for 1.
+        chips: the first so many of the topology; sizes of the result are of one of them.
         prompt_rows: of "prefill" alone, the rows R of the prompt chunk [B, R].
 
     Raises:
-        ModuleNotFoundError: libtpu is not installed. ValueError: more than one chip, no such topology, or
-        ``prompt_rows`` that no prompt is fed in.
+        ModuleNotFoundError: libtpu is not installed. ValueError: no such topology, fewer chips in it, a pair
+        that is not decoded on several, or ``prompt_rows`` that no prompt is fed in.
         jax.errors.JaxRuntimeError: the program does not fit the chip's HBM or VMEM.
     """
-    if chips != 1:
-        raise ValueError(f"chips={chips}: this version compiles for one chip; pass chips=1.")
+    function, args = STEPS[step](model.pair), _arguments(model, step, prompt_rows)
     with tracing(model.pair.plan.matmul_precision):
-        return compile_function(
-            STEPS[step](model.pair), *_arguments(model, step, prompt_rows), topology=topology
-        )
+        if chips == 1:
+            return compile_function(function, *args, topology=topology)
+        place = place_of(model, topology, chips)
+        return compile_placed(place.step(function), *on_slice(place, *args))
+
+
+def place_of(model: AbstractPair, topology: str, chips: int) -> OnMesh:
+    """The first ``chips``, several, of a topology as a pair is spread over them.
+
+    Raises: as `compile_step`.
+    """
+    place = OnMesh.of(model.pair, model.pair.plan, slice_devices(topology, chips))
+    assert place is not None
+    return place
 
 
 def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: str) -> CompiledStep:
@@ -180,14 +189,13 @@ def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: s
     """
     mesh = Mesh(np.array(find_topology(topology).devices[:1]), ("chip",))
     everywhere = NamedSharding(mesh, PartitionSpec())
+    weights = jax.tree.map(partial(shape_at, place=everywhere, by_rows=True), params)
+    return compile_placed(step, weights, *jax.tree.map(partial(shape_at, place=everywhere), (state, *more)))
 
-    def put(leaf: Any, place: Any = everywhere) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
-    def put_weight(leaf: Any) -> jax.ShapeDtypeStruct:
-        return put(leaf, row_major_format(everywhere)) if len(leaf.shape) == 2 else put(leaf)
-
-    args = jax.tree.map(put_weight, params), *jax.tree.map(put, (state, *more))
+def compile_placed(step: Any, params: Any, state: Any, *more: Any) -> CompiledStep:
+    """`compile_function` for the chips on which the arguments, shapes with shardings, lie."""
+    args = params, state, *more
     lowered = _jit(step).trace(*args).lower(lowering_platforms=("tpu",))
     started = time.perf_counter()
     with warnings.catch_warnings():
@@ -251,29 +259,6 @@ def _prompt_chunk(plan: DecodePlan, rows: int | None) -> PromptChunk:
             f"and here at most {plan.slots}; pass one, such as 256."
         )
     return jax.tree.map(_shape, idle_chunk(plan, rows))
-
-
-@lru_cache
-def find_topology(name: str) -> Any:
-    """What libtpu knows of a topology; one object per name and process, for those of two never compare equal.
-
-    Raises:
-        ModuleNotFoundError: libtpu is not installed. ValueError: it knows no such topology.
-    """
-    if find_spec("libtpu") is None:
-        raise ModuleNotFoundError(
-            "libtpu is not installed, and it is the TPU compiler: pip install 'torch-dflash[tpu]'. "
-            "export_round works without it."
-        )
-    # libtpu locks the chips it expects to drive, so a second process that only compiles would abort.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name)
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(
-            f"topology={name!r}: {' '.join(str(error).split())[:200]}; name a generation and its shape, such "
-            "as v5p:2x2x1, v5e:2x2 or v6e:2x2."
-        ) from None
 
 
 def _paths(tree: Any) -> list[str]:

@@ -69,10 +69,21 @@ class Floor:
         return self.verify + self.draft
 
 
-def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
+class Shares(NamedTuple):
+    """Over how many chips the K/V heads of target and drafter are spread."""
+
+    target: int = 1
+    drafter: int = 1
+
+
+ALONE = Shares()
+
+
+def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -> Floor:
     """The floor of ``pair``'s passes with ``context`` committed tokens in every row.
 
     Of a mixture of experts, as many experts count as the rows can be routed to: ``B * M * k``, at most all.
+    Of one chip of a slice, ``params`` are its parts, and all experts it has count.
     """
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
@@ -80,12 +91,12 @@ def floor_of(pair: Pair, params: Shapes, context: int) -> Floor:
     drafter = [size for name, size in weights.items() if name.startswith("proposer.") and name not in tables]
     cost = pair.proposer.cost(plan, context)
     return Floor(
-        verify=_target_bytes(pair, params, context, plan.verify_width),
+        verify=_target_bytes(pair, params, context, plan.verify_width, shares.target),
         draft=sum(drafter)
         + weights[head] * (bool(drafter) and not _own_head(pair))
-        + plan.batch_size * params[head].dtype.itemsize * cost.cached,
-        verify_attention_flops=_attention_flops(plan, pair.target, context),
-        draft_attention_flops=cost.flops,
+        + plan.batch_size * params[head].dtype.itemsize * cost.cached // shares.drafter,
+        verify_attention_flops=_attention_flops(plan, pair.target, context) // shares.target,
+        draft_attention_flops=cost.flops // shares.drafter,
     )
 
 
@@ -120,7 +131,7 @@ def _names(pair: Pair) -> dict[int, str]:
     return {id(weight): name for name, weight in pair.named_parameters()}
 
 
-def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int) -> int:
+def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: int = 1) -> int:
     """Weights and cached K/V that the target reads for ``rows`` per sequence, the last at ``context``."""
     batch, target, names = pair.plan.batch_size, pair.target, _names(pair)
     embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
@@ -136,7 +147,7 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int) -> int:
     cached = sum(
         (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, rows) for spec in target.specs
     )
-    return sum(reads.values()) + batch * params[names[id(embedding.weight)]].dtype.itemsize * cached
+    return sum(reads.values()) + batch * params[names[id(embedding.weight)]].dtype.itemsize * cached // shares
 
 
 def _seen(context: int, window: int | None, rows: int) -> int:

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from jax_bridge._torchax import call_torch
-from jax_bridge.lower import lower_prefill, lower_rounds
+from jax_bridge.lower import lower, lower_prefill, lower_rounds
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.ops.windows import read_rows, write_rows
@@ -48,10 +47,10 @@ def _draft(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeSta
 
 STEPS: dict[str, Callable[[Pair], Callable]] = {
     "prefill": lower_prefill,
-    "round": lambda pair: partial(call_torch, partial(decode_round, pair)),
+    "round": lambda pair: lower(partial(decode_round, pair)),
     "chunk": lower_rounds,
-    "verify": lambda pair: partial(call_torch, partial(verify, pair)),
-    "draft": lambda pair: partial(call_torch, partial(draft, pair)),
+    "verify": lambda pair: lower(partial(verify, pair)),
+    "draft": lambda pair: lower(partial(draft, pair)),
 }
 """Functions of ``(params, state)``; the state is donated.
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 
-from jax_bridge.aot.compile import AbstractPair, CompiledStep, compile_step, find_topology
+from jax_bridge.aot.collectives import exchanges, least_seconds
+from jax_bridge.aot.compile import AbstractPair, CompiledStep, compile_step, find_topology, place_of
 from jax_bridge.aot.floor import Chip, chip_of, floor_of
 from jax_bridge.aot.hlo import Program, forbidden
+from jax_bridge.aot.shapes import floor_on_slice
 
 PASSES = ("verify", "draft", "round")
 
@@ -37,16 +39,18 @@ def report(
     context: int,
     topology: str = "v5p:2x2x1",
     passes: tuple[str, ...] = PASSES,
+    chips: int = 1,
     dump: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compile ``passes`` for one chip of ``topology`` and say what each moves, beside the least it could.
+    """Compile ``passes`` for chips of ``topology`` and say what each moves, beside the least it could.
 
     Args:
         model: from `abstract_pair`, of a capacity of ``context`` for figures of a full cache.
         context: committed tokens per row that the floor counts.
         topology: see `jax_bridge.aot.compile.compile_step`.
         passes: some of `PASSES`; the figures of the others are None.
+        chips: how many share each weight; all figures are of one of them.
         dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each. One that cannot be written is
             said and left out; the figures go on.
         say: called with a line before and after every compilation, which takes minutes for a large model.
@@ -59,12 +63,16 @@ def report(
     Raises:
         ModuleNotFoundError, ValueError: as `jax_bridge.aot.compile.compile_step`. CompileError: what it says.
     """
-    chip, floor = chip_of(topology), floor_of(model.pair, model.params, context)
+    chip = chip_of(topology)
+    if chips == 1:
+        floor = floor_of(model.pair, model.params, context)
+    else:
+        floor = floor_on_slice(model, place_of(model, topology, chips), context)
     steps: dict[str, CompiledStep] = {}
     for name in passes:
         say(f"compiling {name} for {topology} ...")
         try:
-            steps[name] = step = compile_step(model, name, topology=topology)
+            steps[name] = step = compile_step(model, name, topology=topology, chips=chips)
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(f"{name} for {topology}: {' '.join(str(error).split())[:400]}") from error
         say(f"  {step.compile_seconds:.1f} s, {step.traffic_bytes / 1e9:.3f} GB a run")
@@ -80,10 +88,12 @@ def report(
     main = next(name for name in ("round", *PASSES) if name in steps)
     return {
         "topology": topology,
+        "chips": chips,
         "libtpu": _libtpu(),
         **_summary(steps[main], attention[main], chip),
         **figures,
         "passes": {name: _summary(step, attention[name], chip) for name, step in steps.items()},
+        "exchanges": {name: _exchanged(step, topology, chips) for name, step in steps.items()},
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -116,6 +126,15 @@ def _summary(step: CompiledStep, attention: int, chip: Chip) -> dict[str, Any]:
         "flops": flops,
         "roofline_ms": round(1e3 * max(moving, computing), 4),
         "bound": "memory" if moving >= computing else "compute",
+    }
+
+
+def _exchanged(step: CompiledStep, topology: str, chips: int) -> dict[str, Any]:
+    found = exchanges(Program(step.hlo))
+    least = least_seconds(found, chips, topology)
+    return {
+        "collectives": [one._asdict() for one in found],
+        "least_ms": None if least is None else round(1e3 * least, 4),
     }
 
 

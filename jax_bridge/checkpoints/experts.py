@@ -39,8 +39,16 @@ class Stacked:
 
     def read(self) -> torch.Tensor:
         """A tensor of its own, filled expert by expert."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
-        for rows, expert in zip(whole, self.experts, strict=True):
+        return self._stacked(self.experts)
+
+    def read_part(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """A part of it; of experts that are no part of it nothing is read."""
+        first, *inside = index
+        return self._stacked(self.experts[first])[:, *inside]
+
+    def _stacked(self, experts: tuple[tuple[Stored, ...], ...]) -> torch.Tensor:
+        whole = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype)
+        for rows, expert in zip(whole, experts, strict=True):
             for piece, part in zip(rows.chunk(len(expert)), expert, strict=True):
                 piece.copy_(part.read())
         return whole

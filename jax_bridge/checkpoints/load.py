@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from jax_bridge.arrays import to_jax
@@ -18,7 +19,10 @@ from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import find_source, match, renamed
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Forms, keep
-from jax_bridge.mesh import check_mesh, sharding
+from jax_bridge.mesh.put import place, put
+from jax_bridge.mesh.refusals import check_family
+from jax_bridge.mesh.rules import heads_of, ways_of_target
+from jax_bridge.mesh.shape import devices_of, slice_mesh
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
@@ -66,18 +70,24 @@ class DeviceModel:
                 f"runtime={runtime!r}: this target was loaded as JAX arrays; pass runtime='xla', or load it "
                 "with AutoModelForCausalLM.from_pretrained."
             )
-        default = jax.devices()[0]
-        if self.mesh is not None and list(self.mesh.devices.flat) != [default]:
-            raise ValueError(
-                f"mesh: the target lies on {self.mesh.size} device(s) of its own, and decoding runs on JAX's "
-                f"default device alone ({default}); load it without a mesh."
-            )
         return self.arrays
+
+    def mesh_for(self, asked: Any) -> Mesh | None:
+        """The mesh that the arrays lie on, or ``ValueError`` where a call ``asked`` for another one."""
+        wanted = devices_of(asked)
+        own = None if self.mesh is None else list(self.mesh.devices.flat)
+        if asked is not None and wanted != own:
+            here = "JAX's default device" if own is None else f"{len(own)} devices"
+            raise ValueError(
+                f"mesh={asked!r}: the target was loaded on {here}; load it there, jb.load(..., mesh=...), or "
+                "leave mesh out."
+            )
+        return self.mesh
 
 
 def load(
     path_or_id: str | os.PathLike[str],
-    mesh: Mesh | None = None,
+    mesh: Any = None,
     dtype: torch.dtype | None = None,
     *,
     progress: bool | None = None,
@@ -91,9 +101,9 @@ def load(
 
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
-        mesh: spread the weights over its axis "model" (`jax_bridge.mesh`), replicated over all others;
-            unset: JAX's default device. Decoding over several devices is not built: such a model is refused
-            by `torch_dflash.compile`.
+        mesh: the devices that share each weight, as in `torch_dflash.compile`, which decodes on them: of each
+            tensor only their parts are read, and the host never holds a whole one. Unset: JAX's default
+            device.
         dtype: of the weights: float32, bfloat16 or float16; unset: the one config.json names, else as stored.
             Weights that the model class keeps in float32 stay so, and buffers such as rotary frequencies keep
             theirs.
@@ -104,12 +114,12 @@ def load(
     Raises:
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
         ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
-            missing, unexpected or of another shape, before any is read; or a mesh without the axis "model".
+            missing, unexpected or of another shape, before any is read; or a mesh without the axis "model",
+            or a kind of model that is not decoded on one.
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
-    if mesh is not None:
-        check_mesh(mesh)
+    devices = devices_of(mesh)
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
@@ -118,25 +128,47 @@ def load(
     stored = read_checkpoint(source, **hub)
     check_sizes(fields, stored, source)
     model = empty_model(source, dtype, **hub)
+    if devices is not None:
+        check_family(model.config)
+    mesh = None if devices is None else slice_mesh(devices, heads_of(model.config))
     parts = match(model, renamed(model, stored), source)
-    forms = Forms() if mesh is not None else Forms.of(model, model.get_output_embeddings())
+    keep_part = _on_device(model) if mesh is None else _on_mesh(model, mesh)
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
         for name, tensor in live.items():
-            place = _place(name, tuple(tensor.shape), mesh)
             for part in parts.get(name, ()):
                 if name not in arrays:
                     wanted = _dtype(model, name, part, tensor, dtype)
-                    form = forms.choose(name, tuple(tensor.shape), wanted, next(iter(place.device_set)))
-                    arrays[name] = keep(part.read(), form, wanted, place)
+                    arrays[name] = keep_part(name, part, wanted)
                 else:
                     _check_tied(parts[name][0], part)
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
-                arrays[name] = jax.device_put(to_jax(tensor), place)
+                arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
     return DeviceModel(model, arrays, mesh)
+
+
+def _on_device(model: Any) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
+    """What keeps a stored weight, whole, on JAX's default device."""
+    forms, device = Forms.of(model, model.get_output_embeddings()), jax.devices()[0]
+
+    def kept(name: str, part: Stored | Stacked, dtype: torch.dtype) -> Weight:
+        form = forms.choose(name, part.shape, dtype, device)
+        return keep(part.read(), form, dtype, SingleDeviceSharding(device))
+
+    return kept
+
+
+def _on_mesh(model: Any, mesh: Mesh) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
+    """What keeps a stored weight in parts, of which this process reads those of its devices."""
+    ways = ways_of_target(model, mesh)
+
+    def kept(name: str, part: Stored | Stacked, dtype: torch.dtype) -> Weight:
+        return place(lambda index: part.read_part(index).to(dtype), part.shape, ways[name])
+
+    return kept
 
 
 def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTrainedModel:
@@ -169,10 +201,6 @@ def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
             "checkpoint first."
         )
     return fields
-
-
-def _place(name: str, shape: tuple[int, ...], mesh: Mesh | None) -> Sharding:
-    return SingleDeviceSharding(jax.devices()[0]) if mesh is None else sharding(name, shape, mesh)
 
 
 def _dtype(

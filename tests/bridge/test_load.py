@@ -270,50 +270,6 @@ def test_an_id_of_the_hub_is_found_in_its_cache(tmp_path):
     assert done.stdout.split() == [str(len(weights_of(target))), "77"], (snapshot, done.stderr[-2000:])
 
 
-MESH = """
-import sys
-import jax, numpy as np
-import jax_bridge as jb, torch_dflash as td
-from jax_bridge.forms import unwrap
-folder = "FOLDER"
-mesh = jax.make_mesh((2, 2), ("data", "model"))
-spread, whole = jb.load(folder, mesh), jb.load(folder)
-cut = {}
-for name, array in unwrap(whole.arrays).items():
-    there = spread.arrays[name]
-    assert np.array_equal(np.asarray(there), np.asarray(array)), name
-    assert there.sharding.device_set == set(jax.devices()), name
-    cut[name] = list(there.sharding.spec)
-layer = {name.split("layers.0.")[1]: spec for name, spec in cut.items() if "layers.0." in name}
-for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-    assert layer.pop(part + ".weight") == ["model"], part
-for part in ("self_attn.o_proj", "mlp.down_proj"):
-    assert layer.pop(part + ".weight") == [None, "model"], part
-assert len(layer) == 2 and not any(layer.values()), layer
-# 97 ids do not divide over two devices.
-assert cut["lm_head.weight"] == cut["model.embed_tokens.weight"] == [], cut
-weight = spread.arrays["model.layers.0.mlp.up_proj.weight"]
-assert {shard.data.shape for shard in weight.addressable_shards} == {(24, 32)}
-try:
-    td.compile(spread, None)
-except ValueError as error:
-    assert "4 device(s)" in str(error) and "without a mesh" in str(error), error
-    one = jb.load(folder, jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",)))
-    ids = __import__("torch").tensor([[3, 4, 5]])
-    options = {"max_new_tokens": 4, "do_sample": False}
-    said = [td.generate(target, None, ids, **options).tolist() for target in (one, whole)]
-    assert said[0] == said[1]
-    print("checked")
-"""
-
-
-def test_a_mesh_cuts_weights_by_their_names(tmp_path):
-    save(make_target("llama"), tmp_path, shard="20KB")
-    flags = "--xla_force_host_platform_device_count=4"
-    done = python(MESH.replace("FOLDER", str(tmp_path)), XLA_FLAGS=flags)
-    assert done.stdout.strip() == "checked", done.stderr[-3000:]
-
-
 def test_the_names_say_which_arrays_are_turned(tmp_path):
     model = jb.load(save(make_target("llama"), tmp_path))
     transposed = {name for name, array in model.arrays.items() if isinstance(array, Transposed)}

@@ -62,7 +62,7 @@ def compiler(monkeypatch):
     """No libtpu; the steps that were asked for."""
     asked = []
 
-    def compile_step(model, step, *, topology):
+    def compile_step(model, step, *, topology, chips):
         asked.append((step, topology, model.pair.plan))
         return compiled()
 

@@ -50,6 +50,9 @@ def add_parser(commands) -> None:
     parser.add_argument(
         "--topology", default="v5p:2x2x1", help="generation and shape; one chip of it is used (%(default)s)"
     )
+    parser.add_argument(
+        "--mesh", type=int, default=1, metavar="N", help="chips of it that share each weight (%(default)s)"
+    )
     for name, short, letter, shown in (
         ("--block-size", "block", "W", "rows of the draft pass (the drafter's own)"),
         ("--verify-width", "verify", "M", "rows of the verify pass (the whole block)"),
@@ -139,6 +142,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
             context=arguments.context,
             topology=arguments.topology,
             passes=tuple(arguments.passes),
+            chips=arguments.mesh,
             dump=arguments.dump_hlo,
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
@@ -164,7 +168,9 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
-    counts = {name: getattr(arguments, name) for name in ("block", "verify", "context", "batch", "layers")}
+    counts = {
+        name: getattr(arguments, name) for name in ("block", "verify", "context", "batch", "layers", "mesh")
+    }
     try:
         check_counts(**counts)
     except ValueError as error:
@@ -187,8 +193,9 @@ def _check_context(context: int, target: Any) -> None:
 def _table(results: dict[str, Any], arguments: argparse.Namespace) -> str:
     """The figures to read, and what they mean."""
     shape = {name: results[name] for name in ("layers", "block", "verify", "context", "batch")}
+    chips = "one chip" if arguments.mesh == 1 else f"one of {arguments.mesh} chips that share each weight"
     lines = [
-        f"{results['target']} with {results['drafter']}, one chip of {results['topology']}",
+        f"{results['target']} with {results['drafter']}, {chips} of {results['topology']}",
         ", ".join(f"{name} {value}" for name, value in shape.items()) + f", cache {arguments.cache}",
         "",
         f"{'pass':8}{'GB':>9}{'floor GB':>10}{'ratio':>8}{'TFLOP':>8}{'roofline ms':>13}{'bound':>9}"
@@ -211,6 +218,21 @@ def _table(results: dict[str, Any], arguments: argparse.Namespace) -> str:
         + (f", but not {', '.join(lost)}" if lost else ", all of it"),
         f"collectives: {collectives}; forbidden: {', '.join(results['forbidden']) or 'none'}",
         "",
+        *(_exchanged(results) if arguments.mesh > 1 else []),
         MEANING,
     ]
     return "\n".join(lines)
+
+
+def _exchanged(results: dict[str, Any]) -> list[str]:
+    """What the chips exchange in each pass."""
+    lines = []
+    for name, found in results["exchanges"].items():
+        least = found["least_ms"]
+        took = "" if least is None else f", at least {least:.3f} ms by their bytes alone (an estimate)"
+        lines.append(f"{name} exchanges{took}:")
+        lines += [
+            f"{one['count']:>5} x {one['kind']:20}{one['shape']:24}{one['bytes'] / 1e6:>10.3f} MB each"
+            for one in found["collectives"]
+        ]
+    return [*lines, ""]

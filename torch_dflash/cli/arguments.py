@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.checks import CACHES, context_of
+from torch_dflash.checks import CACHES, check_mesh, context_of
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded
 from torch_dflash.engine.defaults import default_stop_ids, penalty_of
@@ -39,11 +39,12 @@ def add_call_options(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="never stop before --max-new-tokens")
     add("--dtype", choices=DTYPES, default="auto")
     add("--runtime", choices=("xla", "eager"), default="xla")
+    add("--mesh", type=number_or_word, metavar="N", help="chips that share each weight, or auto for all")
     add("--cache", choices=CACHES, default="static", help="of the target (default static)")
     add("--no-verify", dest="verify", action="store_false", help="decode a class that is not tested, unseen")
     add("--device", help="torch device of --runtime eager, such as cuda")
     add("--block-size", type=int, metavar="W", help="drafted block, the anchor included")
-    add("--verify-width", type=rows_or_auto, metavar="M", help="how much of the block is verified, or auto")
+    add("--verify-width", type=number_or_word, metavar="M", help="how much of the block is verified, or auto")
 
 
 def read_input(arguments: argparse.Namespace) -> bytes:
@@ -108,11 +109,15 @@ def check_call_options(arguments: argparse.Namespace) -> None:
                 "--temperature."
             )
     check_device(arguments)
+    try:
+        check_mesh(arguments.mesh, arguments.runtime)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
     template_options(arguments)
 
 
-def rows_or_auto(text: str) -> int | str:
-    """The value of ``--verify-width``, to be checked: a number, or a word such as "auto"."""
+def number_or_word(text: str) -> int | str:
+    """The value of ``--verify-width`` or ``--mesh``, to be checked: a number, or a word such as "auto"."""
     return int(text) if text.lstrip("-").isdecimal() else text
 
 

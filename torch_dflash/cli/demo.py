@@ -11,7 +11,7 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.checks import check_arithmetic, context_of
-from torch_dflash.cli.arguments import check_room, prompt_room, rows_or_auto
+from torch_dflash.cli.arguments import check_room, number_or_word, prompt_room
 from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, fail
@@ -43,7 +43,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--prompts", type=Path, default=Path("data/eval"), metavar="DIR")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument(
-        "--verify-width", type=rows_or_auto, default="auto", help="rows verified, or auto (default)"
+        "--verify-width", type=number_or_word, default="auto", help="rows verified, or auto (default)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the pair's weights")
     parser.add_argument("--quantize", choices=("int8",), help="keep linear weights in 8 bits")

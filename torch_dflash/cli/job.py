@@ -85,6 +85,7 @@ class Job:
                 processors=(*request.processors, *self.own_processors()),
                 outputs=request.told.outputs,
                 top_logprobs=request.told.top_logprobs,
+                mesh=asked.mesh,
                 cache=asked.cache,
                 verify=asked.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(length)),

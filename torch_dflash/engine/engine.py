@@ -25,7 +25,7 @@ from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.session import Session
 from torch_dflash.engine.told import check_top
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths
-from torch_dflash.plan import MIN_BUCKET, DecodePlan
+from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
@@ -33,7 +33,7 @@ from torch_dflash.runtime import EagerRuntime, Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.code import noting_writes
-from torch_dflash.target.weights import arrays_of, model_of
+from torch_dflash.target.weights import arrays_of, mesh_of, model_of
 
 
 class Engine:
@@ -65,7 +65,8 @@ class Engine:
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
-        self.runtime: Runtime = _make_runtime(options, self.pair, self.plan, self._widths, model.dtype)
+        mesh = mesh_of(target, options.mesh)
+        self.runtime: Runtime = _make_runtime(options, self.pair, self._widths, model.dtype, mesh)
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -253,13 +254,13 @@ def _put_new(streamer, progress: Progress, shown: int) -> int:
 
 
 def _make_runtime(
-    options: EngineOptions, pair: Pair, plan: DecodePlan, widths: Widths, dtype: torch.dtype
+    options: EngineOptions, pair: Pair, widths: Widths, dtype: torch.dtype, mesh: Any
 ) -> Runtime:
+    plan = pair.plan
     if options.runtime == "eager":
         return EagerRuntime(pair, plan)
     from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
 
     as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
-    return XlaRuntime(
-        pair, plan, options.compute, options.quantize, widths.widths, fewest_rows=1 if as_it_is else 2
-    )
+    fewest = 1 if as_it_is else 2
+    return XlaRuntime(pair, plan, options.compute, options.quantize, widths.widths, fewest, mesh)

@@ -10,6 +10,7 @@ from torch_dflash.checks import (
     check_cache,
     check_counts,
     check_flag,
+    check_mesh,
     check_precision,
     check_runtime,
     check_width,
@@ -53,6 +54,7 @@ class EngineOptions:
     matmul_precision: str = _of_a_call("highest")
     compute: str = _of_a_call("auto")
     quantize: str | None = _of_a_call(None)
+    mesh: Any = _of_a_call(None)
     cache: str = _of_a_call("static")
     page_size: int = _of_a_call(64)
     pool_pages: int | None = None
@@ -73,6 +75,7 @@ class EngineOptions:
         check_outputs(self.outputs, self.top_logprobs)
         self._check_host()
         check_arithmetic(self.compute, self.quantize, self.runtime)
+        check_mesh(self.mesh, self.runtime)
         if self.prefill_chunk_size != bucket(self.prefill_chunk_size):
             raise ValueError(
                 f"prefill_chunk_size={self.prefill_chunk_size}: must be a power of two of at least 16."

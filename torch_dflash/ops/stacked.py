@@ -1,4 +1,4 @@
-"""The product of a stack of linear layers, such as experts are."""
+"""Products of a stack of linear layers, such as experts are, and their sum."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def stacked_linear(
     `jax_bridge.products` computes a row alone as it does beside others.
     """
     return torch.bmm(rows, stack if transposed else stack.transpose(1, 2))
+
+
+@lowerable
+def stacked_sum(stack: Float[Tensor, "experts R H"], dtype: torch.dtype) -> Float[Tensor, "R H"]:
+    """The sum over the stack, rounded once to ``dtype``."""
+    return stack.sum(dim=0).to(dtype)

@@ -44,6 +44,13 @@ class Stored:
         with safe_open(self.file, "pt") as opened:
             return opened.get_tensor(self.name)
 
+    def read_part(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """A part of it, a slice of each axis; nothing else of the file is read."""
+        if not self.shape:
+            return self.read()
+        with safe_open(self.file, "pt") as opened:
+            return opened.get_slice(self.name)[index]
+
 
 def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> list[Path]:
     """The checkpoint's safetensors files; those of a hub id are fetched if they are not there.

@@ -7,6 +7,9 @@ cutting the whole stack of experts into slices: several times the experts' own b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,11 +17,24 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from torch_dflash.ops.stacked import stacked_linear
+from torch_dflash.ops.stacked import stacked_linear, stacked_sum
 
 EXPERTS = "static_experts"
 ONE_BY_ONE = 16
 """(Row, expert) pairs up to which each reads its own expert: fewer bytes than all experts have."""
+
+
+_together: ContextVar[bool] = ContextVar("together", default=False)
+
+
+@contextmanager
+def all_together() -> Iterator[None]:
+    """While open, no expert is read on its own: where they lie on several chips, one would have to move."""
+    token = _together.set(True)
+    try:
+        yield
+    finally:
+        _together.reset(token)
 
 
 def static_experts(
@@ -37,7 +53,8 @@ def static_experts(
     sum rounded otherwise decides near-ties of the next router, and with them tokens.
     """
     pairs = top_k_index.numel()
-    mix = _one_by_one if pairs <= min(ONE_BY_ONE, module.num_experts - 1) else _all_at_once
+    few = pairs <= min(ONE_BY_ONE, module.num_experts - 1) and not _together.get()
+    mix = _one_by_one if few else _all_at_once
     return mix(module, hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
@@ -47,7 +64,7 @@ def _all_at_once(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> T
     share = torch.where(hit, weights[:, :, None].float(), 0).sum(dim=1).T[:, :, None]  # [experts, R, 1]
     out = _apply(module, rows.expand(module.num_experts, -1, -1), lambda stack: stack).float()
     # An expert that was not asked may overflow on a row of another's: zero times that would be NaN.
-    return torch.where(hit.any(dim=1).T[:, :, None], out * share, 0).sum(dim=0)
+    return stacked_sum(torch.where(hit.any(dim=1).T[:, :, None], out * share, 0), rows.dtype)
 
 
 def _one_by_one(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:

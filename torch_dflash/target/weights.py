@@ -28,6 +28,14 @@ class LoadedTarget(Protocol):
         """
         ...
 
+    def mesh_for(self, asked: Any) -> Any:
+        """The mesh to decode on, where a call ``asked`` for one or for none (None).
+
+        Raises:
+            ValueError: the weights lie elsewhere.
+        """
+        ...
+
 
 def model_of(target: Any) -> Any:
     """The transformers model that ``target`` is or stands for."""
@@ -41,6 +49,17 @@ def arrays_of(target: Any, runtime: str) -> Mapping[str, Any] | None:
         ValueError: ``runtime`` cannot decode with them.
     """
     return target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
+
+
+def mesh_of(target: Any, asked: Any) -> Any:
+    """The devices to decode on: those that were ``asked`` for, else those on which a loaded target lies.
+
+    Raises:
+        ValueError: it lies on others than were asked for.
+    """
+    if not isinstance(target, LoadedTarget):
+        return asked
+    return target.mesh_for(asked)
 
 
 def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""The slice that is being traced for, and functions that run on each chip's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_bridge.mesh.shape import ALL, KV
+from torch_dflash.target.experts import all_together
+
+P = PartitionSpec
+WHOLE = P()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What the operations of a pair have to know of the chips it is cut over.
+
+    Args:
+        mesh: of `jax_bridge.mesh.shape.slice_mesh`.
+        groups: counts of K/V heads whose caches are cut.
+        vocabularies: sizes of the logits that are cut.
+    """
+
+    mesh: Mesh
+    groups: frozenset[int]
+    vocabularies: frozenset[int]
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """While open, operations are traced for this slice."""
+        token = _current.set(self)
+        try:
+            with all_together():
+                yield
+        finally:
+            _current.reset(token)
+
+    def heads(self, queries: int, groups: int) -> tuple[PartitionSpec, PartitionSpec]:
+        """How arrays [B, heads, ...] of query heads and of K/V heads lie."""
+        return (P(None, ALL), P(None, KV)) if groups in self.groups else (WHOLE, WHOLE)
+
+    def on_parts(self, function: Callable, given: Any, made: Any) -> Callable:
+        """``function`` on each chip's part of its arguments; ``given``, ``made``: specs of both."""
+
+        def local(*parts: Any) -> Any:
+            token = _current.set(None)  # what a chip does with its part is not cut again
+            try:
+                return function(*parts)
+            finally:
+                _current.reset(token)
+
+        return jax.shard_map(local, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)
+
+
+_current: ContextVar[Slice | None] = ContextVar("slice", default=None)
+
+
+def current() -> Slice | None:
+    """The slice that is being traced for; None on one device, and inside of a chip's part."""
+    return _current.get()

@@ -1,0 +1,65 @@
+"""Attention and row writes on a slice: each chip has whole heads, and runs the one-chip form on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jax_bridge.mesh.current import WHOLE, P, Slice
+from jax_bridge.mesh.shape import ALL
+from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.block_attention import Past
+from torch_dflash.ops.paged_attention import Pages
+
+
+def paged_on_slice(own: Slice, attend: Callable, inputs: Any, pages: Any) -> Any:
+    """`attend(inputs, pages)` of `torch_dflash.ops.paged_attention`."""
+    arrays, given, made = _split(own, inputs)
+
+    def local(arrays: tuple, pool: Any, table: Any) -> Any:
+        return attend(_joined(inputs, arrays), Pages(pool, table))
+
+    groups = given[1]
+    return own.on_parts(local, (given, groups, WHOLE), (made, groups))(arrays, *pages)
+
+
+def block_on_slice(own: Slice, attend: Callable, inputs: Any, past: Any) -> Any:
+    """`attend(inputs, past)` of `torch_dflash.ops.block_attention`."""
+    arrays, given, made = _split(own, inputs)
+
+    def local(arrays: tuple, *past: Any) -> Any:
+        return attend(_joined(inputs, arrays), Past(*past))
+
+    return own.on_parts(local, (given, given[1], given[1], WHOLE), made)(arrays, *past)
+
+
+def dense_on_slice(own: Slice, attend: Callable, arrays: tuple, key: Any, value: Any, mask: Any) -> Any:
+    """`attend` of `jax_bridge.ops.dense_attention_jax`: ``arrays`` are query, key, value, start, sinks."""
+    given, made = _specs(own, arrays[0].shape[1], arrays[1].shape[1])
+    return own.on_parts(attend, (given, given[1], given[1], WHOLE), made)(arrays, key, value, mask)
+
+
+def write_on_slice(own: Slice, write: Callable, buffer: Any, rows: Any, start: Any, count: Any) -> Any:
+    """`write` of `torch_dflash.ops.windows.write_rows`: into caches head by head, else as on one chip."""
+    spec = own.heads(0, buffer.shape[1])[1] if buffer.ndim == 4 else WHOLE
+    return own.on_parts(write, (spec, spec, WHOLE, WHOLE), spec)(buffer, rows, start, count)
+
+
+def _specs(own: Slice, queries: int, groups: int) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
+    """Of (query, key, value, start, sinks), and of the output [B, M, Q, Dv]."""
+    query, group = own.heads(queries, groups)
+    cut = query != WHOLE
+    return (query, group, group, WHOLE, P(ALL) if cut else WHOLE), P(None, None, ALL) if cut else WHOLE
+
+
+def _split(own: Slice, inputs: Any) -> tuple[tuple, tuple[PartitionSpec, ...], PartitionSpec]:
+    """The arrays of `AttentionInputs`, their specs, and the output's."""
+    arrays = inputs.query, inputs.key, inputs.value, inputs.start, inputs.sinks
+    return arrays, *_specs(own, inputs.query.shape[1], inputs.key.shape[1])
+
+
+def _joined(inputs: Any, arrays: tuple) -> AttentionInputs:
+    names = ("query", "key", "value", "start", "sinks")
+    return AttentionInputs(*inputs)._replace(**dict(zip(names, arrays, strict=True)))

@@ -1,0 +1,84 @@
+"""Products of weights that are cut: what is exchanged is written out.
+
+Left to XLA's partitioner the products of 16 rows come out the same, but of 64 rows it gathers weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jax_bridge.forms import dot
+from jax_bridge.mesh.current import Slice
+from jax_bridge.mesh.cut import GATHER, ROW, Cut
+from jax_bridge.mesh.shape import ALL
+from jax_bridge.products import linear_jax, stacked_linear_jax
+
+P = PartitionSpec
+
+
+def cut_linear(
+    rows: Float[Array, "... in"], weight: Cut, bias: Array | None = None
+) -> Float[Array, "... out"]:
+    """`jax_bridge.products.linear_jax` of a weight in parts.
+
+    Sums over chips are made in float32 and rounded once, as one chip's are: a text hangs on them.
+    """
+    way, before = weight.way, [None] * (rows.ndim - 1)
+    if way.kind == ROW:
+        sums = _map(_row, way, (P(*before, way.spec[1]), way.spec), P())(rows, weight.array)
+        return _rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
+    axes = way.spec[0]
+
+    def local(rows: Array, part: Array, bias: Array | None) -> Array:
+        out = linear_jax(rows, part, bias)
+        return jax.lax.all_gather(out, axes, axis=out.ndim - 1, tiled=True) if way.kind == GATHER else out
+
+    made = P() if way.kind == GATHER else P(*before, axes)
+    return _map(local, way, (P(), way.spec, P(axes)), made)(rows, weight.array, bias)
+
+
+def cut_stacked_linear(
+    rows: Float[Array, "experts R in"], stack: Cut, *, transposed: bool
+) -> Float[Array, "experts R out"]:
+    """`torch_dflash.ops.stacked.stacked_linear`, each chip with its experts."""
+
+    def local(rows: Array, part: Array) -> Array:
+        return stacked_linear_jax(rows, part, transposed=transposed)
+
+    spec = stack.way.spec
+    return _map(local, stack.way, (spec, spec), spec)(rows, stack.array)
+
+
+def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) -> Float[Array, "R H"]:
+    """`torch_dflash.ops.stacked.stacked_sum`: of each chip's experts, then of all chips."""
+
+    def local(part: Array) -> Array:
+        return jax.lax.psum(part.sum(axis=0), ALL)
+
+    return _rounded(own.on_parts(local, (P(ALL),), P())(stack), dtype)
+
+
+def _rounded(sums: Array, dtype: Any) -> Array:
+    """Sums of float32 in ``dtype``.
+
+    XLA moves a cast before the sum: each chip's summand would be rounded, and the order of a ring, which
+    hangs on the number of rows, would show. What it cannot move does the same first.
+    """
+    if dtype == jnp.bfloat16:
+        sums = jax.lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)
+    return sums.astype(dtype)
+
+
+def _row(rows: Array, part: Array) -> Array:
+    """This chip's summands, summed over all chips."""
+    sums = dot(rows.reshape(-1, rows.shape[-1]), part, jnp.promote_types(rows.dtype, jnp.float32))
+    return jax.lax.psum(sums, ALL).reshape(*rows.shape[:-1], part.shape[0])
+
+
+def _map(local: Any, way: Any, given: tuple, made: PartitionSpec) -> Any:
+    return jax.shard_map(local, mesh=way.mesh, in_specs=given, out_specs=made, check_vma=False)

@@ -1,0 +1,48 @@
+"""Host values on a mesh: each process gives the parts that its devices hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_bridge.arrays import to_numpy
+from jax_bridge.layout import row_major
+from jax_bridge.mesh.cut import Cut, Way
+
+Index = tuple[slice, ...]
+
+
+def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], way: Way) -> Any:
+    """A weight on its mesh, in its form; `read` gives a part by its index and is asked once for each."""
+    parts: dict[Any, np.ndarray] = {}
+
+    def part(index: Index | None) -> np.ndarray:
+        index = index or ()
+        key = tuple((one.start, one.stop) for one in index)
+        if key not in parts:
+            parts[key] = to_numpy(read(index))
+        return parts[key]
+
+    array = jax.make_array_from_callback(shape, way.place, part).block_until_ready()
+    array = row_major(array)
+    return array if way.kind is None else Cut(array, way)
+
+
+def put(tree: Any, mesh: Mesh) -> Any:
+    """Torch tensors and numpy arrays of ``tree`` on every device of ``mesh``, in memory that JAX owns."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: put_leaf(leaf, everywhere), tree)
+
+
+def put_leaf(leaf: Any, where: NamedSharding) -> Any:
+    """One leaf of a state or of a request; it may be donated."""
+    if isinstance(leaf, jax.Array) and leaf.sharding == where:
+        return leaf
+    host = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+    array = jax.make_array_from_callback(host.shape, where, lambda index: host[index or ()])
+    return jax.device_put(array, where, may_alias=False)

@@ -1,0 +1,86 @@
+"""What is not decoded on a mesh, by its name: it was not tried there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_bridge.mesh.rules import heads_of
+from torch_dflash.decode import Pair
+from torch_dflash.engine.rules import KINDS
+from torch_dflash.plan import DecodePlan
+from torch_dflash.processors.grammars import GrammarMatcher
+from torch_dflash.proposers import DFlashProposer, NGramProposer, PlainProposer
+
+FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Kinds of targets (``model_type``) whose text on a mesh was held against one device's."""
+DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer)
+# Fields of a drafter's config that bring parts which were not tried in pieces, and what is off.
+PARTS = {
+    "own_embedding": False,
+    "own_head": False,
+    "mask_embedding": False,
+    "markov_rank": 0,
+    "attention_sink_bias": False,
+    "gating": None,
+}
+ALONE = "decode on one device (leave mesh out)"
+
+
+def check_pair_on_mesh(
+    pair: Pair, plan: DecodePlan, compute: str = "auto", quantize: str | None = None
+) -> None:
+    """Raise ``ValueError`` for whatever is not decoded on a mesh."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"mesh: JAX runs in {jax.process_count()} processes; a mesh is of one process's devices."
+        )
+    if (compute, quantize) != ("auto", None):
+        raise ValueError(
+            f"compute={compute!r}, quantize={quantize!r} with a mesh: {ALONE}, or leave them out."
+        )
+    check_target_on_mesh(pair.target)
+    _check_proposer(pair.proposer)
+    known = {type(kind) for kind in KINDS.values()} - {GrammarMatcher}  # which asks the host
+    for processor in plan.processors:
+        if type(processor) not in known:
+            raise ValueError(
+                f"processors holds {type(processor).__name__}, which was not tried on a mesh; {ALONE}."
+            )
+
+
+def check_target_on_mesh(target: Any) -> None:
+    """Raise ``ValueError`` for a `torch_dflash.target.adapter.Target` of a kind that was not tried."""
+    config = target.config
+    check_family(config)
+    groups = heads_of(config).groups
+    for at, spec in enumerate(target.specs):
+        if spec.kind != "attention" or spec.heads != groups:
+            raise ValueError(
+                f"layer {at} of the target caches {spec.heads} heads of kind {spec.kind!r}, and its config "
+                f"names {groups} K/V heads: on a mesh all layers must be alike; {ALONE}."
+            )
+
+
+def check_family(config: Any) -> None:
+    """Raise ``ValueError`` for a config of a kind that was not tried."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type={config.model_type!r} with a mesh: its layers were not tried in pieces, which "
+            f"{', '.join(FAMILIES)} were; {ALONE}."
+        )
+
+
+def _check_proposer(proposer: Any) -> None:
+    if type(proposer) not in DRAFTERS:
+        raise ValueError(
+            f"drafter={type(proposer).__name__} with a mesh: it was not tried in pieces; {ALONE}."
+        )
+    config = getattr(getattr(proposer, "drafter", None), "config", None)
+    for name, off in PARTS.items():
+        value = getattr(config, name, off)
+        if value != off:
+            raise ValueError(
+                f"{name}={value!r} of the drafter with a mesh: it was not tried in pieces; {ALONE}."
+            )

@@ -1,0 +1,134 @@
+"""Which weight of a pair lies where: transformers' plans where they are right, ours where none is.
+
+Left out of its plans: norms that they copy only for gradients, and cuts inside of experts, for which each
+chip would have to sum every expert's outputs. Experts are spread whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import Mesh, PartitionSpec
+from torch import nn
+
+from jax_bridge.mesh.current import Slice
+from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW, Way
+from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut
+
+P = PartitionSpec
+OURS = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+"""Of models without a plan: GPT-OSS has none for its layers, drafters have none at all."""
+_GROUPED = re.compile(r"\.(k_proj|v_proj)\.")
+_ATTENTION = re.compile(r"\.self_attn\.")
+
+
+def heads_of(config: Any) -> Heads:
+    """Of a model by its config."""
+    text = config.get_text_config()
+    queries = text.num_attention_heads
+    return Heads(queries, getattr(text, "num_key_value_heads", None) or queries)
+
+
+def ways_of_target(model: Any, mesh: Mesh) -> dict[str, Way]:
+    """Of every parameter and buffer of a causal LM, by its name; tied ones once."""
+    config, prefix = model.config.get_text_config(), f"{model.base_model_prefix}."
+    plan = OURS | _understood(getattr(config, "base_model_tp_plan", None))
+    experts = set(getattr(config, "base_model_ep_plan", None) or {})
+    tables = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    return _ways(model, prefix, plan, experts, tables, heads_of(config), mesh)
+
+
+def ways_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Way]:
+    """Of every parameter and buffer of a DFlash drafter, by its name."""
+    tables = set()
+    for module in drafter.modules():
+        tables |= {id(getattr(module, name)) for name in getattr(module, "lookups", ())}
+        tables |= {id(module.weight)} if isinstance(module, nn.Embedding) else set()
+    plan = OURS | {"fc": "gather"}
+    return _ways(drafter, "", plan, set(), tables, heads_of(drafter.config), mesh)
+
+
+def ways_of(pair: Any, mesh: Mesh) -> dict[str, Way]:
+    """Of all weights of a pair."""
+    found = _prefixed("target.model.", ways_of_target(pair.target.model, mesh))
+    drafter = getattr(pair.proposer, "drafter", None)
+    if drafter is not None:
+        found |= _prefixed("proposer.drafter.", ways_of_drafter(drafter, mesh))
+    rest = [*pair.named_parameters(), *pair.named_buffers()]
+    return {name: Way(mesh) for name, _ in rest} | found
+
+
+def slice_of(pair: Any, mesh: Mesh) -> Slice:
+    """What the pair's operations have to know of the mesh."""
+    drafter = getattr(pair.proposer, "drafter", None)
+    configs = [pair.target.config, *([] if drafter is None else [drafter.config])]
+    heads = [heads_of(config) for config in configs]
+    whole = {own.groups for own in heads if not are_cut(own, mesh)}
+    rows = {pair.target.model.get_output_embeddings().weight.shape[0]}
+    return Slice(
+        mesh,
+        frozenset(own.groups for own in heads if own.groups not in whole),
+        frozenset(size for size in rows if size % mesh.size == 0),
+    )
+
+
+def _ways(
+    model: nn.Module,
+    prefix: str,
+    plan: dict[str, str],
+    experts: set[str],
+    tables: set[int],
+    heads: Heads,
+    mesh: Mesh,
+) -> dict[str, Way]:
+    cut, size, found = are_cut(heads, mesh), mesh.size, {}
+    for name, weight in model.named_parameters():
+        inner = re.sub(r"\.\d+\.", ".*.", name.removeprefix(prefix))
+        layer, _, last = inner.rpartition(".")
+        style = plan.get(layer)
+        first = P(KV) if _GROUPED.search(inner) else P(ALL)
+        whole = bool(_ATTENTION.search(inner)) and not cut
+        if id(weight) in tables:
+            way = Way(mesh, P(ALL), COLUMN)
+        elif whole:
+            way = Way(mesh)
+        elif inner in experts:
+            way = Way(mesh, P(ALL), EXPERTS if weight.ndim == 3 else None)
+        elif last == "sinks" or last == "attention_sink_bias":
+            way = Way(mesh, P(ALL))
+        elif style in ("colwise", "gather"):
+            kind = GATHER if style == "gather" else COLUMN
+            way = Way(mesh, first, kind if weight.ndim == 2 else None)
+        elif style == "rowwise" and last == "weight":
+            way = Way(mesh, P(None, ALL), ROW)
+        else:
+            way = Way(mesh)
+        found[name] = way if _divides(weight.shape, way, size) else Way(mesh)
+    return found | {name: Way(mesh) for name, _ in model.named_buffers()}
+
+
+def _divides(shape: tuple[int, ...], way: Way, size: int) -> bool:
+    """Whether the cut axis divides evenly; K/V heads do where they are cut."""
+    return all(axes is None or axes == KV or length % size == 0 for length, axes in _axes(shape, way))
+
+
+def _axes(shape: tuple[int, ...], way: Way) -> Iterator[tuple[int, Any]]:
+    return zip(shape, way.spec, strict=False)
+
+
+def _understood(plan: dict[str, str] | None) -> dict[str, str]:
+    return {name: style for name, style in (plan or {}).items() if style in ("colwise", "rowwise")}
+
+
+def _prefixed(prefix: str, ways: dict[str, Way]) -> dict[str, Way]:
+    return {prefix + name: way for name, way in ways.items()}

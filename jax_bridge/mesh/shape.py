@@ -1,0 +1,82 @@
+"""The mesh that a pair decodes on: K/V heads along one axis, copies of them along the other.
+
+Query heads lie group by group. Cut over both axes they stand beside their own K/V head, so that attention
+exchanges nothing. With fewer K/V heads than chips each head has as many copies as it takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from torch_dflash.checks import is_count
+
+KV, COPIES = "kv", "rep"
+ALL = (KV, COPIES)
+"""Axes of what is cut over every chip; `KV` alone: K/V heads."""
+AXIS = "model"
+
+
+class Heads(NamedTuple):
+    """Attention heads of a model's layers: ``queries`` Q and ``groups`` G, its K/V heads."""
+
+    queries: int
+    groups: int
+
+
+def devices_of(mesh: Any) -> list[Any] | None:
+    """The devices that ``mesh`` names; None: JAX's default device alone.
+
+    Args:
+        mesh: a `jax.sharding.Mesh` with the one axis "model", how many of JAX's devices, "auto" for all of
+            them, or None.
+
+    Raises:
+        TypeError, ValueError: it is none of these, or asks for devices that are not there.
+    """
+    if mesh is None:
+        return None
+    known = jax.devices()
+    if isinstance(mesh, Mesh):
+        devices = _of_a_mesh(mesh)
+    elif mesh == "auto":
+        devices = known
+    elif is_count(mesh) and mesh >= 1:
+        if mesh > len(known):
+            raise ValueError(f"mesh={mesh}: JAX has {len(known)} device(s) here; ask for at most so many.")
+        devices = known[:mesh]
+    else:
+        raise TypeError(
+            f'mesh={mesh!r}: pass a jax.sharding.Mesh with an axis {AXIS!r}, a number of devices, or "auto".'
+        )
+    return None if devices == known[:1] else devices
+
+
+def _of_a_mesh(mesh: Mesh) -> list[Any]:
+    if mesh.axis_names not in ((AXIS,), ALL):
+        raise ValueError(
+            f"mesh has the axes {mesh.axis_names}: it must have one, called {AXIS!r}; batches are not spread "
+            "over devices."
+        )
+    return list(mesh.devices.flat)
+
+
+def slice_mesh(devices: list[Any], heads: Heads) -> Mesh:
+    """The mesh of ``devices`` for a target with these heads.
+
+    Where heads do not divide evenly its attention is whole on every chip, and the axis `KV` has one entry.
+    """
+    size = len(devices)
+    even = heads.queries % size == 0 and (heads.groups % size == 0 or size % heads.groups == 0)
+    kv = min(size, heads.groups) if even else 1
+    return Mesh(np.array(devices).reshape(kv, size // kv), ALL)
+
+
+def are_cut(heads: Heads, mesh: Mesh) -> bool:
+    """Whether attention with these heads is cut: each chip then has whole heads, and its queries' own."""
+    kv, copies = mesh.shape[KV], mesh.shape[COPIES]
+    whole = heads.queries % mesh.size == 0 and heads.groups % kv == 0
+    return whole and (copies == 1 or heads.groups == kv)

@@ -1,0 +1,157 @@
+"""Pairs on four CPU devices beside the same pairs on one. Run as a module, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from support import ROOT
+from support.families import MORE
+from support.tiny import BASE, FAMILIES, correlate, make_drafter, randomise
+from torch_dflash.proposers import NGramProposer
+
+FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+VOCAB = 100
+"""Ids that divide over four devices."""
+TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
+FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 2}
+HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR), "whole": (SIX, SIX)}
+"""Of target and drafter: two K/V heads, each on two devices; four, one each; some that stay whole."""
+PICKS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
+    "filters": {"do_sample": True, "temperature": 0.9, "top_k": 7, "top_p": 0.9},
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "v1": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+    "dflash2": {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8},
+}
+OTHERS = {"plain": None, "ngram": NGramProposer(4)}
+
+
+class Case(NamedTuple):
+    """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and what drafts.
+
+    ``compiled``, ``asked``: further options of the engine and of each call. ``runtime``: of the one device.
+    """
+
+    family: str
+    cache: str
+    chips: str
+    pick: str
+    drafter: str
+    compiled: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    break_by: str = ""
+    runtime: str = "xla"
+
+
+def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
+    """A pair whose sizes divide over four devices, of two layers each."""
+    cls, config, extra = (FAMILIES | MORE)[family]
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **HEADS[chips][0]}
+    target = randomise(cls(config(**(BASE | extra | sizes))), 0)
+    head_dim = {"head_dim": 16}
+    sizes = {"vocab_size": VOCAB, "target_layer_ids": [0, 1], "block_size": 4, **HEADS[chips][1], **head_dim}
+    if drafter in OTHERS:
+        return target, OTHERS[drafter]
+    drafts = make_drafter(target, 1, **(sizes | DRAFTERS[drafter]))
+    correlate(target, drafts, 8.0)
+    return target, drafts
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three rows of different lengths."""
+    generator = torch.Generator().manual_seed(3)
+    ids, mask = torch.randint(1, 96, (3, 19), generator=generator), torch.ones(3, 19, dtype=torch.long)
+    mask[1, :5], mask[2, :11] = 0, 0
+    return ids, mask
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """The text and acceptance lengths of one device and of four, and what compiled in a second call."""
+    import torch_dflash as td
+
+    target, drafter = make_sliceable(case.family, case.chips, case.drafter)
+    compiled = {
+        name: tuple(given) if isinstance(given, list) else given for name, given in case.compiled.items()
+    }
+    said, again = [], 0
+    for where in ({"runtime": case.runtime}, {"mesh": 4}):
+        options = {"max_length": 96, "batch_size": 3, "cache": case.cache, "prefill_chunk_size": 32}
+        filters = case.pick == "filters"
+        engine = td.compile(target, drafter, filters=filters, **where, **options, **compiled)
+        for seed in (5, 6):
+            asked = {"max_new_tokens": 30, "eos_token_id": None, "seed": seed}
+            asked |= PICKS[case.pick] | case.asked
+            out = engine.generate(*prompts(), return_dict_in_generate=True, **asked)
+            said.append([out.sequences.tolist(), out.stats.acceptance_lengths, _told(out)])
+            again += out.stats.compilations if seed == 6 else 0
+    return {"one": said[:2], "four": said[2:], "again": again}
+
+
+def _told(out: Any) -> list[Any]:
+    """What was asked for besides, to two digits."""
+    scores = [] if out.scores is None else [best.tolist() for best in torch.stack(out.scores).argmax(dim=-1)]
+    ids = [] if out.top_ids is None else out.top_ids.tolist()
+    logs = [] if out.logprobs is None else (out.logprobs * 100).round().tolist()
+    return [scores, ids, logs]
+
+
+def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
+    """`compare` of each case, in a process with four CPU devices."""
+    return json.loads(run_on_four(["-m", "support.slices"], json.dumps(cases)).splitlines()[-1])
+
+
+def run_on_four(arguments: list[str], given: str = "") -> str:
+    """What a fresh interpreter with four CPU devices prints."""
+    environment = os.environ | {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=given,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def main() -> None:
+    """Cases as JSON from stdin, results as one line of JSON."""
+    torch.set_num_threads(1)
+    found = []
+    for fields in json.load(sys.stdin):
+        case = Case(*fields)
+        BREAKS[case.break_by]() if case.break_by else None
+        found.append(compare(case))
+    print(json.dumps(found))
+
+
+def wrong_copies() -> None:
+    """Cut heads where a chip's queries are not its K/V heads' own."""
+    import jax_bridge.mesh.rules as rules
+
+    rules.are_cut = lambda heads, mesh: True
+
+
+def first_chips_place() -> None:
+    """Forget in the argmax which chip a place is on."""
+    import jax_bridge.mesh.best as best
+
+    best.jax.lax.axis_index = lambda axes: 0
+
+
+BREAKS = {"wrong copies": wrong_copies, "first chip's place": first_chips_place}
+
+if __name__ == "__main__":
+    main()
