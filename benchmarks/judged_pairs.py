@@ -18,8 +18,8 @@ from torch_dflash.train.fit.blocks import block_targets
 
 PROMPT, NEW, ROWS = 6, 40, 8
 MASKS = 8
-ASKED, OTHERWISE = 1, 2
-"""Ids that begin every prompt, as a chat template's text does: as it is asked, and with another variable."""
+ASKED, OTHERWISE = 0, 1
+"""Templates: prompts as they are asked, and with another first id, as another variable's text would be."""
 RATE = 4e-3
 OTHER_ROPE = {"rope_type": "default", "rope_theta": 30.0}
 
@@ -83,7 +83,7 @@ def _texts(target: Any, generator: torch.Generator) -> dict[int, list[Text]]:
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "runtime": "eager"}
     texts = {}
     for template in (ASKED, OTHERWISE):
-        ids[:, 0] = template
+        ids[:, 0] = OTHERWISE if template == OTHERWISE else ids[:, 0]
         out = td.generate(target, None, ids, torch.ones_like(ids), **options)
         texts[template] = [Text(row, PROMPT) for row in out]
     return texts
