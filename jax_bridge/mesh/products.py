@@ -1,6 +1,6 @@
 """Products of weights that are cut: what is exchanged is written out.
 
-Left to XLA's partitioner the products of 16 rows come out the same, but of 64 rows it gathers weights.
+XLA's partitioner would choose by the number of rows; so every program of a pair exchanges the same.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def hub(monkeypatch, tmp_path, request):
     stand_in(td.DFlashDraftModel, "from_pretrained", lambda name, **options: drafter)
     stand_in(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, **options: target)
     stand_in(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: tokenizer)
-    stand_in(jb, "load", lambda name: whole(tmp_path))
+    stand_in(jb, "load", lambda name, **options: whole(tmp_path, **options))
     monkeypatch.chdir(tmp_path)  # pages may write files
     return asked
 

@@ -36,7 +36,7 @@ PENALTIES = {
 TOLD = {"output_logprobs": True, "top_logprobs": 3, "output_scores": True}
 OTHERS = [
     Case("qwen3", "static", "odd", "greedy", "v1"),
-    Case("llama", "paged", "whole", "greedy", "v1"),
+    Case("qwen3", "paged", "whole", "greedy", "v1"),
     Case("qwen3", "static", "4x1", "greedy", "plain"),
     Case("llama", "paged", "2x2", "sampled", "ngram"),
     Case("qwen3", "paged", "2x2", "sampled", "v1", {"processors": [*PENALTIES]}, PENALTIES),
