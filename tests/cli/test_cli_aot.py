@@ -14,6 +14,7 @@ from transformers import AutoConfig
 import torch_dflash as td
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot import report as aot_report
+from jax_bridge.aot import topology
 from jax_bridge.aot.floor import chip_of, floor_of, prefill_floor
 from torch_dflash.cli import main
 from torch_dflash.cli.configs import load_configs
@@ -278,7 +279,7 @@ def test_unreadable_configs(folders, compiler, capsys):
 
 
 def test_without_libtpu_it_says_what_to_install(folders, monkeypatch, capsys):
-    monkeypatch.setattr(aot, "find_spec", lambda name: None)
+    monkeypatch.setattr(topology, "find_spec", lambda name: None)
     assert run(folders, "--topology", "v6e:2x4") == 2
     assert "libtpu is not installed" in (err := capsys.readouterr().err) and "torch-dflash[tpu]" in err
 
@@ -321,4 +322,4 @@ def test_the_options_of_the_plan_are_those_that_can_be_given(capsys):
     shown = set(re.findall(r"^  --([a-z-]+)", capsys.readouterr().out, flags=re.M))
     plan = {"filters", "matmul-precision", "cache", "page-size", "pool-pages"}
     own = {"target", "drafter", "topology", "block-size", "verify-width", "context", "batch-size", "layers"}
-    assert shown == plan | own | {"passes", "dump-hlo", "json"}
+    assert shown == plan | own | {"mesh", "passes", "dump-hlo", "json"}
