@@ -102,7 +102,7 @@ def load(
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
         mesh: the devices that share each weight, as in `torch_dflash.compile`, which decodes on them: of each
-            tensor only their parts are read, and the host never holds a whole one. Unset: JAX's default
+            tensor only their parts are read, and the host holds one at a time. Unset: JAX's default
             device.
         dtype: of the weights: float32, bfloat16 or float16; unset: the one config.json names, else as stored.
             Weights that the model class keeps in float32 stay so, and buffers such as rotary frequencies keep

@@ -69,8 +69,9 @@ def _rounded(sums: Array, dtype: Any) -> Array:
     XLA moves a cast before the sum: each chip's summand would be rounded, and the order of a ring, which
     hangs on the number of rows, would show. What it cannot move does the same first.
     """
-    if dtype == jnp.bfloat16:
-        sums = jax.lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)
+    if jnp.finfo(dtype).bits < jnp.finfo(sums.dtype).bits:
+        kind = jnp.finfo(dtype)
+        sums = jax.lax.reduce_precision(sums, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
     return sums.astype(dtype)
 
 

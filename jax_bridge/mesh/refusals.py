@@ -12,19 +12,13 @@ from torch_dflash.engine.rules import KINDS
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.grammars import GrammarMatcher
 from torch_dflash.proposers import DFlashProposer, NGramProposer, PlainProposer
+from torch_dflash.proposers.dflash.extras import FLAGS
 
 FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
 """Kinds of targets (``model_type``) whose text on a mesh was held against one device's."""
 DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer)
-# Fields of a drafter's config that bring parts which were not tried in pieces, and what is off.
-PARTS = {
-    "own_embedding": False,
-    "own_head": False,
-    "mask_embedding": False,
-    "markov_rank": 0,
-    "attention_sink_bias": False,
-    "gating": None,
-}
+PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}
+"""Fields of a drafter's config that bring parts which were not tried in pieces, and what is off."""
 ALONE = "decode on one device (leave mesh out)"
 
 

@@ -144,6 +144,7 @@ def pair(mesh, family="qwen3", drafter=None, **options):
         ({"processors": ("grammar",)}, ["GrammarMatcher"]),
         ({"drafter": {"attention_sink_bias": True}}, ["attention_sink_bias=True of the drafter"]),
         ({"drafter": {"own_head": True}}, ["own_head=True of the drafter"]),
+        ({"drafter": {"aux_hidden_norms": True}}, ["aux_hidden_norms=True of the drafter"]),
         ({"drafter": {"markov_rank": 4}}, ["markov_rank=4 of the drafter"]),
     ],
 )

@@ -67,6 +67,7 @@ def test_what_cannot_be_cut_is_named():
         ([-1, *ids.tolist()], "ids: -1 has no row"),
         ([*ids.tolist(), int(ids[3])], f"ids: {int(ids[3])} stands there twice"),
         (ids.tolist()[:3], "ids: 3 given"),
+        ([1.7, 2], "ids: 1.7 is no id"),
         (range(VOCAB), f"ids: {VOCAB} given"),
     ):
         with refuses(ValueError, words):
@@ -74,12 +75,15 @@ def test_what_cannot_be_cut_is_named():
     with refuses(ValueError, f"draft_vocab_size={len(ids)} of the drafter"):
         td.with_draft_vocabulary(narrow, target, ids.tolist())
     target.lm_head = torch.nn.Linear(32, VOCAB)
-    with refuses(ValueError, "its head is no linear layer without bias"):
+    with refuses(ValueError, "its head is no plain linear layer without bias"):
         td.with_draft_vocabulary(drafter, target, ids.tolist())
 
 
 def test_frequent_ids():
     assert td.frequent_ids([[5, 5, 3], [3, 9, 5]], 2) == [3, 5]
     assert td.frequent_ids([[5], [3]], 9) == [3, 5]
+    assert td.frequent_ids(torch.tensor([[5, 5, 3]]), 1) == [5]
+    with refuses(TypeError, "texts: 'a' is no id"):
+        td.frequent_ids(["abc"], 2)
     with refuses(ValueError, "rows=0"):
         td.frequent_ids([[5]], 0)

@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the drafter with its own head, and say how much of the answers its ids cover."""
     if (arguments.out / "config.json").exists():
         raise UserError(f"--out {arguments.out}: holds a model already; choose another directory.")
+    if arguments.rows < 1:
+        raise UserError(f"--rows {arguments.rows}: must be an integer of at least 1.")
     texts = [answer.response_ids for answer in read_answers(arguments.answers)]
     ids = frequent_ids(texts, arguments.rows)
     loaded = load_pair(

@@ -17,22 +17,28 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from torch_dflash.checks import check_counts
+from torch_dflash.checks import check_counts, is_count
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair
 
 
-def frequent_ids(texts: Iterable[Sequence[int]], rows: int) -> list[int]:
+def frequent_ids(texts: Iterable[Sequence[int] | Tensor], rows: int) -> list[int]:
     """The ``rows`` ids that occur most often in ``texts``, ascending; fewer where there are no more.
 
     Args:
         texts: of ids, such as the target's own answers. rows: most ids.
+
+    Raises:
+        TypeError: a text holds something else than ids.
     """
     check_counts(rows=rows)
     counts: Counter[int] = Counter()
     for text in texts:
-        counts.update(text)
+        counts.update(text.tolist() if isinstance(text, Tensor) else text)
+    for token in counts:
+        if not is_count(token):
+            raise TypeError(f"texts: {token!r} is no id; give lists of ids, or tensors of them.")
     return sorted(token for token, _ in counts.most_common(rows))
 
 
@@ -77,16 +83,21 @@ def with_draft_vocabulary(drafter: DFlashDraftModel, target: Any, ids: Sequence[
 
 def _head(target: Any) -> nn.Linear:
     head = target.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    plain = type(head) is nn.Linear and head.bias is None and head.weight.is_floating_point()
+    if not plain or type(head.weight) not in (Tensor, nn.Parameter):
         raise ValueError(
-            f"target={type(target).__name__}: its head is no linear layer without bias, so its rows cannot "
-            "be taken; draft with the drafter as it is."
+            f"target={type(target).__name__}: its head is no plain linear layer without bias, so its rows "
+            "cannot be taken; draft with the drafter as it is."
         )
     return head
 
 
 def _checked(ids: Sequence[int], rows: int, least: int) -> Tensor:
-    kept = torch.as_tensor(list(ids), dtype=torch.int64)
+    kept = list(ids.tolist() if isinstance(ids, Tensor) else ids)
+    for token in kept:
+        if not is_count(token):
+            raise ValueError(f"ids: {token!r} is no id; give whole numbers.")
+    kept = torch.tensor(kept, dtype=torch.int64)
     if not least <= len(kept) < rows:
         raise ValueError(
             f"ids: {len(kept)} given; a smaller vocabulary has at least {least} (the selector's candidates, "
