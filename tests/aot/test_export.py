@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_dflash as td
 from jax_bridge.aot import compile as aot
-from jax_bridge.aot import passes
+from jax_bridge.aot import passes, topology
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program, forbidden
 from jax_bridge.aot.passes import feature_shape
@@ -188,14 +188,9 @@ def test_the_abstract_state_is_the_real_one():
 
 
 def test_missing_compiler_names_the_extra(monkeypatch):
-    monkeypatch.setattr(aot, "find_spec", lambda name: None)
+    monkeypatch.setattr(topology, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"torch-dflash\[tpu\]"):
         aot.compile_round(tiny(drafter="plain"), topology="v5p:2x2x2")
-
-
-def test_several_chips_are_refused():
-    with pytest.raises(ValueError, match="chips=4"):
-        aot.compile_round(tiny(drafter="plain"), chips=4)
 
 
 @pytest.mark.parametrize("rows", [None, 8, 48, 128])  # the tiny pair has room for 80

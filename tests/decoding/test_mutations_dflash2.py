@@ -47,10 +47,10 @@ IN_THE_NETWORK = {
 }  # fmt: skip
 
 
-def anchor_for_all(original, self, hidden, logits, anchor):
+def anchor_for_all(original, self, hidden, logits, anchor, *name):
     """The predecessor is always the anchor."""
     rows = [
-        original(self, hidden[:, at : at + 1], logits[:, at : at + 1], anchor)
+        original(self, hidden[:, at : at + 1], logits[:, at : at + 1], anchor, *name)
         for at in range(hidden.shape[1])
     ]
     return torch.cat(rows, dim=1)
@@ -77,12 +77,12 @@ IN_THE_SELECTOR = {
     "candidates are sorted otherwise": around(torch, "topk", topk_turned),
     "the codebooks are swapped": around(CandidateSelector, "forward", swapped),
     "the selector is left out": around(
-        CandidateSelector, "forward", lambda right, self, hidden, logits, anchor: logits.argmax(-1)
+        CandidateSelector, "forward", lambda right, self, hidden, logits, anchor, *name: logits.argmax(-1)
     ),
     "the state is another row's": around(
         CandidateSelector,
         "forward",
-        lambda right, self, hidden, logits, anchor: right(self, hidden.roll(1, 1), logits, anchor),
+        lambda right, self, hidden, logits, *rest: right(self, hidden.roll(1, 1), logits, *rest),
     ),
 }
 
