@@ -60,17 +60,10 @@ class Transposed:
         return self.array.T
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "bits"], meta_fields=[])
-@dataclass(frozen=True, eq=False)
-class Readable:
-    """An embedding [V, H] in half precision, and its bits as integers, of which rows are read.
-
-    The two share their memory.
-    XLA's CPU compiler has no gather of half-precision numbers: it would convert all of them at each call.
-    """
+class OfOneArray:
+    """A `StoredWeight` that lies in ``array`` as it is."""
 
     array: Any
-    bits: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,6 +75,19 @@ class Readable:
 
     def unwrap(self) -> jax.Array:
         return self.array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array", "bits"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Readable(OfOneArray):
+    """An embedding [V, H] in half precision, and its bits as integers, of which rows are read.
+
+    The two share their memory.
+    XLA's CPU compiler has no gather of half-precision numbers: it would convert all of them at each call.
+    """
+
+    array: Any
+    bits: Any
 
     def look_up(self, ids: jax.Array) -> jax.Array:
         """Rows of the embedding."""

@@ -42,8 +42,8 @@ class Slice:
         finally:
             _current.reset(token)
 
-    def heads(self, queries: int, groups: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """How arrays [B, heads, ...] of query heads and of K/V heads lie."""
+    def heads(self, groups: int) -> tuple[PartitionSpec, PartitionSpec]:
+        """How arrays [B, heads, ...] of query heads and of ``groups`` K/V heads lie."""
         return (P(None, ALL), P(None, KV)) if groups in self.groups else (WHOLE, WHOLE)
 
     def on_parts(self, function: Callable, given: Any, made: Any) -> Callable:

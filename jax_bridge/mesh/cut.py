@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jax_bridge.forms import OfOneArray
 from jax_bridge.mesh.shape import ALL
 
 COLUMN, ROW, GATHER, EXPERTS = "column", "row", "gather", "experts"
@@ -33,10 +35,14 @@ class Way(NamedTuple):
         """Where its parts lie."""
         return NamedSharding(self.mesh, self.spec)
 
+    def on_parts(self, local: Callable, given: Any, made: Any) -> Callable:
+        """``local`` on each chip's part of its arguments; ``given``, ``made``: specs of both."""
+        return jax.shard_map(local, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["way"])
 @dataclass(frozen=True, eq=False)
-class Cut:
+class Cut(OfOneArray):
     """A weight whose products are written out, so that XLA has no choice of what to exchange.
 
     A form of `jax_bridge.forms.StoredWeight`.
@@ -44,17 +50,6 @@ class Cut:
 
     array: Any  # a jax.Array over the mesh, or what JAX puts in its place while it traces
     way: Way
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.array.dtype
-
-    def unwrap(self) -> jax.Array:
-        return self.array
 
     def look_up(self, ids: Int[Array, "*R"]) -> Float[Array, "*R H"]:
         """Rows of a table [V, H] that is cut over the vocabulary: each comes from the chip that has it."""
@@ -67,7 +62,4 @@ class Cut:
             return jax.lax.psum(jnp.where(own, rows, 0), ALL)
 
         whole = PartitionSpec()
-        given = self.way.spec, whole
-        return jax.shard_map(local, mesh=self.way.mesh, in_specs=given, out_specs=whole, check_vma=False)(
-            self.array, ids
-        )
+        return self.way.on_parts(local, (self.way.spec, whole), whole)(self.array, ids)

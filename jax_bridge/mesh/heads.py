@@ -37,19 +37,19 @@ def block_on_slice(own: Slice, attend: Callable, inputs: Any, past: Any) -> Any:
 
 def dense_on_slice(own: Slice, attend: Callable, arrays: tuple, key: Any, value: Any, mask: Any) -> Any:
     """`attend` of `jax_bridge.ops.dense_attention_jax`: ``arrays`` are query, key, value, start, sinks."""
-    given, made = _specs(own, arrays[0].shape[1], arrays[1].shape[1])
+    given, made = _specs(own, arrays[1].shape[1])
     return own.on_parts(attend, (given, given[1], given[1], WHOLE), made)(arrays, key, value, mask)
 
 
 def write_on_slice(own: Slice, write: Callable, buffer: Any, rows: Any, start: Any, count: Any) -> Any:
     """`write` of `torch_dflash.ops.windows.write_rows`: into caches head by head, else as on one chip."""
-    spec = own.heads(0, buffer.shape[1])[1] if buffer.ndim == 4 else WHOLE
+    spec = own.heads(buffer.shape[1])[1] if buffer.ndim == 4 else WHOLE
     return own.on_parts(write, (spec, spec, WHOLE, WHOLE), spec)(buffer, rows, start, count)
 
 
-def _specs(own: Slice, queries: int, groups: int) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
+def _specs(own: Slice, groups: int) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
     """Of (query, key, value, start, sinks), and of the output [B, M, Q, Dv]."""
-    query, group = own.heads(queries, groups)
+    query, group = own.heads(groups)
     cut = query != WHOLE
     return (query, group, group, WHOLE, P(ALL) if cut else WHOLE), P(None, None, ALL) if cut else WHOLE
 
@@ -57,7 +57,7 @@ def _specs(own: Slice, queries: int, groups: int) -> tuple[tuple[PartitionSpec, 
 def _split(own: Slice, inputs: Any) -> tuple[tuple, tuple[PartitionSpec, ...], PartitionSpec]:
     """The arrays of `AttentionInputs`, their specs, and the output's."""
     arrays = inputs.query, inputs.key, inputs.value, inputs.start, inputs.sinks
-    return arrays, *_specs(own, inputs.query.shape[1], inputs.key.shape[1])
+    return arrays, *_specs(own, inputs.key.shape[1])
 
 
 def _joined(inputs: Any, arrays: tuple) -> AttentionInputs:

@@ -30,7 +30,7 @@ def cut_linear(
     """
     way, before = weight.way, [None] * (rows.ndim - 1)
     if way.kind == ROW:
-        sums = _map(_row, way, (P(*before, way.spec[1]), way.spec), P())(rows, weight.array)
+        sums = way.on_parts(_row, (P(*before, way.spec[1]), way.spec), P())(rows, weight.array)
         return _rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
     axes = way.spec[0]
 
@@ -39,7 +39,7 @@ def cut_linear(
         return jax.lax.all_gather(out, axes, axis=out.ndim - 1, tiled=True) if way.kind == GATHER else out
 
     made = P() if way.kind == GATHER else P(*before, axes)
-    return _map(local, way, (P(), way.spec, P(axes)), made)(rows, weight.array, bias)
+    return way.on_parts(local, (P(), way.spec, P(axes)), made)(rows, weight.array, bias)
 
 
 def cut_stacked_linear(
@@ -51,7 +51,7 @@ def cut_stacked_linear(
         return stacked_linear_jax(rows, part, transposed=transposed)
 
     spec = stack.way.spec
-    return _map(local, stack.way, (spec, spec), spec)(rows, stack.array)
+    return stack.way.on_parts(local, (spec, spec), spec)(rows, stack.array)
 
 
 def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) -> Float[Array, "R H"]:
@@ -79,7 +79,3 @@ def _row(rows: Array, part: Array) -> Array:
     """This chip's summands, summed over all chips."""
     sums = dot(rows.reshape(-1, rows.shape[-1]), part, jnp.promote_types(rows.dtype, jnp.float32))
     return jax.lax.psum(sums, ALL).reshape(*rows.shape[:-1], part.shape[0])
-
-
-def _map(local: Any, way: Any, given: tuple, made: PartitionSpec) -> Any:
-    return jax.shard_map(local, mesh=way.mesh, in_specs=given, out_specs=made, check_vma=False)

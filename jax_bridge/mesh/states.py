@@ -16,7 +16,7 @@ def shardings(state: Any, own: Slice) -> Any:
 
     def place(leaf: Any, cached: bool) -> NamedSharding:
         cut = cached and len(leaf.shape) == 4
-        return NamedSharding(own.mesh, own.heads(0, leaf.shape[1])[1] if cut else WHOLE)
+        return NamedSharding(own.mesh, own.heads(leaf.shape[1])[1] if cut else WHOLE)
 
     def of_a_node(node: Any) -> Any:
         return jax.tree.map(lambda leaf: place(leaf, is_cache(node)), node)

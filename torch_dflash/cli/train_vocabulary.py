@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from pathlib import Path
 
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.narrow import frequent_ids, with_draft_vocabulary
+from torch_dflash.proposers.narrow import count_ids, frequent_ids, with_draft_vocabulary
 from torch_dflash.storage.files import naming_a_full_disk
 from torch_dflash.train.answers.data import read_answers
 
@@ -48,7 +47,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def covered(texts: list[list[int]], ids: list[int]) -> float:
     """The share of the tokens of ``texts`` that are among ``ids``."""
-    counts: Counter[int] = Counter()
-    for text in texts:
-        counts.update(text)
+    counts = count_ids(texts)
     return sum(counts[token] for token in ids) / counts.total()

@@ -23,6 +23,14 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair
 
 
+def count_ids(texts: Iterable[Sequence[int] | Tensor]) -> Counter[int]:
+    """How often each id stands in ``texts``."""
+    counts: Counter[int] = Counter()
+    for text in texts:
+        counts.update(text.tolist() if isinstance(text, Tensor) else text)
+    return counts
+
+
 def frequent_ids(texts: Iterable[Sequence[int] | Tensor], rows: int) -> list[int]:
     """The ``rows`` ids that occur most often in ``texts``, ascending; fewer where there are no more.
 
@@ -33,9 +41,7 @@ def frequent_ids(texts: Iterable[Sequence[int] | Tensor], rows: int) -> list[int
         TypeError: a text holds something else than ids.
     """
     check_counts(rows=rows)
-    counts: Counter[int] = Counter()
-    for text in texts:
-        counts.update(text.tolist() if isinstance(text, Tensor) else text)
+    counts = count_ids(texts)
     for token in counts:
         if not is_count(token):
             raise TypeError(f"texts: {token!r} is no id; give lists of ids, or tensors of them.")
