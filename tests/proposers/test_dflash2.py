@@ -114,17 +114,22 @@ def test_an_untrained_one_drafts_as_v1_would():
     assert texts[0] == texts[1] and max(texts[0][0]) > 1
 
 
-@pytest.mark.parametrize("runtime", ["eager", "xla"])
-def test_half_precision_and_int8_read_the_codebooks(runtime):
+@pytest.mark.parametrize(
+    ("runtime", "options"),
+    [
+        ("eager", {}),
+        pytest.param("xla", {}, marks=pytest.mark.heavy),
+        ("xla", {"quantize": "int8"}),
+    ],
+)
+def test_half_precision_and_int8_read_the_codebooks(runtime, options):
     target, drafter = make_pair("qwen3", agree=8.0, **SECOND)
     target, drafter = target.bfloat16(), drafter.bfloat16()
-    arithmetics = [{}] if runtime == "eager" else [{}, {"quantize": "int8"}]
-    for options in arithmetics:
-        ids = torch.tensor([[3, 1, 4, 1, 5]])
-        plain = td.generate(target, None, ids, max_new_tokens=30, runtime=runtime, **options)
-        assert torch.equal(
-            td.generate(target, drafter, ids, max_new_tokens=30, runtime=runtime, **options), plain
-        )
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    options = options | {"max_new_tokens": 30, "runtime": runtime}
+    assert torch.equal(
+        td.generate(target, drafter, ids, **options), td.generate(target, None, ids, **options)
+    )
 
 
 def test_transformers_own_loop_is_refused():
