@@ -2,6 +2,7 @@
 
 import pytest
 from support.tokenizers import TEMPLATE, letters
+from support.versions import needs_native
 from transformers import TextStreamer, pipeline
 
 import torch_dflash as td
@@ -57,6 +58,7 @@ def test_a_streamer(pipe, block, capsys):
     assert "hello" + capsys.readouterr().out.removesuffix("\n") == out["generated_text"]
 
 
+@needs_native
 def test_the_native_loop(pair, pipe):
     """After `TextGenerationPipelineTests.test_pipeline_assisted_generation`: by a drafter in the call."""
     native = {"assistant_model": pair[1], "speculation_type": "dflash"}
