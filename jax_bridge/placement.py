@@ -43,5 +43,9 @@ class OneDevice:
         return state_to_jax(state)
 
     def adopt(self, state: Any) -> Any:
-        """A state that a user held, wherever it lies."""
-        return state
+        """A state that a user held, wherever it lies; torch tensors stay what they are."""
+        here = jax.devices()[0]
+        arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+        if all(leaf.is_deleted() or leaf.devices() == {here} for leaf in arrays):
+            return state
+        return jax.device_put(state, here)

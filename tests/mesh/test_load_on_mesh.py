@@ -83,6 +83,11 @@ for first, then in (("four", "two"), ("four", "one"), ("four", "eager"), ("eager
     for row, (ids, mask) in enumerate(zip(*prompts())):
         length = int(mask.sum()) + 24
         assert tokens[row, :length].tolist() == wanted[row, -length:].tolist(), (first, then, row)
+for first, then in (("four", "one"), ("one", "four"), ("four", "two")):  # as it is, without a file
+    tokens = finish(engines[then], engines[first].advance(engines[first].start(*prompts(), **asked)))
+    for row, (ids, mask) in enumerate(zip(*prompts())):
+        length = int(mask.sum()) + 24
+        assert tokens[row, :length].tolist() == wanted[row, -length:].tolist(), (first, then, row)
 print("checked")
 """
 
