@@ -14,7 +14,7 @@ NEW = 20
 
 
 class Halves:
-    """Every other token is the first byte of a character, the others are second ones: any cut may split one."""
+    """Even ids are first bytes of a character and odd ones second bytes: any cut may split one."""
 
     def decode(self, ids, skip_special_tokens=True):
         text = bytes(0xA0 + token // 2 % 32 if token % 2 else 0xC3 for token in ids)
@@ -109,7 +109,9 @@ def test_an_abandoned_stream_frees_its_state(pair, batch, monkeypatch, runtime, 
 
     monkeypatch.setattr(td.engine.batch.Generation, "step", watched)
     asked = {"max_new_tokens": [NEW, 7], "do_sample": False, "eos_token_id": None, "tokenizer": Halves()}
-    pieces = td.stream(*pair, **batch, **asked, runtime=runtime, rounds_per_chunk=1 if runtime == "eager" else 4)
+    pieces = td.stream(
+        *pair, **batch, **asked, runtime=runtime, rounds_per_chunk=1 if runtime == "eager" else 4
+    )
     stop(pieces)
     assert len(states) == 2
     del pieces
