@@ -1,7 +1,7 @@
 """What the generation configs of much used instruct models ask for, whatever their files hold besides.
 
-Ids are stood in for: ``stops`` is how many stop ids a model has, ``suppress`` how many ids it never says. So are
-lengths, ``max_length``, of thousands in their files.
+Ids are stood in for: ``stops`` is how many stop ids a model has, ``suppress`` how many ids it never says. So
+is ``max_length``, of thousands in their files.
 """
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "stops": 2}
