@@ -55,7 +55,7 @@ test: $(WITH_REFERENCE)
 
 test-heavy: $(WITH_REFERENCE)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m heavy -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
-	$(ONE_THREAD) $(BIN)/python -m pytest --hypothesis-profile=drawn tests/decoding/test_rule_kinds.py
+	$(ONE_THREAD) $(BIN)/python -m pytest --hypothesis-profile=drawn tests/decoding/test_rule_kinds.py tests/decoding/test_rule_texts.py
 
 # Its further cases are heavy ones, so `make test` and `make test-heavy` together run them too.
 test-transformers: $(INSTALLED)

@@ -90,8 +90,7 @@ class Chat:
         options = self._options | options
         if options.get("max_new_tokens") is None:
             options["max_new_tokens"] = self._room(len(prompt))
-        if options.get("stop_strings") is not None:
-            options.setdefault("tokenizer", self._tokenizer)
+        options.setdefault("tokenizer", self._tokenizer)  # for stop strings and formats
         settled = _shared(prompt, self._render(messages, tools, add_generation_prompt=False))
         gains = self._session.gains(prompt, settled, **options)
         answer = pieces(([gain] for gain in gains), [TextStream(self._tokenizer)])

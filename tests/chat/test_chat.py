@@ -142,6 +142,15 @@ def test_a_stop_id_ends_an_answer_and_is_not_of_its_text(pairs, tokenizer):
     assert chat(messages, stop_strings=[wanted[:2]], eos_token_id=[])["content"] == wanted[:2]
 
 
+def test_an_answer_in_a_format_needs_no_second_tokenizer(pairs, tokenizer):
+    engine = td.compile(pairs[0], None, runtime="eager", max_length=128, processors=("grammar",))
+    chat = td.Chat(engine, tokenizer, do_sample=False, max_new_tokens=NEW, eos_token_id=0)
+    schema = {"type": "object", "properties": {"warm": {"enum": [True]}}, "required": ["warm"]}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    message = chat([{"role": "user", "content": "Is it warm?"}], response_format=form)
+    assert message["content"].startswith("{") and chat.stats.grammar_reads == NEW
+
+
 def test_without_a_number_an_answer_may_fill_the_room(pairs, tokenizer):
     chat = make_chat(pairs, tokenizer, max_new_tokens=None, max_length=64)
     messages = [{"role": "user", "content": "x" * 20}]

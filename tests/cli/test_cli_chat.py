@@ -155,10 +155,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(pair, talk, monkeypatch, tm
 
 def test_on_a_terminal_drafts_are_green_and_lines_are_asked_for(pair, talk, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
     status, out, err = talk(["hello", "/nope"], "--drafter", "ngram", terminal=True)
     text = "\n".join(out)
     assert status == 0 and text.startswith("> ")  # a slip at the keyboard is no failure of the program
-    assert "Ctrl-D leaves" in err
+    assert "Ctrl-D leaves" in err and "readline" in sys.modules  # which gives `input` its history of lines
     plain = text.replace(GREEN, "").replace("\033[0m", "").replace("> ", "")
     assert plain.strip() == own(pair, [{"role": "user", "content": "hello"}])
 

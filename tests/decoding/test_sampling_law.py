@@ -10,12 +10,13 @@ import pytest
 import torch
 from support.scripted import Scripted
 from support.tiny import make_target
-from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import logits_process as theirs
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge._torchax import call_torch
 from torch_dflash import decode
+from torch_dflash.engine.rules import KINDS
 from torch_dflash.sampling import gumbel, gumbel_of, mix, noise_bits
 
 VOCAB = 7
@@ -25,7 +26,40 @@ PROMPT = [3, 1, 4, 1, 5]
 WIDTH = 3
 # Every statistic here is a fixed number, for seeds are fixed; a right sampler lands beyond this once in 10^5.
 LEVEL = 1e-5
-FILTERS = {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.08}
+HOT = {"temperature": 1.3, "top_k": 0}
+# Options that change the law, a few at a time: of many at once most would have nothing left to do.
+RULES = {
+    "nothing": {"temperature": 1.0, "top_k": 0},
+    "top-k, top-p and a penalty": HOT | {"top_k": 4, "top_p": 0.95, "repetition_penalty": 0.7},
+    "min-p and biases": HOT | {"min_p": 0.1, "sequence_bias": [[[2], 1.0], [[5, 2], 2.0]]},
+    "typical-p and counts": HOT | {"typical_p": 0.9, "presence_penalty": -0.7, "frequency_penalty": 1.0},
+    "epsilon and bans": HOT
+    | {"epsilon_cutoff": 0.05, "bad_words_ids": [[3, 2], [1]], "begin_suppress_tokens": [2]},
+    "eta and n-grams": HOT | {"eta_cutoff": 0.05, "no_repeat_ngram_size": 2},
+}
+CASES = [("none", "nothing"), ("all", "typical-p and counts"), *(("half", rules) for rules in RULES)]
+# In transformers' order; the last ones see what the temperature made of the scores.
+BEFORE = {
+    "sequence_bias": theirs.SequenceBiasLogitsProcessor,
+    "repetition_penalty": theirs.RepetitionPenaltyLogitsProcessor,
+    "presence_penalty": lambda by: lambda ids, scores: scores - by * (new_counts(ids) > 0),
+    "frequency_penalty": lambda by: lambda ids, scores: scores - by * new_counts(ids),
+    "no_repeat_ngram_size": theirs.NoRepeatNGramLogitsProcessor,
+    "bad_words_ids": theirs.NoBadWordsLogitsProcessor,
+    "begin_suppress_tokens": lambda ids: theirs.SuppressTokensAtBeginLogitsProcessor(ids, len(PROMPT)),
+}
+AFTER = {
+    "top_k": theirs.TopKLogitsWarper,
+    "top_p": theirs.TopPLogitsWarper,
+    "min_p": theirs.MinPLogitsWarper,
+    "typical_p": theirs.TypicalLogitsWarper,
+    "epsilon_cutoff": theirs.EpsilonLogitsWarper,
+    "eta_cutoff": theirs.EtaLogitsWarper,
+}
+
+
+def new_counts(ids):
+    return torch.nn.functional.one_hot(ids[:, len(PROMPT) :], VOCAB).sum(dim=1)
 
 
 @cache
@@ -43,6 +77,7 @@ def build(runtime):
     """An engine whose drafts a test writes: (engine, proposer)."""
     proposer = Scripted(ROWS, 48, WIDTH)
     options = {"max_length": 32, "batch_size": ROWS, "prefill_chunk_size": 16, "rounds_per_chunk": 4}
+    options["processors"] = tuple({*KINDS} & {name for rules in RULES.values() for name in rules})
     return td.compile(target(), proposer, runtime=runtime, **options), proposer
 
 
@@ -57,18 +92,27 @@ def engine(runtime):
 
 
 @cache
-def law(filtered: bool) -> torch.Tensor:
-    """P(token 2, 3, 4) [V^3] from the target's own forwards and transformers' own filters."""
-    warpers = LogitsProcessorList()
-    if filtered:
-        warpers += [TopKLogitsWarper(FILTERS["top_k"]), TopPLogitsWarper(FILTERS["top_p"])]
-        warpers += [MinPLogitsWarper(FILTERS["min_p"])]
-    temperature = FILTERS["temperature"] if filtered else 1.0
+def law(rules: str, without: str = "") -> torch.Tensor:
+    """P(token 2, 3, 4) [V^3] from the target's own forwards and transformers' own processors."""
+    options = {name: value for name, value in RULES[rules].items() if name != without and value != 0}
+    before, after = (
+        [kinds[name](options[name]) for name in kinds if name in options] for kinds in (BEFORE, AFTER)
+    )
     prefixes = torch.cartesian_prod(*[torch.arange(VOCAB)] * 3)
     ids = torch.cat([torch.tensor(PROMPT).expand(len(prefixes), -1), prefixes], dim=1)
     with torch.no_grad():
-        logits = target()(ids).logits[:, len(PROMPT) - 1 :].double() / temperature
-    picks = [torch.softmax(warpers(ids, logits[:, i]), dim=-1) for i in range(4)]
+        logits = target()(ids).logits[:, len(PROMPT) - 1 :].double()
+
+    def pick(i):
+        text, scores = ids[:, : len(PROMPT) + i], logits[:, i]
+        for change in before:
+            scores = change(text, scores)
+        scores = scores / options["temperature"]
+        for change in after:
+            scores = change(text, scores)
+        return torch.softmax(scores, dim=-1)
+
+    picks = [pick(i) for i in range(4)]
     joint = torch.ones(len(prefixes), dtype=torch.float64)
     for i in range(3):
         joint = joint * picks[i].gather(1, prefixes[:, i : i + 1])[:, 0]
@@ -77,10 +121,9 @@ def law(filtered: bool) -> torch.Tensor:
     return joint.sum(dim=0).flatten()
 
 
-def sample(engine, filtered=False, first_seed=0, calls=CALLS):
+def sample(engine, rules="nothing", first_seed=0, calls=CALLS):
     """Tokens 1 to 4 of many rows [rows, 4] that differ in their seed, and the share of accepted drafts."""
     ids = torch.tensor(PROMPT).expand(ROWS, -1).contiguous()
-    options = FILTERS if filtered else {"temperature": 1.0, "top_k": 0}
     texts, accepted, rounds = [], 0, 0
     for call in range(calls):
         out = engine.generate(
@@ -91,7 +134,7 @@ def sample(engine, filtered=False, first_seed=0, calls=CALLS):
             eos_token_id=None,
             seed=first_seed + call * ROWS,
             return_dict_in_generate=True,
-            **options,
+            **RULES[rules],
         )
         texts.append(out.sequences[:, len(PROMPT) :])
         first = [lengths[0] for lengths in out.stats.acceptance_lengths]
@@ -100,10 +143,13 @@ def sample(engine, filtered=False, first_seed=0, calls=CALLS):
 
 
 def surprise(texts: torch.Tensor, joint: torch.Tensor) -> float:
-    """How likely a chi-square beyond that of tokens 2 to 4 is; cells expected below 5 times are pooled."""
+    """How likely a chi-square beyond that of tokens 2 to 4 is."""
     cells = (texts[:, 1] * VOCAB + texts[:, 2]) * VOCAB + texts[:, 3]
-    seen = torch.bincount(cells, minlength=VOCAB**3).double()
-    wanted = joint * len(texts)
+    return beyond(torch.bincount(cells, minlength=VOCAB**3).double(), joint * len(texts))
+
+
+def beyond(seen: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How likely a chi-square beyond that of these counts is; cells expected below 5 times are pooled."""
     small = wanted < 5
     seen = torch.cat([seen[~small], seen[small].sum()[None]])
     wanted = torch.cat([wanted[~small], wanted[small].sum()[None]]).clamp(min=1e-9)
@@ -124,31 +170,39 @@ def likely_tokens(joint: torch.Tensor, best: bool) -> list[int]:
     return [int(m.argmax() if best else m.argmin()) for m in marginals]
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("share", ["none", "half", "all"])
-def test_the_law_is_the_targets(engine, share, filtered):
+@pytest.mark.parametrize(("share", "rules"), CASES)
+def test_the_law_is_the_targets(engine, share, rules):
     engine, proposer = engine
-    joint = law(filtered)
+    joint = law(rules)
     if share == "all":  # the drafter that knows the noise: the hardest case for a rule that trusts drafts
-        texts, _ = sample(engine, filtered, first_seed=10**6, calls=1)
+        texts, _ = sample(engine, rules, first_seed=10**6, calls=1)
         proposer.say([PROMPT + row for row in texts.tolist()])
-        again, rate = sample(engine, filtered, first_seed=10**6, calls=1)
+        again, rate = sample(engine, rules, first_seed=10**6, calls=1)
         assert torch.equal(texts, again) and rate == 1
         texts = [again]
         for call in range(1, CALLS):
-            ahead, _ = sample(engine, filtered, first_seed=10**6 + call * ROWS, calls=1)
+            ahead, _ = sample(engine, rules, first_seed=10**6 + call * ROWS, calls=1)
             proposer.say([PROMPT + row for row in ahead.tolist()])
-            rows, rate = sample(engine, filtered, first_seed=10**6 + call * ROWS, calls=1)
+            rows, rate = sample(engine, rules, first_seed=10**6 + call * ROWS, calls=1)
             assert rate == 1
             texts.append(rows)
         texts = torch.cat(texts)
     else:
         draft = likely_tokens(joint, best=share == "half")
         proposer.say([[*PROMPT, 0, *draft]] * ROWS)
-        texts, rate = sample(engine, filtered)
+        texts, rate = sample(engine, rules)
         assert rate < 0.06 if share == "none" else 0.25 < rate < 0.75, rate
     assert len(texts) == SAMPLES
     assert surprise(texts, joint) > LEVEL
+
+
+def test_the_law_without_any_one_option_would_show():
+    named = {name for options in RULES.values() for name in options if name in {**BEFORE, **AFTER}}
+    assert named == {*BEFORE, *AFTER}
+    for rules, options in RULES.items():
+        for name in {*options} - {"temperature"}:
+            if options[name] != 0:
+                assert beyond(law(rules, name) * SAMPLES, law(rules) * SAMPLES) < LEVEL**2, (rules, name)
 
 
 def test_a_biased_rule_fails_in_both_runtimes(runtime, monkeypatch):
@@ -160,9 +214,9 @@ def test_a_biased_rule_fails_in_both_runtimes(runtime, monkeypatch):
 
     monkeypatch.setattr(decode, "accept_chain", trusting)
     engine, proposer = build(runtime)
-    proposer.say([[*PROMPT, 0, *likely_tokens(law(False), best=True)]] * ROWS)
+    proposer.say([[*PROMPT, 0, *likely_tokens(law("nothing"), best=True)]] * ROWS)
     texts, _ = sample(engine)
-    assert surprise(texts, law(False)) < LEVEL**2
+    assert surprise(texts, law("nothing")) < LEVEL**2
 
 
 def test_the_noise_is_gumbel():

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT
 from support.tiny import VOCAB, make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
@@ -41,6 +46,27 @@ def test_examples_run_with_another_pair(example, monkeypatch, capsys):
     monkeypatch.setattr(td, "load_demo_pair", lambda **options: (target, drafter, tokenizer))
     monkeypatch.setattr(td, "load_demo_target", lambda **options: (target, tokenizer))
     run_example(example, capsys)
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_a_drafter(tmp_path):
+    """Its stages in small, of a target with room for the prompts of the data."""
+    target = make_target("llama", vocab_size=1100, max_position_embeddings=4096)
+    target.save_pretrained(tmp_path / "target")
+    byte_tokenizer(GROWING).save_pretrained(tmp_path / "target")
+    line = [ROOT / "examples/10_train_a_drafter.sh", tmp_path / "target", "1090", tmp_path / "out"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", *map(str, line), "cpu", "8", "small"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(f"| {name} | " in done.stdout for name in ("gsm8k", "humaneval", "mbpp", "mt-bench"))
+    drafter = td.load_drafter(next(tmp_path.glob("out/**/drafter")), target, dtype=torch.float32)
+    assert drafter.config.mask_token_id == 1090
 
 
 def test_examples_are_short_and_listed():

@@ -27,9 +27,18 @@ SCHEMA = {
     "required": ["kind", "tags"],
     "additionalProperties": False,
 }
-PATTERN = "([0-9]{1,3}|ab|é)(-([0-9]{1,3}|ab|é))*"
+PATTERN = "([0-9]{1,3}|ab|é)(-([0-9]{1,3}|ab|é)){5,}"
 LARK = 'start: "[" pair ("," pair)* "]"\npair: /[a-c]{1,2}/ "=" /[0-9]+/'
-TOKENIZER = byte_tokenizer()
+# Some tokens are several characters, of which a grammar may end in the middle; "é" is two bytes, and a token.
+MERGES = ['{ "', '" :', "t r", "tr u", "tru e", "] }", '[ "', "[ a", "a b", "1 2", "- 1", ", b", "Ã ©", "= 1"]
+TOKENIZER = byte_tokenizer(merges=[tuple(pair.split()) for pair in MERGES])
+TOKENIZER.add_tokens(["ab-", "yes|no"])  # no bytes of the BPE's
+TOKENIZER.add_special_tokens({"additional_special_tokens": ["[b=1]"]})  # which no text holds
+
+
+def ids_of(belongs):
+    """Ids of the tokens whose text does."""
+    return [token for token in range(len(TOKENIZER)) if belongs(TOKENIZER.decode([token]))]
 
 
 def make_grammar(kind):
@@ -118,6 +127,26 @@ def test_eager_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
     assert drafted == want and stats.mean_acceptance_length > 2
     assert stats.grammar_reads == (0 if kind == "table" else stats.rounds + 1)
     assert want != ours((pair[0], None), batch, None)[0]
+    assert any(len(TOKENIZER.decode([token])) > 1 for row in want for token in row[:-1])
+
+
+BESIDE = [
+    {"repetition_penalty": 3.0},
+    {"stop_strings": ["ind", "\n\n"], "tokenizer": TOKENIZER},
+    {"no_repeat_ngram_size": 3, "sequence_bias": [[ids_of(str.isdecimal)[3:4], 4.0]]},
+    {"max_new_tokens": [3, 9, NEW]},
+]
+
+
+@pytest.mark.parametrize("options", BESIDE, ids=lambda options: min(options))
+def test_text_under_a_grammar_and_other_options_is_that_of_transformers(pair, batch, options):
+    kind, most = "json", options.get("max_new_tokens", [NEW] * 3)
+    given = {name: value for name, value in options.items() if name != "max_new_tokens"}
+    rows = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(3)]
+    rows = [{"input_ids": row["input_ids"][row["attention_mask"] > 0][None]} for row in rows]
+    want = [theirs(pair[0], row, kind, **given)[0][:cap] for row, cap in zip(rows, most, strict=True)]
+    found, stats = ours((pair[0], copier(batch, want)), batch, make_grammar(kind), **options)
+    assert found == want != theirs(pair[0], batch, kind) and stats.mean_acceptance_length > 1
 
 
 @pytest.mark.parametrize("kind", ["json", "table"])
@@ -145,7 +174,9 @@ def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch):
             kind = {json_: "json", regex: "regex", lark: "lark", None: None}.get(grammar, "table")
             assert out.new_tokens[row] == (theirs(pair[0], batch, kind)[row] if kind else free[row])
     with refuses(ValueError, "new token 0", "none was left", "suppress_tokens"):
-        engine.generate(**batch, grammar=json_, suppress_tokens=TOKENIZER("{")["input_ids"], **asked({}))
+        engine.generate(
+            **batch, grammar=json_, suppress_tokens=ids_of(lambda text: text[:1] == "{"), **asked({})
+        )
     assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and it goes on
 
 
@@ -162,26 +193,26 @@ def test_sampled_text_is_plain_decodings(pair, batch):
 
 
 def test_the_law_of_samples_is_the_targets_among_what_is_allowed(pair):
-    """A first token of three, and behind "a" one of two more or the end."""
-    grammar = td.Grammar.regex("(a(b|c)?|d)", TOKENIZER, device=True)
+    """A first token of three, and behind "e" one of two more or the end."""
+    grammar = td.Grammar.regex("(e(f|g)?|h)", TOKENIZER, device=True)
     rows, ids = 800, torch.tensor([[5, 6, 7]])
     options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "temperature": 8.0, "eos_token_id": STOP}
-    spelt = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "abcd"}
+    spelt = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "efgh"}
     with torch.no_grad():
 
         def law(text, allowed):
             logits = pair[0](torch.cat([ids, torch.tensor([text])], 1) if text else ids).logits[0, -1] / 8
             return dict(zip(allowed, logits[allowed].softmax(0).tolist(), strict=True))
 
-        first = law([], [spelt["a"], spelt["d"]])
-        second = law([spelt["a"]], [STOP, spelt["b"], spelt["c"]])
-    want = {(spelt["d"], STOP): first[spelt["d"]]} | {
-        (spelt["a"], *([STOP] if end == STOP else [end, STOP])): first[spelt["a"]] * share
+        first = law([], [spelt["e"], spelt["h"]])
+        second = law([spelt["e"]], [STOP, spelt["f"], spelt["g"]])
+    want = {(spelt["h"], STOP): first[spelt["h"]]} | {
+        (spelt["e"], *([STOP] if end == STOP else [end, STOP])): first[spelt["e"]] * share
         for end, share in second.items()
     }
     drafter = Scripted(rows, 32, width=4)
-    drafter.say([[5, 6, 7, spelt["a"], max(second, key=second.get), STOP]] * rows)
-    for given in (grammar, td.Grammar.regex("(a(b|c)?|d)", TOKENIZER)):
+    drafter.say([[5, 6, 7, spelt["e"], max(second, key=second.get), STOP]] * rows)
+    for given in (grammar, td.Grammar.regex("(e(f|g)?|h)", TOKENIZER)):
         out = td.generate(
             pair[0],
             drafter,
@@ -340,7 +371,7 @@ def test_options_that_leave_no_token_are_an_error_and_no_other_text(pair, batch)
     for device in (False, True):
         grammar = td.Grammar.regex("a[0-9]+", TOKENIZER, device=device)
         with refuses(ValueError, "new token 1", "none was left", "suppress_tokens"):
-            ours(pair, batch, grammar, suppress_tokens=TOKENIZER("0123456789")["input_ids"])
+            ours(pair, batch, grammar, suppress_tokens=ids_of(str.isdecimal))
 
 
 def test_what_is_no_grammar_is_refused_by_name(pair, batch):
@@ -376,7 +407,7 @@ def test_what_is_no_grammar_is_refused_by_name(pair, batch):
     with refuses(TypeError, "tokenizer=str", "fast tokenizer"):
         td.Grammar.regex("a", "gpt2")
     small = make_target("qwen3", vocab_size=200)
-    with refuses(ValueError, "its tokenizer has 257 ids, the target 200", "own tokenizer"):
+    with refuses(ValueError, f"its tokenizer has {len(TOKENIZER)} ids, the target 200", "own tokenizer"):
         ours((small, None), batch, grammar)
 
 

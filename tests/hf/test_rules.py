@@ -93,14 +93,6 @@ def test_eager_text_is_that_of_transformers(pair, batch, plain, name):
     assert [row[: len(new)].tolist() for row, new in zip(block, want, strict=False)] == want[: len(block)]
 
 
-@pytest.mark.parametrize("name", ["many", "forced ids", "decay"])
-def test_xla_text_is_that_of_transformers(pair, batch, plain, name):
-    options = cases(plain)[name]
-    rows, stats = ours(pair, batch, runtime="xla", **options)
-    assert rows == theirs(pair, batch, **options)
-    assert stats.mean_acceptance_length > 1
-
-
 def test_another_value_compiles_nothing(pair, batch):
     def run(**options):
         return ours(pair, batch, runtime="xla", **options)
@@ -110,28 +102,6 @@ def test_another_value_compiles_nothing(pair, batch):
     assert stats.compilations == 0
     assert rows[0] == theirs(pair, batch, suppress_tokens=[4, 5, 6])[0]
     assert rows[1] == theirs(pair, batch, repetition_penalty=1.8, suppress_tokens=[4, 5, 6])[1]
-
-
-BROKEN = {
-    "a rejected draft is remembered": lambda observe: (
-        lambda self, memory, ids, count: observe(self, memory, ids, torch.full_like(count, ids.shape[1]))
-    ),
-    "one token is forgotten": lambda observe: (
-        lambda self, memory, ids, count: observe(self, memory, ids, count - 1)
-    ),
-    "a neighbour's history": lambda observe: (
-        lambda self, memory, ids, count: observe(self, memory, ids.roll(1, 0), count.roll(1, 0))
-    ),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_memory_that_is_wrong_shows(pair, batch, monkeypatch, how):
-    options = {"repetition_penalty": 1.9, "max_new_tokens": 24}
-    assert ours(pair, batch, **options)[0] == theirs(pair, batch, **options)
-    kind = td.processors.RepetitionPenalty
-    monkeypatch.setattr(kind, "observe", BROKEN[how](kind.observe))
-    assert ours(pair, batch, **options)[0] != theirs(pair, batch, **options)
 
 
 def test_rows_that_do_not_see_the_drafts_before_them_show(pair, batch, monkeypatch):
@@ -168,19 +138,6 @@ def test_an_engine_says_what_it_was_compiled_without(pair):
         engine.generate(ids, max_new_tokens=3, repetition_penalty=1.2)
     with refuses(ValueError, "bad_words_ids or suppress_tokens", "Bans(entries=64, prefix=4)"):
         engine.generate(ids, max_new_tokens=3, suppress_tokens=list(range(4, 40)), bad_words_ids=[[1, 2]])
-
-
-def test_samples_follow_the_law_of_penalties_and_typical_p(pair):
-    """Seeded samples of one token against transformers' own scores."""
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "repetition_penalty": 1.5, "typical_p": 0.6}
-    options |= {"max_new_tokens": 1, "min_p": None}
-    scores = pair[0].generate(ids, **options, output_scores=True, return_dict_in_generate=True).scores[0]
-    law, count = scores[0].softmax(-1), 4096
-    out = td.generate(*pair, ids.expand(count, -1), runtime="eager", seed=0, **options)
-    found = torch.bincount(out[:, -1], minlength=len(law)) / count
-    assert not found[law == 0].any() and (law == 0).any()
-    assert (found - law).abs().max() < 4 * (0.25 / count) ** 0.5
 
 
 def test_more_texts_of_one_prompt(pair, batch):

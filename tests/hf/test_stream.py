@@ -13,16 +13,17 @@ from torch_dflash.stream import _drafted
 NEW = 20
 
 
-class Words:
-    """Token i is the word i."""
+class Halves:
+    """Even ids are first bytes of a character and odd ones second bytes: any cut may split one."""
 
-    def decode(self, ids, skip_special_tokens):
-        return "".join(f" {token}" for token in ids)
+    def decode(self, ids, skip_special_tokens=True):
+        text = bytes(0xA0 + token // 2 % 32 if token % 2 else 0xC3 for token in ids)
+        return text.decode(errors="replace")
 
 
 def stream(pair, batch, **options):
     """(the rows' tokens, their texts, which tokens were drafted, pieces) of a whole stream."""
-    asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "tokenizer": Words()} | options
+    asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "tokenizer": Halves()} | options
     pieces = list(td.stream(*pair, **batch, **asked))
     rows = list(zip(*pieces, strict=True))
     joined = [[token for piece in row for token in piece.tokens] for row in rows]
@@ -36,7 +37,8 @@ def test_pieces_together_are_the_whole(pair, batch, runtime, rounds):
     whole = td.generate(*pair, **batch, return_dict_in_generate=True, **asked)
     tokens, texts, drafted, pieces = stream(pair, batch, rounds_per_chunk=rounds, **asked)
     assert tokens == whole.new_tokens
-    assert texts == [Words().decode(row, True) for row in tokens]
+    assert texts == [Halves().decode(row) for row in tokens]
+    assert any("\xe0" <= letter <= "\xff" for letter in texts[0])  # a whole character, of two tokens
     assert [piece.done for piece in pieces[-1]] == [True, True] and len(pieces) > 2
     assert not any(piece.done for piece in pieces[0])
     # Of a pass all but the last token were drafted; where the cap cut one, that last token was not reached.
@@ -75,23 +77,46 @@ def test_bad_input_is_told_before_the_first_piece(pair, batch):
         td.stream(*pair, **batch, colour="red", runtime="eager")
 
 
-def test_an_abandoned_stream_frees_its_state(pair, batch, monkeypatch):
+def closed(pieces):
+    next(pieces), next(pieces)
+    pieces.close()
+
+
+def left(pieces):
+    for number, _ in enumerate(pieces):
+        if number == 1:
+            break
+
+
+def failed(pieces):
+    with pytest.raises(KeyError):
+        for number, _ in enumerate(pieces):
+            if number == 1:
+                raise KeyError("the consumer's own")
+
+
+@pytest.mark.parametrize(
+    "runtime, stop", [("eager", closed), ("eager", left), ("eager", failed), ("xla", left)]
+)
+def test_an_abandoned_stream_frees_its_state(pair, batch, monkeypatch, runtime, stop):
     states = []
     step = td.engine.batch.Generation.step
 
     def watched(self, *given):
         progress = step(self, *given)
-        states.append(weakref.ref(self.state.tokens))
+        states.append([weakref.ref(leaf) for leaf in (self, self.state.tokens, self.state.length)])
         return progress
 
     monkeypatch.setattr(td.engine.batch.Generation, "step", watched)
-    pieces = td.stream(*pair, **batch, max_new_tokens=NEW, do_sample=False, runtime="eager")
-    next(pieces), next(pieces)
-    assert states[-1]() is not None
-    pieces.close()
+    asked = {"max_new_tokens": [NEW, 7], "do_sample": False, "eos_token_id": None, "tokenizer": Halves()}
+    pieces = td.stream(
+        *pair, **batch, **asked, runtime=runtime, rounds_per_chunk=1 if runtime == "eager" else 4
+    )
+    stop(pieces)
+    assert len(states) == 2
     del pieces
     gc.collect()
-    assert states[-1]() is None
+    assert not any(leaf() is not None for leaf in states[-1])
 
 
 def test_a_batch_without_a_tokenizer_has_no_text(pair):

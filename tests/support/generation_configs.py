@@ -1,6 +1,7 @@
 """What the generation configs of much used instruct models ask for, whatever their files hold besides.
 
-Ids are stood in for: ``stops`` is how many stop ids a model has, ``suppress`` how many ids it never says.
+Ids are stood in for: ``stops`` is how many stop ids a model has, ``suppress`` how many ids it never says. So
+is ``max_length``, of thousands in their files.
 """
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "stops": 2}
@@ -10,8 +11,8 @@ CONFIGS = {
     "Qwen3": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "stops": 2},
     "Qwen3 2507": QWEN,
     "Qwen3-Coder": QWEN | {"repetition_penalty": 1.05},
-    "Llama 2 chat": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "stops": 1},
-    "Llama 3": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "stops": 2},
+    "Llama 2 chat": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 23, "stops": 1},
+    "Llama 3": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 23, "stops": 2},
     "Llama 3.1 to 3.3": {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "stops": 3},
     "Gemma 2": {"cache_implementation": "hybrid", "stops": 2},
     "Gemma 3": {"do_sample": True, "top_k": 64, "top_p": 0.95, "cache_implementation": "hybrid", "stops": 2},
@@ -19,7 +20,7 @@ CONFIGS = {
     "Phi-3 and 3.5": {"stops": 3},
     "Phi-4 mini": {"stops": 2},
     "gpt-oss": {"do_sample": True, "stops": 3},
-    "GLM-4": {"do_sample": True, "temperature": 0.8, "top_p": 0.8, "stops": 3},
+    "GLM-4": {"do_sample": True, "temperature": 0.8, "top_p": 0.8, "max_length": 23, "stops": 3},
     "DeepSeek-R1 distilled": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "stops": 1},
     "SmolLM2": {"stops": 1},
     "SmolLM3": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "stops": 1},

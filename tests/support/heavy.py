@@ -42,6 +42,7 @@ HEAVY = {
     "docs/test_examples.py::test_examples_run[08_handover.py]",
     "docs/test_examples.py::test_smollm2_is_lossless[eager]",
     "docs/test_examples.py::test_smollm2_is_lossless[xla]",
+    "docs/test_examples.py::test_the_recipe_trains_a_drafter",
     "docs/test_notebook.py::test_it_runs",
     "docs/test_pages.py::test_every_block_of_a_page_runs_in_order[docs/slices.md]",
     "doctor/test_doctor.py::test_a_drafter_of_answers_without_thinking_is_told_so[both]",

@@ -20,11 +20,12 @@ GROWING = (
 )
 
 
-def byte_tokenizer(template=None):
-    """One token per byte, so that characters beyond ASCII are cut anywhere; </s> stops."""
+def byte_tokenizer(template=None, merges=()):
+    """One token per byte, so that characters beyond ASCII are cut anywhere, and of ``merges``; </s> stops."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"</s>": 0, **{letter: number for number, letter in enumerate(alphabet, 1)}}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    letters = ["</s>", *alphabet, *map("".join, merges)]
+    vocab = {letter: number for number, letter in enumerate(letters)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
