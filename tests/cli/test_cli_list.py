@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from support.hub_cache import HubCache
@@ -78,6 +79,7 @@ def test_without_the_targets_config_the_pair_is_not_compared_and_that_is_said(hu
     hub.add_drafter("z-lab/Qwen3-4B-DFlash-b16", num_target_layers=9)
     assert check(hub, "qwen3-4b") == 0
     out = capsys.readouterr().out
+    assert "qwen3-4b: loads\n" in out
     assert "the config of Qwen/Qwen3-4B is not in the cache: the pair was not compared." in out
     hub.add_target("Qwen/Qwen3-4B")
     assert check(hub, "qwen3-4b") == 1
@@ -91,6 +93,30 @@ def test_one_that_was_fetched_in_part_is_a_problem(hub, capsys):
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert found["qwen3-8b"]["cached"] and "model.safetensors" in found["qwen3-8b"]["problem"]
     assert not found["qwen3-4b"]["cached"] and found["qwen3-4b"]["problem"] is None
+
+
+def no_snapshot(folder):
+    shutil.rmtree(folder.parent)
+
+
+def no_blob(folder):
+    """As when the hub's files are deleted by hand: in its cache a snapshot holds links."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../../blobs/gone")
+
+
+def no_object(folder):
+    (folder / "config.json").write_text("[]")
+
+
+@pytest.mark.parametrize("damage", [no_snapshot, no_blob, no_object])
+def test_one_that_is_damaged_is_a_problem_and_the_rest_is_checked(hub, capsys, damage):
+    damage(hub.add_drafter("z-lab/Qwen3-8B-DFlash-b16"))
+    hub.add_drafter("z-lab/Qwen3-4B-DFlash-b16")
+    assert check(hub, "qwen3") == 1
+    out = capsys.readouterr().out
+    assert "qwen3-8b: loads" not in out and "qwen3-8b: " in out and "fetch it again" in out
+    assert "qwen3-4b: loads" in out and "checked 2 of" in out
 
 
 def test_an_empty_cache_and_none_at_all(hub, capsys, tmp_path):

@@ -11,16 +11,20 @@ from support.tiny import ragged_prompts
 import torch_dflash as td
 
 ROWS, NEW = 3, 24
-ON_XLA = ["assistant", "laguna", "mimo", "speculators_anchor"]  # the others run as z-lab's do
 SAMPLED = {"do_sample": True, "temperature": [9.0, 0.0, 4.0], "top_k": 30, "seed": [5, 6, 7]}
-CASES = [(name, "eager", "paged" if at % 2 else "static") for at, name in enumerate(LAYOUTS)]
-CASES += [("speculators_dspark", "xla", "paged")]
-CASES += [pytest.param("speculators", "xla", "paged", marks=pytest.mark.heavy)]
-CASES += [pytest.param(name, "xla", "static", marks=pytest.mark.heavy) for name in ON_XLA]
-RESUMED = [("speculators_dspark", "xla", "eager")]
+CACHES, RUNTIMES = ("static", "paged"), ("eager", "xla")
+IN_SHORT = "speculators_dspark"  # has a vocabulary, rows and a head of its own
+CASES = [(name, "eager", CACHES[at % 2]) for at, name in enumerate(LAYOUTS)]
+CASES += [(IN_SHORT, "xla", "paged")]
+RESUMED = [(IN_SHORT, "xla", "eager")]
+# Every layout in each: further cases of the same network, but for the parts that layouts add to it.
+REST = [(name, "eager", CACHES[1 - at % 2]) for at, name in enumerate(LAYOUTS)]
+REST += [(name, "xla", CACHES[at % 2]) for at, name in enumerate(LAYOUTS) if name != IN_SHORT]
+CASES += [pytest.param(*one, marks=pytest.mark.heavy) for one in REST]
 RESUMED += [
-    pytest.param(*one, marks=pytest.mark.heavy)
-    for one in (("laguna", "eager", "xla"), ("mimo", "xla", "eager"))
+    pytest.param(name, *RUNTIMES[:: 1 - 2 * (at % 2)], marks=pytest.mark.heavy)
+    for at, name in enumerate(LAYOUTS)
+    if name != IN_SHORT
 ]
 
 
@@ -48,11 +52,13 @@ def test_text_is_plain_decodings(loaded, name, runtime, cache):
     target, drafter, own = loaded[name]
     plain, same = engine_of(target, None, runtime="eager"), engine_of(target, own, runtime="eager")
     engine = engine_of(target, drafter, runtime=runtime, cache=cache)
-    for options in ({"do_sample": False}, SAMPLED):
+    greedy = {"do_sample": False}
+    stop = int(decode(plain, greedy).sequences[0, -9])
+    for options in (greedy, SAMPLED, greedy | {"eos_token_id": stop}):
         out = decode(engine, options)
         assert torch.equal(out.sequences, decode(plain, options).sequences)
         assert out.stats.acceptance_lengths == decode(same, options).stats.acceptance_lengths
-        assert max(sum(out.stats.acceptance_lengths, [])) > 2
+        assert "eos_token_id" in options or max(sum(out.stats.acceptance_lengths, [])) > 2
 
 
 @pytest.mark.parametrize(("name", "here", "there"), RESUMED)

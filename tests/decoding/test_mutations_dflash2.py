@@ -74,6 +74,11 @@ def swapped(original, self, *given):
 
 IN_THE_SELECTOR = {
     "the predecessor is the anchor": around(CandidateSelector, "forward", anchor_for_all),
+    "the predecessor is another row's": around(
+        CandidateSelector,
+        "forward",
+        lambda right, self, hidden, logits, anchor, *name: right(self, hidden, logits, anchor.roll(1), *name),
+    ),
     "candidates are sorted otherwise": around(torch, "topk", topk_turned),
     "the codebooks are swapped": around(CandidateSelector, "forward", swapped),
     "the selector is left out": around(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import dflash.model as authors
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -152,6 +153,39 @@ def test_draft_logits_equal_the_authors(case):
         ours, theirs = built.drafter.logits(hidden, head), built.theirs.compute_logits(hidden, head)
     assert ours.abs().max() > 1  # or the cap would do nothing
     assert torch.allclose(ours, theirs, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dflash2, everything"])
+@torch.no_grad()
+def test_candidates_and_their_scores_are_the_authors_in_every_round(case, name, monkeypatch):
+    """Drafts tell the best one alone. Both sides are listened to where they choose by their scores."""
+    built, listed, mine, theirs = case(name), [], [], []
+    head, best, likeliest = built.target.get_output_embeddings(), torch.argmax, torch.topk
+    spies = {
+        "argmax": lambda scores, **how: mine.append(scores) or best(scores, **how),
+        "topk": lambda *given, **how: listed.append(likeliest(*given, **how)) or listed[-1],
+    }
+    monkeypatch.setattr(authors, "_sampling_probs", lambda scores, *_: theirs.append(scores[:, 0]) or scores)
+    monkeypatch.setattr(authors, "_sample_probs", lambda scores: best(scores, dim=-1))
+    rounds = [
+        (hidden[None], torch.tensor([[*prompt, *run.text][start]]))
+        for prompt, run in zip(prompts(), built.runs, strict=True)
+        for start, hidden in run.hidden.items()
+    ]
+    for hidden, anchor in rounds:
+        for kept in (listed, mine, theirs):
+            kept.clear()
+        path, candidates, _ = built.theirs.propose(hidden, anchor, head, 1.0)
+        with monkeypatch.context() as patch:
+            for one, spy in spies.items():
+                patch.setattr(torch, one, spy)
+            drafts = built.drafter.choose(hidden, anchor, head)
+        assert torch.equal(drafts.long(), path) and len(mine) == len(theirs) == hidden.shape[1]
+        (own, order), (other, turned) = listed[0].indices.sort(), candidates.sort()
+        assert torch.equal(own, other)
+        gaps = torch.stack(mine, 1).gather(-1, order) - torch.stack(theirs, 1).gather(-1, turned)
+        assert gaps.abs().max() < EXACT
+    assert len(rounds) > 10
 
 
 def test_left_padding_does_not_reach_a_row(case):

@@ -107,15 +107,22 @@ def fitting(folder, target, **changes):
 
 ODD = [
     ({}, []),
-    ({"rope_theta": 777}, ["rope_parameters", "drafters mostly turn as their target does"]),
-    ({"max_position_embeddings": 16}, ["max_position_embeddings=16", "no engine is built for more"]),
-    ({"dtype": "bfloat16"}, ["dtype=torch.bfloat16", "target is in torch.float32", "cast"]),
-    ({"dtype": "float16"}, ["dtype=torch.float16", "overflows"]),
+    ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [2, 0]}},
+     ["target_layer_ids=[2, 0]", "set the order"]),
+    ({"dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 3]}},
+     ["target_layer_ids=[0, 3]", "train it anew"]),
+    ({"rope_theta": 777}, ["rope_parameters", "drafters mostly turn as their target does: set that"]),
+    ({"max_position_embeddings": 16},
+     ["max_position_embeddings=16", "no engine is built for more", "raise it"]),
+    ({"dtype": "bfloat16"},
+     ["dtype=torch.bfloat16", "target is in torch.float32", "cast", "pass dtype=torch.float32"]),
+    ({"dtype": "float16"}, ["dtype=torch.float16", "overflows", "pass dtype=torch.bfloat16"]),
     ({"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2, "layer_types": None},
-     ["sliding_window=6", "not heeded"]),
+     ["sliding_window=6", "not heeded", "name those layers sliding_attention"]),
     ({"sliding_window": 5, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
-     ["sliding_window=5", "less than the block of 8"]),
-    ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}}, ["mask_token_id=7", "a stop id"]),
+     ["sliding_window=5", "less than the block of 8", "set the one it was trained with"]),
+    ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]}},
+     ["mask_token_id=7", "a stop id", "set the trained one"]),
 ]  # fmt: skip
 
 
@@ -176,7 +183,7 @@ def test_of_a_directory_the_tokenizer_is_compared_too(tmp_path, target):
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(tmp_path / "target")
     (word,) = heard(lambda: td.load_drafter(tmp_path / "drafter", tmp_path / "target"))
-    assert f"is the token {tokenizer.convert_ids_to_tokens(96)!r}" in word
+    assert f"is the token {tokenizer.convert_ids_to_tokens(96)!r}" in word and "set the trained one" in word
 
 
 def test_a_mask_that_no_text_holds_is_nothing_odd():

@@ -87,6 +87,7 @@ REFUSED = [
     ("minimax-m2.5", ["hub id of its target is not known"]),
     ("qwen3-4", ["name='qwen3-4': no published pair", "did you mean", "'qwen3-4b'", "torch-dflash list"]),
     ("Qwen3-8B", ["did you mean", "'qwen3-8b'"]),
+    ("RedHatAI/Qwen3-4B-speculator.dflash2", ["did you mean 'qwen3-4b-dflash2'?"]),
     ("glimmer", ["'muse-glimmer-30b-dflash2'"]),
     ("#", ["none is like it", "torch-dflash list"]),
     (None, ["name=None: no published pair"]),

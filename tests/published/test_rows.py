@@ -19,7 +19,11 @@ from torch_dflash.published.rows import UNSOURCED
 
 ROWS = {row.name: row for row in td.checkpoints}
 DATA = json.loads((files("torch_dflash.published") / "pairs.json").read_text())
-FAMILIES = json.loads((ROOT / "docs/results/families.json").read_text())["families"]
+FAMILIES = {
+    name: one
+    for file in ("multimodal", "families")
+    for name, one in json.loads((ROOT / f"docs/results/{file}.json").read_text())["families"].items()
+}
 # Shapes that no source tells. Of the sizes that they give, the test below says whether they can be right.
 ASSUMED = {
     # heads and MLP of Qwen3-8B's drafter, not of Llama

@@ -93,7 +93,8 @@ def _check(rows: list[Checkpoint], arguments: argparse.Namespace) -> int:
 def _tell(found: list[Checked]) -> None:
     there = [one for one in found if one.cached]
     for one in there:
-        print(f"{one.name}: {one.problem or 'loads and fits'}")
+        fits = "loads and fits" if one.compared else "loads"
+        print(f"{one.name}: {one.problem or fits}")
         for word in one.notes:
             print(f"  {word}")
     absent = [one.name for one in found if not one.cached]

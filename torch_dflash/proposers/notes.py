@@ -72,52 +72,75 @@ def _taps(facts: TargetFacts, config: Any) -> Iterator[Finding]:
     taps, layers = config.target_layer_ids, facts.layers
     usual = default_target_layer_ids(layers, len(taps)) if layers > 3 else taps
     if taps == [tap + 1 for tap in usual]:
-        words = f"one more than the usual {usual}: other layouts count from the embedding, this one does not."
+        words = (
+            f"one more than the usual {usual}: other layouts count from the embedding, this one does not; "
+            "take one off each if they are from such a file."
+        )
         yield Finding("target_layer_ids", taps, words)
     if taps != sorted(set(taps)):
         yield Finding(
-            "target_layer_ids", taps, "not in order, or twice the same: fc's columns follow this list."
+            "target_layer_ids",
+            taps,
+            "not in order, or twice the same: fc's columns follow this list; set the order of its training.",
         )
     if layers - 1 in taps:
         yield Finding(
-            "target_layer_ids", taps, "the last block is read before the final norm, as the others."
+            "target_layer_ids",
+            taps,
+            "the last block is read before the final norm, as the others; train it anew if it learned "
+            "from normed states.",
         )
     if config.num_target_layers is None:
-        yield Finding(
-            "num_target_layers", None, "absent: nothing tells a target with other layers from this."
-        )
+        words = "absent: nothing tells a target with other layers from this; set the target's."
+        yield Finding("num_target_layers", None, words)
 
 
 def _positions(facts: TargetFacts, config: Any) -> Iterator[Finding]:
     if facts.rope not in (None, config.rope_parameters):
-        words = f"the target has {facts.rope}; drafters mostly turn as their target does."
+        words = (
+            f"the target has {facts.rope}; drafters mostly turn as their target does: set that, unless "
+            "it was trained with its own."
+        )
         yield Finding("rope_parameters", config.rope_parameters, words)
     if config.max_position_embeddings < facts.context < INT32_MAX:
-        words = f"the target has {facts.context}: no engine is built for more than the smaller."
+        words = (
+            f"the target has {facts.context}: no engine is built for more than the smaller; raise it if "
+            "the drafter was trained on longer texts."
+        )
         yield Finding("max_position_embeddings", config.max_position_embeddings, words)
 
 
 def _window(config: Any) -> Iterator[Finding]:
     sliding = "sliding_attention" in config.layer_types
     if config.sliding_window and not sliding:
-        words = "no layer of layer_types slides, so it is not heeded; drafters trained with a window need it."
+        words = (
+            "no layer of layer_types slides, so it is not heeded; drafters trained with a window need it: "
+            "name those layers sliding_attention."
+        )
         yield Finding("sliding_window", config.sliding_window, words)
     if sliding and config.sliding_window < config.block_size:
-        words = f"less than the block of {config.block_size}: its last rows do not see the anchor."
+        words = (
+            f"less than the block of {config.block_size}: its last rows do not see the anchor; set the one "
+            "it was trained with."
+        )
         yield Finding("sliding_window", config.sliding_window, words)
 
 
 def _dtype(facts: TargetFacts, dtype: torch.dtype | None) -> Iterator[Finding]:
     if dtype == torch.float16:
-        yield Finding("dtype", dtype, "float16 overflows where drafters were trained in bfloat16.")
+        words = "float16 overflows where drafters were trained in bfloat16; pass dtype=torch.bfloat16."
+        yield Finding("dtype", dtype, words)
     elif None not in (dtype, facts.dtype) and dtype != facts.dtype:
-        words = f"the target is in {facts.dtype}: its features are cast to the drafter's type."
+        words = (
+            f"the target is in {facts.dtype}: its features are cast to the drafter's type; pass "
+            f"dtype={facts.dtype} to load both alike."
+        )
         yield Finding("dtype", dtype, words)
 
 
 def _mask(facts: TargetFacts, config: Any) -> Iterator[Finding]:
     if config.mask_token_id in facts.stops:
-        words = "is a stop id of the target; a mask is mostly an id that no text holds."
+        words = "is a stop id of the target; a mask is mostly an id that no text holds: set the trained one."
         yield Finding("mask_token_id", config.mask_token_id, words)
 
 
@@ -129,9 +152,8 @@ def mask_in_texts(tokenizer: Any, mask: int) -> list[Finding]:
     if added is not None and added.special:
         return []
     token = tokenizer.convert_ids_to_tokens(mask)
-    return [
-        Finding("mask_token_id", mask, f"is the token {token!r}; a mask is mostly one that no text holds.")
-    ]
+    words = f"is the token {token!r}; a mask is mostly one that no text holds: set the trained one."
+    return [Finding("mask_token_id", mask, words)]
 
 
 def _of_tokenizer(source: str, mask: int, hub: dict[str, Any]) -> list[Finding]:
@@ -141,6 +163,9 @@ def _of_tokenizer(source: str, mask: int, hub: dict[str, Any]) -> list[Finding]:
             raise FileNotFoundError(source)  # of some families transformers would make an empty one up
         tokenizer = AutoTokenizer.from_pretrained(source, **hub)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        words = f"not compared with the tokenizer of {source}, which cannot be read ({type(error).__name__})."
+        words = (
+            f"not compared with the tokenizer of {source}, which cannot be read ({type(error).__name__}); "
+        )
+        words += "fetch its files too."
         return [Finding("mask_token_id", mask, words)]
     return mask_in_texts(tokenizer, mask)

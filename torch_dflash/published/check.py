@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CacheNotFound, scan_cache_dir
-from safetensors import SafetensorError
+from huggingface_hub import CacheNotFound, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from torch_dflash.proposers.checkpoints import load_drafter
 from torch_dflash.published.rows import Checkpoint
@@ -23,14 +24,16 @@ class Checked:
     """What came out for one pair.
 
     Attributes:
-        name: of the pair. cached: whether the cache holds its drafter.
+        name: of the pair. cached: whether the cache holds its drafter, be it in part.
         problem: why it does not load or fit; None: it does, or it is not there.
+        compared: whether its target's config was there to compare it with.
         notes: what differs from the row, is odd, or could not be compared.
     """
 
     name: str
     cached: bool
     problem: str | None = None
+    compared: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -44,39 +47,40 @@ def check_cached(rows: Iterable[Checkpoint], cache_dir: str | Path | None = None
         OSError: there is no such cache.
     """
     try:
-        held = {repo.repo_id: repo for repo in scan_cache_dir(cache_dir).repos if repo.repo_type == "model"}
+        faults = [str(fault) for fault in scan_cache_dir(cache_dir).warnings]
     except (CacheNotFound, ValueError) as error:  # ValueError: the path is a file
         raise OSError(
             f"no hub cache could be read ({error}); fetch a drafter, or name another cache."
         ) from error
-    return [
-        _checked(row, held, cache_dir) if row.drafter in held else Checked(row.name, False) for row in rows
-    ]
+    return [_checked(row, faults, Path(cache_dir or HF_HUB_CACHE)) for row in rows]
 
 
-def _checked(row: Checkpoint, held: dict[str, Any], cache_dir: str | Path | None) -> Checked:
-    notes: list[str] = []
-    target = row.target if row.target is not None and _holds(held.get(row.target), "config.json") else None
+def _checked(row: Checkpoint, faults: list[str], cache: Path) -> Checked:
+    folder = f"models--{str(row.drafter).replace('/', '--')}"
+    if row.drafter is None or not (cache / folder).exists():
+        return Checked(row.name, False)
+    damaged = next((fault for fault in faults if folder in re.split(r"[^\w.-]+", fault)), None)
+    notes = [] if damaged is None else [f"{cache / folder} is damaged ({damaged}); fetch it again."]
+    named = str(row.target)
+    target = named if isinstance(try_to_load_from_cache(named, "config.json", cache), str) else None
     if target is None:
         notes.append(
             f"the config of {row.target or row.model} is not in the cache: the pair was not compared."
         )
-    options: dict[str, Any] = {"local_files_only": True, "cache_dir": cache_dir}
+    options: dict[str, Any] = {"local_files_only": True, "cache_dir": cache}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
             config = load_drafter(str(row.drafter), target, **options).config
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            return Checked(row.name, True, " ".join(str(error).split()), notes)
+        except (
+            Exception
+        ) as error:  # whatever a damaged file makes a library raise; the others are still asked
+            said = " ".join(str(error).split()) or type(error).__name__
+            return Checked(row.name, True, said, target is not None, notes)
     notes += [str(one.message) for one in heard if str(one.message).startswith("note: ")]
     for name in COMPARED:
         said, own = getattr(row, name), getattr(config, name)
         own = tuple(own) if isinstance(said, tuple) else own
         if said is not None and own is not None and said != own:
             notes.append(f"{name}={own} in its config, {said} by {row.sources[name]}.")
-    return Checked(row.name, True, None, notes)
-
-
-def _holds(repo: Any, name: str) -> bool:
-    files = () if repo is None else (file for revision in repo.revisions for file in revision.files)
-    return any(file.file_name == name for file in files)
+    return Checked(row.name, True, None, target is not None, notes)

@@ -61,6 +61,12 @@ def check_extras(config: Any) -> None:
         raise ValueError(
             "vocab_size=0, but the drafter has tables of ids; set the target's vocab_size in its config."
         )
+    mask = config.mask_token_id
+    if config.own_embedding and is_count(mask) and mask >= whole:
+        raise ValueError(
+            f"mask_token_id={mask} has no row in the drafter's own embedding ({whole} rows); set the id that "
+            "it was trained with."
+        )
     if rank and config.second:
         raise ValueError(
             f"markov_rank={rank} of a DFlash2 drafter: its selector chains the drafts already; set it to 0."

@@ -20,6 +20,9 @@ _SIZES = (
 )
 _SCALES = ("input_embedding_scale", "output_multiplier", "rms_norm_eps")
 _ROPE_FLAGS = ("truncate",)
+_ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "mscale")
+_ROPE_NUMBERS += ("mscale_all_dim", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+_ROPE_NUMBERS += ("partial_rotary_factor",)
 _OTHER_ROPES = {
     "partial_rotary_factor": (None, 1),
     "is_neox_style": (None, True),
@@ -76,7 +79,7 @@ def check_rotation(config: dict[str, Any], where: Any) -> None:
 
 
 def check_rope(parameters: Any) -> None:
-    """Raise ``ValueError`` unless every value of ``rope_parameters`` is what its name says."""
+    """Raise ``ValueError`` unless each name in ``rope_parameters`` is known, and its value what it says."""
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters={parameters!r}: must be an object with rope_type and rope_theta.")
     for name, value in parameters.items():
@@ -87,6 +90,10 @@ def check_rope(parameters: Any) -> None:
         elif name in _ROPE_FLAGS:
             if not isinstance(value, bool):
                 raise ValueError(f"{said}: must be true or false.")
+        elif value is not None and name not in _ROPE_NUMBERS:
+            raise ValueError(
+                f"{said}: no rope_type that is known here reads it; remove it if it does nothing."
+            )
         elif value is not None or name == "rope_theta":  # else unset
             positive = name in ("rope_theta", "factor")
             if not _is_number(value) or value < 0 or (positive and value == 0):

@@ -55,8 +55,11 @@ def read_config(source: str | os.PathLike[str], given: dict[str, Any]) -> Fields
         OSError: there is none. ValueError: it is no drafter's.
     """
     check_there("source", source)
-    read, _ = PreTrainedConfig.get_config_dict(source, **_hub(given))
-    check_layout(read, source)
+    try:
+        read, _ = PreTrainedConfig.get_config_dict(source, **_hub(given))
+        check_layout(read, source)
+    except (AttributeError, TypeError) as error:  # a list, a word: transformers takes it for an object
+        raise ValueError(f"config.json in {source} is no JSON object ({error}); fetch it again.") from error
     return read
 
 
@@ -109,7 +112,14 @@ def check_files(source: str | os.PathLike[str], given: dict[str, Any], kind: Any
 
 def _check_parts(files: Files, kind: Any, source: Any) -> None:
     """Compare the tensors with the config, which is first told what of ids and masks the files hold."""
-    shapes = {name: piece.shape for name, piece in files.pieces.items() if name not in _MAPS}
+    weights = {name: piece for name, piece in files.pieces.items() if name not in _MAPS}
+    for name, piece in weights.items():
+        if not piece.dtype.is_floating_point:
+            raise ValueError(
+                f"{name} in {source} is stored as {piece.dtype}: a quantised drafter, or a damaged one; load "
+                "one with plain weights."
+            )
+    shapes = {name: piece.shape for name, piece in weights.items()}
     if files.mask is not None:
         if MASK in shapes:
             raise ValueError(f"{MASK_FILE} lies beside {MASK} in the weights of {source}; keep one.")

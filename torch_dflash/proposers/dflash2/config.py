@@ -36,7 +36,10 @@ class DFlash2Config(DFlashConfig):
     def check(self) -> None:
         """Raise ``ValueError`` for a field that the network cannot be built from."""
         super().check()
-        check_counts(**{name: getattr(self, name) for name in SIZES})
+        for name in SIZES:
+            if getattr(self, name) is None:
+                raise ValueError(f"{name}=None: set the one the drafter was trained with.")
+            check_counts(**{name: getattr(self, name)})
         if self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}; set "

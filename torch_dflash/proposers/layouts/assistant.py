@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
+from torch_dflash.proposers.layouts.built import whole_fields
 from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures
 from torch_dflash.proposers.layouts.zlab import zlabs
 
@@ -29,7 +28,7 @@ def _fields(config: Fields, where: Any) -> Fields:
         raise ValueError(
             f"model_type={kind!r} in {where}: of transformers' assistants only {KIND} is a DFlash drafter."
         )
-    whole = CONFIG_MAPPING[KIND](**{name: config[name] for name in config if name != "model_type"}).to_dict()
+    whole = whole_fields(KIND, config, where)
     read = {name: value for name, value in whole.items() if name not in OWN}
     read |= {"is_causal": False, "vocab_size": config.get("vocab_size", 0)}
     if "sliding_attention" in read["layer_types"]:

@@ -23,9 +23,12 @@ _GATES = {
 
 
 def _fields(config: Fields, where: Any) -> Fields:
-    kinds = set(required(config, "layer_types", where))
-    if len(kinds) > 1:
-        raise ValueError(f"layer_types={sorted(kinds)} in {where}: a Laguna drafter has layers of one kind.")
+    kinds = required(config, "layer_types", where)
+    if not isinstance(kinds, list) or any(kind != kinds[0] for kind in kinds) or not kinds:
+        raise ValueError(
+            f"layer_types={kinds!r} in {where}: must be a list with one entry per layer, and a Laguna "
+            "drafter has layers of one kind."
+        )
     gate = config.get("gating", True)
     if not isinstance(gate, bool | str) or gate not in _GATES:
         raise ValueError(f"gating={gate!r} in {where}: known are {', '.join(map(repr, _GATES))}.")
@@ -34,11 +37,14 @@ def _fields(config: Fields, where: Any) -> Fields:
     dropped = ("gating", "swa_rope_parameters", "rope_parameters", "num_experts")
     read = {name: value for name, value in config.items() if name not in dropped}
     read |= {"gating": _GATES[gate], "aux_hidden_norms": True, "context_layernorm": True, "is_causal": causal}
-    return zlabs(read | {"rope_parameters": _rope(config, kinds.pop())}, "DFlashDraftModel", **own)
+    return zlabs(read | {"rope_parameters": _rope(config, kinds[0], where)}, "DFlashDraftModel", **own)
 
 
-def _rope(config: Fields, kind: str) -> Fields:
+def _rope(config: Fields, kind: Any, where: Any) -> Fields:
     """The rotary parameters of layers of ``kind``: given once, by kind, or for sliding ones apart."""
+    for name in ("rope_parameters", "swa_rope_parameters"):
+        if not isinstance(config.get(name), dict | None):
+            raise ValueError(f"{name}={config[name]!r} in {where}: must be an object.")
     shared = config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in shared.values()):
         shared = shared.get(kind) or shared.get("full_attention") or {}

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dflash.checks import is_count
+
 Fields = dict[str, Any]
 """A config.json, as it was read."""
 
@@ -58,6 +60,30 @@ def nested(config: Fields) -> Fields:
 def architectures(config: Fields) -> list[str]:
     """Its classes' names."""
     return config.get("architectures") or []
+
+
+def switch(config: Fields, name: str, where: Any, unset: bool | None) -> bool | None:
+    """The field ``name``, ``unset`` where it is absent or null.
+
+    Raises:
+        ValueError: it is neither true nor false.
+    """
+    value = config.get(name)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{name}={value!r} in {where}: must be true or false.")
+    return unset if value is None else value
+
+
+def count(config: Fields, name: str, where: Any) -> int:
+    """The field ``name``, a number of something.
+
+    Raises:
+        ValueError: it is missing, or no positive integer.
+    """
+    value = required(config, name, where)
+    if not is_count(value) or value < 1:
+        raise ValueError(f"{name}={value!r} in {where}/config.json: must be a positive integer.")
+    return value
 
 
 def required(config: Fields, name: str, where: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, nested
+from torch_dflash.proposers.layouts.layout import Fields, Layout, count, nested
 from torch_dflash.proposers.layouts.zlab import NESTED
 
 SLIDING = "sliding_attention"
@@ -32,7 +32,7 @@ def _fields(config: Fields, where: Any) -> Fields:
     if causal is None and forced:  # the rule "sliding layers are causal" is of listed ones
         causal = False
     if forced:
-        kinds = [SLIDING] * config["num_hidden_layers"]
+        kinds = [SLIDING] * count(config, "num_hidden_layers", where)
     sinks = own.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
     window = own.get("swa_window_size", config.get("sliding_window"))
     read = {name: config[name] for name in config if name != "add_swa_attention_sink_bias"}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, required
+from torch_dflash.proposers.layouts.layout import Fields, Layout, count
 from torch_dflash.storage.weight_files import Stored
 
 OWN = {
@@ -86,15 +86,17 @@ def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, P
     if fused is None:
         return {name: Piece(stored)}
     if fused == "qkv_proj":
-        heads, dim = required(fields, "num_attention_heads", where), required(fields, "head_dim", where)
-        groups = fields.get("num_key_value_heads") or heads
+        said = ["num_attention_heads", "num_key_value_heads", "head_dim"]
+        heads, dim = count(fields, said[0], where), count(fields, said[2], where)
+        groups = heads if fields.get(said[1]) is None else count(fields, said[1], where)
         sizes = [heads * dim, groups * dim, groups * dim]
     else:
-        sizes = [required(fields, "intermediate_size", where)] * 2
+        said = ["intermediate_size"]
+        sizes = [count(fields, said[0], where)] * 2
     if stored.shape[:1] != (sum(sizes),):
         raise ValueError(
             f"{stored.name} in {where} has shape {stored.shape}; by the config its rows are {sizes}, joined "
-            "in that order; config and weights are of different drafters."
+            f"in that order ({', '.join(said)}); config and weights are of different drafters."
         )
     names = (name.replace(fused, part) for part in _FUSED[fused])
     starts = (sum(sizes[:at]) for at in range(len(sizes)))

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
 from torch_dflash.checks import is_count
-from torch_dflash.proposers.layouts.layout import Fields, Layout, required
+from torch_dflash.proposers.layouts.built import whole_fields
+from torch_dflash.proposers.layouts.layout import Fields, Layout, required, switch
 from torch_dflash.proposers.layouts.zlab import zlabs
 
 CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DFlashDraftModel"}
@@ -39,7 +38,7 @@ _HEAD = ("projector_type", "shift_label")
 
 def _fields(config: Fields, where: Any) -> Fields:
     kind = required(config, "speculators_model_type", where)
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         raise ValueError(
             f"speculators_model_type={kind!r} in {where}: only {', '.join(CLASSES)} are DFlash drafters."
         )
@@ -61,7 +60,7 @@ def _fields(config: Fields, where: Any) -> Fields:
                 "have rows of the draft's ids or of the target's is not known here; set it to the target's."
             )
         read |= {"draft_vocab_size": size, "own_head": True}
-    free = config.get("sliding_window_non_causal", kind == "dflash2")
+    free = switch(config, "sliding_window_non_causal", where, kind == "dflash2")
     read |= {
         "is_causal": False if free else None,
         "sample_from_anchor": config.get("sample_from_anchor", kind == "dspark"),
@@ -92,11 +91,7 @@ def _network(given: Any, where: Any) -> Fields:
         raise ValueError(f"transformer_layer_config={given!r} in {where}: must be an object.")
     kind, read = given.get("model_type", "qwen3"), dict(given)
     if kind != "qwen3":  # what such a config leaves out is its own class's default
-        if kind not in CONFIG_MAPPING:
-            raise ValueError(
-                f"model_type={kind!r} in transformer_layer_config of {where}: transformers has none."
-            )
-        read = CONFIG_MAPPING[kind](**{name: given[name] for name in given if name != "model_type"}).to_dict()
+        read = whole_fields(kind, given, f"transformer_layer_config of {where}")
     rope = read.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
         read["rope_parameters"] = rope[
