@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,9 +10,9 @@ from family_tables import tables, verdict
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
 from figure_published import published
 from figure_text import RESULTS, command, item, result, spread, table
+from figure_train import embedded_fit, sampled_drafts, throughput, train_heads, train_heads_command
 
 from torch_dflash.train.export.card import acceptance_table
-from torch_dflash.train.fit.log import read_log
 
 STEPS = {
     "dflash round": "round of the demo pair, 8 rows",
@@ -184,31 +183,6 @@ def aot_experts() -> str:
     )
 
 
-def throughput() -> str:
-    """Training steps beside the peers'."""
-    results = result("train_throughput_cpu")["results"]
-    head = ["blocks/s", *(f"{one['size']['name']}, {one['dtype']}" for one in results)]
-    rows: dict[str, list[str]] = {}
-    for column, one in enumerate(results):
-        for row in one["rows"]:
-            name = re.sub(r"\b[1-9]\d* ids", "sampled ids", row["name"])
-            cells = rows.setdefault(name, [""] * len(results))
-            cells[column] = f"{row['blocks_per_second']:.1f}"
-    return table(head, *([name, *cells] for name, cells in rows.items()))
-
-
-def embedded_fit() -> str:
-    """How the embedded drafter's fit went."""
-    lines = [line for line in read_log(RESULTS / "embedded_fit.jsonl") if line["kind"] == "held_out"]
-    *before, last = [lines[round(part * (len(lines) - 1))] for part in (0, 0.1, 0.4, 0.7, 1)]
-    shown = [f"{line['acceptance_length']:.2f} ({line['step']})" for line in before]
-    return (
-        f"The fit took {last['seconds'] / 60:.0f} minutes: {last['step']} steps of 8 sequences with at most "
-        "64 anchors each. The held-out acceptance length\nat random anchors, after so many steps: "
-        f"{', '.join(shown)}, and {last['acceptance_length']:.2f} in the end"
-    )
-
-
 def weight_layout() -> str:
     """Steps with weights as torch keeps them, and transposed."""
     rows = [[STEPS[one["step"]], *spread(one)] for one in result("weight_layout_cpu")["steps"]]
@@ -271,6 +245,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "aot-notes": lambda: "\n".join([aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts()]),
     "throughput": throughput,
     "embedded-fit": embedded_fit,
+    "train-heads": train_heads,
+    "train-heads-command": train_heads_command,
+    "sampled-drafts": sampled_drafts,
     "published": published,
     "hf-calls": hf_calls,
     "cpu-distance": cpu_distance,

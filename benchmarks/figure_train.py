@@ -1,0 +1,76 @@
+"""Training's figures: how fast steps are, how fits went, and what drafters of each head are worth."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from figure_text import RESULTS, command, result, table
+
+from torch_dflash.train.fit.log import read_log
+
+SETS = {"gsm8k": "GSM8K", "mbpp": "MBPP", "humaneval": "HumanEval", "mt-bench": "MT-Bench"}
+
+
+def throughput() -> str:
+    """Training steps beside the peers'."""
+    results = result("train_throughput_cpu")["results"]
+    head = ["blocks/s", *(f"{one['size']['name']}, {one['dtype']}" for one in results)]
+    rows: dict[str, list[str]] = {}
+    for column, one in enumerate(results):
+        for row in one["rows"]:
+            name = re.sub(r"\b[1-9]\d* ids", "sampled ids", row["name"])
+            cells = rows.setdefault(name, [""] * len(results))
+            cells[column] = f"{row['blocks_per_second']:.1f}"
+    return table(head, *([name, *cells] for name, cells in rows.items()))
+
+
+def embedded_fit() -> str:
+    """How the embedded drafter's fit went."""
+    lines = [line for line in read_log(RESULTS / "embedded_fit.jsonl") if line["kind"] == "held_out"]
+    *before, last = [lines[round(part * (len(lines) - 1))] for part in (0, 0.1, 0.4, 0.7, 1)]
+    shown = [f"{line['acceptance_length']:.2f} ({line['step']})" for line in before]
+    return (
+        f"The fit took {last['seconds'] / 60:.0f} minutes: {last['step']} steps of 8 sequences with at most "
+        "64 anchors each. The held-out acceptance length\nat random anchors, after so many steps: "
+        f"{', '.join(shown)}, and {last['acceptance_length']:.2f} in the end"
+    )
+
+
+def train_heads() -> str:
+    """The heads, fitted to the same features for the same minutes."""
+    heads = result("train_heads")["heads"]
+    sets = list(next(iter(heads.values()))["sets"])
+    head = ["`--head`", "weights", "steps", "minutes", "held out", *(SETS[name] for name in sets)]
+    rows = [_head_row(name, one, sets) for name, one in heads.items()]
+    return table(head, *rows)
+
+
+def _head_row(name: str, one: dict[str, Any], sets: list[str]) -> list[str]:
+    weights = f"{one['weights']['all'] / 1e6:.1f} M"
+    if codebooks := one["weights"]["codebooks"]:
+        weights += f", {codebooks / 1e6:.1f} M of them codebooks"
+    lengths = [one["held_out"]["acceptance_length"], *(one["sets"][key]["acceptance_length"] for key in sets)]
+    return [f"`{name}`", weights, str(one["steps"]), f"{one['minutes']:.0f}", *(f"{x:.2f}" for x in lengths)]
+
+
+def train_heads_command() -> str:
+    """What fitted and judged them."""
+    return command(f"python benchmarks/{result('train_heads')['provenance']['command']}")
+
+
+def sampled_drafts() -> str:
+    """Acceptance lengths of sampled text, drafted in two ways."""
+    drafters = result("sampled_drafts")["drafters"]
+    sets = list(next(iter(drafters.values())))
+    head = ["drafter", "drafts", *(SETS[name] for name in sets)]
+    rows = [
+        [
+            drafter.rstrip("/").rpartition("/")[2] or drafter,
+            form,
+            *(f"{found[key][form]:.2f}" for key in sets),
+        ]
+        for drafter, found in drafters.items()
+        for form in ("likeliest", "shared noise")
+    ]
+    return table(head, *rows)
