@@ -66,7 +66,7 @@ def sampled_drafts() -> str:
     head = ["drafter", "drafts", *(SETS[name] for name in sets)]
     rows = [
         [
-            drafter.rstrip("/").rpartition("/")[2] or drafter,
+            f"`{drafter}`",
             form,
             *(f"{found[key][form]:.2f}" for key in sets),
         ]
