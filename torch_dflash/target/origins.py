@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial, partialmethod
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, GenericAlias, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, GenericAlias, MethodType, ModuleType
 from typing import Any
 
 import accelerate
@@ -30,6 +30,7 @@ _PACKAGES = "-packages" + os.sep
 _FOREIGN = (_PACKAGES, os.sep + "unittest" + os.sep)  # a mock runs what it was given
 _HEAP = 1 << 9  # a class that was written in Python
 _CLOSED = (type, BuiltinFunctionType, GenericAlias)
+_BARE = frozenset({bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple})  # can be nothing else
 _own_packages: ContextVar[frozenset[str]] = ContextVar("own_packages", default=frozenset())
 
 
@@ -80,6 +81,8 @@ def links(value: Any) -> Iterator[Any]:
     A callable that shows none is its own last link. Classes and builtins have none. Nothing of the value
     runs: an object may answer every question with a new object, or raise.
     """
+    if type(value) in _BARE:  # most are
+        return
     seen: list[Any] = []
     while value is not None and not _is(value, _CLOSED) and not any(value is one for one in seen):
         seen.append(value)
@@ -99,6 +102,8 @@ def links(value: Any) -> Iterator[Any]:
 
 def static(value: Any, name: str) -> Any:
     """An attribute as it stands, None for none: asked of the object, it might run anything."""
+    if type(value) is ModuleType:
+        return value.__dict__.get(name)
     try:
         return inspect.getattr_static(value, name, None)
     except Exception:  # an object whose ``__dict__`` raises

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,25 @@ def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) ->
     return {prefix + name: array for name, array in arrays.items()}
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones by each of theirs: one walk, where torch makes one for each."""
+    found: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        own = {**part._parameters, **part._buffers}
+        found |= {f"{prefix}.{name}" if prefix else name: leaf for name, leaf in own.items() if leaf is not None}
+    return found
+
+
+_slots_of: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+
+
+def _slots(skeleton: nn.Module) -> dict[str, Tensor]:
+    """`named_tensors` of a skeleton, which has the same for good."""
+    if skeleton not in _slots_of:
+        _slots_of[skeleton] = named_tensors(skeleton)
+    return _slots_of[skeleton]
+
+
 def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[str, Tensor]:
     """The live tensors of ``model`` under the skeleton's names, each tied weight once.
 
@@ -87,11 +107,8 @@ def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[
         ValueError: the model's tensors are not those its config describes (an adapter, a quantiser or
             surgery changed them), so running the skeleton would not be running the model.
     """
-    live = dict(model.named_parameters(remove_duplicate=False))
-    live |= dict(model.named_buffers(remove_duplicate=False))
-    slots = list(skeleton.named_parameters(remove_duplicate=False))
-    slots += list(skeleton.named_buffers(remove_duplicate=False))
-    extra = live.keys() - {name for name, _ in slots}
+    live, slots = named_tensors(model), _slots(skeleton)
+    extra = live.keys() - slots.keys()
     if extra:
         raise ValueError(
             f"{type(model).__name__}: unknown parameters or buffers {sorted(extra)[:3]}; merge adapters "
@@ -100,7 +117,7 @@ def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[
     check_unmodified(skeleton, model)
     taken: dict[int, Tensor] = {}
     tensors = {}
-    for name, slot in slots:
+    for name, slot in slots.items():
         tensor = live.get(name)
         if tensor is None or tensor.shape != slot.shape:
             found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
