@@ -220,5 +220,5 @@ def _left(name: str, options: dict[str, Any], batch: Batch, number: int) -> list
 
 
 def _first_begun(options: dict[str, Any], batch: Batch) -> int:
-    """The new token that ``begin_suppress_tokens`` speaks of: transformers leaves the first to a forced one."""
+    """The new token of ``begin_suppress_tokens``: transformers leaves the first to a forced one."""
     return int(batch.width == 1 and bool(id_list("forced_bos_token_id", options, batch.vocab_size)))
