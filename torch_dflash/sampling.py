@@ -77,7 +77,9 @@ def _scaled(
     logits: Float[Tensor, "B M V"], sampling: Sampling, filters: bool, warp: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """(sampled rows' logits by temperature and filters, the best moved to 0; what it was, scaled)."""
-    # The best logit is moved to 0 first: divided by a tiny temperature, the others would overflow too.
+    # The best logit is moved to 0 first: divided by a tiny temperature, the others would overflow too. What a
+    # rule made infinite is the best: the difference of two infinities would be none.
+    logits = logits.clamp(max=torch.finfo(logits.dtype).max)
     greedy, best = sampling.temperature <= 0, logits.amax(dim=-1, keepdim=True)
     temperature = torch.where(greedy, 1.0, sampling.temperature).clamp(min=1e-30)[:, None, None]
     scaled = (logits - best) / temperature

@@ -82,3 +82,21 @@ def test_a_function_that_returns_something_else_is_refused(pair):
     for function, said in ((lambda *given: None, "NoneType"), (lambda *given: given[2][..., 1:], str(VOCAB))):
         with pytest.raises(ValueError, match=said):
             texts(pair, td.BlockProcessor(function))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 9, "top_p": 0.9, "typical_p": 0.8}], ids=["bare", "filters"]
+)
+def test_what_a_rule_makes_infinite_is_said_sampled_too(pair, options):
+    """A difference of infinities is no number, and the first id would stand for it."""
+
+    def forced(tokens, length, logits):
+        wanted = (length % 5 + 3)[..., None] == torch.arange(logits.shape[-1])
+        return torch.where(wanted, torch.inf, logits)
+
+    ids, mask = pad(PROMPTS)
+    asked = {"max_new_tokens": 9, "eos_token_id": None, "runtime": "eager", "return_dict_in_generate": True}
+    rule = (td.BlockProcessor(forced),)
+    for own in ({"do_sample": False}, {"do_sample": True, "seed": 2, "top_k": 0} | options):
+        out = td.generate(*pair, ids, mask, processors=rule, **asked | own)
+        assert out.new_tokens == [[at % 5 + 3 for at in range(len(row), len(row) + 9)] for row in PROMPTS]

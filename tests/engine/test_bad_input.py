@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from support import tiny
@@ -106,9 +107,12 @@ OPTIONS = [
     ({"processors": ([1],)}, ValueError, ["processors holds [1]", "BlockProcessor"]),
     ({"processors": (td.processors.RepetitionPenalty,)}, ValueError, ["processors holds <class", "Block"]),
     ({"max_time": -1}, ValueError, ["max_time=-1", "seconds of at least 0"]),
-    ({"bad_words_ids": [1]}, ValueError, ["bad_words_ids holds (1", "[[5], [7, 8]]"]),
+    ({"bad_words_ids": [1]}, ValueError, ["bad_words_ids holds 1: ", "[[5], [7, 8]]"]),
+    ({"bad_words_ids": np.array([[1, 2]])}, ValueError, ["bad_words_ids=", "a list"]),
     ({"bad_words_ids": [[97]]}, ValueError, ["bad_words_ids holds 97", "0 to 96"]),
     ({"sequence_bias": [[[1], "much"]]}, ValueError, ["sequence_bias holds", "-1.5"]),
+    ({"suppress_tokens": 5}, ValueError, ["suppress_tokens=5", "a list of token ids"]),
+    ({"suppress_tokens": [[5]]}, ValueError, ["suppress_tokens holds [5]", "token ids"]),
     ({"suppress_tokens": [1.5]}, ValueError, ["suppress_tokens holds 1.5", "token ids"]),
     ({"forced_eos_token_id": -1}, ValueError, ["forced_eos_token_id holds -1", "token ids"]),
     (

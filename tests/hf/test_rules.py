@@ -453,3 +453,30 @@ def test_a_forced_first_token_moves_what_may_not_begin(pair):
     options = {"forced_bos_token_id": 7, "begin_suppress_tokens": [int(plain[0, 1])]}
     banned, block = through_transformers(pair, one, **options)
     assert torch.equal(block, banned) and banned[0, 0] == 7 and banned[0, 1] != plain[0, 1]
+
+
+def test_of_ids_that_are_forced_those_that_are_suppressed_are_left_out(pair):
+    """As transformers, whose bans come after what is forced; where none is left there is nothing to say."""
+    one = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
+    two = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+    for prompt, options in (
+        (two, {"forced_eos_token_id": [7, 9], "suppress_tokens": [7]}),
+        (two, {"forced_eos_token_id": [7, 9], "begin_suppress_tokens": [7], "max_new_tokens": 1}),
+        (
+            one,
+            {"forced_eos_token_id": 7, "begin_suppress_tokens": [7], "max_new_tokens": 1}
+            | {"forced_bos_token_id": 3},
+        ),
+        (
+            one,
+            {"forced_eos_token_id": [7, 9], "begin_suppress_tokens": [7], "max_new_tokens": 2}
+            | {"forced_bos_token_id": 3},
+        ),
+    ):
+        plain, block = through_transformers(pair, prompt, **options)
+        assert torch.equal(block, plain)
+        assert ours(pair, prompt, **options)[0] == plain.tolist()
+    with refuses(
+        ValueError, "forced_eos_token_id and begin_suppress_tokens both hold 7", "leave it out of one"
+    ):
+        ours(pair, two, forced_eos_token_id=[7, 9], begin_suppress_tokens=[9, 7], max_new_tokens=1)

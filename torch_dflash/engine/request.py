@@ -16,6 +16,7 @@ from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, r
 from torch_dflash.engine.answers import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
 from torch_dflash.engine.halts import Halt, halts_of
 from torch_dflash.engine.refusals import refuse_unsupported
+from torch_dflash.engine.rule_values import check_suppressed
 from torch_dflash.engine.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
 from torch_dflash.engine.seeds import row_seeds
 from torch_dflash.engine.special_ids import check_pad, stop_ids
@@ -115,6 +116,7 @@ def resolve(
     if not isinstance(options.get("do_sample"), bool | None):
         raise ValueError(f"do_sample={options['do_sample']!r}: must be True, False or None (unset).")
     check_pad(options.get("pad_token_id"))
+    check_suppressed(options.get("suppress_tokens"))
     refuse_unsupported(SimpleNamespace(**options))
     per_row = {
         name: options.pop(name)

@@ -47,7 +47,7 @@ def check_numbers(options: dict[str, Any], rows: int, sampled: bool) -> dict[str
 
 def check_sequences(name: str, given: Any, vocab_size: int) -> list[tuple[tuple[int, ...], float]]:
     """Ids and their bias: of ``bad_words_ids`` lists, of ``sequence_bias`` transformers' two forms."""
-    if given is None or given in ([], (), {}):
+    if given is None:
         return []
     if not isinstance(given, list | tuple | dict):
         raise ValueError(f"{name}={given!r}: must be a list.")
@@ -63,7 +63,8 @@ def check_sequences(name: str, given: Any, vocab_size: int) -> list[tuple[tuple[
         ids = row_list(pair_ids)
         number = isinstance(bias, int | float) and not isinstance(bias, bool) and bias < math.inf
         if not isinstance(ids, list) or not ids or not number or not all(map(is_count, ids)):
-            raise ValueError(f"{name} holds {pair!r}: must be {form}.")
+            shown = pair_ids if name == "bad_words_ids" else pair
+            raise ValueError(f"{name} holds {shown!r}: must be {form}.")
         assert bias is not None
         _check_ids(name, ids, vocab_size)
         found[tuple(map(int, ids))] = float(bias)
@@ -82,6 +83,16 @@ def id_list(name: str, options: dict[str, Any], vocab_size: int) -> list[int]:
     ids = given if isinstance(given, list) else [given]
     _check_ids(name, ids, vocab_size)
     return list(dict.fromkeys(map(int, ids)))
+
+
+def check_suppressed(given: Any) -> None:
+    """Raise ``ValueError`` unless ``suppress_tokens`` is a list of ids, of which transformers makes a set."""
+    ids = row_list(given)
+    if ids is not None and not isinstance(ids, list):
+        raise ValueError(f"suppress_tokens={given!r}: must be a list of token ids, as [5, 7].")
+    for token in ids or ():
+        if not is_count(token):
+            raise ValueError(f"suppress_tokens holds {token!r}: must be token ids of the target.")
 
 
 def check_decay(given: Any) -> tuple[int, float] | None:

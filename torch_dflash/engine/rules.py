@@ -184,8 +184,7 @@ def _bans(options: dict[str, Any], least: int | None, batch: Batch, row: int) ->
     words = check_sequences("bad_words_ids", options.get("bad_words_ids"), vocab)
     banned = [Entry(ids, bias) for ids, bias in words if ids not in [(stop,) for stop in stops]]
     banned += [Entry((token,), -math.inf) for token in id_list("suppress_tokens", options, vocab)]
-    # transformers leaves the first token to a forced one.
-    first = int(batch.width == 1 and bool(id_list("forced_bos_token_id", options, vocab)))
+    first = _first_begun(options, batch)
     for token in id_list("begin_suppress_tokens", options, vocab):
         banned.append(Entry((token,), -math.inf, first, first + 1))
     # transformers: the number of new tokens, if it is given, counts instead of that of all, though it be 0.
@@ -197,19 +196,29 @@ def _bans(options: dict[str, Any], least: int | None, batch: Batch, row: int) ->
 
 
 def _forced(options: dict[str, Any], batch: Batch, row: int) -> list[tuple[int, int]]:
-    vocab = batch.vocab_size
-    pairs = [
-        (token, batch.max_new_tokens[row] - 1) for token in id_list("forced_eos_token_id", options, vocab)
-    ]
-    only = batch.max_new_tokens[row] == 1
-    for name in ("suppress_tokens", "begin_suppress_tokens")[: 1 + only]:
-        suppressed = {token for token, _ in pairs}.intersection(id_list(name, options, vocab))
-        if suppressed:
-            raise ValueError(
-                f"forced_eos_token_id and {name} both hold {min(suppressed)}: no token is left to end "
-                "with; leave it out of one of them."
-            )
-    first = id_list("forced_bos_token_id", options, vocab)
-    if batch.width == 1 and not (only and pairs):  # of two for one token transformers' last one counts
-        pairs += [(token, 0) for token in first]
+    last = batch.max_new_tokens[row] - 1
+    pairs = [(token, last) for token in _left("forced_eos_token_id", options, batch, last)]
+    if batch.width == 1 and not (last == 0 and pairs):  # of two for one token transformers' last one counts
+        pairs += [(token, 0) for token in _left("forced_bos_token_id", options, batch, 0)]
     return pairs
+
+
+def _left(name: str, options: dict[str, Any], batch: Batch, number: int) -> list[int]:
+    """Of the ids that are forced as new token ``number`` those that are not suppressed there as well."""
+    vocab = batch.vocab_size
+    left = id_list(name, options, vocab)
+    names = "suppress_tokens", "begin_suppress_tokens"
+    for suppressing in names[: 1 + (number == _first_begun(options, batch))]:
+        banned = id_list(suppressing, options, vocab)
+        before, left = left, [token for token in left if token not in banned]
+        if before and not left:
+            raise ValueError(
+                f"{name} and {suppressing} both hold {before[0]}: no token is left to force; leave it out of "
+                "one of them."
+            )
+    return left
+
+
+def _first_begun(options: dict[str, Any], batch: Batch) -> int:
+    """The new token of ``begin_suppress_tokens``: transformers leaves the first to a forced one."""
+    return int(batch.width == 1 and bool(id_list("forced_bos_token_id", options, batch.vocab_size)))
