@@ -61,7 +61,9 @@ class Chat:
         self._template = dict(template_options or {})
         for name in OURS:
             if name in self._template:
-                raise ValueError(f"template_options holds {name!r}, which the chat itself says; leave it out.")
+                raise ValueError(
+                    f"template_options holds {name!r}, which the chat itself says; leave it out."
+                )
         self._session = engine.session()
         self.message: Message | None = None
 
