@@ -229,6 +229,11 @@ def test_few_blocks_neither_name_a_change_nor_rule_it_out(pair_of_scores):
 def test_what_is_left_open_is_said_with_what_to_do(pair_of_scores):
     base, one = pair_of_scores(64, 3.24)
     assert weigh(base, [one], 64, 3).gain == pytest.approx(0.324 + 2 * 0.1)
+    two, better = (
+        pair_of_scores(64, score, made=one.changes * count)[1] for score, count in ((4, 2), (3.5, 1))
+    )
+    found = weigh(base, [two, one, better], 64, 3)
+    assert found.doubts == (better.name, one.name, two.name) and found.gain == pytest.approx(0.35 + 0.2)
     for most, texts, words in (
         (64, 3, "give 12 prompts or more, or have longer answers"),
         (100, 1, "give 3 prompts or more, or have longer answers, and draft 256 blocks or more"),

@@ -19,9 +19,9 @@ class Evidence:
 
     Attributes:
         blocks: drafted by each convention; most: as many as the answers have room for; answers: their number.
-        gain: nats a block that any change may gain at most, as far as the blocks tell; of: those that there
-            are to gain.
-        doubts: names of changes that `ENOUGH` blocks may show to be better, the likeliest first.
+        gain: nats a block that the first of ``doubts``, or without these any change, may gain at most, as far
+            as the blocks tell; of: those that there are to gain.
+        doubts: names of changes that `ENOUGH` blocks may show to be better, single ones first.
     """
 
     blocks: int
@@ -55,13 +55,13 @@ def weigh(base: Tried, others: Sequence[Tried], most: int, answers: int) -> Evid
         return one.nats - base.nats + BEYOND * standard_error(one.drafted.nats, base.drafted.nats)
 
     blocks = len(base.drafted.accepted)
-    ranked = sorted(others, key=up_to, reverse=True)
-    doubts = [one for one in ranked if blocks < FEW or one.may_beat(base)]
+    doubts = [one for one in others if blocks < FEW or one.may_beat(base)]
+    doubts.sort(key=lambda one: (len(one.changes), -up_to(one)))
     return Evidence(
         blocks=blocks,
         most=most,
         answers=answers,
-        gain=max([0.0, *map(up_to, doubts or ranked)]),
+        gain=max([0.0, *map(up_to, doubts[:1] or others)]),
         of=-base.nats,
         doubts=tuple(one.name for one in doubts),
     )
