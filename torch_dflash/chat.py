@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch_dflash.stream import Piece, pieces
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any] | Callable]
+OURS = ("tokenize", "return_tensors", "return_dict", "add_generation_prompt", "continue_final_message")
+"""Arguments of ``apply_chat_template`` that are no variables of a template."""
 
 
 class Chat:
@@ -26,7 +29,7 @@ class Chat:
         engine: of `torch_dflash.compile`, on either runtime; one of its rows is used.
         tokenizer: the target's, with a chat template.
         template_options: further variables of the template, such as ``{"enable_thinking": False}``.
-        **options: of every answer, as in `torch_dflash.generate`. ``max_new_tokens`` unset: as many as the
+        **options: of every answer, as in `torch_dflash.generate`. No length given: as many tokens as the
             engine's ``max_length`` has room for.
 
     Attributes:
@@ -34,7 +37,7 @@ class Chat:
         stats: its `DecodeStats`.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template, or ``template_options`` holds what is none of it.
 
     >>> # chat = td.Chat(engine, tokenizer, do_sample=False)
     >>> # messages = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -56,6 +59,11 @@ class Chat:
             )
         self._engine, self._tokenizer, self._options = engine, tokenizer, options
         self._template = dict(template_options or {})
+        for name in OURS:
+            if name in self._template:
+                raise ValueError(
+                    f"template_options holds {name!r}, which the chat itself says; leave it out."
+                )
         self._session = engine.session()
         self.message: Message | None = None
 
@@ -79,7 +87,8 @@ class Chat:
         Args:
             messages: the whole conversation, each with ``role`` and ``content`` as its template reads them.
             tools: functions or JSON schemas, for the template. A tokenizer with a ``response_template`` finds
-                the calls in the answer, others leave them in its ``content``.
+                the calls in the answer, others leave them in its ``content``; so does an answer that it
+                cannot parse, with a warning.
             **options: over those of the chat.
 
         Raises:
@@ -88,7 +97,7 @@ class Chat:
         """
         prompt = self._render(messages, tools, add_generation_prompt=True)
         options = self._options | options
-        if options.get("max_new_tokens") is None:
+        if not _has_length(options):
             options["max_new_tokens"] = self._room(len(prompt))
         options.setdefault("tokenizer", self._tokenizer)  # for stop strings and formats
         settled = _shared(prompt, self._render(messages, tools, add_generation_prompt=False))
@@ -104,7 +113,10 @@ class Chat:
             self.message = {"role": "assistant", "content": "".join(piece.text for piece in said)}
             if piece.done and getattr(self._tokenizer, "response_template", None) is not None:
                 ids = [token for piece in said for token in piece.tokens]
-                self.message = self._tokenizer.parse_response(ids, prefix=prompt, tools=tools)
+                try:
+                    self.message = self._tokenizer.parse_response(ids, prefix=prompt, tools=tools)
+                except Exception as error:  # of an answer that was cut, or whose JSON is none
+                    warnings.warn(f"the answer cannot be parsed and stays text ({error})", stacklevel=2)
             yield piece
 
     def _render(self, messages: Sequence[Message], tools: Tools | None, **options: bool) -> list[int]:
@@ -117,7 +129,10 @@ class Chat:
             )
         except Exception as error:  # a template may raise anything, by jinja's raise_exception too
             raise ValueError(f"messages: the tokenizer's chat template refuses them ({error}).") from error
-        return out["input_ids"][0].tolist()
+        ids = out["input_ids"].flatten().tolist()
+        if not ids:
+            raise ValueError("messages: the tokenizer's chat template makes no token of them; mend either.")
+        return ids
 
     def _room(self, length: int) -> int:
         room = self._engine.plan.capacity - length
@@ -127,6 +142,16 @@ class Chat:
                 f"{self._engine.plan.capacity}; leave messages out, or compile with a larger max_length."
             )
         return room
+
+
+def _has_length(options: Mapping[str, Any]) -> bool:
+    """Whether anything of a call says how long an answer may be."""
+    config = options.get("generation_config")
+    return any(
+        value is not None
+        for name in ("max_new_tokens", "max_length")
+        for value in (options.get(name), getattr(config, name, None))
+    )
 
 
 def _shared(first: list[int], second: list[int]) -> int:

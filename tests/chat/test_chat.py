@@ -7,6 +7,7 @@ import torch
 from support.refusals import refuses
 from support.tiny import make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, byte_tokenizer
+from transformers import GenerationConfig
 
 import torch_dflash as td
 
@@ -161,6 +162,21 @@ def test_without_a_number_an_answer_may_fill_the_room(pairs, tokenizer):
         chat(messages)
 
 
+def test_a_length_that_was_asked_for_is_not_the_rooms(pairs, tokenizer):
+    messages = [{"role": "user", "content": "Hello"}]
+    wanted, length = own(pairs, tokenizer, messages)
+    for new, asked in (
+        (5, {"max_length": length + 5}),
+        (4, {"generation_config": GenerationConfig(max_new_tokens=4)}),
+        (3, {"generation_config": GenerationConfig(max_length=length + 3)}),
+        (2, {"generation_config": GenerationConfig(max_new_tokens=4), "max_new_tokens": 2}),
+    ):
+        chat = make_chat(pairs, tokenizer, max_new_tokens=None)
+        assert chat(messages, **asked)["content"] == wanted[:new], asked
+        own_words = make_chat(pairs, tokenizer, **{"max_new_tokens": None} | asked)
+        assert own_words(messages)["content"] == wanted[:new], asked
+
+
 def test_what_does_not_fit_is_refused_and_nothing_is_lost(pairs, tokenizer):
     chat = make_chat(pairs, tokenizer, max_length=100)
     messages = [{"role": "user", "content": "Hello"}]
@@ -183,6 +199,12 @@ def test_refusals_say_what_to_do(pairs, tokenizer):
     for messages in ([], "hello", [{"content": "x"}]):
         with refuses(TypeError, "messages: pass a list of"):
             chat(messages)
+    for name in ("tokenize", "return_tensors", "return_dict", "add_generation_prompt"):
+        with refuses(ValueError, f"template_options holds {name!r}", "leave it out"):
+            make_chat(pairs, tokenizer, template_options={name: False})
+    chat = make_chat(pairs, byte_tokenizer("{{ '' }}"))
+    with refuses(ValueError, "messages: ", "makes no token of them"):
+        chat([{"role": "user", "content": "x"}])
     chat = make_chat(pairs, tokenizer)
     for options in ({"max_new_tokens": 0}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}):
         with pytest.raises(ValueError):
@@ -208,6 +230,21 @@ def test_a_response_template_finds_the_calls(pairs):
             [find_weather],
         )
     ]
+
+
+def test_an_answer_that_cannot_be_parsed_stays_text(pairs):
+    tokenizer = byte_tokenizer(GROWING)
+
+    def parse_response(ids, prefix, tools):
+        raise ValueError("a call without an end")
+
+    tokenizer.response_template, tokenizer.parse_response = {"anything": 1}, parse_response
+    chat, messages = make_chat(pairs, tokenizer), [{"role": "user", "content": "x"}]
+    wanted = {"role": "assistant", "content": own(pairs, tokenizer, messages)[0]}
+    with pytest.warns(UserWarning, match="a call without an end"):
+        pieces = list(chat.stream(messages))
+    assert pieces[-1].done and "".join(piece.text for piece in pieces) == wanted["content"]
+    assert chat.message == wanted
 
 
 def test_agreeing_pairs_draft_in_every_turn():

@@ -100,11 +100,16 @@ def test_a_conversation_is_saved_and_goes_on(pair, talk, tmp_path):
 def test_what_fails_is_one_line_and_loses_nothing(pair, talk, tmp_path):
     bad = tmp_path / "bad"
     bad.write_text('{"messages": ["x"]}')
+    deep = tmp_path / "deep"
+    deep.write_text("[" * 100_000)
     lines = [
         "hello",
         "/nope",
         f"/load {bad}",
         f"/load {tmp_path / 'none'}",
+        f"/load {deep}",
+        "/load ~nobody-of-this-name/x",
+        "/save ~nobody-of-this-name/x",
         "/save",
         f"/save {bad}/x",
         "x" * 240,
@@ -115,6 +120,9 @@ def test_what_fails_is_one_line_and_loses_nothing(pair, talk, tmp_path):
         "/nope: no such command; /help lists them.",
         f'/load {bad}: must hold {{"messages":',
         "none: No such file or directory; name another file.",
+        f'/load {deep}: must hold {{"messages":',
+        "/load ~nobody-of-this-name/x: ",
+        "/save ~nobody-of-this-name/x: ",
         "/save: name a file.",
         "x: Not a directory; name another file.",
         "exceed max_length=256",
@@ -170,6 +178,7 @@ def test_wrong_usage_is_one_line(pair, talk):
         (["--max-length", "9999"], "max_length=9999"),
         (["--top-k", "5"], "--top-k 5 at temperature 0"),
         (["--chat-template-kwargs", "[]"], "must be one JSON object"),
+        (["--chat-template-kwargs", '{"tokenize": false}'], "template_options holds 'tokenize'"),
     ):
         status, out, err = talk(["hello"], *options)
         assert (status, out) == (2, []) and words in err and "Traceback" not in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from torch_dflash.cli.loading import Loaded
 from torch_dflash.doctor import answers, judge_texts
 from torch_dflash.doctor.changes import changes
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.diagnosis import Tried, _best
+from torch_dflash.doctor.diagnosis import _best
+from torch_dflash.doctor.enough import weigh
 from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
 from torch_dflash.doctor.repair import repair
 from torch_dflash.doctor.template import other_way
+from torch_dflash.doctor.tried import ENOUGH, FEW, SURE, Tried, surely
 from torch_dflash.proposers.notes import findings
 
 LESSER = 15400
@@ -190,6 +193,68 @@ def test_a_change_counts_where_each_is_better_than_all_it_is_made_of():
     assert _best(base, [worse], [base, *single]) is base
 
 
+@pytest.fixture(scope="module")
+def pair_of_scores():
+    """``make(blocks, score)``: the pair as it is, and a change of that score with a standard error of 0.1."""
+    target = make_target("llama")
+    change = changes(target, make_drafter(target), 100, [1])[0]
+
+    def make(blocks, score, made=(change,), accepted=2):
+        noise = torch.randn(blocks, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        noise = (noise - noise.mean()) / noise.std() * blocks**0.5 * 0.1
+        base = Tried((), Drafted(torch.arange(blocks) % 3 + 2, torch.zeros(blocks, 1).double() - 9))
+        drafted = Drafted(torch.arange(blocks) % 3 + accepted, (noise + score / 10)[:, None] - 9)
+        return base, Tried(made, drafted)
+
+    return make
+
+
+def test_few_blocks_neither_name_a_change_nor_rule_it_out(pair_of_scores):
+    def said(blocks, score, **more):
+        base, one = pair_of_scores(blocks, score, **more)
+        found = weigh(base, [one], blocks, 3)
+        assert found.doubts in ((), (one.name,)) and (found.blocks, found.answers) == (blocks, 3)
+        return "named" if one.beats(base) else "open" if found.doubts else "ruled out"
+
+    for blocks, low, high in ((64, 0.4, 4.9), (128, 1.35, 4.1), (250, 3.2, 3.5)):
+        scores = (low - 0.1, low + 0.1, high - 0.1, high + 0.1)
+        assert [said(blocks, one) for one in scores] == ["ruled out", "open", "open", "named"], blocks
+    for blocks in (ENOUGH, 2 * ENOUGH):  # as the figures were made
+        assert [said(blocks, one) for one in (SURE - 0.01, SURE + 0.01)] == ["ruled out", "named"]
+    assert [said(FEW - 1, one) for one in (-50, 50)] == ["open", "open"]
+    assert said(64, 3, accepted=0) == "ruled out"  # fewer drafts are accepted
+    assert surely(64) > surely(128) > surely(ENOUGH) == surely(1000) == SURE
+
+
+def test_what_is_left_open_is_said_with_what_to_do(pair_of_scores):
+    base, one = pair_of_scores(64, 3.24)
+    assert weigh(base, [one], 64, 3).gain == pytest.approx(0.324 + 2 * 0.1)
+    two, better = (
+        pair_of_scores(64, score, made=one.changes * count)[1] for score, count in ((4, 2), (3.5, 1))
+    )
+    found = weigh(base, [two, one, better], 64, 3)
+    assert found.doubts == (better.name, one.name, two.name) and found.gain == pytest.approx(0.35 + 0.2)
+    for most, texts, words in (
+        (64, 3, "give 12 prompts or more, or have longer answers"),
+        (100, 1, "give 3 prompts or more, or have longer answers, and draft 256 blocks or more"),
+        (300, 3, "draft 256 blocks or more"),
+    ):
+        assert weigh(base, [one], most, texts).advice == words
+    sure = pair_of_scores(ENOUGH, 1)
+    assert weigh(*sure[:1], sure[1:], ENOUGH, 3).gain == pytest.approx(0.1 + 0.2)
+    assert weigh(*sure[:1], [pair_of_scores(ENOUGH, -5)[1]], ENOUGH, 3).gain == 0
+    assert str(weigh(base, [], 64, 1)) == "64 blocks of 1 answer"
+
+
+def test_a_pair_of_which_little_was_drafted_is_neither_broken_nor_sound(judged):
+    case = judged.make_case("llama", 10, ("taps", "mask"), 100)
+    found = judge_texts(case.target, case.drafter, case.texts, masks=case.masks, blocks=FEW - 1)
+    assert found.verdict == "unsure" and not found.changes and len(found.evidence.doubts) > 20
+    said = str(found)
+    assert f"not enough to tell: {FEW - 1} blocks of 8 answers, on which {found.evidence.doubts[0]}" in said
+    assert said.endswith("draft 256 blocks or more.")
+
+
 def test_odd_fields_are_noted():
     target = make_target("llama", num_hidden_layers=8)
     drafter = make_drafter(target, target_layer_ids=[2, 6], num_target_layers=None)
@@ -216,6 +281,25 @@ def test_a_repair_says_it_in_both_places_and_keeps_the_old_one(tmp_path):
         repair(tmp_path, {"is_causal": False})
 
 
+def test_what_could_not_be_repaired_is_told_before_the_work(monkeypatch, capsys, tmp_path):
+    make_drafter(make_target("llama")).save_pretrained(tmp_path)
+
+    def worked(*names, **options):
+        raise AssertionError("the pair was loaded")
+
+    monkeypatch.setattr(command, "load_pair", worked)
+    line = ["doctor", "--target", "demo", "--drafter", str(tmp_path), "--fix"]
+    (tmp_path / "config.json.before").write_text("{}")
+    assert main(line) == 2 and "move it away" in capsys.readouterr().err
+    (tmp_path / "config.json.before").unlink()
+
+    def read_only(*given, **options):
+        raise OSError(30, "Read-only file system", str(tmp_path))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    assert main(line) == 2 and "Read-only file system" in capsys.readouterr().err
+
+
 @pytest.fixture
 def shell(judged, tmp_path, monkeypatch):
     """A directory with a drafter whose config is wrong, and the command's words for its pair."""
@@ -239,6 +323,7 @@ def test_the_command_writes_what_it_found_and_mends_it(shell, tmp_path, capsys):
     found = json.loads((tmp_path / "it.json").read_text())
     assert found["verdict"] == "broken" and {one["kind"] for one in found["changes"]} == {"taps", "mask"}
     assert found["with_changes"] > found["acceptance_length"] + 1 and len(found["tried"]) > 20
+    assert found["evidence"]["blocks"] == 256 and "judged on 256 blocks of 8 answers." in said
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
     mended = td.DFlashDraftModel.from_pretrained(tmp_path / "drafter")
     assert judge_texts(case.target, mended, case.texts, masks=case.masks).verdict == "healthy"
@@ -305,11 +390,12 @@ def test_the_other_way_of_asking_is_one_that_changes_prompts():
         ("{% if enable_thinking %}!{% endif %}", {}, {"enable_thinking": True}),
         ("{% if thinking %}!{% endif %}", {"thinking": True}, {"thinking": False}),
         ("", {}, {}),
+        ("{% if enable_thinking is defined %}{{ raise_exception('never') }}{% endif %}", {}, {}),
     ):
         tokenizer = byte_tokenizer("{{ messages[0].content }}" + template)
 
         def ask(options, tokenizer=tokenizer):
-            return answers.encode_conversation(tokenizer, [{"role": "user", "content": "a"}], options)
+            return answers.encoded(tokenizer, ["a"], options)
 
         assert other_way(ask, options) == other
 
@@ -327,3 +413,13 @@ def test_from_prompts_to_a_diagnosis():
         td.diagnose(target, drafter, tokenizer, ["alpha"], max_new_tokens=1)
     with refuses(ValueError, "hidden_size=16 of the drafter"):
         td.diagnose(target, make_drafter(target, hidden_size=16), tokenizer)
+    for prompts in ("alpha", [], [3]):
+        with refuses(TypeError, f"prompts={prompts!r}: pass a list of questions"):
+            td.diagnose(target, drafter, tokenizer, prompts)
+    for other in (None, td.NGramProposer(4)):
+        with refuses(TypeError, f"drafter={type(other).__name__}: has no conventions", "DFlashDraftModel"):
+            td.diagnose(target, other, tokenizer)
+    with refuses(ValueError, "prompts: the tokenizer cannot make ids of them (never)"):
+        td.diagnose(target, drafter, byte_tokenizer("{{ raise_exception('never') }}"), ["alpha"])
+    target.generation_config.stop_strings = ["\x00" * 40]
+    assert answers.answer(target, [[5, 6]], 4, tokenizer)[0].start == 2

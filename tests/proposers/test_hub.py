@@ -110,6 +110,18 @@ def test_a_card_that_is_there_stays_unless_something_is_said(drafter, monkeypatc
     monkeypatch.setattr(hub, "HfApi", fresh)
     drafter.push_to_hub("mine")
     assert b"Not measured." in fresh.files["README.md"] and b"does not name" in fresh.files["README.md"]
+    assert b'load_drafter("me/mine"' in fresh.files["README.md"]  # the owner is whoever the token is of
+
+
+def test_what_cannot_be_pushed_makes_no_repository(drafter, monkeypatch):
+    there = Hub()
+    monkeypatch.setattr(hub, "HfApi", there)
+    with pytest.raises(ValueError):
+        drafter.push_to_hub("me/mine", acceptance={"gsm8k": "many"})
+    monkeypatch.setattr(drafter.config, "vocab_size", 0)
+    with refuses(ValueError, "vocab_size=0", "set drafter.config.vocab_size"):
+        drafter.push_to_hub("me/mine")
+    assert not there.calls
 
 
 def test_saving_does_not_push_behind_the_card(drafter, tmp_path):

@@ -115,11 +115,12 @@ class Conversation:
         if command in ("/save", "/load"):
             if not rest.strip():
                 raise UserError(f"{command}: name a file.")
-            path = Path(rest.strip()).expanduser()
             try:
+                path = Path(rest.strip()).expanduser()
                 self.save(path) if command == "/save" else self.load(path)
-            except OSError as error:
-                raise UserError(f"{line}: {error.strerror}; name another file.") from None
+            except (OSError, RuntimeError) as error:  # the latter of a home that nobody has
+                why = getattr(error, "strerror", None) or one_line(error)
+                raise UserError(f"{line}: {why}; name another file.") from None
         elif line in commands:
             commands[line]()
         elif line.startswith("/"):
@@ -181,7 +182,7 @@ class Conversation:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["messages"]
             good = isinstance(found, list) and all({"role", "content"} <= one.keys() for one in found)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             good = False
         if not good:
             raise UserError(

@@ -13,7 +13,7 @@ from torch_dflash.cli.provenance import write_json
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.doctor import Diagnosis, diagnose
 from torch_dflash.doctor.picture import draw
-from torch_dflash.doctor.repair import CONFIG, repair
+from torch_dflash.doctor.repair import CONFIG, check_repairable, repair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import read_prompts
@@ -28,8 +28,8 @@ def add_parser(commands) -> None:
         "doctor",
         help="tell why few drafts of a pair are accepted",
         description="Reads both configs, has the target answer a few prompts, and drafts its answers under "
-        "other conventions: taps, masks, windows, norms. Exit status: 0 healthy or weak, 1 a convention is "
-        "wrong, 2 wrong usage.",
+        "other conventions: taps, masks, windows, norms. Exit status: 0 healthy, weak or too few blocks to "
+        "tell, 1 a convention is wrong, 2 wrong usage.",
     )
     add = parser.add_argument
     add("--target", required=True, metavar="T", help=f"directory, hub id or {', '.join(TARGETS)}")
@@ -106,6 +106,10 @@ def _folder(arguments: argparse.Namespace) -> Path | None:
         raise UserError(
             f"--fix with --drafter {arguments.drafter}: only a directory's {CONFIG} can be corrected."
         )
+    try:
+        check_repairable(folder)
+    except OSError as error:
+        raise UserError(f"--fix: {one_line(error)}") from None
     return folder
 
 
@@ -148,6 +152,13 @@ def _as_json(found: Diagnosis) -> dict[str, Any]:
         "findings": [
             {"field": one.field, "value": str(one.value), "words": one.words} for one in found.findings
         ],
+        "evidence": {
+            "blocks": found.evidence.blocks,
+            "answers": found.evidence.answers,
+            "nats_a_block": found.evidence.of,
+            "may_gain": found.evidence.gain,
+            "doubts": found.evidence.doubts,
+        },
         "tried": [
             {"name": one.name, "acceptance_length": one.length, "nats": one.nats} for one in found.tried
         ],

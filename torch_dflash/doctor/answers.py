@@ -47,16 +47,15 @@ def diagnose(
         TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
     """
     check_judged(target, drafter)
-    check_counts(max_new_tokens=max_new_tokens)
-    asked = list(QUESTIONS.values()) if prompts is None else list(prompts)
+    check_counts(max_new_tokens=max_new_tokens, blocks=blocks)
+    asked = _check_prompts(list(QUESTIONS.values()) if prompts is None else prompts)
     options = dict(template_options or {})
 
     def ids(template: dict[str, Any]) -> list[list[int]]:
-        turns = ([{"role": "user", "content": prompt}] for prompt in asked)
-        return [encode_conversation(tokenizer, turn, template) for turn in turns]
+        return encoded(tokenizer, asked, template)
 
     def judged(template: dict[str, Any]) -> Diagnosis:
-        texts = answer(target, ids(template), max_new_tokens)
+        texts = answer(target, ids(template), max_new_tokens, tokenizer)
         masks = likely_masks(target, tokenizer, texts)
         return judge_texts(target, drafter, texts, masks=masks, blocks=blocks)
 
@@ -64,8 +63,26 @@ def diagnose(
     return with_other_way(found, judged(options | other), other) if other else found
 
 
-def answer(target: Any, prompts: list[list[int]], max_new_tokens: int) -> list[Text]:
-    """The target's own greedy continuation of each prompt, without the penalties that a model may ask for."""
+def _check_prompts(prompts: Sequence[str]) -> list[str]:
+    if isinstance(prompts, str) or not prompts or not all(isinstance(one, str) for one in prompts):
+        raise TypeError(f"prompts={prompts!r}: pass a list of questions, each a str, at least one.")
+    return list(prompts)
+
+
+def encoded(tokenizer: Any, prompts: Sequence[str], template: dict[str, Any]) -> list[list[int]]:
+    """Ids of each prompt as a user's question; ``ValueError`` where the tokenizer or its template refuses."""
+    turns = ([{"role": "user", "content": prompt}] for prompt in prompts)
+    try:
+        return [encode_conversation(tokenizer, turn, template) for turn in turns]
+    except Exception as error:  # a template may raise anything, by jinja's raise_exception too
+        raise ValueError(f"prompts: the tokenizer cannot make ids of them ({error}).") from error
+
+
+def answer(target: Any, prompts: list[list[int]], max_new_tokens: int, tokenizer: Any = None) -> list[Text]:
+    """The target's own greedy continuation of each prompt, without the penalties that a model may ask for.
+
+    ``tokenizer`` is for the stop strings that it may ask for.
+    """
     ids, mask = pad_rows(prompts)
     place = target.device
     out: Any = generate(
@@ -77,6 +94,7 @@ def answer(target: Any, prompts: list[list[int]], max_new_tokens: int) -> list[T
         do_sample=False,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
+        tokenizer=tokenizer,
         runtime="eager",
         return_dict_in_generate=True,
     )

@@ -10,53 +10,17 @@ from typing import Any
 from torch_dflash.checks import check_counts
 from torch_dflash.doctor.changes import Change, changes
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.judge import Drafted, Judge, standard_score
+from torch_dflash.doctor.enough import Evidence, weigh
+from torch_dflash.doctor.judge import Judge
 from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.doctor.tried import WEAK, Tried
 from torch_dflash.proposers.dflash.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.notes import Finding, findings
 from torch_dflash.proposers.pair import check_pair
 
-SURE = 3.5
-"""Standard errors that a change has to gain: hundreds are tried."""
-GAIN = 0.02
-"""Nats a block that a change has to gain: another dtype shifts all blocks by a hundredth."""
-FAINT = 0.25
-"""Nats that it has to gain where the drafter stays weak: what has hardly learned is likelier by chance."""
 ROUNDS = ((16, 48), (64, 12))
 """Pairs of changes are screened on so many blocks, and so many go on."""
-WEAK = 2.0
-"""An acceptance length below which a pair without a fault is called weak: a step in two."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A convention by its ``changes`` (none: as the config says), and all blocks as it drafts them."""
-
-    changes: tuple[Change, ...]
-    drafted: Drafted
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return " and ".join(change.name for change in self.changes) or "as it is"
-
-    @property
-    def length(self) -> float:
-        """Acceptance length: accepted drafts of a block and the bonus token, in the mean."""
-        return 1 + float(self.drafted.accepted.double().mean())
-
-    @property
-    def nats(self) -> float:
-        """What a block says of the target's tokens, in the mean."""
-        return float(self.drafted.nats.double().mean())
-
-    def beats(self, other: Tried) -> bool:
-        """Whether the target's tokens are likelier, and drafts no less often accepted, both beyond noise."""
-        new, old = self.drafted, other.drafted
-        least = GAIN if self.length >= WEAK else FAINT
-        sure = standard_score(new.nats, old.nats) >= SURE and self.nats - other.nats >= least
-        return sure and standard_score(new.accepted, old.accepted) > -1
 
 
 @dataclass(frozen=True)
@@ -64,13 +28,14 @@ class Diagnosis:
     """What is wrong with a pair.
 
     Attributes:
-        verdict: "broken", "weak" or "healthy".
+        verdict: "broken", "weak", "healthy", or "unsure": too few blocks to call it either of the two.
         changes: what makes it better, if it is broken.
         length: acceptance length of blocks drafted as the pair is, teacher-forced on the target's text.
         better: the same with ``changes``.
         positions: share of blocks whose first k drafts are right, as the pair is.
         tried: every convention that was judged on all blocks, the likeliest first.
         findings: what the configs say.
+        evidence: what the verdict rests on.
     """
 
     verdict: str
@@ -80,6 +45,7 @@ class Diagnosis:
     positions: list[float]
     tried: list[Tried]
     findings: list[Finding]
+    evidence: Evidence
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -97,9 +63,17 @@ class Diagnosis:
             said.append(
                 "weak drafter: no other convention makes it better; it needs training, on such prompts."
             )
-        else:
+        elif self.verdict == "healthy":
             said.append("healthy: no other convention makes it better.")
+        said.append(self._judged())
         return "\n".join(said)
+
+    def _judged(self) -> str:
+        found = self.evidence
+        if self.verdict == "unsure":
+            open_to = f"on which {found.doubts[0]} {found.left}"
+            return f"unsure, not enough to tell: {found}, {open_to}; {found.advice}."
+        return f"judged on {found}" + ("." if self.changes else f": another convention {found.left}.")
 
 
 def judge_texts(
@@ -114,9 +88,9 @@ def judge_texts(
 
     The target runs once over the texts. Each convention then drafts the same blocks, teacher-forced, and is
     compared with others block by block: how likely it holds the target's own tokens, each convention at the
-    temperature that suits it best, which tells more than how many drafts are accepted. It counts as better by
-    `SURE` standard errors and `GAIN` nats (`FAINT` for a weak drafter), unless fewer drafts are accepted. A
-    pair of changes has to be better than either alone. Where taps are off by one, say, text stays right and
+    temperature that suits it best, which tells more than how many drafts are accepted. What counts as better
+    is said by `Tried.beats`. A pair of changes has to be better than either alone. Where too few blocks were
+    drafted to rule a change out, no verdict is given. Where taps are off by one, say, text stays right and
     only speed is lost, so nothing else would tell.
 
     Args:
@@ -139,21 +113,26 @@ def judge_texts(
     single = [Tried((one,), judge(one.apply(own))) for one in changes(target, drafter, longest, masks)]
     pairs = [Tried(pair, judge(_both(own, pair))) for pair in _finalists(judge, own, single)]
     chosen = _best(_best(base, single, []), pairs, [base, *single])
-    verdict = "broken" if chosen.changes else "weak" if base.length < WEAK else "healthy"
+    evidence = weigh(base, [] if chosen.changes else [*single, *pairs], judge.most, len(texts))
+    sound = "unsure" if evidence.doubts else "weak" if base.length < WEAK else "healthy"
     width = drafter.config.block_size
     return Diagnosis(
-        verdict=verdict,
+        verdict="broken" if chosen.changes else sound,
         changes=chosen.changes,
         length=base.length,
         better=chosen.length,
         positions=[float((base.drafted.accepted >= k).double().mean()) for k in range(1, width)],
         tried=sorted([base, *single, *pairs], key=lambda one: -one.nats),
         findings=findings(target, drafter),
+        evidence=evidence,
     )
 
 
 def check_judged(target: Any, drafter: DFlashDraftModel) -> None:
-    """Raise ``ValueError`` for a pair that does not fit, or a drafter with a part that no convention has."""
+    """Raise for a pair that does not fit, and for a drafter that is none, or has a part no convention has."""
+    if not isinstance(drafter, DFlashDraftModel):
+        name = type(drafter).__name__
+        raise TypeError(f"drafter={name}: has no conventions to be judged; pass a DFlashDraftModel.")
     refuse_extras(drafter.config, "the doctor", "compare acceptance with the drafter's card.")
     check_pair(target, drafter)
 

@@ -46,6 +46,10 @@ class Judge:
         target, drafter: the pair; neither is changed.
         recorded: of the target.
         blocks: how many in all; their anchors lie evenly over the answers.
+
+    Attributes:
+        places: (text, anchor) of each block.
+        most: as many blocks as the answers have room for.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Judge:
             for at, one in enumerate(self.recorded)
             for place in range(one.text.start, len(one.text.ids) - 1)
         ]
+        self.most = len(places)
         step = max(1.0, len(places) / blocks)
         self.places = [places[int(i * step)] for i in range(min(blocks, len(places)))]
 
@@ -158,6 +163,10 @@ class Judge:
 
 def standard_score(new: Tensor, old: Tensor) -> float:
     """By how many standard errors ``new`` is better than ``old``, block by block."""
-    gain = (new - old).double()
-    mean, error = gain.mean(), gain.std() / max(1, len(gain)) ** 0.5
-    return float(mean / error) if error > 0 else float(mean.sign()) * len(gain)
+    mean, error = (new - old).double().mean(), standard_error(new, old)
+    return float(mean / error) if error > 0 else float(mean.sign()) * len(new)
+
+
+def standard_error(new: Tensor, old: Tensor) -> float:
+    """Of the mean by which ``new`` is better than ``old``, block by block; 0 of a single block."""
+    return float((new - old).double().std() / len(new) ** 0.5) if len(new) > 1 else 0.0

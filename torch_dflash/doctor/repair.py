@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from torch_dflash.proposers.dflash.config import NESTED_FIELDS
 from torch_dflash.storage.files import write_whole
 
-CONFIG = "config.json"
+CONFIG, COPY = "config.json", "config.json.before"
+
+
+def check_repairable(folder: Path) -> None:
+    """Raise ``OSError`` if the config of ``folder`` could not be written, or the old one not be kept."""
+    if (folder / COPY).exists():
+        raise FileExistsError(f"{folder / COPY} is there from an earlier repair; move it away first.")
+    with tempfile.TemporaryFile(dir=folder):  # what may be written by its mode can still be read-only
+        pass
 
 
 def repair(folder: Path, fields: dict[str, Any]) -> Path:
@@ -18,10 +27,9 @@ def repair(folder: Path, fields: dict[str, Any]) -> Path:
     Raises:
         FileExistsError: the copy's name is taken. OSError: the files cannot be read or written.
     """
-    path, copy = folder / CONFIG, folder / f"{CONFIG}.before"
+    check_repairable(folder)
+    path, copy = folder / CONFIG, folder / COPY
     old = path.read_text()
-    if copy.exists():
-        raise FileExistsError(f"{copy} is there from an earlier repair; move it away first.")
     config = json.loads(old)
     for name, value in fields.items():
         if name in NESTED_FIELDS and config.get("dflash_config") is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from torch_dflash.doctor.changes import Change
-from torch_dflash.doctor.diagnosis import SURE, WEAK, Diagnosis, Tried
+from torch_dflash.doctor.diagnosis import Diagnosis
+from torch_dflash.doctor.tried import SURE, WEAK, Tried
 from torch_dflash.proposers.notes import Finding
 
 VARIABLES = ("enable_thinking", "thinking")
@@ -19,12 +21,16 @@ LONGER = 1.5
 
 
 def other_way(ask: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The variable of `VARIABLES`, with a value at which ``ask(options)`` makes other prompts; or {}."""
+    """The variable of `VARIABLES`, with a value at which ``ask(options)`` makes other prompts; or {}.
+
+    A value that the template refuses is none.
+    """
     asked = ask(options)
     for name in VARIABLES:
         for value in (False, True):
-            if ask(options | {name: value}) != asked:
-                return {name: value}
+            with suppress(ValueError):
+                if ask(options | {name: value}) != asked:
+                    return {name: value}
     return {}
 
 

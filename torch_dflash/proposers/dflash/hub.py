@@ -51,22 +51,21 @@ class OnHub:
             huggingface_hub's ``CommitInfo``.
 
         Raises:
+            ValueError: `save_pretrained` or the card refuses; the hub was not asked.
             huggingface_hub.errors.HfHubHTTPError: the hub refuses.
         """
         said: Any = {"target": target, "license": license, "acceptance": acceptance, "tags": tags}
-        if card is None:
-            keeps, card = not any(said.values()), hub_card(self, repo_id, **said)
-        else:
-            keeps = False
-        api = HfApi(token=token, library_name="torch-dflash")
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not revision.startswith("refs/pr") and not create_pr:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        there = keeps and api.file_exists(repo_id, CARD, revision=revision)
+        keeps = card is None and not any(said.values())
         with tempfile.TemporaryDirectory() as folder:
+            # What may refuse, before there is a repository.
             self.save_pretrained(folder, max_shard_size=max_shard_size)
-            if not there:
-                card.save(Path(folder, CARD))
+            hub_card(self, repo_id, **said)
+            api = HfApi(token=token, library_name="torch-dflash")
+            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with its owner
+            if revision is not None and not revision.startswith("refs/pr") and not create_pr:
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            if not (keeps and api.file_exists(repo_id, CARD, revision=revision)):
+                (card or hub_card(self, repo_id, **said)).save(Path(folder, CARD))
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
