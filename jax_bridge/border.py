@@ -66,7 +66,7 @@ class Border:
         return self._cast(state, self.shapes(params)) if self._wide else state
 
     def shapes(self, params: Any) -> DecodeState:
-        """Shapes and types of a state of models in these types, as a user holds it; weights or their shapes."""
+        """A user's empty state of models in these types, as shapes; ``params`` may be shapes, too."""
         key = tuple((name, str(leaf.dtype)) for name, leaf in params.items())
         if key not in self._known:
             rows = to_jax(RowRequests.idle(self._plan))

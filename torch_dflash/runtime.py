@@ -144,7 +144,7 @@ class Runtime(Protocol):
         ...
 
     def check_room(self, tensors: Params) -> None:
-        """Raise ``ValueError`` if copies of these tensors and a state are more than the memory of a device."""
+        """Raise ``ValueError`` if copies of these tensors, and a state, are more than a device holds."""
         ...
 
     def refresh(self, tensors: Params) -> Any:

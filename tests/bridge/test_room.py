@@ -45,7 +45,7 @@ def _idle(engine):
     return RowRequests.idle(engine.plan)
 
 
-@pytest.mark.parametrize("cache", ["static", "paged"])
+@pytest.mark.parametrize("cache", [pytest.param("static", marks=pytest.mark.heavy), "paged"])
 def test_an_engine_that_cannot_fit_is_refused_to_the_byte(small, cache):
     pair = make_pair()
     options = {"max_length": 64, "batch_size": 2, "cache": cache}
