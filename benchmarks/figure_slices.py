@@ -46,10 +46,11 @@ def slices_needed() -> str:
             [
                 f"[{path.stem}](results/slices/{path.name})",
                 f"{weights['target'] / 1e9:.1f} + {weights['drafter'] / 1e9:.1f}",
+                f"{found['bytes']['temporaries'] / 1e9:.2f}" if found["layers_compiled"] else "not counted",
                 *(_needs(found["slices"][generation]) for generation in GENERATIONS),
             ]
         )
-    return table(["pair", "weights GB", *GENERATIONS], *rows)
+    return table(["pair", "weights GB", "programs GB", *GENERATIONS], *rows)
 
 
 def _needs(slice_: dict | None) -> str:

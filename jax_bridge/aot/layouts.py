@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jax_bridge.aot.hlo import Program, all_bytes
+from jax_bridge.room import bytes_of
 
 _LAYOUT = re.compile(r"^\w+\[([\d,]*)\](?:\{([\d,]*)(?::(?:[^T]*)T\(([\d,]*)\))?)?")
 
@@ -40,8 +41,8 @@ class Laid:
         self.total = sum(sizes.values())
         self._exact = {(leaf.shape, leaf.dtype): sizes[at] for at, leaf in enumerate(leaves)}
         # By the innermost axis, which is most of what is filled up.
-        self._ratios = {_kind(leaf): sizes[at] / max(1, _plain(leaf)) for at, leaf in enumerate(leaves)}
-        self._usual = self.total / max(1, sum(map(_plain, leaves)))
+        self._ratios = {_kind(leaf): sizes[at] / max(1, bytes_of(leaf)) for at, leaf in enumerate(leaves)}
+        self._usual = self.total / max(1, bytes_of(leaves))
 
     def of(self, tree: Any) -> int:
         """Bytes of shapes on a chip; of those that the program had not, as of those most like them."""
@@ -49,12 +50,16 @@ class Laid:
 
     def _size(self, leaf: Any) -> int:
         exact = self._exact.get((leaf.shape, leaf.dtype))
-        return round(_plain(leaf) * self._ratios.get(_kind(leaf), self._usual)) if exact is None else exact
+        return round(bytes_of(leaf) * self._ratios.get(_kind(leaf), self._usual)) if exact is None else exact
+
+
+class Unfilled:
+    """Where nothing was compiled: arrays take what they hold."""
+
+    def of(self, tree: Any) -> int:
+        """Bytes of shapes."""
+        return bytes_of(tree)
 
 
 def _kind(leaf: Any) -> tuple:
     return len(leaf.shape), leaf.shape[-1:], leaf.dtype
-
-
-def _plain(leaf: Any) -> int:
-    return leaf.size * leaf.dtype.itemsize

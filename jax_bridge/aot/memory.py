@@ -14,7 +14,7 @@ import jax
 from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import generation_of
-from jax_bridge.aot.layouts import Laid
+from jax_bridge.aot.layouts import Laid, Unfilled
 from jax_bridge.aot.report import CompileError, libtpu_version
 from jax_bridge.aot.shapes import slice_devices
 from jax_bridge.aot.sizes import PROGRAMS, Size, Spread, needed, spread, temporaries
@@ -39,6 +39,7 @@ def fit_memory(
     batch_size: int = 1,
     search: tuple[str, ...] = ("batch", "context"),
     confirm: bool = True,
+    programs: bool = True,
     say: Callable[[str], None] = lambda line: None,
     **plan: Any,
 ) -> dict[str, Any]:
@@ -53,6 +54,8 @@ def fit_memory(
         search: of which the largest that fits is sought, the other being as it was asked for.
         confirm: compile the whole pair at what was found, which takes minutes for a large one; else it is
             what a few layers' programs say.
+        programs: count what programs need while they run; else nothing is compiled, arrays are not filled up
+            to whole tiles, and the answer comes at once.
         say: called with a line before every compilation.
         plan: further options of the pair, such as ``cache="paged"``.
 
@@ -69,9 +72,9 @@ def fit_memory(
     room, size = HBM[generation_of(topology)], Size(batch_size, context)
     chips = len(find_topology(topology).devices) if chips is None else chips
     pair = spread(target, drafter, size, topology, slice_devices(topology, chips).size, **plan)
-    fit = _Fit(pair, size, room, positions_of(target), say)
+    fit = _Fit(pair, size, room, positions_of(target), programs, say)
     held, spent = fit.held(size), fit.spent(size)
-    total = needed(held, max(spent.values()))
+    total = needed(held, _most(spent))
     return {
         "topology": topology,
         "chips": chips,
@@ -79,26 +82,31 @@ def fit_memory(
         "context": context,
         "batch": batch_size,
         "layers": len(pair.whole.pair.target.specs),
-        "layers_compiled": pair.layers,
+        "layers_compiled": pair.layers if programs else 0,
         "weights_bytes": pair.weights,
-        "bytes": held | {"temporaries": max(spent.values())},
+        "bytes": held | {"temporaries": _most(spent)},
         "temporaries": spent,
         "needed_bytes": total,
         "hbm_bytes": room,
         "fits": total <= room,
-        "largest": {what: fit.largest(what, confirm) for what in search},
-        "slices": smallest_slices(pair, Size(1, context), fit.known, max(spent.values())),
+        "largest": {what: fit.largest(what, confirm and programs) for what in search},
+        "slices": smallest_slices(pair, Size(1, context), fit.known, _most(spent)),
     }
+
+
+def _most(spent: dict[str, int]) -> int:
+    return max(spent.values(), default=0)
 
 
 class _Fit:
     """How much of a pair fits ``room`` bytes, from ``size`` on; programs of each size are compiled once."""
 
-    def __init__(self, pair: Spread, size: Size, room: int, positions: int, say: Callable[[str], None]):
+    def __init__(self, pair: Spread, size: Size, room: int, positions: int, programs: bool, say: Any):
         self.pair, self.size, self.room, self.say = pair, size, room, say
         self._most = {"batch": MOST_ROWS, "context": positions}
         self._spent: dict[Size, dict[str, int]] = {}
-        self.known = self._first()
+        self._programs = PROGRAMS if programs else ()
+        self.known = self._first() if programs else Unfilled()
 
     def held(self, size: Size) -> dict[str, int]:
         """Bytes of one chip."""
@@ -107,7 +115,7 @@ class _Fit:
     def spent(self, size: Size) -> dict[str, int]:
         """Temporaries by program, of a few layers."""
         if size not in self._spent:
-            self._spent[size] = {name: temporaries(self._compile(size, name)) for name in PROGRAMS}
+            self._spent[size] = {name: temporaries(self._compile(size, name)) for name in self._programs}
         return self._spent[size]
 
     def largest(self, what: str, confirm: bool) -> dict[str, Any] | None:
@@ -132,16 +140,16 @@ class _Fit:
         other = min(2 * asked, self._most[what])
         if other == asked:
             return 0.0
-        first = max(self.spent(self.size).values())
+        first = _most(self.spent(self.size))
         try:
-            second = max(self.spent(self._at(what, other)).values())
+            second = _most(self.spent(self._at(what, other)))
         except CompileError:  # far too large
             return first / asked
         return max(0.0, (second - first) / (other - asked))
 
     def _search(self, what: str, slope: float) -> int | None:
         unit, asked = 1 if what == "batch" else STEP, getattr(self.size, what)
-        first = max(self.spent(self.size).values())
+        first = _most(self.spent(self.size))
 
         def fits(count: int) -> bool:
             value = min(count * unit, self._most[what])

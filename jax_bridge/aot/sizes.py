@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from jax_bridge.aot.compile import AbstractPair, CompiledStep, abstract_pair, compile_step, place_of, resized
 from jax_bridge.aot.floor import Shapes
-from jax_bridge.aot.layouts import Laid
+from jax_bridge.aot.layouts import Laid, Unfilled
 from jax_bridge.room import bytes_of
 from torch_dflash.engine.options import LARGEST_CHUNK
 from torch_dflash.engine.prompts import bucket
@@ -45,7 +45,7 @@ class Spread:
     topology: str
     chips: int
 
-    def held(self, size: Size, laid: Laid) -> dict[str, int]:
+    def held(self, size: Size, laid: Laid | Unfilled) -> dict[str, int]:
         """Bytes on one chip by `HELD`, from shapes alone, as ``laid`` fills them up."""
         params, state = _share(resized(self.whole, **size.fields), self.topology, self.chips)
         weights = {f"{kind}_weights": part for kind, part in _by_model(params).items()}

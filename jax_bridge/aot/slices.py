@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jax_bridge.aot.layouts import Laid
+from jax_bridge.aot.layouts import Laid, Unfilled
 from jax_bridge.aot.sizes import Size, Spread, needed
 from jax_bridge.aot.topology import find_topology
 
@@ -18,7 +18,9 @@ SLICES = {"v5e": FLAT, "v6e": FLAT, "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", 
 """By generation, from the smallest on."""
 
 
-def smallest_slices(pair: Spread, size: Size, laid: Laid, spent: int) -> dict[str, dict[str, Any] | None]:
+def smallest_slices(
+    pair: Spread, size: Size, laid: Laid | Unfilled, spent: int
+) -> dict[str, dict[str, Any] | None]:
     """Of each generation the smallest slice, or chip, that has room for ``size``; None: none of those tried.
 
     ``spent``: bytes of temporaries, taken to be the same everywhere.
@@ -26,7 +28,9 @@ def smallest_slices(pair: Spread, size: Size, laid: Laid, spent: int) -> dict[st
     return {generation: _smallest(generation, pair, size, laid, spent) for generation in SLICES}
 
 
-def _smallest(generation: str, pair: Spread, size: Size, laid: Laid, spent: int) -> dict[str, Any] | None:
+def _smallest(
+    generation: str, pair: Spread, size: Size, laid: Laid | Unfilled, spent: int
+) -> dict[str, Any] | None:
     room = HBM[generation]
     alone = needed(replace(pair, chips=1).held(size, laid), 0)
     for topology, chips in _tried(generation):

@@ -164,6 +164,16 @@ def test_the_table_says_what_was_asked(folders, compiler, capsys):
     assert "compiling chunk of 2 layers" in err and "all layers" not in err
 
 
+def test_shapes_alone_need_no_compiler(folders, compiler, capsys):
+    compiler.limits["v5e"] = held(folders, 1, 64) + 10**5
+    assert run(folders, "--topology", "v5e:2x2", "--mesh", 1, "--shapes-only", "--largest", "batch") == 0
+    out, err = capsys.readouterr()
+    assert not compiler.asked and not err and "From shapes alone" in out
+    best = int(re.search(r"largest batch at context 64: (\d+) \(not compiled whole\)", out)[1])
+    room = compiler.limits["v5e"]
+    assert held(folders, best, 64) <= room < held(folders, best + 1, 64)
+
+
 def test_as_many_layers_are_compiled_as_there_are_kinds_and_taps():
     _, config, extra = FAMILIES["gpt_oss"]
     kinds = ["sliding_attention"] * 4 + ["full_attention", "sliding_attention"]

@@ -22,6 +22,11 @@ Of one chip. Weights in bfloat16; every row has room for the whole context. Prog
 a prompt's largest chunk, compiled with {layers} of the target's layers; the one that needs more counts.
 Slices: the smallest for one row of this context; programs are taken to need there what they need here."""
 
+SHAPES = """\
+Of one chip. Weights in bfloat16; every row has room for the whole context. From shapes alone: what programs
+need while they run, and what the compiler fills tiles up with, is left out. Slices: the smallest for one
+row of this context."""
+
 
 def add_parser(commands) -> None:
     """Declare the subcommand."""
@@ -34,7 +39,10 @@ def add_parser(commands) -> None:
     add_pair(parser)
     parser.add_argument("--topology", default="v5e:2x4", help="generation and shape (%(default)s)")
     parser.add_argument(
-        "--mesh", type=int, metavar="N", help="chips of it that share each weight (all of them)"
+        "--mesh",
+        type=int,
+        metavar="N",
+        help="chips of it that share each weight (all; 1 for a family that is not cut)",
     )
     parser.add_argument(
         "--largest",
@@ -48,6 +56,12 @@ def add_parser(commands) -> None:
         dest="confirm",
         action="store_false",
         help="do not compile the whole pair at what was found",
+    )
+    parser.add_argument(
+        "--shapes-only",
+        dest="programs",
+        action="store_false",
+        help="compile nothing: programs' own memory is left out, and the answer comes at once",
     )
     add_plan(parser, without=("pool_pages",))
     parser.set_defaults(run=run)
@@ -88,6 +102,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
             verify_width=arguments.verify,
             search=tuple(arguments.largest),
             confirm=arguments.confirm,
+            programs=arguments.programs,
             say=say,
             **plan,
         )
@@ -95,7 +110,8 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(one_line(error)) from None
     except CompileError as error:
         raise UserError(
-            f"{one_line(error)} Not even a few layers fit: a smaller --batch or --context, or a larger slice."
+            f"{one_line(error)} Not even a few layers fit: a smaller --batch or --context, or a larger slice "
+            "(--shapes-only says which)."
         ) from None
     return {"target": arguments.target, "drafter": arguments.drafter, "plan": plan, **figures}
 
@@ -110,14 +126,14 @@ def _table(found: dict[str, Any]) -> str:
         f"batch {found['batch']}, context {found['context']}, cache {plan['cache']}, "
         f"filters {'yes' if plan['filters'] else 'no'}",
         "",
-        *(f"{PARTS[name]:28}{size / 1e9:>9.3f} GB" for name, size in found["bytes"].items()),
+        *(f"{PARTS[name]:28}{size / 1e9:>9.3f} GB" for name, size in found["bytes"].items() if size),
         f"{'together':28}{found['needed_bytes'] / 1e9:>9.3f} GB of {room / 1e9:.3f}: "
         + (f"fits, {free / 1e9:.3f} GB are left" if free >= 0 else f"does not fit, by {-free / 1e9:.3f} GB"),
         "",
         *(_largest(found, what) for what in found["largest"]),
         *(_slice(generation, needs) for generation, needs in found["slices"].items()),
         "",
-        MEANING.format(layers=found["layers_compiled"]),
+        MEANING.format(layers=found["layers_compiled"]) if found["layers_compiled"] else SHAPES,
     ]
     return "\n".join(lines)
 
