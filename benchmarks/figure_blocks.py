@@ -9,6 +9,7 @@ from collections.abc import Callable
 from family_tables import tables, verdict
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
 from figure_published import published
+from figure_slices import slices_aot, slices_needed
 from figure_text import RESULTS, command, item, result, spread, table
 from figure_train import embedded_fit, sampled_drafts, throughput, train_heads, train_heads_command
 
@@ -260,4 +261,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scan-aot": scan_aot,
     "scan-cpu": scan_cpu,
     "first-answer": first_answer,
+    "slices-aot": slices_aot,
+    "slices-needed": slices_needed,
 }

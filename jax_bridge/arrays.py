@@ -38,6 +38,12 @@ def to_torch(tree: Any, *, copy: bool = True, device: torch.device | str = "cpu"
     return jax.tree.map(leaf, tree)
 
 
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Of a torch tensor, as `to_jax` would make it an array, or of a weight on the device."""
+    kind = _dtype(leaf) if isinstance(leaf, torch.Tensor) else leaf.dtype
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(kind))
+
+
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy of ``tensor`` on the host, in the dtype that `to_jax` gives it."""
     host = _narrowed(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -45,7 +45,7 @@ class Border:
             type since it was made. TypeError: it holds torch tensors.
         """
         check_alive(state)
-        own = self._empty(params)
+        own = self.shapes(params)
         if jax.tree.structure(state) != jax.tree.structure(own) or _shapes(state) != _shapes(own):
             raise ValueError(
                 "the state is one of another plan or proposer than this engine's; go on with the engine that "
@@ -63,10 +63,10 @@ class Border:
 
     def hand_out(self, params: Any, state: DecodeState) -> DecodeState:
         """A state of the steps in the models' types; consumes it."""
-        return self._cast(state, self._empty(params)) if self._wide else state
+        return self._cast(state, self.shapes(params)) if self._wide else state
 
-    def _empty(self, params: Any) -> DecodeState:
-        """Shapes and types of an empty state of models in these types."""
+    def shapes(self, params: Any) -> DecodeState:
+        """A user's empty state of models in these types, as shapes; ``params`` may be shapes, too."""
         key = tuple((name, str(leaf.dtype)) for name, leaf in params.items())
         if key not in self._known:
             rows = to_jax(RowRequests.idle(self._plan))

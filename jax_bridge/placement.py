@@ -17,18 +17,24 @@ class OneDevice:
     """JAX's default device. On several it is `jax_bridge.mesh.placement.OnMesh`.
 
     Attributes:
+        devices: it alone.
         platform: of the device.
         forms: in which form each weight is kept.
     """
 
     def __init__(self, pair: Pair, compute: str, quantize: str | None):
-        self.platform = jax.devices()[0].platform
+        self.devices = jax.devices()[:1]
+        self.platform = self.devices[0].platform
         head = pair.target.model.get_output_embeddings()
         self.forms = Forms.of(pair, head, compute=compute, quantize=quantize)
 
     def step(self, step: Callable) -> Callable:
         """``step`` as it is compiled."""
         return step
+
+    def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
+        """What a device has of weights by name and of a state, given as shapes: all of them."""
+        return weights, state
 
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree`` as arrays that may be donated."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from jax_bridge._torchax import call_torch
-from jax_bridge.arrays import to_torch
+from jax_bridge.arrays import shape_of, to_torch
 from jax_bridge.border import Border
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.counting import compilations
@@ -19,6 +19,7 @@ from jax_bridge.forms import Weight
 from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.mesh.placement import OnMesh
 from jax_bridge.placement import OneDevice
+from jax_bridge.room import bytes_of, check_room, room_of
 from jax_bridge.state import check_alive, register_states
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
@@ -79,6 +80,20 @@ class XlaRuntime:
     def compilations(self) -> int:
         """XLA programs this thread has compiled so far."""
         return compilations()
+
+    def check_room(self, tensors: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if weights and state are more than a device's memory, where it is known."""
+        room = room_of(self._place.devices)
+        if room is None:
+            return
+        weights = {name: shape_of(leaf) for name, leaf in tensors.items()}
+        weights, state = self._place.share(weights, self._border.shapes(weights))
+        fewer = ", batch_size or pool_pages" if self.plan.cache == "paged" else " or batch_size"
+        check_room(
+            {"weights": bytes_of(weights), "state": bytes_of(state)},
+            room,
+            f"spread the pair over more of them (mesh), or lower max_length{fewer}",
+        )
 
     def refresh(self, tensors: dict[str, Any]) -> Arrays:
         """Device arrays of the live weights; only changed ones are converted."""

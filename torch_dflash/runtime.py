@@ -143,6 +143,10 @@ class Runtime(Protocol):
         """Programs this thread has compiled so far."""
         ...
 
+    def check_room(self, tensors: Params) -> None:
+        """Raise ``ValueError`` if copies of these tensors, and a state, are more than a device holds."""
+        ...
+
     def refresh(self, tensors: Params) -> Any:
         """Parameters for these live tensors; unchanged ones are not converted again."""
         ...
@@ -210,6 +214,9 @@ class EagerRuntime:
     def __init__(self, pair: Pair, plan: DecodePlan):
         self.pair = pair
         self.plan = plan
+
+    def check_room(self, tensors: Params) -> None:
+        """Nothing is copied."""
 
     def refresh(self, tensors: Params) -> Params:
         """The live tensors themselves: nothing is copied."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -117,10 +117,13 @@ def abstract_pair(
     width = proposer.width
     fixed = DecodePlan(batch_size, capacity, width, verify_width or width, **plan)
     pair = Pair(Target(model), proposer, fixed)
-    params = _abstract_params(pair, dtype)
-    register_states()
-    rows = jax.tree.map(_shape, RowRequests.idle(fixed))
-    return AbstractPair(pair, params, jax.eval_shape(lower_begin(pair), params, rows))
+    return _with_state(pair, _abstract_params(pair, dtype))
+
+
+def resized(model: AbstractPair, **fields: Any) -> AbstractPair:
+    """The same models under a plan with other ``fields``."""
+    pair = model.pair
+    return _with_state(Pair(pair.target, pair.proposer, replace(pair.plan, **fields)), model.params)
 
 
 def export_round(model: AbstractPair, *, chunk: bool = False) -> jax.export.Exported:
@@ -226,6 +229,12 @@ def _abstract_params(pair: Pair, dtype: torch.dtype) -> Shapes:
     """Shapes by name; ``named_parameters`` gives a tied weight once, as the engine passes it."""
     weights = {name: _shape(weight, dtype) for name, weight in pair.named_parameters()}
     return weights | {name: _shape(buffer) for name, buffer in pair.named_buffers()}
+
+
+def _with_state(pair: Pair, params: Shapes) -> AbstractPair:
+    register_states()
+    rows = jax.tree.map(_shape, RowRequests.idle(pair.plan))
+    return AbstractPair(pair, params, jax.eval_shape(lower_begin(pair), params, rows))
 
 
 def _shape(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> jax.ShapeDtypeStruct:

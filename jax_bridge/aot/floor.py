@@ -45,13 +45,18 @@ def chip_of(topology: str) -> Chip:
     Raises:
         ValueError: a generation without published peaks here.
     """
+    return CHIPS[generation_of(topology)]
+
+
+def generation_of(topology: str) -> str:
+    """The key of `CHIPS` that a topology begins with; raises as `chip_of`."""
     generation = topology.partition(":")[0]
     if generation not in CHIPS:
         raise ValueError(
             f"topology={topology!r}: no peak figures for {generation!r}; name one of {', '.join(CHIPS)} and "
             "its shape, such as v5p:2x2x1."
         )
-    return CHIPS[generation]
+    return generation
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def report(
     return {
         "topology": topology,
         "chips": chips,
-        "libtpu": _libtpu(),
+        "libtpu": libtpu_version(),
         **_summary(steps[main], attention[main], chip),
         **figures,
         "passes": {name: _summary(step, attention[name], chip) for name, step in steps.items()},
@@ -138,7 +138,8 @@ def _exchanged(step: CompiledStep, topology: str, chips: int) -> dict[str, Any]:
     }
 
 
-def _libtpu() -> str | None:
+def libtpu_version() -> str | None:
+    """Of the compiler; None: it is not known."""
     try:
         return version("libtpu")
     except PackageNotFoundError:

@@ -39,10 +39,7 @@ def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
 
 def floor_on_slice(model: Any, place: OnMesh, context: int) -> Floor:
     """`jax_bridge.aot.floor.floor_of` for one chip: its parts of the weights, and its K/V heads."""
-    parts = {
-        name: jax.ShapeDtypeStruct(place.forms[name].place.shard_shape(leaf.shape), leaf.dtype)
-        for name, leaf in model.params.items()
-    }
+    parts, _ = place.share(model.params, ())
     drafter = getattr(model.pair.proposer, "drafter", None)
     configs = [model.pair.target.config, *([] if drafter is None else [drafter.config])]
     kv = place.mesh.shape[KV]

@@ -14,15 +14,17 @@ from huggingface_hub.errors import StrictDataclassError
 from jax.sharding import Mesh, SingleDeviceSharding
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import shape_of, to_jax
 from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import find_source, match, renamed
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Forms, keep
-from jax_bridge.mesh.put import place, put
+from jax_bridge.mesh.cut import Way
+from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, ways_of_target
 from jax_bridge.mesh.shape import devices_of, slice_mesh
+from jax_bridge.room import bytes_of, check_room, room_of
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
@@ -114,8 +116,9 @@ def load(
     Raises:
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
         ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
-            missing, unexpected or of another shape, before any is read; or a mesh without the axis "model",
-            or a kind of model that is not decoded on one.
+            missing, unexpected or of another shape, before any is read; a mesh without the axis "model", or
+            a kind of model that is not decoded on one; or a device that tells how much memory it has, and
+            has less than its part of the weights takes.
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
@@ -132,22 +135,34 @@ def load(
         check_family(model.config)
     mesh = None if devices is None else slice_mesh(devices, heads_of(model.config))
     parts = match(model, renamed(model, stored), source)
-    keep_part = _on_device(model) if mesh is None else _on_mesh(model, mesh)
     live = dict(model.named_parameters()) | dict(model.named_buffers())
+    types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
+    ways = None if mesh is None else ways_of_target(model, mesh)
+    _check_room(live, types, ways)
+    keep_part = _on_device(model) if ways is None else _on_mesh(ways)
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
         for name, tensor in live.items():
             for part in parts.get(name, ()):
                 if name not in arrays:
-                    wanted = _dtype(model, name, part, tensor, dtype)
-                    arrays[name] = keep_part(name, part, wanted)
+                    arrays[name] = keep_part(name, part, types[name])
                 else:
                     _check_tied(parts[name][0], part)
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
     return DeviceModel(model, arrays, mesh)
+
+
+def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:
+    """Raise ``ValueError`` if a device has less memory than its part of all weights takes."""
+    shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
+    if ways is not None:
+        shapes = {name: part_of(shape, ways[name].place) for name, shape in shapes.items()}
+    devices = jax.devices()[:1] if ways is None else next(iter(ways.values())).mesh.devices.flat
+    more = "several devices" if ways is None else "a larger mesh"
+    check_room({"weights": bytes_of(shapes)}, room_of(devices), f"load the model on {more}, mesh=...")
 
 
 def _on_device(model: Any) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
@@ -161,9 +176,8 @@ def _on_device(model: Any) -> Callable[[str, Stored | Stacked, torch.dtype], Wei
     return kept
 
 
-def _on_mesh(model: Any, mesh: Mesh) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
+def _on_mesh(ways: dict[str, Way]) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
     """What keeps a stored weight in parts, of which this process reads those of its devices."""
-    ways = ways_of_target(model, mesh)
 
     def kept(name: str, part: Stored | Stacked, dtype: torch.dtype) -> Weight:
         return place(lambda index: part.read_part(index).to(dtype), part.shape, ways[name])

@@ -9,7 +9,7 @@ import jax
 import torch
 from jax.sharding import Mesh
 
-from jax_bridge.mesh.put import put, put_leaf
+from jax_bridge.mesh.put import part_of, put, put_leaf
 from jax_bridge.mesh.refusals import check_pair_on_mesh
 from jax_bridge.mesh.rules import heads_of, slice_of, ways_of
 from jax_bridge.mesh.shape import devices_of, slice_mesh
@@ -24,13 +24,15 @@ class OnMesh:
     """The chips of a mesh, as `jax_bridge.placement.OneDevice` is one.
 
     Attributes:
+        devices: the chips.
         platform: of the chips.
         forms: where each weight lies.
     """
 
     def __init__(self, pair: Pair, mesh: Mesh):
         self.mesh, self.slice = mesh, slice_of(pair, mesh)
-        self.platform = mesh.devices.flat[0].platform
+        self.devices = list(mesh.devices.flat)
+        self.platform = self.devices[0].platform
         self.forms = ways_of(pair, mesh)
 
     @classmethod
@@ -62,6 +64,11 @@ class OnMesh:
 
         on_slice.__name__ = step.__name__
         return on_slice
+
+    def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
+        """What one chip has of weights by name and of a state, all given as shapes."""
+        own = {name: part_of(leaf, self.forms[name].place) for name, leaf in weights.items()}
+        return own, jax.tree.map(part_of, state, shardings(state, self.slice))
 
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree``, whole on every chip; they may be donated."""

@@ -46,3 +46,8 @@ def put_leaf(leaf: Any, where: NamedSharding) -> Any:
     host = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
     array = jax.make_array_from_callback(host.shape, where, lambda index: host[index or ()])
     return jax.device_put(array, where, may_alias=False)
+
+
+def part_of(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    """What one device has of an array of this shape that lies so."""
+    return jax.ShapeDtypeStruct(where.shard_shape(tuple(leaf.shape)), leaf.dtype)

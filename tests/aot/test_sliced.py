@@ -93,7 +93,7 @@ def _size(shape: tuple[int, ...]) -> int:
         ("qwen3-32b", "v5p:2x2x1", 4),
         ("llama-3.3-70b", "v5p:2x2x2", 8),
         ("llama-3.3-70b", "v5e:4x4", 16),  # each K/V head on two chips
-        ("qwen3-coder-30b", "v5e:2x4", 8),  # the same
+        ("qwen3-coder-30b-a3b", "v5e:2x4", 8),  # the same
         ("gpt-oss-120b", "v5e:2x4", 8),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_round_moves_its_share_and_sums_twice_a_layer(name, topology, chips):
     assert not faults(name, topology, chips)
 
 
-@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-coder-30b"])
+@pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-coder-30b-a3b"])
 def test_four_rows_on_static_caches_are_as_good(name):
     assert not faults(name, "v5e:2x4", 8, batch_size=4, cache="static", most=1.1)
 
@@ -112,7 +112,7 @@ def test_a_selector_looks_up_its_codebooks_where_they_lie():
 
 def test_half_a_head_is_noticed(monkeypatch):
     monkeypatch.setattr(rules, "_GROUPED", rules.re.compile(r"\.none\."))
-    assert faults("qwen3-coder-30b", "v5e:2x4", 8)
+    assert faults("qwen3-coder-30b-a3b", "v5e:2x4", 8)
 
 
 def test_a_cut_inside_of_experts_is_noticed(monkeypatch):
@@ -127,12 +127,12 @@ def test_a_cut_inside_of_experts_is_noticed(monkeypatch):
         return ways
 
     monkeypatch.setattr(rules, "ways_of_target", inside)
-    assert faults("qwen3-coder-30b", "v5e:2x4", 8, step="verify")
+    assert faults("qwen3-coder-30b-a3b", "v5e:2x4", 8, step="verify")
 
 
 def test_experts_one_by_one_are_noticed(monkeypatch):
     monkeypatch.setattr(current, "all_together", nullcontext)
-    assert faults("qwen3-coder-30b", "v5e:2x4", 8, step="verify", verify_width=1)
+    assert faults("qwen3-coder-30b-a3b", "v5e:2x4", 8, step="verify", verify_width=1)
 
 
 def test_products_left_to_the_partitioner_are_noticed(monkeypatch):

@@ -115,7 +115,7 @@ def test_figures_that_cannot_be_written_are_printed(folders, compiler, monkeypat
     def full(path, results):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torch_dflash.cli.aot.write_json", full)
+    monkeypatch.setattr("torch_dflash.cli.aot_options.write_json", full)
     file = folders / "found.json"
     assert run(folders, "--json", file) == 2
     out, err = capsys.readouterr()

@@ -22,12 +22,13 @@ def main_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    from torch_dflash.cli import aot, chat, demo, doctor, generate, list, selftest, train
+    from torch_dflash.cli import aot, chat, demo, doctor, fit_memory, generate, list, selftest, train
 
     aot.add_parser(commands)
     chat.add_parser(commands)
     demo.add_parser(commands)
     doctor.add_parser(commands)
+    fit_memory.add_parser(commands)
     generate.add_parser(commands)
     list.add_parser(commands)
     selftest.add_parser(commands)

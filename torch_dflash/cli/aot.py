@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import sys
 from typing import Any
 
-from torch_dflash.checks import check_counts, check_precision, positions_of
-from torch_dflash.cli.configs import WITHOUT_WEIGHTS, load_configs
-from torch_dflash.cli.dataclass_options import add_options
+from torch_dflash.cli.aot_options import add_pair, add_plan, plan_of, read_configs, say, show
 from torch_dflash.cli.errors import UserError, fail, one_line
-from torch_dflash.cli.provenance import provenance, write_json
-from torch_dflash.cli.writable import check_outputs, make_folder
-from torch_dflash.plan import DecodePlan
+from torch_dflash.cli.writable import make_folder
 
 PASSES = ("verify", "draft", "round")
-# Fields of the plan that have an option of their own here, change nothing in one round, or are for outputs.
-BY_HAND = (
-    "batch_size",
-    "capacity",
-    "block_size",
-    "verify_width",
-    "stop_slots",
-    "rounds_per_chunk",
-    "processors",
-    "outputs",
-    "top_logprobs",
-)
-STDOUT = "-"
 MEANING = """\
 GB: what one run moves through HBM, recounted from the scheduled program (no VMEM; an estimate, not a
 measurement). Floor: weights once and the K/V of the context once; a round's floor is the sum of both passes',
@@ -44,35 +24,17 @@ def add_parser(commands) -> None:
         description="Needs configs and libtpu (pip install 'torch-dflash[tpu]'), neither weights nor a TPU. "
         "Compiling takes minutes for a large model.",
     )
-    drafters = ", ".join(WITHOUT_WEIGHTS)
-    parser.add_argument("--target", required=True, metavar="CONFIG", help="directory, config.json or hub id")
-    parser.add_argument("--drafter", required=True, metavar="CONFIG", help=f"the same, or {drafters}")
+    add_pair(parser)
     parser.add_argument(
         "--topology", default="v5p:2x2x1", help="generation and shape; one chip of it is used (%(default)s)"
     )
     parser.add_argument(
         "--mesh", type=int, default=1, metavar="N", help="chips of it that share each weight (%(default)s)"
     )
-    for name, short, letter, shown in (
-        ("--block-size", "block", "W", "rows of the draft pass (the drafter's own)"),
-        ("--verify-width", "verify", "M", "rows of the verify pass (the whole block)"),
-    ):
-        parser.add_argument(name, f"--{short}", dest=short, type=int, metavar=letter, help=shown)
-    parser.add_argument("--context", type=int, default=4096, metavar="N", help="tokens per row (%(default)s)")
-    parser.add_argument(
-        "--batch-size", "--batch", dest="batch", type=int, default=1, metavar="B", help="rows (%(default)s)"
-    )
     parser.add_argument("--layers", type=int, metavar="N", help="keep N of the target's layers")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="what is compiled (all)")
-    add_options(parser, DecodePlan, without=BY_HAND)
+    add_plan(parser)
     parser.add_argument("--dump-hlo", metavar="DIR", help="write each scheduled program there, as text")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="write all figures there; alone or -: print them",
-    )
     parser.set_defaults(run=run)
 
 
@@ -80,12 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Compile and report; returns the exit status."""
     try:
         results = _results(arguments)
-        if arguments.json == STDOUT:
-            _print_json(results)
-            return 0
-        if arguments.json is not None:
-            _write_or_print(arguments.json, results)
-        print(_table(results, arguments))
+        show(results, arguments.json, lambda: _table(results, arguments))
         return 0
     except UserError as error:
         return fail("aot", error)
@@ -93,24 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 130
 
 
-def _print_json(results: dict[str, Any]) -> None:
-    print(json.dumps({"provenance": provenance(), **results}, indent=1))
-
-
-def _write_or_print(file: str, results: dict[str, Any]) -> None:
-    try:
-        write_json(file, results)
-    except OSError as error:
-        _print_json(results)  # minutes of compiling
-        raise UserError(
-            f"--json {file}: could not be written ({error.strerror}); the figures went to standard output."
-        ) from None
-
-
 def _results(arguments: argparse.Namespace) -> dict[str, Any]:
-    _check_arguments(arguments)
-    target, drafter = load_configs(arguments.target, arguments.drafter, arguments.block, arguments.layers)
-    _check_context(arguments.context, target)
+    target, drafter = read_configs(arguments)
     try:
         from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
 
@@ -119,11 +60,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
         from jax_bridge.aot.report import CompileError, check_topology, report
     except ImportError as error:
         raise UserError(one_line(error)) from None
-    plan = {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(DecodePlan)
-        if field.name not in BY_HAND
-    }
+    plan = plan_of(arguments)
     try:
         check_topology(arguments.topology)
         if arguments.dump_hlo is not None:
@@ -144,7 +81,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
             passes=tuple(arguments.passes),
             chips=arguments.mesh,
             dump=arguments.dump_hlo,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=say,
         )
     except (ModuleNotFoundError, ValueError, TypeError) as error:
         raise UserError(one_line(error)) from None
@@ -165,29 +102,6 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
         "plan": plan,
         **figures,
     }
-
-
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    counts = {
-        name: getattr(arguments, name) for name in ("block", "verify", "context", "batch", "layers", "mesh")
-    }
-    try:
-        check_counts(**counts)
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
-    try:
-        check_precision(arguments.matmul_precision)
-    except ValueError as error:
-        raise UserError(str(error).replace("matmul_precision=", "--matmul-precision=", 1)) from None
-    check_outputs(json=None if arguments.json == STDOUT else arguments.json)
-
-
-def _check_context(context: int, target: Any) -> None:
-    longest = positions_of(target)
-    if context > longest:
-        raise UserError(
-            f"--context {context}: is beyond the target's max_position_embeddings={longest}; lower it."
-        )
 
 
 def _table(results: dict[str, Any], arguments: argparse.Namespace) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import DRAFTERS, existing, reading
 from torch_dflash.proposers.checkpoints import load_drafter_config
+from torch_dflash.target.fewer import keep_layers
 
 WITHOUT_WEIGHTS = ("none", "ngram")
 
@@ -42,7 +43,8 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
         with reading("--drafter", drafter):
             drafts = load_drafter_config(folder)
     if layers is not None:
-        _cut(config, drafts, layers)
+        _check_depth(config, layers)
+        keep_layers(config, drafts, layers)
     return config, drafts
 
 
@@ -51,16 +53,7 @@ def _folder(source: str) -> str:
     return str(path.parent) if path.name == "config.json" and path.is_file() else source
 
 
-def _cut(target: Any, drafter: Any, layers: int) -> None:
-    """Keep the first ``layers``; as many taps as before, at the same share of the depth."""
-    base = target.get_text_config()
-    depth = base.num_hidden_layers
+def _check_depth(target: Any, layers: int) -> None:
+    depth = target.get_text_config().num_hidden_layers
     if layers > depth:
         raise UserError(f"--layers {layers}: the target has {depth}; ask for at most that many.")
-    for name, value in base.to_dict().items():
-        if isinstance(value, list) and len(value) == depth:  # one entry per layer, such as layer_types
-            setattr(base, name, value[:layers])
-    base.num_hidden_layers = layers
-    if isinstance(drafter, PreTrainedConfig):
-        drafter.num_target_layers = layers
-        drafter.target_layer_ids = [tap * layers // depth for tap in drafter.target_layer_ids]

@@ -67,6 +67,7 @@ class Engine:
         self._widths = options.widths(self.plan)
         mesh = mesh_of(target, options.mesh)
         self.runtime: Runtime = _make_runtime(options, self.pair, self._widths, model.dtype, mesh)
+        self.runtime.check_room(self.tensors())
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""

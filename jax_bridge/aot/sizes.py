@@ -1,0 +1,131 @@
+"""What a pair holds of one chip's memory, and what its programs need besides."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from jax_bridge.aot.compile import AbstractPair, CompiledStep, abstract_pair, compile_step, place_of, resized
+from jax_bridge.aot.floor import Shapes
+from jax_bridge.aot.layouts import Laid, Unfilled
+from jax_bridge.room import bytes_of
+from torch_dflash.engine.options import LARGEST_CHUNK
+from torch_dflash.engine.prompts import bucket
+from torch_dflash.plan import DecodePlan
+from torch_dflash.target.fewer import keep_layers
+
+PROGRAMS = ("chunk", "prefill")
+"""Those that need most: the loop over rounds, and a prompt's largest chunk."""
+HELD = ("target_weights", "drafter_weights", "cache", "drafter_state", "rest")
+
+
+class Size(NamedTuple):
+    """Rows, and positions that each may fill."""
+
+    batch: int
+    context: int
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Of a `DecodePlan`."""
+        return {"batch_size": self.batch, "capacity": self.context}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A pair on the first ``chips`` of a topology: the whole of it, and one of ``few`` layers to compile."""
+
+    whole: AbstractPair
+    few: AbstractPair
+    topology: str
+    chips: int
+
+    def held(self, size: Size, laid: Laid | Unfilled) -> dict[str, int]:
+        """Bytes on one chip by `HELD`, from shapes alone, as ``laid`` fills them up."""
+        params, state = _share(resized(self.whole, **size.fields), self.topology, self.chips)
+        weights = {f"{kind}_weights": part for kind, part in _by_model(params).items()}
+        rest = replace(state, cache=(), proposer=(), page_table=None)
+        parts = weights | {"cache": (state.cache, state.page_table), "drafter_state": state.proposer}
+        return {kind: laid.of(part) for kind, part in (parts | {"rest": rest}).items()}
+
+    def compiled(self, size: Size, program: str, whole: bool = False) -> CompiledStep:
+        """One of `PROGRAMS` for rows and positions of this size.
+
+        Raises: as `jax_bridge.aot.compile.compile_step`.
+        """
+        model = resized(self.whole if whole else self.few, **size.fields)
+        rows = prompt_rows(model.pair.plan) if program == "prefill" else None
+        return compile_step(model, program, topology=self.topology, chips=self.chips, prompt_rows=rows)
+
+    def laid(self, size: Size, step: CompiledStep) -> Laid:
+        """How the compiler fills up what a compiled "chunk" of ``few`` is given."""
+        return Laid(step.hlo, _share(resized(self.few, **size.fields), self.topology, self.chips))
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Bytes of target and drafter as they are, on all chips together."""
+        return {kind: bytes_of(part) for kind, part in _by_model(self.whole.params).items()}
+
+    @property
+    def layers(self) -> int:
+        """That are compiled of the target's."""
+        return len(self.few.pair.target.specs)
+
+
+def spread(
+    target: PreTrainedConfig, drafter: Any, size: Size, topology: str, chips: int, **plan: Any
+) -> Spread:
+    """`Spread` of a pair by its configs; arguments as in `jax_bridge.aot.compile.abstract_pair`."""
+    whole = abstract_pair(target, drafter, **size.fields, **plan)
+    configs = copy.deepcopy((target, drafter))
+    keep_layers(*configs, enough_layers(whole))
+    return Spread(whole, abstract_pair(*configs, **size.fields, **plan), topology, chips)
+
+
+def enough_layers(model: AbstractPair) -> int:
+    """The fewest first layers of the target that have all kinds of them, and one for each tap."""
+    shapes: dict[int, list] = defaultdict(list)
+    for name, leaf in model.params.items():
+        found = re.search(r"\.(\d+)\.(.*)", name)
+        if found and name.startswith("target."):
+            shapes[int(found[1])].append((found[2], leaf.shape))
+    specs = model.pair.target.specs
+    kinds = [(spec, tuple(sorted(shapes[at]))) for at, spec in enumerate(specs)]
+    last = max(kinds.index(kind) for kind in set(kinds)) + 1
+    return min(len(specs), max(last, len(set(model.pair.proposer.taps or ())), 2))
+
+
+def prompt_rows(plan: DecodePlan) -> int:
+    """Rows of the largest chunk that a prompt is fed in."""
+    largest = bucket(plan.slots)
+    return min(LARGEST_CHUNK, largest if largest == plan.slots else largest // 2)
+
+
+def temporaries(step: CompiledStep) -> int:
+    """Bytes on a chip while it runs, beside what goes in; results that are not in place are among them."""
+    return step.temp_bytes + step.output_bytes - step.alias_bytes
+
+
+def needed(held: dict[str, int], spent: float) -> int:
+    """All together."""
+    return sum(held.values()) + round(spent)
+
+
+def _by_model(params: Shapes) -> dict[str, Shapes]:
+    parts = {"target": "target.", "drafter": "proposer."}
+    return {
+        kind: {name: leaf for name, leaf in params.items() if name.startswith(prefix)}
+        for kind, prefix in parts.items()
+    }
+
+
+def _share(model: AbstractPair, topology: str, chips: int) -> tuple[Any, Any]:
+    """What one chip has of weights and state, as shapes."""
+    if chips == 1:
+        return model.params, model.state
+    return place_of(model, topology, chips).share(model.params, model.state)

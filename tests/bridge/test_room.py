@@ -1,0 +1,93 @@
+"""What cannot fit is refused before anything is put on a device, and by how much."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from support.refusals import refuses
+from support.tiny import make_pair
+
+import jax_bridge as jb
+import torch_dflash as td
+from jax_bridge import room, weights
+from jax_bridge.checkpoints import load
+from jax_bridge.room import bytes_of, check_room, limit_of, room_of
+
+
+def mesh_of(count: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:1] * count), ("model",))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A device with so little memory; nothing may be put there."""
+
+    def of(limit: int) -> None:
+        monkeypatch.setattr(room, "limit_of", lambda device: limit)
+        for module, name in ((weights, "place"), (weights, "keep"), (load, "place"), (load, "keep")):
+            monkeypatch.setattr(module, name, lambda *args, **more: pytest.fail("put before it was refused"))
+
+    return of
+
+
+def sizes(pair, **options) -> tuple[int, int]:
+    """Bytes of weights and of state as they are, unspread."""
+    engine = td.compile(*pair, max_length=64, batch_size=2, **options)
+    held = sum(tensor.nbytes for tensor in {id(one): one for one in engine.tensors().values()}.values())
+    return held, bytes_of(engine.runtime.begin(engine._params(), _idle(engine)))
+
+
+def _idle(engine):
+    from torch_dflash.decode import RowRequests
+
+    return RowRequests.idle(engine.plan)
+
+
+@pytest.mark.parametrize("cache", [pytest.param("static", marks=pytest.mark.heavy), "paged"])
+def test_an_engine_that_cannot_fit_is_refused_to_the_byte(small, cache):
+    pair = make_pair()
+    options = {"max_length": 64, "batch_size": 2, "cache": cache}
+    held, state = sizes(pair, cache=cache)
+    small(held + state)
+    td.compile(*pair, **options)
+    small(held + state - 1)
+    words = [f"{held:,} bytes of weights and {state:,} bytes of state, {held + state:,} bytes in all"]
+    words += [f"has {held + state - 1:,} bytes: 1 bytes too few", "mesh", "max_length", "batch_size"]
+    words += ["pool_pages"] if cache == "paged" else []
+    with refuses(ValueError, *words):
+        td.compile(*pair, **options)
+    with refuses(ValueError, "too few"):
+        td.generate(*pair, pair[0].dummy_inputs["input_ids"], max_new_tokens=2, runtime="xla")
+
+
+def test_on_a_mesh_only_parts_count(small):
+    pair = make_pair()
+    held, state = sizes(pair)
+    small(3 * (held + state) // 4)
+    with refuses(ValueError, "too few"):
+        td.compile(*pair, max_length=64, batch_size=2)
+    td.compile(*pair, max_length=64, batch_size=2, mesh=mesh_of(2))
+    small(held // 4)
+    with refuses(ValueError, "of weights", "too few", "mesh"):
+        td.compile(*pair, max_length=64, batch_size=2, mesh=mesh_of(2))
+
+
+def test_weights_are_not_read_where_they_cannot_fit(small, tmp_path):
+    target, _ = make_pair()
+    target.save_pretrained(tmp_path)
+    held = sum(weight.nbytes for weight in [*target.parameters(), *target.buffers()])
+    small(held - 1)
+    with refuses(ValueError, f"would hold {held:,} bytes of weights", "1 bytes too few", "several devices"):
+        jb.load(tmp_path)
+    small(held // 4)
+    with refuses(ValueError, "bytes of weights", "a larger mesh"):
+        jb.load(tmp_path, mesh=mesh_of(2))
+
+
+def test_a_device_that_tells_nothing_refuses_nothing():
+    assert limit_of(jax.devices()[0]) is None and room_of(jax.devices()) is None
+    check_room({"weights": 10**15}, None, "")
+    with refuses(ValueError, "18.00 GB of weights and has 16.00 GB: 2.00 GB too few; lower it."):
+        check_room({"weights": 18 * 10**9}, 16 * 10**9, "lower it")

@@ -1,0 +1,157 @@
+"""``torch-dflash fit-memory``: what a pair needs of each chip's memory, and which slice has room for it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch_dflash.cli.aot_options import add_pair, add_plan, plan_of, read_configs, say, show
+from torch_dflash.cli.errors import UserError, fail, one_line
+
+SOUGHT = ("batch", "context")
+PARTS = {
+    "target_weights": "target's weights",
+    "drafter_weights": "drafter's weights",
+    "cache": "target's cache",
+    "drafter_state": "drafter's state",
+    "rest": "rest of the state",
+    "temporaries": "programs, while they run",
+}
+MEANING = """\
+Of one chip. Weights in bfloat16; every row has room for the whole context. Programs: the loop over rounds and
+a prompt's largest chunk, compiled with {layers} of the target's layers; the one that needs more counts.
+Slices: the smallest for one row of this context; programs are taken to need there what they need here."""
+
+SHAPES = """\
+Of one chip. Weights in bfloat16; every row has room for the whole context. From shapes alone: what programs
+need while they run, and what the compiler fills tiles up with, is left out. Slices: the smallest for one
+row of this context."""
+
+
+def add_parser(commands) -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser(
+        "fit-memory",
+        help="what a pair needs of each chip's memory, what fits, and which slice has room",
+        description="Needs configs and libtpu (pip install 'torch-dflash[tpu]'), neither weights nor a TPU. "
+        "Compiles a few layers, and the whole pair at the largest that fits: minutes for a large model.",
+    )
+    add_pair(parser)
+    parser.add_argument("--topology", default="v5e:2x4", help="generation and shape (%(default)s)")
+    parser.add_argument(
+        "--mesh",
+        type=int,
+        metavar="N",
+        help="chips of it that share each weight (all; 1 for a family that is not cut)",
+    )
+    parser.add_argument(
+        "--largest",
+        nargs="*",
+        choices=SOUGHT,
+        default=SOUGHT,
+        help="what is sought: the largest batch, the largest context (both); alone: neither",
+    )
+    parser.add_argument(
+        "--no-confirm",
+        dest="confirm",
+        action="store_false",
+        help="do not compile the whole pair at what was found",
+    )
+    parser.add_argument(
+        "--shapes-only",
+        dest="programs",
+        action="store_false",
+        help="compile nothing: programs' own memory is left out, and the answer comes at once",
+    )
+    add_plan(parser, without=("pool_pages",))
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile and report; returns the exit status: 0, 1 if what was asked for does not fit, or 2."""
+    try:
+        results = _results(arguments)
+        show(results, arguments.json, lambda: _table(results))
+        return 0 if results["fits"] else 1
+    except UserError as error:
+        return fail("fit-memory", error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _results(arguments: argparse.Namespace) -> dict[str, Any]:
+    target, drafter = read_configs(arguments)
+    try:
+        from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
+
+        compile_only()
+        from jax_bridge.aot.memory import fit_memory
+        from jax_bridge.aot.report import CompileError
+    except ImportError as error:
+        raise UserError(one_line(error)) from None
+    plan = plan_of(arguments)
+    try:
+        figures = fit_memory(
+            target,
+            drafter,
+            topology=arguments.topology,
+            chips=arguments.mesh,
+            context=arguments.context,
+            batch_size=arguments.batch,
+            block_size=arguments.block,
+            verify_width=arguments.verify,
+            search=tuple(arguments.largest),
+            confirm=arguments.confirm,
+            programs=arguments.programs,
+            say=say,
+            **plan,
+        )
+    except (ModuleNotFoundError, ValueError, TypeError) as error:
+        raise UserError(one_line(error)) from None
+    except CompileError as error:
+        raise UserError(
+            f"{one_line(error)} Not even a few layers fit: a smaller --batch or --context, or a larger slice "
+            "(--shapes-only says which)."
+        ) from None
+    return {"target": arguments.target, "drafter": arguments.drafter, "plan": plan, **figures}
+
+
+def _table(found: dict[str, Any]) -> str:
+    """The figures to read, and what they mean."""
+    chips = "one chip" if found["chips"] == 1 else f"each of {found['chips']} chips"
+    room, free = found["hbm_bytes"], found["hbm_bytes"] - found["needed_bytes"]
+    plan = found["plan"]
+    lines = [
+        f"{found['target']} with {found['drafter']}, {chips} of {found['topology']}",
+        f"batch {found['batch']}, context {found['context']}, cache {plan['cache']}, "
+        f"filters {'yes' if plan['filters'] else 'no'}",
+        "",
+        *(f"{PARTS[name]:28}{size / 1e9:>9.3f} GB" for name, size in found["bytes"].items() if size),
+        f"{'together':28}{found['needed_bytes'] / 1e9:>9.3f} GB of {room / 1e9:.3f}: "
+        + (f"fits, {free / 1e9:.3f} GB are left" if free >= 0 else f"does not fit, by {-free / 1e9:.3f} GB"),
+        "",
+        *(_largest(found, what) for what in found["largest"]),
+        *(_slice(generation, needs) for generation, needs in found["slices"].items()),
+        "",
+        MEANING.format(layers=found["layers_compiled"]) if found["layers_compiled"] else SHAPES,
+    ]
+    return "\n".join(lines)
+
+
+def _largest(found: dict[str, Any], what: str) -> str:
+    best, other = found["largest"][what], "context" if what == "batch" else "batch"
+    beside = f"largest {what} at {other} {found[other]}: "
+    if best is None:
+        return beside + "none fits"
+    return beside + f"{best['value']}" + ("" if best["confirmed"] else " (not compiled whole)")
+
+
+def _slice(generation: str, needs: dict[str, Any] | None) -> str:
+    if needs is None:
+        return f"{generation}: on none of the slices that were tried"
+    if "refused" in needs:
+        return f"{generation}: not on one chip, and on several it is refused: {needs['refused']}"
+    where = "one chip" if needs["chips"] == 1 else f"{needs['topology']}, {needs['chips']} chips"
+    return (
+        f"{generation}: {where} ({needs['needed_bytes'] / 1e9:.2f} of {needs['hbm_bytes'] / 1e9:.2f} GB each)"
+    )
