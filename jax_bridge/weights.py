@@ -46,25 +46,32 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
 
 
-def _forms_of(tensor: torch.Tensor) -> dict[Form | Way, _Converted]:
-    """What was made of this tensor and an engine still uses, by form."""
+class Kept(NamedTuple):
+    """How a weight is kept whole, and on which device."""
+
+    form: Form
+    device: Any
+
+
+def _forms_of(tensor: torch.Tensor) -> dict[Kept | Way, _Converted]:
+    """What was made of this tensor and an engine still uses, by form and place."""
     known = _converted.get(tensor) or {}
     return {form: made for form, made in known.items() if made.weight() is not None}
 
 
-def _known(tensor: torch.Tensor, form: Form | Way) -> _Converted | None:
+def _known(tensor: torch.Tensor, form: Kept | Way) -> _Converted | None:
     """What was made of this tensor, if no counted write came since."""
     known = _forms_of(tensor).get(form)
     return known if known is not None and known.mark == fingerprint(tensor) else None
 
 
-def _convert(tensor: torch.Tensor, form: Form | Way) -> Weight:
+def _convert(tensor: torch.Tensor, form: Kept | Way) -> Weight:
     mark, at = fingerprint(tensor), places(tensor)
     bits = at.flatten().clone()
     if isinstance(form, Way):
         weight = place(tensor.detach().__getitem__, tuple(tensor.shape), form)
     else:
-        weight = keep(tensor.detach(), form)
+        weight = keep(tensor.detach(), form.form, place=form.device)
     _converted[tensor] = _forms_of(tensor) | {form: _Converted(mark, at, bits, weakref.ref(weight))}
     return weight
 
@@ -74,10 +81,11 @@ class Weights:
 
     Args:
         forms: which weights may be kept in which form (`jax_bridge.layout`), or where each lies on a mesh.
+        device: of those that are kept whole; unset: JAX's default.
     """
 
-    def __init__(self, forms: Forms | dict[str, Way]):
-        self._forms = forms
+    def __init__(self, forms: Forms | dict[str, Way], device: Any = None):
+        self._forms, self._device = forms, device or jax.devices()[0]
         self._arrays: dict[str, Weight] = {}
 
     def refresh(self, tensors: dict[str, Any]) -> dict[str, Weight]:
@@ -114,10 +122,11 @@ class Weights:
                 self._arrays[name] = weight
             return dict(self._arrays)
 
-    def _form(self, name: str, tensor: torch.Tensor) -> Form | Way:
+    def _form(self, name: str, tensor: torch.Tensor) -> Kept | Way:
         if isinstance(self._forms, dict):
             return self._forms[name]
-        return self._forms.choose(name, tuple(tensor.shape), tensor.dtype, jax.devices()[0])
+        form = self._forms.choose(name, tuple(tensor.shape), tensor.dtype, self._device)
+        return Kept(form, self._device)
 
     def forget(self, tensors: dict[str, Any]) -> None:
         """Have every engine convert ``tensors`` on its next use of them."""
