@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Form, Forms, keep
 from jax_bridge.mesh.cut import Way
-from jax_bridge.mesh.put import place
+from jax_bridge.mesh.put import moved, place
 from jax_bridge.probe import places, unchanged
 
 Fingerprint = tuple
@@ -82,11 +82,14 @@ class Weights:
     Args:
         forms: which weights may be kept in which form (`jax_bridge.layout`), or where each lies on a mesh.
         device: of those that are kept whole; unset: JAX's default.
+
+    Arrays that were loaded on other devices, those of the first replica, are copied once.
     """
 
     def __init__(self, forms: Forms | dict[str, Way], device: Any = None):
         self._forms, self._device = forms, device or jax.devices()[0]
         self._arrays: dict[str, Weight] = {}
+        self._copies: dict[str, tuple[Weight, Weight]] = {}  # what was loaded, and what was made of it here
 
     def refresh(self, tensors: dict[str, Any]) -> dict[str, Weight]:
         """Arrays for ``tensors``; only changed ones are converted. What is on the device already stays.
@@ -109,7 +112,9 @@ class Weights:
                         f"{name} is a {type(leaf).__name__}, which runtime='xla' cannot read; make it an "
                         "ordinary tensor (dequantise it), or pass runtime='eager'."
                     )
-            self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
+            for name, leaf in tensors.items():
+                if name not in torches:
+                    self._arrays[name] = self._here(name, leaf)
             forms = {name: self._form(name, leaf) for name, leaf in torches.items()}
             known = {name: _known(leaf, forms[name]) for name, leaf in torches.items()}
             doubted = _doubted(known)
@@ -121,6 +126,15 @@ class Weights:
                     weight = _convert(tensor, forms[name])
                 self._arrays[name] = weight
             return dict(self._arrays)
+
+    def _here(self, name: str, loaded: Weight) -> Weight:
+        """A loaded weight on these devices, as it is where it lies there."""
+        known = self._copies.get(name)
+        if known is None or known[0] is not loaded:
+            self._copies.pop(name, None)
+            way = self._forms[name] if isinstance(self._forms, dict) else self._device
+            self._copies[name] = known = loaded, moved(loaded, way)
+        return known[1]
 
     def _form(self, name: str, tensor: torch.Tensor) -> Kept | Way:
         if isinstance(self._forms, dict):

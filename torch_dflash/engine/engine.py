@@ -66,7 +66,7 @@ class Engine:
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
-        mesh = mesh_of(target, options.mesh)
+        mesh = mesh_of(target, options.mesh, options.replicas)
         self._runtimes = _make_runtimes(options, self.pair, self._widths, model.dtype, mesh)
         self.runtime: Runtime = self._runtimes[0]
 

@@ -28,8 +28,8 @@ class LoadedTarget(Protocol):
         """
         ...
 
-    def mesh_for(self, asked: Any) -> Any:
-        """The mesh to decode on, where a call ``asked`` for one or for none (None).
+    def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
+        """The mesh to decode on, where a call ``asked`` for one or for none (None), to be shared by replicas.
 
         Raises:
             ValueError: the weights lie elsewhere.
@@ -51,7 +51,7 @@ def arrays_of(target: Any, runtime: str) -> Mapping[str, Any] | None:
     return target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
 
 
-def mesh_of(target: Any, asked: Any) -> Any:
+def mesh_of(target: Any, asked: Any, replicas: int = 1) -> Any:
     """The devices to decode on: those that were ``asked`` for, else those on which a loaded target lies.
 
     Raises:
@@ -59,7 +59,7 @@ def mesh_of(target: Any, asked: Any) -> Any:
     """
     if not isinstance(target, LoadedTarget):
         return asked
-    return target.mesh_for(asked)
+    return target.mesh_for(asked, replicas)
 
 
 def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
