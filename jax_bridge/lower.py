@@ -88,7 +88,7 @@ def _lower_pass(step: Callable, pair: Pair) -> Callable:
 def tracing(matmul_precision: str) -> Iterator[None]:
     """How every step is traced: at the plan's precision, without JAX's remarks on torch's index type.
 
-    One thread at a time, whatever the pair: torchax's modes and Python's filters of warnings are the process's.
+    One thread at a time, whatever the pair: torchax's modes and the filters of warnings are the process's.
     """
     # In inference mode torch decomposes composite operators out of torchax's sight.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)

@@ -47,7 +47,9 @@ class Steps(NamedTuple):
             begin=lower_begin(pair),
             prefill=lower_prefill(pair),
             rewind=lower(partial(rewind, pair)),
-            rounds={width: lower_rounds(pair, width, fewest) for width in widths or (pair.plan.verify_width,)},
+            rounds={
+                width: lower_rounds(pair, width, fewest) for width in widths or (pair.plan.verify_width,)
+            },
             read=partial(call_torch, partial(news, pair.plan)),
         )
 
@@ -175,7 +177,7 @@ class XlaRuntime:
 
     def holds(self, state: DecodeState) -> bool:
         """Whether a state lies on these devices."""
-        return isinstance(state.done, jax.Array) and state.done.devices() == self._place.devices
+        return isinstance(state.done, jax.Array) and state.done.sharding.device_set == self._place.devices
 
     def take_in(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A state that a user held as the steps keep it; consumes it."""

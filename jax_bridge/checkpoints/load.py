@@ -83,8 +83,8 @@ class DeviceModel:
             here = "JAX's default device" if self.mesh is None else f"{len(own)} devices"
             there = "there" if replicas == 1 else "on the first replica's"
             raise ValueError(
-                f"mesh={asked!r}: the target was loaded on {here}; load it {there}, jb.load(..., mesh=...), or "
-                "leave mesh out."
+                f"mesh={asked!r}: the target was loaded on {here}; load it {there}, jb.load(..., mesh=...), "
+                "or leave mesh out."
             )
         return self.mesh if replicas == 1 else asked
 

@@ -284,6 +284,8 @@ def test_sessions_and_states_are_of_one_replica(front, tmp_path):
             assert tokens[at, len(row) : len(row) + NEW].tolist() == wanted[at]
     with refuses(ValueError, "3 rows", "batch_size=2"):
         front.start(*pad_rows(prompts(3)), **GREEDY)
+    with refuses(ValueError, "is gone: engine.advance consumed this state"):
+        front.advance(state)
 
 
 @pytest.mark.heavy

@@ -39,7 +39,7 @@ def test_two_devices_share_rows():
 @pytest.mark.heavy
 @pytest.mark.parametrize("case", ONE_EACH[:3], ids=lambda case: f"{case.family}-{case.cache}")
 def test_devices_share_rows_of_any_family(case):
-    """A family that is not decoded on slices is, on a device of its own. Its steps are traced once for all."""
+    """Families that are not decoded on slices, too, are on one device each. Steps are traced once for all."""
     found = same(case)
     assert found["traced"][1] == found["traced"][0] > 0
 
@@ -71,7 +71,8 @@ for loaded_on, mesh, replicas in ((None, 2, 2), (2, 4, 2)):
     first, second = (engine._params() for engine in front.engines)
     for name, leaf in loaded.arrays.items():
         assert first["target.model." + name] is leaf, name  # not copied
-        devices = {one.id for part in jax.tree.leaves(second["target.model." + name]) for one in part.devices()}
+        copied = jax.tree.leaves(second["target.model." + name])
+        devices = {one.id for part in copied for one in part.devices()}
         assert devices == set(range(mesh // 2, mesh)), (name, devices)
     again = front.engines[1]._params()
     assert all(again[name] is leaf for name, leaf in second.items())  # and once
@@ -136,7 +137,7 @@ import torch, torch_dflash as td
 from support.slices import make_sliceable, prompts
 target, drafter = make_sliceable("llama", "2x2", "v1")
 target, drafter = target.DTYPE(), drafter.DTYPE()
-options = {"max_length": 64, "batch_size": 2, "prefill_chunk_size": 32, "filters": False, "rounds_per_chunk": 2}
+options = {"max_length": 64, "batch_size": 2, "prefill_chunk_size": 32, "rounds_per_chunk": 2}
 asked = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
 front = td.compile(target, drafter, mesh=2, replicas=2, GIVEN, **options)
 wanted = [engine.generate(*(part[:2] for part in prompts()), **asked) for engine in front.engines]
@@ -156,3 +157,39 @@ print("checked")
 def test_every_arithmetic_is_the_one_of_the_first_device(dtype, given):
     code = ARITHMETIC.replace("DTYPE", dtype).replace("GIVEN", given)
     assert run_on_four(["-c", code]).strip().endswith("checked")
+
+
+LINES = """
+import json, sys, io, contextlib, pathlib
+from support.tiny import make_drafter, make_target
+from support.tokenizers import TEMPLATE, byte_tokenizer
+from torch_dflash.cli import main
+folder = pathlib.Path("FOLDER")
+target = make_target("qwen3", vocab_size=257, max_position_embeddings=128, eos_token_id=0, pad_token_id=0)
+target.save_pretrained(folder / "target")
+byte_tokenizer(TEMPLATE).save_pretrained(folder / "target")
+make_drafter(target).save_pretrained(folder / "drafter")
+lines = [{"prompt": "x" * (1 + 3 * at % 7)} for at in range(7)]
+(folder / "lines").write_text("".join(json.dumps(line) + chr(10) for line in lines))
+pair = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+said = []
+for more in (["--runtime", "eager"], ["--mesh", "4", "--replicas", "4"]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(
+            ["generate", *pair, "--jsonl", "--file", str(folder / "lines"), "--batch-size", "1"]
+            + ["--max-new-tokens", "9", "--temperature", "3", "--seed", "4", *more]
+        ) == 0
+    said.append([json.loads(line) for line in out.getvalue().splitlines()])
+for line in [*said[0], *said[1]]:
+    del line["seconds"]
+assert said[0] == said[1] and len(said[0]) == 7, said
+wrong = ["--jsonl", "--file", str(folder / "lines"), "--mesh", "4", "--replicas", "3"]
+assert main(["generate", *pair, *wrong]) == 2
+print("checked")
+"""
+
+
+@pytest.mark.heavy
+def test_lines_are_shared_by_replicas(tmp_path):
+    assert run_on_four(["-c", LINES.replace("FOLDER", str(tmp_path))]).strip().endswith("checked")

@@ -18,7 +18,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
 class Case(NamedTuple):
     """A pair (`support.slices.make_sliceable`), and what its replicas are.
 
-    ``rows`` prompts are asked for, ``room`` is each replica's ``batch_size``. ``runtime`` is the one engine's.
+    ``rows`` prompts are asked for, ``room`` is each replica's ``batch_size``, ``runtime`` the one engine's.
     ``break_by``: a key of `BREAKS`.
     """
 
@@ -62,7 +62,9 @@ def compare(case: Case) -> dict[str, Any]:
     BREAKS[case.break_by](front) if case.break_by else None
     seen = [state_devices(engine) for engine in front.engines]
     with counted() as traced:
-        front.generate(*ragged(case.rows), **asked) if case.runtime == "eager" else front.warmup(progress=False)
+        front.generate(*ragged(case.rows), **asked) if case.runtime == "eager" else front.warmup(
+            progress=False
+        )
     found = [front.generate(*ragged(case.rows), **asked) for _ in range(2)]
     more, calls = {}, range(3)
 
