@@ -159,13 +159,14 @@ Weight = jax.Array | StoredWeight
 _bound: ContextVar[dict[int, StoredWeight] | None] = ContextVar("bound", default=None)
 
 
-def quantized(weight: torch.Tensor, table: Any) -> Quantized:
-    """A torch weight [out, in] in 8 bits, each row by its largest entry."""
+def quantized(weight: torch.Tensor, table: Any, place: Any = None) -> Quantized:
+    """A torch weight [out, in] in 8 bits, each row by its largest entry, at ``place`` (JAX's default)."""
     wide = weight.detach().float().cpu()
     top = wide.abs().amax(dim=1, keepdim=True)
     scale = torch.where(top > 0, top, 1) / 127
     integers = torch.round(wide / scale).to(torch.int8)
-    return Quantized(to_jax(integers), table, name_of(weight.dtype), to_jax(scale[:, 0]))
+    kept = to_jax({"array": integers, "scale": scale[:, 0]}, device=place)
+    return Quantized(table=table, dtype=name_of(weight.dtype), **kept)
 
 
 def name_of(dtype: torch.dtype) -> str:

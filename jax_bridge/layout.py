@@ -102,12 +102,12 @@ def keep(tensor: torch.Tensor, form: Form, dtype: torch.dtype | None = None, pla
         if form.kind is None:
             return array
         host = torch.from_dlpack(array).view(torch.int16)
-        return Readable(array, to_jax(host, copy=False))
+        return Readable(array, to_jax(host, copy=False, device=place))
     tensor = tensor.to(dtype or tensor.dtype)
     half = tensor.dtype in HALVES
     table = keep(tensor, Form(Readable if half else None), place=place) if form.read else None
     if form.kind is Quantized:
-        return quantized(tensor, table)
+        return quantized(tensor, table, place)
     return Cast(_own(tensor, form.dtype, place), table, name_of(tensor.dtype))
 
 

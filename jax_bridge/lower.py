@@ -24,6 +24,7 @@ from torch_dflash.progress import announce
 from torch_dflash.target.forgetting import forgetting
 
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
+_tracing = threading.RLock()
 EXACT = {"xla_allow_excess_precision": False}
 """Every half-precision value is rounded, as in torch. XLA may leave roundings out where it fuses operations,
 and what it fuses depends on the number of rows: a step would decide near-ties otherwise than a block."""
@@ -85,10 +86,13 @@ def _lower_pass(step: Callable, pair: Pair) -> Callable:
 
 @contextmanager
 def tracing(matmul_precision: str) -> Iterator[None]:
-    """How every step is traced: at the plan's precision, without JAX's remarks on torch's index type."""
+    """How every step is traced: at the plan's precision, without JAX's remarks on torch's index type.
+
+    One thread at a time, whatever the pair: torchax's modes and the filters of warnings are the process's.
+    """
     # In inference mode torch decomposes composite operators out of torchax's sight.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
-    with plain, precise, sharing(), warnings.catch_warnings():
+    with _tracing, plain, precise, sharing(), warnings.catch_warnings():
         # torch indexes with int64, which JAX narrows; every index here fits int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         yield

@@ -10,23 +10,26 @@ import jax
 from jax_bridge.arrays import to_jax
 from jax_bridge.layout import Forms
 from jax_bridge.state import state_to_jax
+from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair
 
 
 class OneDevice:
-    """JAX's default device. On several it is `jax_bridge.mesh.placement.OnMesh`.
+    """One of JAX's devices. Several that share weights are `jax_bridge.mesh.placement.OnMesh`.
 
     Attributes:
-        devices: it alone.
+        devices: itself.
         platform: of the device.
-        forms: in which form each weight is kept.
     """
 
-    def __init__(self, pair: Pair, compute: str, quantize: str | None):
-        self.devices = jax.devices()[:1]
-        self.platform = self.devices[0].platform
+    def __init__(self, pair: Pair, device: Any, compute: str, quantize: str | None):
+        self.devices, self._device, self.platform = {device}, device, device.platform
         head = pair.target.model.get_output_embeddings()
-        self.forms = Forms.of(pair, head, compute=compute, quantize=quantize)
+        self._forms = Forms.of(pair, head, compute=compute, quantize=quantize)
+
+    def weights(self) -> Weights:
+        """The live weights here."""
+        return Weights(self._forms, self._device)
 
     def step(self, step: Callable) -> Callable:
         """``step`` as it is compiled."""
@@ -38,20 +41,19 @@ class OneDevice:
 
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree`` as arrays that may be donated."""
-        return to_jax(tree)
+        return to_jax(tree, device=self._device)
 
     def send(self, tree: Any) -> Any:
         """Numpy arrays of ``tree`` as arrays that are read alone."""
-        return jax.device_put(tree)
+        return jax.device_put(tree, self._device)
 
     def put_state(self, state: Any) -> Any:
         """A state of torch tensors as arrays that may be donated."""
-        return state_to_jax(state)
+        return state_to_jax(state, self._device)
 
     def adopt(self, state: Any) -> Any:
         """A state that a user held, wherever it lies; torch tensors stay what they are."""
-        here = jax.devices()[0]
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-        if all(leaf.is_deleted() or leaf.devices() == {here} for leaf in arrays):
+        if all(leaf.is_deleted() or leaf.devices() == self.devices for leaf in arrays):
             return state
-        return jax.device_put(state, here)
+        return jax.device_put(state, self._device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,11 +19,9 @@ from jax_bridge.compile_cache import keep_programs
 from jax_bridge.counting import compilations
 from jax_bridge.forms import Weight
 from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
-from jax_bridge.mesh.placement import OnMesh
-from jax_bridge.placement import OneDevice
+from jax_bridge.mesh.places import Place, places_of
 from jax_bridge.room import bytes_of, check_room, room_of
 from jax_bridge.state import check_alive, register_states
-from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar, quiet
@@ -32,11 +32,35 @@ from torch_dflash.state import DecodeState, PromptChunk
 Arrays = dict[str, Weight]
 
 
+class Steps(NamedTuple):
+    """What the programs of a pair are made of. JAX traces each once, on however many devices it then runs."""
+
+    begin: Callable
+    prefill: Callable
+    rewind: Callable
+    rounds: dict[int, Callable]
+    read: Callable
+
+    @classmethod
+    def of(cls, pair: Pair, widths: tuple[int, ...], fewest: int) -> Steps:
+        """The steps of ``pair``; arguments as of `XlaRuntime`."""
+        return cls(
+            begin=lower_begin(pair),
+            prefill=lower_prefill(pair),
+            rewind=lower(partial(rewind, pair)),
+            rounds={
+                width: lower_rounds(pair, width, fewest) for width in widths or (pair.plan.verify_width,)
+            },
+            read=partial(call_torch, partial(news, pair.plan)),
+        )
+
+
 class XlaRuntime:
     """Steps of one pair on JAX's default device, or on a mesh (`torch_dflash.runtime.Runtime`).
 
     Args:
-        compute, quantize, mesh: as in `torch_dflash.compile`.
+        compute, quantize, mesh, replicas: as in `torch_dflash.compile`. Of the mesh it takes the first
+            replica's part; `replicas` makes the others.
         widths: of the rounds; unset: the plan's.
         fewest_rows: of a verify pass. XLA's CPU compiler fuses sums of products in another way for arrays of
             one row: where products are in another type than what is around them, that decides roundings.
@@ -51,11 +75,10 @@ class XlaRuntime:
         widths: tuple[int, ...] = (),
         fewest_rows: int = 1,
         mesh: Any = None,
+        replicas: int = 1,
     ):
-        arithmetic = {"compute": compute, "quantize": quantize}
-        spread = OnMesh.of(pair, plan, mesh, **arithmetic)
-        self._place = place = OneDevice(pair, **arithmetic) if spread is None else spread
-        if (platform := place.platform) != "cpu" and (compute, quantize) != ("auto", None):
+        here, *self._elsewhere = places_of(pair, plan, mesh, replicas, compute=compute, quantize=quantize)
+        if (platform := here.platform) != "cpu" and (compute, quantize) != ("auto", None):
             raise ValueError(
                 f"compute={compute!r}, quantize={quantize!r}: so far only CPUs have products in another "
                 f"type, and JAX's device is a {platform}; leave them out."
@@ -63,18 +86,28 @@ class XlaRuntime:
         register_states()
         keep_programs()
         self.plan, self.fewest_rows = plan, fewest_rows
-        self._weights = Weights(place.forms)
         sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
         self._programs = Programs(plan.matmul_precision, sizes, platform)
+        self._steps = Steps.of(pair, widths, fewest_rows)
+        self._settle(here)
+
+    def replicas(self) -> list[XlaRuntime]:
+        """This one, and others of its kind on the other parts of its mesh."""
+        others = [copy(self) for _ in self._elsewhere]
+        for other, place in zip(others, self._elsewhere, strict=True):
+            other._settle(place)
+        return [self, *others]
+
+    def _settle(self, place: Place) -> None:
+        """Have everything at ``place``."""
+        steps, self._place = self._steps, place
+        self._weights = place.weights()
         self._rounds_started = False
-        self._border = Border(place.step(lower_begin(pair)), plan, self._programs, wide=platform == "cpu")
-        self._prefill = place.step(lower_prefill(pair))
-        self._rewind = place.step(lower(partial(rewind, pair)))
-        self._rounds = {
-            width: place.step(lower_rounds(pair, width, self.fewest_rows))
-            for width in widths or (plan.verify_width,)
-        }
-        self._read = partial(call_torch, partial(news, plan))
+        begin, wide = place.step(steps.begin), place.platform == "cpu"
+        self._border = Border(begin, self.plan, self._programs, wide=wide)
+        self._prefill, self._rewind = place.step(steps.prefill), place.step(steps.rewind)
+        self._rounds = {width: place.step(rounds) for width, rounds in steps.rounds.items()}
+        self._read = steps.read
 
     @property
     def compilations(self) -> int:
@@ -156,6 +189,10 @@ class XlaRuntime:
     def place(self, state: DecodeState) -> DecodeState:
         """A state of torch tensors as device arrays that may be donated."""
         return self._place.put_state(state)
+
+    def holds(self, state: DecodeState) -> bool:
+        """Whether a state lies on these devices."""
+        return isinstance(state.done, jax.Array) and state.done.sharding.device_set == self._place.devices
 
     def take_in(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A state that a user held as the steps keep it; consumes it."""

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Form, Forms, keep
 from jax_bridge.mesh.cut import Way
-from jax_bridge.mesh.put import place
+from jax_bridge.mesh.put import moved, place
 from jax_bridge.probe import places, unchanged
 
 Fingerprint = tuple
@@ -46,26 +46,34 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
 
 
-def _forms_of(tensor: torch.Tensor) -> dict[Form | Way, _Converted]:
-    """What was made of this tensor and an engine still uses, by form."""
+class Kept(NamedTuple):
+    """How a weight is kept whole, and on which device."""
+
+    form: Form
+    device: Any
+
+
+def _forms_of(tensor: torch.Tensor) -> dict[Kept | Way, _Converted]:
+    """What was made of this tensor and an engine still uses, by form and place."""
     known = _converted.get(tensor) or {}
     return {form: made for form, made in known.items() if made.weight() is not None}
 
 
-def _known(tensor: torch.Tensor, form: Form | Way) -> _Converted | None:
+def _known(tensor: torch.Tensor, form: Kept | Way) -> _Converted | None:
     """What was made of this tensor, if no counted write came since."""
     known = (_converted.get(tensor) or {}).get(form)
-    alive = known is not None and known.weight() is not None
-    return known if alive and known.mark == fingerprint(tensor) else None
+    if known is None or known.weight() is None:
+        return None
+    return known if known.mark == fingerprint(tensor) else None
 
 
-def _convert(tensor: torch.Tensor, form: Form | Way) -> Weight:
+def _convert(tensor: torch.Tensor, form: Kept | Way) -> Weight:
     mark, at = fingerprint(tensor), places(tensor)
     bits = at.flatten().clone()
     if isinstance(form, Way):
         weight = place(tensor.detach().__getitem__, tuple(tensor.shape), form)
     else:
-        weight = keep(tensor.detach(), form)
+        weight = keep(tensor.detach(), form.form, place=form.device)
     _converted[tensor] = _forms_of(tensor) | {form: _Converted(mark, at, bits, weakref.ref(weight))}
     return weight
 
@@ -75,11 +83,15 @@ class Weights:
 
     Args:
         forms: which weights may be kept in which form (`jax_bridge.layout`), or where each lies on a mesh.
+        device: of those that are kept whole; unset: JAX's default.
+
+    Arrays that were loaded on other devices, those of the first replica, are copied once.
     """
 
-    def __init__(self, forms: Forms | dict[str, Way]):
-        self._forms = forms
+    def __init__(self, forms: Forms | dict[str, Way], device: Any = None):
+        self._forms, self._device = forms, device or jax.devices()[0]
         self._arrays: dict[str, Weight] = {}
+        self._copies: dict[str, tuple[Weight, Weight]] = {}  # what was loaded, and what was made of it here
 
     def refresh(self, tensors: dict[str, Any]) -> dict[str, Weight]:
         """Arrays for ``tensors``; only changed ones are converted. What is on the device already stays.
@@ -102,7 +114,9 @@ class Weights:
                         f"{name} is a {type(leaf).__name__}, which runtime='xla' cannot read; make it an "
                         "ordinary tensor (dequantise it), or pass runtime='eager'."
                     )
-            self._arrays |= {name: leaf for name, leaf in tensors.items() if name not in torches}
+            for name, leaf in tensors.items():
+                if name not in torches:
+                    self._arrays[name] = self._here(name, leaf)
             forms = {name: self._form(name, leaf) for name, leaf in torches.items()}
             known = {name: _known(leaf, forms[name]) for name, leaf in torches.items()}
             doubted = _doubted(known)
@@ -115,10 +129,20 @@ class Weights:
                 self._arrays[name] = weight
             return dict(self._arrays)
 
-    def _form(self, name: str, tensor: torch.Tensor) -> Form | Way:
+    def _here(self, name: str, loaded: Weight) -> Weight:
+        """A loaded weight on these devices, as it is where it lies there."""
+        known = self._copies.get(name)
+        if known is None or known[0] is not loaded:
+            self._copies.pop(name, None)
+            way = self._forms[name] if isinstance(self._forms, dict) else self._device
+            self._copies[name] = known = loaded, moved(loaded, way)
+        return known[1]
+
+    def _form(self, name: str, tensor: torch.Tensor) -> Kept | Way:
         if isinstance(self._forms, dict):
             return self._forms[name]
-        return self._forms.choose(name, tuple(tensor.shape), tensor.dtype, jax.devices()[0])
+        form = self._forms.choose(name, tuple(tensor.shape), tensor.dtype, self._device)
+        return Kept(form, self._device)
 
     def forget(self, tensors: dict[str, Any]) -> None:
         """Have every engine convert ``tensors`` on its next use of them."""

@@ -14,9 +14,11 @@ from torch_dflash.doctor import Diagnosis as Diagnosis
 from torch_dflash.doctor import diagnose as diagnose
 from torch_dflash.engine.engine import Engine as Engine
 from torch_dflash.engine.outputs import GenerateOutput as GenerateOutput
+from torch_dflash.engine.replicas import Replicas as Replicas
 from torch_dflash.engine.state_file import load_state as load_state
 from torch_dflash.engine.state_file import save_state as save_state
 from torch_dflash.engine.stats import DecodeStats as DecodeStats
+from torch_dflash.engine.stats import Share as Share
 from torch_dflash.engine.text import TextStream as TextStream
 from torch_dflash.generation import compile as compile
 from torch_dflash.generation import generate as generate

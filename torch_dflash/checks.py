@@ -97,8 +97,15 @@ def check_arithmetic(compute: Any, quantize: Any, runtime: str) -> None:
         raise ValueError(f"compute={compute!r} beside quantize={quantize!r}: leave one of the two out.")
 
 
-def check_mesh(mesh: Any, runtime: str) -> None:
+def check_mesh(mesh: Any, runtime: str, replicas: Any = 1) -> None:
     """Raise ``ValueError`` for devices that ``runtime`` does not know; which they are the bridge looks up."""
+    if not is_count(replicas) or replicas < 1:
+        raise ValueError(f"replicas={replicas!r}: must be an integer of at least 1.")
+    if mesh is None and replicas > 1:
+        raise ValueError(
+            f"replicas={replicas} without a mesh: say which devices they share, as mesh={replicas} or "
+            'mesh="auto".'
+        )
     if mesh is not None and runtime != "xla":
         raise ValueError(f"mesh={mesh!r}: runtime={runtime!r} has no devices of JAX's; use runtime='xla'.")
     if isinstance(mesh, str) and mesh != "auto":

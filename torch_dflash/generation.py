@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.checks import (
     check_blocks,
+    check_mesh,
     check_streamer,
     context_of,
 )
@@ -23,6 +24,7 @@ from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.read import read_request, repeated
 from torch_dflash.engine.registry import cached_engine
+from torch_dflash.engine.replicas import engine_of
 from torch_dflash.engine.request import UNSET, Request
 from torch_dflash.engine.rules import arranged, check_processors
 from torch_dflash.processors.host import HostProcessor
@@ -50,6 +52,7 @@ def compile(
     compute: str = "auto",
     quantize: str | None = None,
     mesh: Any = None,
+    replicas: int = 1,
     cache: str = "static",
     page_size: int = 64,
     pool_pages: int | None = None,
@@ -83,6 +86,8 @@ def compile(
         mesh: the chips that share each weight (docs/slices.md): how many of JAX's devices, "auto" for all of
             them, or a `jax.sharding.Mesh` with the one axis "model"; unset: where `jax_bridge.load` put the
             target, else JAX's default device.
+        replicas: engines alike, each on its own part of the mesh with a copy of the weights, and room for
+            ``batch_size`` rows; rows go to the least busy (`Replicas`).
         cache: the target's: "static" (dense) or "paged", whose rows share pages as they grow.
         page_size: positions in a page, a multiple of 16.
         pool_pages: pages in all; unset: as many as a dense cache takes. With fewer, rows may have to wait for
@@ -96,7 +101,7 @@ def compile(
     check_blocks(drafter, block_size=block_size, verify_width=verify_width)
     options = EngineOptions(**given)
     check_compiled(processors)
-    engine = Engine(target, drafter, options)
+    engine = engine_of(target, drafter, options)
     engine.keeps_alive = (target, drafter)
     return engine
 
@@ -148,9 +153,9 @@ def generate(
             ``output_logits``, ``output_logprobs`` or ``top_logprobs=K`` what `GenerateOutput` says of them.
         runtime: as in `compile`.
         **options: ``block_size``, ``verify_width``, ``rounds_per_chunk``, ``cache``, ``page_size``,
-            ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize``, ``mesh`` and ``verify``
-            as in `compile`; ``grammar``, a `Grammar` that the new tokens keep to, or a list of one or None a
-            row; ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
+            ``prefill_chunk_size``, ``matmul_precision``, ``compute``, ``quantize``, ``mesh``, ``replicas``
+            and ``verify`` as in `compile`; ``grammar``, a `Grammar` that the new tokens keep to, or a list of
+            one or None a row; ``response_format``, as OpenAI's API has it, with the ``tokenizer``;
             ``generation_config`` or any field of one. Other arguments of transformers' are
             taken where they ask for nothing: an empty cache or list, a tokenizer, the positions of the mask.
 
@@ -189,7 +194,7 @@ class Call:
     def engine(self) -> Engine:
         """The engine, made by this call or one before."""
         if any(isinstance(one, HostProcessor) for one in self.options.processors or ()):
-            return Engine(self.target, self.drafter, self.options)  # no other call has this one
+            return engine_of(self.target, self.drafter, self.options)  # no other call has this one
         return cached_engine(self.target, self.drafter, self.options)
 
 
@@ -220,7 +225,9 @@ def read_call(
     own = [_with_prompts(one, prompts) for one in processors or ()]
     alone = one_by_one(request, own, runtime)
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
-    rows = len(request.rows)
+    replicas = built.get("replicas", 1)
+    check_mesh(built.get("mesh"), runtime, replicas)
+    rows = -(-len(request.rows) // replicas)  # of each replica
     engine_options = EngineOptions(
         max_length=_capacity(request, model_of(target), alone.get("prefill_chunk_size", 0)),
         # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.

@@ -6,6 +6,7 @@ the host reads at once, from the first that it lacks on; the host keeps what it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,18 @@ class Recorded:
     def __init__(self, first: np.ndarray):
         self._first = first.copy()
         self._rows: dict[str, list[list[np.ndarray]]] = {}
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[Recorded, Sequence[int]]]) -> Recorded:
+        """Of several batches one, in which a batch's rows are those that are named beside it."""
+        whole = cls(np.zeros(sum(len(rows) for _, rows in parts), np.int32))
+        for part, rows in parts:
+            whole._first[list(rows)] = part._first[: len(rows)]
+            for name, entries in part._rows.items():
+                kept = whole._rows.setdefault(name, [[] for _ in whole._first])
+                for row, own in zip(rows, entries, strict=False):
+                    kept[row] = own
+        return whole
 
     def add(self, found: dict[str, np.ndarray], row: int, since: int, end: int) -> None:
         """Take in what a read has brought of a row's tokens from position ``since`` on."""

@@ -112,13 +112,6 @@ class Progress:
         rows = zip(self.accepted, rounds, self.rounds, strict=True)
         return [row[since:last].tolist() for row, since, last in rows]
 
-    def gain(self, row: int, start: int, rounds: int) -> Gain:
-        """A row's tokens from ``start`` on, and its rounds after the first ``rounds``."""
-        end = int(self.known[row])
-        tokens, accepted = self.tokens[row, start:end], self.accepted[row, rounds : self.rounds[row]]
-        said = self.record.logprobs(row, start, end), self.record.top(row, start, end)
-        return Gain(tokens.tolist(), accepted.tolist(), bool(self.ended[row]), *said)
-
     def cut(self, row: int, end: int) -> None:
         """Forget a row's tokens from ``end`` on: it has ended there."""
         self.length[row], self.known[row], self.ended[row] = end - 1, end, True
@@ -187,6 +180,10 @@ class Runtime(Protocol):
 
     def place(self, state: DecodeState) -> Any:
         """A state of torch tensors, as `fetch` gives one, on this side of the border; consumes it."""
+        ...
+
+    def holds(self, state: DecodeState) -> bool:
+        """Whether a user's state lies where this runtime's do."""
         ...
 
     def take_in(self, params: Any, state: DecodeState) -> Any:
@@ -265,6 +262,9 @@ class EagerRuntime:
 
     def place(self, state: DecodeState) -> DecodeState:
         return state  # every step moves what it is given to its parameters' device
+
+    def holds(self, state: DecodeState) -> bool:
+        return True  # as `place`
 
     def take_in(self, params: Params, state: DecodeState) -> DecodeState:
         return state

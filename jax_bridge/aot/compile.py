@@ -29,6 +29,7 @@ from jax_bridge.aot.topology import find_topology
 from jax_bridge.aot.traffic import hbm_traffic
 from jax_bridge.lower import lower_begin, tracing
 from jax_bridge.mesh.placement import OnMesh
+from jax_bridge.mesh.places import places_of
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
 from torch_dflash.decode import Pair, RowRequests
@@ -179,8 +180,8 @@ def place_of(model: AbstractPair, topology: str, chips: int) -> OnMesh:
 
     Raises: as `compile_step`.
     """
-    place = OnMesh.of(model.pair, model.pair.plan, slice_devices(topology, chips))
-    assert place is not None
+    (place,) = places_of(model.pair, model.pair.plan, slice_devices(topology, chips), 1)
+    assert isinstance(place, OnMesh)
     return place
 
 

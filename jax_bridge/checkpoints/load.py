@@ -23,7 +23,7 @@ from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, ways_of_target
-from jax_bridge.mesh.shape import devices_of, slice_mesh
+from jax_bridge.mesh.shape import devices_of, parts_of, slice_mesh
 from jax_bridge.room import bytes_of, check_room, room_of
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
@@ -74,17 +74,21 @@ class DeviceModel:
             )
         return self.arrays
 
-    def mesh_for(self, asked: Any) -> Mesh | None:
-        """The mesh that the arrays lie on, or ``ValueError`` where a call ``asked`` for another one."""
-        wanted = devices_of(asked)
-        own = None if self.mesh is None else list(self.mesh.devices.flat)
-        if asked is not None and wanted != own:
-            here = "JAX's default device" if own is None else f"{len(own)} devices"
+    def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
+        """The mesh that the arrays lie on, or ``ValueError`` where a call ``asked`` for another one.
+
+        With replicas it is the first one's part that they must lie on: the others get copies.
+        """
+        own = jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+        wanted = own if asked is None else parts_of(asked, replicas)[0]
+        if wanted != own:
+            here = "JAX's default device" if self.mesh is None else f"{len(own)} devices"
+            there = "there" if replicas == 1 else "on the first replica's"
             raise ValueError(
-                f"mesh={asked!r}: the target was loaded on {here}; load it there, jb.load(..., mesh=...), or "
-                "leave mesh out."
+                f"mesh={asked!r}: the target was loaded on {here}; load it {there}, jb.load(..., mesh=...), "
+                "or leave mesh out."
             )
-        return self.mesh
+        return self.mesh if replicas == 1 else asked
 
 
 def load(

@@ -10,13 +10,11 @@ import torch
 from jax.sharding import Mesh
 
 from jax_bridge.mesh.put import part_of, put, put_leaf
-from jax_bridge.mesh.refusals import check_pair_on_mesh
-from jax_bridge.mesh.rules import heads_of, slice_of, ways_of
-from jax_bridge.mesh.shape import devices_of, slice_mesh
+from jax_bridge.mesh.rules import slice_of, ways_of
 from jax_bridge.mesh.states import keep_in_place, shardings
 from jax_bridge.state import register_states
+from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair
-from torch_dflash.plan import DecodePlan
 from torch_dflash.state import DecodeState
 
 
@@ -31,22 +29,13 @@ class OnMesh:
 
     def __init__(self, pair: Pair, mesh: Mesh):
         self.mesh, self.slice = mesh, slice_of(pair, mesh)
-        self.devices = list(mesh.devices.flat)
-        self.platform = self.devices[0].platform
+        self.devices = set(mesh.devices.flat)
+        self.platform = mesh.devices.flat[0].platform
         self.forms = ways_of(pair, mesh)
 
-    @classmethod
-    def of(cls, pair: Pair, plan: DecodePlan, mesh: Any, **arithmetic: Any) -> OnMesh | None:
-        """What ``mesh``, as in `torch_dflash.compile`, stands for; None: JAX's default device.
-
-        Raises:
-            TypeError, ValueError: no such mesh, or something is not decoded on one, by its name.
-        """
-        devices = devices_of(mesh)
-        if devices is None:
-            return None
-        check_pair_on_mesh(pair, plan, **arithmetic)
-        return cls(pair, slice_mesh(devices, heads_of(pair.target.config)))
+    def weights(self) -> Weights:
+        """The live weights in their parts."""
+        return Weights(self.forms)
 
     def step(self, step: Callable) -> Callable:
         """``step`` traced for the slice; its state leaves as it comes, so that buffers stay in place.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_bridge.arrays import to_numpy
 from jax_bridge.layout import row_major
@@ -31,6 +31,23 @@ def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], way: Wa
     array = jax.make_array_from_callback(shape, way.place, part).block_until_ready()
     array = row_major(array)
     return array if way.kind is None else Cut(array, way)
+
+
+def moved(weight: Any, where: Way | Any) -> Any:
+    """A weight on another place of its kind, a way on a mesh or one device; itself, where it lies there.
+
+    It goes from device to device, in its form.
+    """
+    leaves = jax.tree.leaves(weight)
+    if not isinstance(where, Way):
+        if all(leaf.devices() == {where} for leaf in leaves):
+            return weight
+        whole = weight.array if isinstance(weight, Cut) else weight
+        return jax.tree.map(lambda leaf: row_major(jax.device_put(leaf, SingleDeviceSharding(where))), whole)
+    if all(leaf.sharding == where.place for leaf in leaves):
+        return weight
+    array = row_major(jax.device_put(weight.array if isinstance(weight, Cut) else weight, where.place))
+    return array if where.kind is None else Cut(array, where)
 
 
 def put(tree: Any, mesh: Mesh) -> Any:

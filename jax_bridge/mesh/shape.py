@@ -55,11 +55,33 @@ def devices_of(mesh: Any) -> list[Any] | None:
     return None if devices == known[:1] else devices
 
 
+def parts_of(mesh: Any, replicas: int) -> list[list[Any]]:
+    """The devices of ``mesh``, in their order, in ``replicas`` parts of one size.
+
+    Raises:
+        TypeError, ValueError: as `devices_of`; the devices do not divide evenly, or are several processes'.
+    """
+    devices = devices_of(mesh) or jax.devices()[:1]
+    if len(devices) % replicas:
+        counts = [str(count) for count in range(1, len(devices) + 1) if len(devices) % count == 0]
+        raise ValueError(
+            f"replicas={replicas} on {len(devices)} device(s): each has as many as the others; pass replicas="
+            f"{' or '.join(counts)}, or another mesh."
+        )
+    if replicas > 1 and jax.process_count() > 1:
+        raise ValueError(
+            f"replicas={replicas}: JAX runs in {jax.process_count()} processes, and replicas are of one "
+            "process's devices; leave replicas out."
+        )
+    size = len(devices) // replicas
+    return [devices[first : first + size] for first in range(0, len(devices), size)]
+
+
 def _of_a_mesh(mesh: Mesh) -> list[Any]:
     if mesh.axis_names not in ((AXIS,), ALL):
         raise ValueError(
-            f"mesh has the axes {mesh.axis_names}: it must have one, called {AXIS!r}; batches are not spread "
-            "over devices."
+            f"mesh has the axes {mesh.axis_names}: it must have one, called {AXIS!r}; rows are spread over "
+            "parts of it with replicas=, not by an axis."
         )
     return list(mesh.devices.flat)
 

@@ -90,6 +90,10 @@ def check_options(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--batch-size {arguments.batch_size} with one prompt: it is for --jsonl; leave it out."
         )
+    if arguments.replicas != 1 and not arguments.jsonl:
+        raise UserError(
+            f"--replicas {arguments.replicas} with one prompt: they share lines of --jsonl; leave it out."
+        )
     if (arguments.logprobs or arguments.top_logprobs is not None) and not arguments.jsonl:
         raise UserError("--logprobs, --top-logprobs: they stand in JSON lines; pass --jsonl.")
     if arguments.prompt is not None and arguments.jsonl:
@@ -110,7 +114,7 @@ def check_call_options(arguments: argparse.Namespace) -> None:
             )
     check_device(arguments)
     try:
-        check_mesh(arguments.mesh, arguments.runtime)
+        check_mesh(arguments.mesh, arguments.runtime, getattr(arguments, "replicas", 1))
     except ValueError as error:
         raise UserError(f"--{error}") from None
     template_options(arguments)

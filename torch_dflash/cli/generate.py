@@ -52,8 +52,10 @@ def add_parser(commands) -> None:
         "--batch-size",
         type=int,
         metavar="B",
-        help=f"lines decoded together with --jsonl (default {DEFAULT_BATCH})",
+        help=f"lines decoded together with --jsonl (default {DEFAULT_BATCH}), by each replica",
     )
+    text = "with --jsonl: so many copies of the pair, each on its part of --mesh, share the lines"
+    add("--replicas", type=int, default=1, metavar="N", help=text)
     parser.set_defaults(run=run)
 
 
@@ -121,16 +123,17 @@ def _lines(job: Job, data: bytes) -> int:
     if not items:
         raise UserError("--jsonl: the input has no lines; give one JSON object per line.")
     good = [item.ids for item in items if item.error is None]
-    size = min(job.arguments.batch_size or DEFAULT_BATCH, len(good))
+    replicas = job.arguments.replicas
+    size = min(job.arguments.batch_size or DEFAULT_BATCH, -(-len(good) // replicas))
     started, engine = time.perf_counter(), None
     if good:
-        engine = job.engine(max(map(len, good)), size, None).warmup()
+        engine = job.engine(max(map(len, good)), size, None, replicas).warmup()
     compiling = time.perf_counter() - started
     tokenizer = job.loaded.tokenizer
     outputs = run_lines(
         engine,
         items,
-        batch_size=size,
+        batch_size=size * replicas,
         seed=job.arguments.seed,
         options=job.options,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),

@@ -63,7 +63,9 @@ class Job:
         """Rounds of a chunk where text is shown as it comes."""
         return STREAMED_ROUNDS if self.arguments.runtime == "xla" else None
 
-    def engine(self, length: int, batch_size: int, rounds_per_chunk: int | None) -> td.Engine:
+    def engine(
+        self, length: int, batch_size: int, rounds_per_chunk: int | None, replicas: int = 1
+    ) -> td.Engine:
         """An engine for prompts of up to ``length`` tokens; what does not fit is a `UserError`."""
         asked, row = self.arguments, torch.zeros(1, length, dtype=torch.long)
         options = self.options | {"seed": asked.seed, "return_dict_in_generate": True}
@@ -86,6 +88,7 @@ class Job:
                 outputs=request.told.outputs,
                 top_logprobs=request.told.top_logprobs,
                 mesh=asked.mesh,
+                replicas=replicas,
                 cache=asked.cache,
                 verify=asked.verify,
                 prefill_chunk_size=min(LARGEST_CHUNK, bucket(length)),

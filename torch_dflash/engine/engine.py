@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch_dflash.agreement.check import verify_class
 from torch_dflash.checks import check_context, check_streamer, check_target
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.gained import Gained
 from torch_dflash.engine.models import Models
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput, collect
@@ -65,9 +66,11 @@ class Engine:
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
-        mesh = mesh_of(target, options.mesh)
-        self.runtime: Runtime = _make_runtime(options, self.pair, self._widths, model.dtype, mesh)
-        self.runtime.check_room(self.tensors())
+        mesh = mesh_of(target, options.mesh, options.replicas)
+        self._runtimes = _make_runtimes(options, self.pair, self._widths, model.dtype, mesh)
+        self.runtime: Runtime = self._runtimes[0]
+        for runtime in self._runtimes:
+            runtime.check_room(self.tensors())
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -118,7 +121,7 @@ class Engine:
         """Decode a request that `read`, of this engine or of another for the same target, has read."""
         started = time.perf_counter()
         compiled = self.runtime.compilations
-        check_fits(request, self.plan)
+        self._check(request)
         check_streamer(streamer, len(request.rows))
         params = self._params()  # refuses models that were changed, before a streamer has anything
         if streamer is not None:
@@ -145,11 +148,9 @@ class Engine:
 
     def gains(self, request: Request) -> Iterator[list[Gain]]:
         """What each row of a request that was read gains, chunk by chunk."""
-        shown, rounds = request.lengths, np.zeros(self.plan.batch_size, np.int32)
+        gained = Gained(request.lengths)
         for progress in self._steps(self._begin(request, self._params())):
-            yield [progress.gain(row, start, int(rounds[row])) for row, start in enumerate(shown)]
-            # A row that waits for pages has its prompt alone.
-            shown, rounds = progress.known[: len(shown)].tolist(), progress.rounds.copy()
+            yield gained.by(progress)
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
@@ -206,8 +207,15 @@ class Engine:
         """
         self._models.check_code()
         request = read_request(self._models.target, input_ids, attention_mask, options)
-        check_fits(request, self.plan)
+        self._check(request)
         return request
+
+    def place(self, state: DecodeState) -> DecodeState:
+        """A state of torch tensors, of an engine with this one's plan, on this side of the border."""
+        return self.runtime.place(state)
+
+    def _check(self, request: Request) -> None:
+        check_fits(request, self.plan)
 
     def _processors(self, model: Any, vocab_size: int) -> tuple[Processor, ...]:
         """Those that the options name; if they leave them open, what the model's own config asks for."""
@@ -215,12 +223,16 @@ class Engine:
         return of_the_model(model.generation_config, slots, vocab_size) if given is None else arranged(given)
 
     def _params(self) -> Any:
+        return self.runtime.refresh(self._live())
+
+    def _live(self) -> dict[str, Any]:
+        """The weights that a call is to use."""
         if self.options.runtime == "xla" and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ValueError(
                 "torch.autocast is on, which runtime='xla' does not follow; cast the models instead "
                 "(model.to(torch.bfloat16)), or pass runtime='eager'."
             )
-        return self.runtime.refresh(self.tensors())
+        return self.tensors()
 
     def _read_repeated(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
         """As `read`, ``num_return_sequences`` heeded."""
@@ -254,14 +266,16 @@ def _put_new(streamer, progress: Progress, shown: int) -> int:
     return end
 
 
-def _make_runtime(
+def _make_runtimes(
     options: EngineOptions, pair: Pair, widths: Widths, dtype: torch.dtype, mesh: Any
-) -> Runtime:
+) -> Sequence[Runtime]:
+    """One for each replica."""
     plan = pair.plan
     if options.runtime == "eager":
-        return EagerRuntime(pair, plan)
+        return [EagerRuntime(pair, plan)]
     from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
 
     as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
     fewest = 1 if as_it_is else 2
-    return XlaRuntime(pair, plan, options.compute, options.quantize, widths.widths, fewest, mesh)
+    arithmetic = options.compute, options.quantize
+    return XlaRuntime(pair, plan, *arithmetic, widths.widths, fewest, mesh, options.replicas).replicas()

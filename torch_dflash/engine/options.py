@@ -55,6 +55,7 @@ class EngineOptions:
     compute: str = _of_a_call("auto")
     quantize: str | None = _of_a_call(None)
     mesh: Any = _of_a_call(None)
+    replicas: int = _of_a_call(1)
     cache: str = _of_a_call("static")
     page_size: int = _of_a_call(64)
     pool_pages: int | None = None
@@ -75,7 +76,7 @@ class EngineOptions:
         check_outputs(self.outputs, self.top_logprobs)
         self._check_host()
         check_arithmetic(self.compute, self.quantize, self.runtime)
-        check_mesh(self.mesh, self.runtime)
+        check_mesh(self.mesh, self.runtime, self.replicas)
         if self.prefill_chunk_size != bucket(self.prefill_chunk_size):
             raise ValueError(
                 f"prefill_chunk_size={self.prefill_chunk_size}: must be a power of two of at least 16."

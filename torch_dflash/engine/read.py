@@ -115,12 +115,17 @@ def _values(processor: Processor, request: Request, plan: DecodePlan) -> Any:
 
 
 def check_fits(request: Request, plan: DecodePlan) -> None:
-    """Raise ``ValueError`` unless an engine of ``plan`` can serve the request."""
+    """Raise ``ValueError`` unless an engine of ``plan`` can serve the request at once."""
     if len(request.rows) > plan.batch_size:
         raise ValueError(
             f"input_ids has {len(request.rows)} rows, the engine was compiled for batch_size="
             f"{plan.batch_size}; compile with a larger one."
         )
+    check_each_fits(request, plan)
+
+
+def check_each_fits(request: Request, plan: DecodePlan) -> None:
+    """Raise ``ValueError`` unless an engine of ``plan`` can serve each row of the request."""
     for row, (length, limit) in enumerate(zip(request.lengths, request.limits, strict=True)):
         if limit > plan.capacity:
             raise ValueError(

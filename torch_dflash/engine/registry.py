@@ -10,6 +10,7 @@ from typing import Any
 from torch_dflash.checks import check_target
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
+from torch_dflash.engine.replicas import engine_of
 from torch_dflash.proposers.choose import check_drafter
 from torch_dflash.target.code import code_of
 from torch_dflash.target.unmodified import settings
@@ -45,7 +46,7 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
         by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())
         if key not in entries:
-            engine = Engine(target, drafter, options)
+            engine = engine_of(target, drafter, options)
             key = _key(model, drafter, options)  # without what the forward was seen to write itself
             entries[key] = engine
             while len(entries) > ENGINES_PER_PAIR:

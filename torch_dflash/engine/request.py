@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,13 @@ class Request:
     def grammars(self) -> list[RowGrammar | None]:
         """Each row's own, which lives as long as this request."""
         return grammars_of(self.processors, len(self.max_new_tokens))
+
+    def part(self, rows: Sequence[int]) -> Request:
+        """What some of the rows ask for, each as it would among all: its seed is its own."""
+        named = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "rows")
+        own = {name: [getattr(self, name)[row] for row in rows] for name in named}
+        asked = {kind: [values[row] for row in rows] for kind, values in self.processors.items()}
+        return replace(self, processors=asked, **own)
 
     @property
     def filters(self) -> bool:

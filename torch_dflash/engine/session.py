@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.gained import Gained
 from torch_dflash.engine.outputs import stats_of
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.stats import DecodeStats
@@ -85,7 +86,7 @@ class Session:
         started, compiled = time.perf_counter(), self._runtime.compilations
         generation, prefilled = self._begin(request, settled)
         prompt, times = request.rows[0], []
-        shown, rounds = len(prompt), 0
+        gained = Gained(request.lengths)
         steps = self._steps(generation)
         while True:
             if self._current is not current:
@@ -100,8 +101,7 @@ class Session:
             fresh = self._runtime.compilations - compiled
             read = prefilled + generation.prefilled
             self.stats = stats_of(request, progress, times, fresh, read)
-            yield progress.gain(0, shown, rounds)
-            shown, rounds = int(progress.known[0]), int(progress.rounds[0])
+            yield gained.by(progress)[0]
 
     def _begin(self, request: Request, settled: int) -> tuple[Generation, int]:
         """The generation of a request, and the tokens that were read before it."""

@@ -91,7 +91,7 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
     check_values(tensors, engine.plan, engine.pair.target.vocab_size, str(file))
     state = pytree.tree_map_with_path(lambda name, _: tensors.get(pytree.keystr(name)), template)
     check_committed(state, str(file))
-    return engine.runtime.place(state)
+    return engine.place(state)
 
 
 def describe_proposer(engine: Engine) -> str:

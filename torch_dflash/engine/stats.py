@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Share(NamedTuple):
+    """What a replica did of a call: the ``rows`` that it decoded, and its ``rounds`` for them."""
+
+    rows: int
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class DecodeStats:
         prefilled: prompt tokens read by prefill, all rows together; a chat finds most of its prompts held.
         host_reads: reads of the state by the engine, one per chunk (eager rounds also test flags).
         grammar_reads: further reads, by grammars that are matched on the host: one a pass.
+        replicas: the share of each replica, in their order; empty where there are none.
     """
 
     acceptance_lengths: list[list[int]]
@@ -34,6 +43,7 @@ class DecodeStats:
     host_reads: int
     prefilled: int
     grammar_reads: int = 0
+    replicas: tuple[Share, ...] = ()
 
     @property
     def whole_rounds(self) -> list[int]:

@@ -30,7 +30,9 @@ _PACKAGES = "-packages" + os.sep
 _FOREIGN = (_PACKAGES, os.sep + "unittest" + os.sep)  # a mock runs what it was given
 _HEAP = 1 << 9  # a class that was written in Python
 _CLOSED = (type, BuiltinFunctionType, GenericAlias)
-_BARE = frozenset({bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple})  # can be nothing else
+_BARE = frozenset(
+    {bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple}
+)  # can be nothing else
 _own_packages: ContextVar[frozenset[str]] = ContextVar("own_packages", default=frozenset())
 
 

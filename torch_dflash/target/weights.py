@@ -29,8 +29,8 @@ class LoadedTarget(Protocol):
         """
         ...
 
-    def mesh_for(self, asked: Any) -> Any:
-        """The mesh to decode on, where a call ``asked`` for one or for none (None).
+    def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
+        """The mesh to decode on, where a call ``asked`` for one or for none (None), to be shared by replicas.
 
         Raises:
             ValueError: the weights lie elsewhere.
@@ -52,7 +52,7 @@ def arrays_of(target: Any, runtime: str) -> Mapping[str, Any] | None:
     return target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
 
 
-def mesh_of(target: Any, asked: Any) -> Any:
+def mesh_of(target: Any, asked: Any, replicas: int = 1) -> Any:
     """The devices to decode on: those that were ``asked`` for, else those on which a loaded target lies.
 
     Raises:
@@ -60,7 +60,7 @@ def mesh_of(target: Any, asked: Any) -> Any:
     """
     if not isinstance(target, LoadedTarget):
         return asked
-    return target.mesh_for(asked)
+    return target.mesh_for(asked, replicas)
 
 
 def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -82,11 +82,13 @@ def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) ->
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones by each of theirs: one walk, where torch makes one for each."""
+    """Parameters and buffers by name, tied ones by each of theirs: one walk, where torch makes two."""
     found: dict[str, Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         own = {**part._parameters, **part._buffers}
-        found |= {f"{prefix}.{name}" if prefix else name: leaf for name, leaf in own.items() if leaf is not None}
+        found |= {
+            f"{prefix}.{name}" if prefix else name: leaf for name, leaf in own.items() if leaf is not None
+        }
     return found
 
 

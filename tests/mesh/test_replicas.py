@@ -1,0 +1,379 @@
+"""Rows that replicas share: each says what it says alone, and stands where it was asked for.
+
+Both replicas are on one device here, each with its thread; `test_replicas_on_devices.py` has more devices.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh
+from support.refusals import refuses
+from support.threads import in_threads
+from support.tiny import make_pair
+
+import torch_dflash as td
+from torch_dflash.engine import call as call_module
+from torch_dflash.engine.call import Call
+from torch_dflash.engine.desk import Desk
+from torch_dflash.engine.prompts import pad_rows
+from torch_dflash.engine.request import Request
+from torch_dflash.generation import read_call
+
+NEW = 14
+TWICE = Mesh(np.array(jax.devices()[:1] * 2), ("model",))
+FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16, "rounds_per_chunk": 2}
+TOLD = {"outputs": ("output_logprobs", "output_scores"), "top_logprobs": 2}
+GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
+SAMPLED = GREEDY | {"do_sample": True, "temperature": 5.0, "top_k": 0, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return make_pair("qwen3", agree=6.0)
+
+
+@pytest.fixture(scope="module")
+def front(pair):
+    return td.compile(*pair, mesh=TWICE, replicas=2, **FIXED)
+
+
+def prompts(count):
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(1, 24, (count,), generator=generator).tolist()
+    return [torch.randint(1, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+def decode(engine, rows, **how):
+    ids, mask = pad_rows(rows)
+    return engine.generate(ids, mask, return_dict_in_generate=True, **how)
+
+
+def alone(front, rows, **how):
+    """What a plain engine says of each row by itself; budgets and seeds are each row's own."""
+    said = []
+    for at, row in enumerate(rows):
+        own = {name: value[at] if isinstance(value, list) else value for name, value in how.items()}
+        own |= {"seed": how["seed"] + at} if "seed" in how else {}
+        said += decode(front.engines[0], [row], **own).new_tokens
+    return said
+
+
+def at_rest(front):
+    """Wait until no replica has a thread; fails where one stays."""
+    until = time.monotonic() + 60
+    while any(thread.name.startswith("replica") for thread in threading.enumerate()):
+        assert time.monotonic() < until, "a replica's thread goes on"
+        time.sleep(0.01)
+    assert front._desk._busy == [0, 0] and not front._desk._line
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_rows_say_what_each_says_alone(front, how, count):
+    """Fewer rows than replicas, as many as there is room for or fewer, and more; of uneven lengths."""
+    rows, how = prompts(count), how | {"max_new_tokens": [NEW - at for at in range(count)]}
+    out, wanted = decode(front, rows, **how), alone(front, rows, **how)
+    assert out.new_tokens == wanted
+    ids, _ = pad_rows(rows)
+    assert torch.equal(out.sequences[:, : ids.shape[1]], ids)
+    assert sum(share.rows for share in out.stats.replicas) == count and out.stats.new_tokens == sum(
+        how["max_new_tokens"]
+    )
+    assert out.stats.prefilled == sum(map(len, rows))
+    if count == 3:
+        rounds = [len(lengths) for lengths in out.stats.acceptance_lengths]
+        assert sorted(share.rows for share in out.stats.replicas) == [1, 2]
+        assert sorted(share.rounds for share in out.stats.replicas) == sorted(
+            [max(rounds[0], rounds[2]), rounds[1]]
+        )
+    at_rest(front)
+
+
+@pytest.mark.heavy
+def test_the_text_does_not_depend_on_how_many_replicas_there_are(pair, front):
+    ids, mask = pad_rows(prompts(5))
+    how = {name: value for name, value in SAMPLED.items() if name != "max_new_tokens"}
+    said = [
+        td.generate(*pair, ids, mask, max_new_tokens=NEW, mesh=mesh, replicas=replicas, **how)
+        for mesh, replicas in ((None, 1), (TWICE, 2))
+    ]
+    assert torch.equal(*said)
+
+
+def test_what_a_call_draws_is_drawn_once(front):
+    how = {name: value for name, value in SAMPLED.items() if name != "seed"}
+    torch.manual_seed(3)
+    said = decode(front, prompts(3), **how).new_tokens
+    torch.manual_seed(3)
+    ids, mask = pad_rows(prompts(3))
+    seeds = front.read(ids, mask, dict(how)).seed
+    assert said == decode(front, prompts(3), **how, seed=seeds).new_tokens
+
+
+@pytest.mark.parametrize("broken", ["order", "seeds"])
+def test_a_wrong_order_and_seeds_of_a_replicas_own_are_noticed(front, monkeypatch, broken):
+    rows = [[at + 1] * 6 for at in range(4)]  # as long as each other: a row may stand in another's place
+    wanted = alone(front, rows, **SAMPLED)
+    assert decode(front, rows, **SAMPLED).new_tokens == wanted
+    if broken == "order":  # as they came from the replicas
+
+        class Given:
+            concatenate = staticmethod(np.concatenate)
+            argsort = staticmethod(lambda rows: np.arange(len(rows)))
+
+        monkeypatch.setattr(call_module, "np", Given)
+    else:
+        part = Request.part
+        own = lambda self, rows: replace(part(self, rows), seed=self.seed[: len(rows)])  # noqa: E731
+        monkeypatch.setattr(Request, "part", own)
+    assert decode(front, rows, **SAMPLED).new_tokens != wanted
+
+
+@pytest.mark.heavy
+def test_what_is_told_of_tokens_stands_in_its_row(pair):
+    front, rows = td.compile(*pair, mesh=TWICE, replicas=2, **FIXED, **TOLD), prompts(5)
+    asked = {"output_logprobs": True, "top_logprobs": 2, "output_scores": True}
+    out = decode(front, rows, **SAMPLED, **asked)
+    for at, row in enumerate(rows):
+        own = decode(front.engines[0], [row], **(SAMPLED | {"seed": 11 + at}), **asked)
+        assert torch.equal(out.logprobs[at : at + 1], own.logprobs)
+        assert torch.equal(out.top_ids[at : at + 1], own.top_ids)
+        assert torch.equal(torch.stack(out.scores)[:, at : at + 1], torch.stack(own.scores))
+
+
+def test_a_stream_has_every_rows_tokens_in_their_order(front):
+    rows = prompts(7)
+    ids, mask = pad_rows(rows)
+    said, reads = [[] for _ in rows], 0
+    for gained in front.stream(ids, mask, **SAMPLED):
+        reads += 1
+        assert len(gained) == len(rows)
+        for row, tokens in enumerate(gained):
+            said[row] += tokens
+    assert said == alone(front, rows, **SAMPLED) and reads > 4
+    at_rest(front)
+
+
+@pytest.mark.heavy
+def test_pieces_of_a_stream_say_once_that_a_row_is_over(pair):
+    ids, mask = pad_rows(prompts(3))
+    options = {"mesh": TWICE, "replicas": 2, "output_logprobs": True, **GREEDY}
+    over, logs = [0, 0, 0], [[], [], []]
+    done = [False] * 3
+    for pieces in td.stream(*pair, ids, mask, **options):
+        for row, piece in enumerate(pieces):
+            over[row] += piece.done and not done[row]
+            assert piece.done or not done[row]
+            done[row] = piece.done
+            logs[row] += piece.logprobs
+            assert len(piece.logprobs) == len(piece.tokens) == len(piece.drafted)
+    assert over == [1, 1, 1] and all(len(row) == NEW for row in logs)
+
+
+def test_a_stream_that_is_closed_frees_its_replicas(front):
+    ids, mask = pad_rows(prompts(9))
+    stream = front.stream(ids, mask, **GREEDY)
+    next(stream)
+    stream.close()
+    at_rest(front)
+    rows = prompts(3)
+    assert decode(front, rows, **GREEDY).new_tokens == alone(front, rows, **GREEDY)
+    never = front.stream(ids, mask, **GREEDY)
+    del never
+    at_rest(front)
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", ["begin", "prefill", "advance", "read"])
+def test_an_error_of_one_replica_ends_the_call_and_leaves_the_front_usable(front, monkeypatch, step):
+    rows, runtime = prompts(9), front.engines[1].runtime
+
+    def fail(*args, **more):
+        raise Broken(step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, step, fail)
+        with pytest.raises(Broken, match=step):
+            decode(front, rows, **GREEDY)
+        assert not [one for one in threading.enumerate() if one.name.startswith("replica")]
+        ids, mask = pad_rows(rows)
+        with pytest.raises(Broken, match=step):
+            list(front.stream(ids, mask, **GREEDY))
+        at_rest(front)
+    assert decode(front, rows[:3], **GREEDY).new_tokens == alone(front, rows[:3], **GREEDY)
+
+
+def test_a_call_does_not_wait_for_another_where_there_is_room(front, monkeypatch):
+    """One call's rounds are held up in one replica until another call is over."""
+    over, runtime = threading.Event(), front.engines[front._desk._next()].runtime
+    advance, said = runtime.advance, {}
+
+    def held(*args):
+        assert over.wait(60), "the second call waited for the first"
+        return advance(*args)
+
+    def second():
+        time.sleep(0.1)
+        said["second"] = decode(front, prompts(2)[1:], **GREEDY).new_tokens
+        over.set()
+
+    monkeypatch.setattr(runtime, "advance", held)
+    errors = in_threads(lambda: said.update(first=decode(front, prompts(1), **GREEDY).new_tokens), second)
+    assert not errors
+    assert said["first"] == alone(front, prompts(1), **GREEDY)
+    assert said["second"] == alone(front, prompts(2)[1:], **GREEDY)
+
+
+def test_calls_of_many_threads_say_what_one_says(front):
+    jobs = [(prompts(count), how) for count in (1, 2, 5) for how in (GREEDY, SAMPLED)]
+    wanted, said = [alone(front, rows, **how) for rows, how in jobs], {}
+
+    def speak(at):
+        rows, how = jobs[at]
+        said[at] = decode(front, rows, **how).new_tokens
+
+    assert not in_threads(*[lambda at=at: speak(at) for at in range(len(jobs))])
+    assert [said[at] for at in range(len(jobs))] == wanted
+    at_rest(front)
+
+
+def test_a_streamer_gets_the_one_row(front):
+    class Kept:
+        def __init__(self):
+            self.got, self.ended = [], 0
+
+        def put(self, ids):
+            self.got.append(ids.flatten().tolist())
+
+        def end(self):
+            self.ended += 1
+
+    streamer, rows = Kept(), prompts(1)
+    out = decode(front, rows, streamer=streamer, **GREEDY)
+    assert streamer.got[0] == rows[0] and sum(streamer.got[1:], []) == out.new_tokens[0]
+    assert streamer.ended == 1
+    with refuses(ValueError, "streamer with 2 rows"):
+        decode(front, prompts(2), streamer=streamer, **GREEDY)
+
+
+@pytest.mark.heavy
+def test_sessions_and_states_are_of_one_replica(front, tmp_path):
+    rows = prompts(2)
+    wanted = alone(front, rows, **GREEDY)
+    gains = front.session().gains(rows[0], **GREEDY)
+    assert [token for gain in gains for token in gain.tokens] == wanted[0]
+    state = front.advance(front.start(*pad_rows(rows), **GREEDY))
+    td.save_state(state, tmp_path / "state", front)
+    for found in (state, td.load_state(tmp_path / "state", front)):
+        while not bool(front.runtime.fetch(found.done).all()):
+            found = front.advance(found)
+        tokens = front.runtime.fetch(found.tokens)
+        for at, row in enumerate(rows):
+            assert tokens[at, len(row) : len(row) + NEW].tolist() == wanted[at]
+    with refuses(ValueError, "3 rows", "batch_size=2"):
+        front.start(*pad_rows(prompts(3)), **GREEDY)
+    with refuses(ValueError, "is gone: engine.advance consumed this state"):
+        front.advance(state)
+
+
+@pytest.mark.heavy
+def test_changed_weights_are_every_replicas(pair):
+    target, drafter = make_pair("qwen3", agree=6.0)
+    engine = td.compile(target, drafter, mesh=TWICE, replicas=2, **FIXED)
+    rows = prompts(4)
+    before = decode(engine, rows, **GREEDY).new_tokens
+    with torch.no_grad():
+        target.get_output_embeddings().weight.copy_(target.get_output_embeddings().weight.flip(0))
+    after = decode(engine, rows, **GREEDY).new_tokens
+    assert after == alone(engine, rows, **GREEDY) and all(a != b for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.heavy
+def test_a_front_is_freed_with_its_last_reference(pair):
+    engine = td.compile(*pair, mesh=TWICE, replicas=2, **FIXED)
+    decode(engine, prompts(3), **GREEDY)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.heavy
+def test_nothing_compiles_after_warmup(pair):
+    engine = td.compile(*pair, mesh=TWICE, replicas=2, **FIXED).warmup(progress=False)
+    assert decode(engine, prompts(4), **GREEDY).stats.compilations == 0
+    assert decode(engine, prompts(4), **SAMPLED).stats.compilations == 0
+
+
+def test_what_replicas_cannot_be_is_refused(pair, front):
+    with refuses(ValueError, "replicas=2 without a mesh", "mesh=2", '"auto"'):
+        td.compile(*pair, replicas=2)
+    with refuses(ValueError, "replicas=3 on 2 device(s)", "1 or 2"):
+        td.compile(*pair, replicas=3, mesh=TWICE, **FIXED)
+    for wrong in (0, 1.5, True, None, "2"):
+        with refuses(ValueError, f"replicas={wrong!r}: must be an integer of at least 1"):
+            td.compile(*pair, replicas=wrong, mesh=TWICE, **FIXED)
+        with refuses(ValueError, f"replicas={wrong!r}"):
+            td.generate(*pair, torch.ones(1, 3, dtype=torch.long), mesh=TWICE, replicas=wrong)
+    with refuses(ValueError, "runtime='eager'", "runtime='xla'"):
+        td.compile(*pair, replicas=2, mesh=TWICE, runtime="eager")
+    with refuses(ValueError, "max_length=48"):
+        decode(front, prompts(5), **(GREEDY | {"max_new_tokens": 60}))
+
+
+def test_generate_makes_replicas_as_large_as_their_share(pair):
+    ids, mask = pad_rows(prompts(5))
+    options = {"mesh": TWICE, "replicas": 2, **GREEDY}
+    call = read_call(*pair, ids, mask, options, None, "xla")
+    assert call.options.batch_size == 4 and call.options.replicas == 2
+    options = {"mesh": TWICE, "replicas": 2, **GREEDY}
+    assert read_call(*pair, ids[:2], mask[:2], options, None, "xla").options.batch_size == 1
+
+
+def request_of(rows):
+    return Request.greedy([np.ones(1, np.int32)] * rows, 1)
+
+
+def dealt(groups):
+    return {group.replica: group.rows for group in groups}
+
+
+def test_rows_are_dealt_to_the_least_busy():
+    desk = Desk(2, room=3)
+    first = Call(request_of(1), [])
+    (alone,) = desk.queue(first)
+    assert dealt([alone]) == {0: [0]}
+    second = Call(request_of(3), [])
+    assert dealt(desk.queue(second)) == {1: [0, 2], 0: [1]}
+    third, fourth = Call(request_of(6), []), Call(request_of(1), [])
+    (begun,) = [group for group in desk.queue(third) if group.replica == 0]
+    assert not desk.queue(fourth)
+    assert len(third.waiting) == 4 and third.groups == 2
+    # The call that has waited longest has its turn, and then the other.
+    assert [group.call for group in desk.over(alone)] == [third]
+    assert [group.call for group in desk.over(begun)] == [fourth]
+
+
+def test_calls_take_turns_and_those_that_stopped_are_left_out():
+    desk = Desk(1, room=2)
+    calls = [Call(request_of(5), []), Call(request_of(3), []), Call(request_of(3), [])]
+    running = desk.queue(calls[0])
+    assert not desk.queue(calls[1]) and not desk.queue(calls[2])
+    desk.close(calls[2])
+    said = []
+    while running:
+        said.append([(calls.index(group.call), group.rows) for group in running])
+        running = [begun for group in running for begun in desk.over(group)]
+    assert said == [[(0, [0, 1])], [(0, [2, 3])], [(1, [0, 1])], [(0, [4]), (1, [2])]]

@@ -1,0 +1,97 @@
+"""A call whose rows several replicas decode: what they tell of it, as it comes, in the caller's thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from torch_dflash.engine.request import Request
+from torch_dflash.record import Recorded
+from torch_dflash.runtime import Gain, Progress
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a replica has made of some ``rows`` of a call; ``progress`` has them in this order.
+
+    ``read_at`` holds when each host read ended (`time.perf_counter`); the rest as in `DecodeStats`.
+    """
+
+    replica: int
+    rows: list[int]
+    progress: Progress
+    read_at: list[float]
+    compilations: int
+    prefilled: int
+
+
+class Call:
+    """One request on its way through the replicas.
+
+    Args:
+        request: all rows.
+        params: the weights, as each replica's runtime holds them.
+
+    Attributes:
+        waiting: rows that no replica has taken yet. groups: how many were handed out together.
+        parts: what is done. stopped: nobody wants more.
+    """
+
+    def __init__(self, request: Request, params: list[Any]):
+        self.request, self.params = request, params
+        self.waiting = deque(range(len(request.rows)))
+        self.groups, self._over = 0, 0
+        self.parts: list[Part] = []
+        self.stopped = False
+        self._told: SimpleQueue[dict[int, Gain] | Part | BaseException | None] = SimpleQueue()
+
+    def tell(self, what: dict[int, Gain] | Part | BaseException | None) -> None:
+        """Called by replicas: what rows have gained; at last, once a group, its part, an error, or None."""
+        if isinstance(what, BaseException):
+            self.stopped = True
+        self._told.put(what)
+
+    def gains(self) -> Iterator[dict[int, Gain]]:
+        """What rows have gained, one read of one replica after another, until all have ended.
+
+        Raises:
+            Exception: what a replica raised.
+        """
+        while sum(len(part.rows) for part in self.parts) < len(self.request.rows):
+            told = self._next()
+            if isinstance(told, BaseException):
+                try:
+                    raise told
+                finally:
+                    del told  # which its own traceback would hold
+            if isinstance(told, Part):
+                self.parts.append(told)
+            elif told is not None:
+                yield told
+
+    def rest(self) -> None:
+        """Wait until no replica is at work on it; they stop after the chunk that they are in."""
+        while self._over < self.groups:
+            self._next()
+
+    def progress(self) -> Progress:
+        """The last read of every row, in the order in which they were asked for."""
+        order = np.argsort([row for part in self.parts for row in part.rows])
+
+        def rows(name: str) -> np.ndarray:
+            parts = [getattr(part.progress, name)[: len(part.rows)] for part in self.parts]
+            return np.concatenate(parts)[order]
+
+        names = ("tokens", "accepted", "length", "done", "rounds", "known", "ended")
+        record = Recorded.joined([(part.progress.record, part.rows) for part in self.parts])
+        return Progress(**{name: rows(name) for name in names}, record=record)
+
+    def _next(self) -> dict[int, Gain] | Part | BaseException | None:
+        told = self._told.get()
+        self._over += not isinstance(told, dict)
+        return told
