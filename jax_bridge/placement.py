@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import default_device, to_jax
 from jax_bridge.layout import Forms
 from jax_bridge.state import state_to_jax
 from torch_dflash.decode import Pair
@@ -22,13 +22,21 @@ class OneDevice:
     """
 
     def __init__(self, pair: Pair, compute: str, quantize: str | None):
-        self.platform = jax.devices()[0].platform
+        self.platform = default_device().platform
         head = pair.target.model.get_output_embeddings()
         self.forms = Forms.of(pair, head, compute=compute, quantize=quantize)
 
     def step(self, step: Callable) -> Callable:
         """``step`` as it is compiled."""
         return step
+
+    def told(self, step: Callable) -> Callable:
+        """``step``, of which the host reads what it makes."""
+        return step
+
+    def whole(self, part: Any) -> Any:
+        """A part of a state, which this process can read."""
+        return part
 
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree`` as arrays that may be donated."""
@@ -44,7 +52,7 @@ class OneDevice:
 
     def adopt(self, state: Any) -> Any:
         """A state that a user held, wherever it lies; torch tensors stay what they are."""
-        here = jax.devices()[0]
+        here = default_device()
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         if all(leaf.is_deleted() or leaf.devices() == {here} for leaf in arrays):
             return state

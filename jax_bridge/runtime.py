@@ -19,6 +19,7 @@ from jax_bridge.forms import Weight
 from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.mesh.placement import OnMesh
 from jax_bridge.placement import OneDevice
+from jax_bridge.probe import fingerprint_of
 from jax_bridge.state import check_alive, register_states
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair, RowRequests
@@ -73,7 +74,7 @@ class XlaRuntime:
             width: place.step(lower_rounds(pair, width, self.fewest_rows))
             for width in widths or (plan.verify_width,)
         }
-        self._read = partial(call_torch, partial(news, plan))
+        self._read = place.told(partial(call_torch, partial(news, plan)))
 
     @property
     def compilations(self) -> int:
@@ -87,6 +88,10 @@ class XlaRuntime:
     def forget(self, tensors: dict[str, Any]) -> None:
         """Convert these weights on their next use, changed or not."""
         self._weights.forget(tensors)
+
+    def fingerprint(self, tensors: dict[str, Any]) -> str:
+        """The bits of live weights in a few places, in short; a loaded target's were compared before."""
+        return fingerprint_of(tensors)
 
     def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
         """An empty state on the device."""
@@ -136,7 +141,7 @@ class XlaRuntime:
     def fetch(self, part: Any) -> Any:
         """A part of a state as torch tensors of their own, on the CPU."""
         check_alive(part)
-        return to_torch(part)
+        return to_torch(self._place.whole(part))
 
     def place(self, state: DecodeState) -> DecodeState:
         """A state of torch tensors as device arrays that may be donated."""

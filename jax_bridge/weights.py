@@ -7,10 +7,10 @@ import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-import jax
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from jax_bridge.arrays import default_device
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Form, Forms, keep
 from jax_bridge.mesh.cut import Way
@@ -117,7 +117,7 @@ class Weights:
     def _form(self, name: str, tensor: torch.Tensor) -> Form | Way:
         if isinstance(self._forms, dict):
             return self._forms[name]
-        return self._forms.choose(name, tuple(tensor.shape), tensor.dtype, jax.devices()[0])
+        return self._forms.choose(name, tuple(tensor.shape), tensor.dtype, default_device())
 
     def forget(self, tensors: dict[str, Any]) -> None:
         """Have every engine convert ``tensors`` on its next use of them."""

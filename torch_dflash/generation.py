@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from torch_dflash.checks import (
     check_blocks,
+    check_mesh,
     check_streamer,
     context_of,
 )
 from torch_dflash.engine.arguments import set_aside_cache
+from torch_dflash.engine.bridge import hosts_of
 from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.halts import read_criteria
@@ -25,9 +27,10 @@ from torch_dflash.engine.read import read_request, repeated
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.request import UNSET, Request
 from torch_dflash.engine.rules import arranged, check_processors
+from torch_dflash.engine.together import digest_of, read_together, said_of
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
-from torch_dflash.target.weights import LoadedTarget, model_of
+from torch_dflash.target.weights import LoadedTarget, mesh_of, model_of
 
 
 def compile(
@@ -205,8 +208,29 @@ def read_call(
     """Check all arguments of a call that makes its own engine; ``options`` as in `generate`.
 
     Raises:
-        TypeError, ValueError: bad input.
+        TypeError, ValueError: bad input. RuntimeError: other processes of the mesh make another call.
     """
+
+    def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Call:
+        return _read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+
+    check_mesh(options.get("mesh"), runtime)
+    hosts = hosts_of(runtime, mesh_of(target, options.get("mesh")))
+    said = {} if hosts is None else said_of(None, model_of(target), drafter)
+    given = input_ids, attention_mask, options
+    digest = lambda call: digest_of(call.request, call.options)  # noqa: E731
+    return read_together(hosts, "generate", said, given, read, digest)
+
+
+def _read_call(
+    target: Any,
+    drafter: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    options: dict[str, Any],
+    processors: tuple[Processor, ...] | None,
+    runtime: str,
+) -> Call:
     set_aside_cache(options)
     built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
     check_processors(processors)

@@ -151,6 +151,10 @@ class Runtime(Protocol):
         """Have the next `refresh` convert these tensors, changed or not."""
         ...
 
+    def fingerprint(self, tensors: Params) -> str:
+        """The bits of live tensors in a few places, in short: other weights have others."""
+        ...
+
     def begin(self, params: Any, rows: RowRequests) -> Any: ...
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
@@ -217,6 +221,10 @@ class EagerRuntime:
 
     def forget(self, tensors: Params) -> None:
         """Nothing to forget."""
+
+    def fingerprint(self, tensors: Params) -> str:
+        """Nobody asks: one process decodes alone."""
+        return ""
 
     def begin(self, params: Params, rows: RowRequests) -> DecodeState:
         return self._step(begin, params, rows)

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from jax.sharding import Mesh, SingleDeviceSharding
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import default_device, to_jax
 from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import find_source, match, renamed
 from jax_bridge.forms import Weight
@@ -152,7 +151,7 @@ def load(
 
 def _on_device(model: Any) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
     """What keeps a stored weight, whole, on JAX's default device."""
-    forms, device = Forms.of(model, model.get_output_embeddings()), jax.devices()[0]
+    forms, device = Forms.of(model, model.get_output_embeddings()), default_device()
 
     def kept(name: str, part: Stored | Stacked, dtype: torch.dtype) -> Weight:
         form = forms.choose(name, part.shape, dtype, device)

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import torch
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jax_bridge.mesh.put import put, put_leaf
+from jax_bridge.mesh.current import WHOLE
+from jax_bridge.mesh.put import put, put_leaf, whole
 from jax_bridge.mesh.refusals import check_pair_on_mesh
 from jax_bridge.mesh.rules import heads_of, slice_of, ways_of
 from jax_bridge.mesh.shape import devices_of, slice_mesh
@@ -62,6 +63,20 @@ class OnMesh:
 
         on_slice.__name__ = step.__name__
         return on_slice
+
+    def told(self, step: Callable) -> Callable:
+        """``step`` traced for the slice; what it tells the host is whole on every chip."""
+
+        def on_slice(*args: Any) -> Any:
+            with self.slice.traced():
+                out = step(*args)
+            return jax.lax.with_sharding_constraint(out, NamedSharding(self.mesh, WHOLE))
+
+        return on_slice
+
+    def whole(self, part: Any) -> Any:
+        """A part of a state as this process can read it, whatever lies in others."""
+        return whole(part, self.mesh)
 
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree``, whole on every chip; they may be donated."""

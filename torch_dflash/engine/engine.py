@@ -15,6 +15,7 @@ from torch_dflash.agreement.check import verify_class
 from torch_dflash.checks import check_context, check_streamer, check_target
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.bridge import hosts_of, make_runtime
 from torch_dflash.engine.models import Models
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput, collect
@@ -23,13 +24,23 @@ from torch_dflash.engine.request import Request
 from torch_dflash.engine.rules import arranged, of_the_model
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.session import Session
+from torch_dflash.engine.together import (
+    check_alone,
+    check_widths,
+    digest_of,
+    leaving,
+    read_together,
+    said_of,
+    same_objects,
+    together,
+)
 from torch_dflash.engine.told import check_top
-from torch_dflash.engine.width import UNLIMITED, Pace, Widths
+from torch_dflash.engine.width import UNLIMITED, Pace
 from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
-from torch_dflash.runtime import EagerRuntime, Gain, Progress, Runtime
+from torch_dflash.runtime import Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.code import noting_writes
@@ -66,7 +77,10 @@ class Engine:
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
         mesh = mesh_of(target, options.mesh)
-        self.runtime: Runtime = _make_runtime(options, self.pair, self._widths, model.dtype, mesh)
+        self.hosts, self._agreed = hosts_of(options.runtime, mesh), []
+        check_widths(self.hosts, self._widths)
+        self._said = said_of(self.plan, model, drafter)
+        self.runtime: Runtime = make_runtime(options, self.pair, self._widths, model.dtype, mesh)
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -92,9 +106,11 @@ class Engine:
         while width <= min(self.options.prefill_chunk_size, self.plan.slots):  # as `chunk_widths` chooses
             buckets.append(width)
             width *= 2
-        params = self._params()
-        self.runtime.warmup(params, buckets, progress)
-        self._measure_widths(params)
+        self.meet("warmup")
+        with leaving(self.hosts, "warmup"):
+            params = self._params()
+            self.runtime.warmup(params, buckets, progress)
+            self._measure_widths(params)
         return self
 
     def generate(
@@ -108,8 +124,7 @@ class Engine:
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
         options["return_dict_in_generate"] = return_dict_in_generate
-        input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-        request = self.read(input_ids, attention_mask, options)
+        request, input_ids = self._read("generate", input_ids, attention_mask, options)
         output = self.run(request, input_ids, streamer)
         return output if return_dict_in_generate else output.sequences
 
@@ -123,11 +138,12 @@ class Engine:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         times, shown = [], request.lengths[0]
-        generation = self._begin(request, params)
-        for progress in self._steps(generation):
-            times.append(time.perf_counter() - started)
-            if streamer is not None:
-                shown = _put_new(streamer, progress, shown)
+        with leaving(self.hosts, "generate"):
+            generation = self._begin(request, params)
+            for progress in self._steps(generation):
+                times.append(time.perf_counter() - started)
+                if streamer is not None:
+                    shown = _put_new(streamer, progress, shown)
         if streamer is not None:
             streamer.end()
         compiled = self.runtime.compilations - compiled
@@ -139,25 +155,27 @@ class Engine:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
         options["return_dict_in_generate"] = False
-        gains = self.gains(self._read_repeated(input_ids, attention_mask, options))
+        gains = self.gains(self._read("stream", input_ids, attention_mask, options)[0])
         return ([gain.tokens for gain in gained] for gained in gains)
 
     def gains(self, request: Request) -> Iterator[list[Gain]]:
         """What each row of a request that was read gains, chunk by chunk."""
         shown, rounds = request.lengths, np.zeros(self.plan.batch_size, np.int32)
-        for progress in self._steps(self._begin(request, self._params())):
+        for progress in self._steps(self._begin(request, self._params()), streamed=True):
             yield [progress.gain(row, start, int(rounds[row])) for row, start in enumerate(shown)]
             # A row that waits for pages has its prompt alone.
             shown, rounds = progress.known[: len(shown)].tolist(), progress.rounds.copy()
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
-        return Session(self.runtime, self.pair, self._read_repeated, self._params, self._steps)
+        check_alone(self.hosts, "a session")
+        read = lambda *given: self._read("session", *given)[0]  # noqa: E731
+        return Session(self.runtime, self.pair, read, self._params, self._steps)
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
         options["return_dict_in_generate"] = False
-        request = self._read_repeated(input_ids, attention_mask, options)
+        request, _ = self._read("start", input_ids, attention_mask, options)
         if request.halts:
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
@@ -178,9 +196,10 @@ class Engine:
                 "once; compile with more, or call generate, where rows wait for each other."
             )
         params = self._params()
-        generation = self._begin(request, params)
-        generation.prepare(self.options.prefill_chunk_size)
-        return self.runtime.hand_out(params, generation.state)
+        with leaving(self.hosts, "start"):
+            generation = self._begin(request, params)
+            generation.prepare(self.options.prefill_chunk_size)
+            return self.runtime.hand_out(params, generation.state)
 
     def advance(self, state: DecodeState) -> DecodeState:
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
@@ -188,14 +207,16 @@ class Engine:
         Raises:
             ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
         """
+        self.meet("advance")
         params = self._params()
-        state, turn = self.runtime.take_in(params, state), self._widths.settled()
-        if self.plan.cache == "static":
-            return self.runtime.hand_out(params, self.runtime.advance(params, state, turn))
-        generation = Generation.resume(self.runtime, self.plan, params, state)
-        generation.prepare(self.options.prefill_chunk_size)
-        generation.advance(turn)
-        return self.runtime.hand_out(params, generation.state)
+        with leaving(self.hosts, "advance"):
+            state, turn = self.runtime.take_in(params, state), self._widths.settled()
+            if self.plan.cache == "static":
+                return self.runtime.hand_out(params, self.runtime.advance(params, state, turn))
+            generation = Generation.resume(self.runtime, self.plan, params, state)
+            generation.prepare(self.options.prefill_chunk_size)
+            generation.advance(turn)
+            return self.runtime.hand_out(params, generation.state)
 
     def read(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
         """A call's arguments as a request that this engine can serve.
@@ -208,6 +229,15 @@ class Engine:
         check_fits(request, self.plan)
         return request
 
+    def meet(self, what: str) -> None:
+        """Wait until every process of the mesh is in the same call; alone at once.
+
+        Raises:
+            RuntimeError: they are in another, of another engine, or one did not come.
+        """
+        if self.hosts is not None:
+            self.hosts.agree(what, self._said)
+
     def _processors(self, model: Any, vocab_size: int) -> tuple[Processor, ...]:
         """Those that the options name; if they leave them open, what the model's own config asks for."""
         given, slots = self.options.processors, self.options.stop_slots
@@ -219,18 +249,33 @@ class Engine:
                 "torch.autocast is on, which runtime='xla' does not follow; cast the models instead "
                 "(model.to(torch.bfloat16)), or pass runtime='eager'."
             )
-        return self.runtime.refresh(self.tensors())
+        params = self.runtime.refresh(tensors := self.tensors())
+        if self.hosts is not None and not same_objects(params.values(), self._agreed):
+            self.hosts.agree("taking in weights", {"their bits": self.runtime.fingerprint(tensors)})
+            self._agreed = list(params.values())
+        return params
 
-    def _read_repeated(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
-        """As `read`, ``num_return_sequences`` heeded."""
-        return self.read(*repeated(self._models.target, input_ids, attention_mask, options), options)
+    def _read(
+        self, what: str, input_ids: Any, attention_mask: Any, options: dict[str, Any]
+    ) -> tuple[Request, Tensor]:
+        """As `read`, ``num_return_sequences`` heeded: the request, and the prompts as they are repeated."""
+
+        def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[Request, Tensor]:
+            input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
+            return self.read(input_ids, attention_mask, options), input_ids
+
+        given = input_ids, attention_mask, options
+        return read_together(self.hosts, what, self._said, given, read, lambda found: digest_of(found[0]))
 
     def _begin(self, request: Request, params: Any) -> Generation:
         return Generation.begin(self.runtime, self.plan, params, request)
 
-    def _steps(self, generation: Generation) -> Iterator[Progress]:
-        while not generation.over:
-            yield generation.step(self.options.prefill_chunk_size, self._widths)
+    def _steps(self, generation: Generation, streamed: bool = False) -> Iterator[Progress]:
+        def steps() -> Iterator[Progress]:
+            while not generation.over:
+                yield generation.step(self.options.prefill_chunk_size, self._widths)
+
+        return together(self.hosts, steps(), lambda: generation.over, streamed)
 
     def _measure_widths(self, params: Any) -> None:
         """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""
@@ -251,16 +296,3 @@ def _put_new(streamer, progress: Progress, shown: int) -> int:
     if end > shown:
         streamer.put(torch.from_numpy(progress.tokens[0, shown:end].astype(np.int64)))
     return end
-
-
-def _make_runtime(
-    options: EngineOptions, pair: Pair, widths: Widths, dtype: torch.dtype, mesh: Any
-) -> Runtime:
-    plan = pair.plan
-    if options.runtime == "eager":
-        return EagerRuntime(pair, plan)
-    from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
-
-    as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
-    fewest = 1 if as_it_is else 2
-    return XlaRuntime(pair, plan, options.compute, options.quantize, widths.widths, fewest, mesh)

@@ -47,6 +47,7 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
             has consumed it, its page table is impossible, or ``path`` is a directory.
     """
     file = _file_at(path)
+    engine.meet("save_state")
     leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
     check_leaves(tensors, expected_leaves(engine), "the state")

@@ -1,0 +1,40 @@
+"""The one door from torch_dflash to JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_dflash.decode import Pair
+from torch_dflash.engine.options import EngineOptions
+from torch_dflash.engine.together import Hosts
+from torch_dflash.engine.width import Widths
+from torch_dflash.runtime import EagerRuntime, Runtime
+
+
+def hosts_of(runtime: str, mesh: Any) -> Hosts | None:
+    """The processes of ``mesh``, as in `torch_dflash.compile`; None: they are this one alone.
+
+    Raises:
+        TypeError, ValueError: it is no mesh, or of some processes alone.
+    """
+    if runtime != "xla" or mesh is None:
+        return None
+    from jax_bridge.hosts.hosts import spanning
+
+    return spanning(mesh)
+
+
+def make_runtime(
+    options: EngineOptions, pair: Pair, widths: Widths, dtype: torch.dtype, mesh: Any
+) -> Runtime:
+    """The steps of ``pair`` where ``options`` want them; weights are of ``dtype``."""
+    plan = pair.plan
+    if options.runtime == "eager":
+        return EagerRuntime(pair, plan)
+    from jax_bridge.runtime import XlaRuntime
+
+    as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
+    fewest = 1 if as_it_is else 2
+    return XlaRuntime(pair, plan, options.compute, options.quantize, widths.widths, fewest, mesh)
