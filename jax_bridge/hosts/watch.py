@@ -74,10 +74,13 @@ class Watch:
 
     def until_all_answer(self) -> None:
         """Return when each of the others has given a new sign of life; if one does not, this process ends."""
-        then = dict(self._beats)
-        while not self._over.wait(BEAT) and any(
-            self._beats.get(one) == then.get(one) for one in self._others
-        ):
+        begun = self._answers + 2  # of two readings from now on the second began after this
+        self._wait_until(lambda: self._answers >= begun)
+        then = self._beats
+        self._wait_until(lambda: all(self._beats.get(one) != then.get(one) for one in self._others))
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        while not holds() and not self._over.wait(BEAT):
             pass
 
     def _live(self) -> None:
