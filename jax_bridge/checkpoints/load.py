@@ -15,8 +15,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from jax_bridge.arrays import default_device, to_jax
 from jax_bridge.checkpoints.experts import Stacked
-from jax_bridge.checkpoints.files import find_source, match, renamed
+from jax_bridge.checkpoints.files import find_source, fingerprint_of, match, renamed
 from jax_bridge.forms import Weight
+from jax_bridge.hosts.hosts import spanning
 from jax_bridge.layout import Forms, keep
 from jax_bridge.mesh.put import place, put
 from jax_bridge.mesh.refusals import check_family
@@ -101,8 +102,8 @@ def load(
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
         mesh: the devices that share each weight, as in `torch_dflash.compile`, which decodes on them: of each
-            tensor only their parts are read, and the host holds one at a time. Unset: JAX's default
-            device.
+            tensor only their parts are read, and the host holds one at a time. Of several processes each
+            reads those of its own devices. Unset: JAX's default device.
         dtype: of the weights: float32, bfloat16 or float16; unset: the one config.json names, else as stored.
             Weights that the model class keeps in float32 stay so, and buffers such as rotary frequencies keep
             theirs.
@@ -114,7 +115,8 @@ def load(
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
         ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
             missing, unexpected or of another shape, before any is read; or a mesh without the axis "model",
-            or a kind of model that is not decoded on one.
+            or a kind of model that is not decoded on one. RuntimeError: another process has read another
+            checkpoint.
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
@@ -146,6 +148,8 @@ def load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
+    if (hosts := spanning(mesh)) is not None:
+        hosts.agree("jb.load", {"the checkpoint": fingerprint_of(parts)})
     return DeviceModel(model, arrays, mesh)
 
 

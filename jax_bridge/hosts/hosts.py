@@ -69,14 +69,14 @@ class Hosts:
     def leaving(self, what: str) -> Iterator[None]:
         """While open, this process takes part in ``what``: if it fails, all others end."""
         self._check()
-        try:
-            with self._watch.busy(what):
+        with self._watch.busy(what):
+            try:
                 yield
-        except BaseException as error:
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                self._watch.until_all_answer()  # it may be another's end that has failed here
-            self._watch.leave(what, error)
-            raise
+            except BaseException as error:
+                if isinstance(error, jax.errors.JaxRuntimeError):
+                    self._watch.until_all_answer()  # it may be another's end that has failed here
+                self._watch.leave(what, error)
+                raise
 
     def lead(self) -> Lead:
         """Of a stream: process 0 decides how far it goes."""

@@ -23,7 +23,7 @@ SILENT = 60
 """Beats of its own that a process waits for another's. One that was stopped itself has not waited."""
 FAREWELL = 5
 """Seconds for which what goes wrong is told to the others."""
-WHOLE_LIFE = 10**6
+DAY = 24 * 3600
 OVER = "over"
 STATUS = 1
 """With which a process ends that another one has ended."""
@@ -73,11 +73,11 @@ class Watch:
                 self._tell(self.left)
 
     def until_all_answer(self) -> None:
-        """Return when each of the others has given a new sign of life; if one does not, this process ends."""
+        """Return when each that gave signs of life has given a new one; if one does not, this one ends."""
         begun = self._answers + 2  # of two readings from now on the second began after this
         self._wait_until(lambda: self._answers >= begun)
-        then = self._beats
-        self._wait_until(lambda: all(self._beats.get(one) != then.get(one) for one in self._others))
+        then = {one: beat for one, beat in self._beats.items() if one in self._others}
+        self._wait_until(lambda: all(self._beats.get(one) != beat for one, beat in then.items()))
 
     def _wait_until(self, holds: Callable[[], bool]) -> None:
         while not holds() and not self._over.wait(BEAT):
@@ -108,10 +108,15 @@ class Watch:
             answers, then = self._answers, now
 
     def _listen(self) -> None:
-        try:
-            said = self._store.wait(f"told/{self._store.process}", WHOLE_LIFE)
-        except Exception as error:
-            said = f"process 0, which has JAX's coordination service, has ended ({_first_line(error)})"
+        said = None
+        while said is None:
+            try:
+                said = self._store.wait(f"told/{self._store.process}", DAY)
+            except Exception as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    said = (
+                        f"process 0, which has JAX's coordination service, has ended ({_first_line(error)})"
+                    )
         if not self._over.is_set():
             self._end(said)
 

@@ -68,11 +68,18 @@ def test_an_exception_that_is_caught_ends_the_other_too(tmp_path):
         assert other.status == 1 and "process 1 left generate: KeyboardInterrupt" in other.err, other
 
 
-def test_a_process_that_has_ended_is_missed(tmp_path):
-    with Two(tmp_path, "leaving") as two:
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("quietly", "process 1 has ended, and this one is in generate"),
+        ("by an error", "process 1 left its program: ZeroDivisionError: of mine"),
+    ],
+)
+def test_a_process_that_has_ended_is_missed(tmp_path, how, words):
+    with Two(tmp_path, "leaving", how) as two:
         ended = two.end(0)
         assert ended.status == 1, ended
-        assert WORDS.format(0) + "process 1 has ended, and this one is in generate" in ended.err, ended
+        assert WORDS.format(0) + words in ended.err, ended
 
 
 def test_a_stream_that_one_process_leaves_ends_both(tmp_path):

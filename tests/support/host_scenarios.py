@@ -173,15 +173,14 @@ def caught(rank: int) -> None:
         say(error)
 
 
-def leaving(rank: int) -> None:
-    """One process ends without a word."""
-    if rank:
-        engine = td.compile(plain_target(), None, mesh="auto", max_length=64)
-        engine.meet("warmup")
-        return
+def leaving(rank: int, how: str) -> None:
+    """One process ends, and the other makes one call more."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=64)
     engine.meet("warmup")
-    engine.generate(prompts()[0][:1], max_new_tokens=5)
+    if rank and how == "by an error":
+        raise ZeroDivisionError("of mine")
+    if not rank:
+        engine.generate(prompts()[0][:1], max_new_tokens=5)
 
 
 def streams(rank: int) -> None:
