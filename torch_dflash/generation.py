@@ -84,8 +84,8 @@ def compile(
         quantize: "int8" keeps linear weights in 8 bits, a scale for each output row, and quantises rows as
             they come; on a CPU. The text is that of plain decoding in the same arithmetic.
         mesh: the chips that share each weight (docs/slices.md): how many of JAX's devices, "auto" for all of
-            them, or a `jax.sharding.Mesh` with the one axis "model"; unset: where `jax_bridge.load` put the
-            target, else JAX's default device.
+            them, or a `jax.sharding.Mesh` with the one axis "model"; of this process or of all
+            (docs/hosts.md); unset: where `jax_bridge.load` put the target, else JAX's default device.
         cache: the target's: "static" (dense) or "paged", whose rows share pages as they grow.
         page_size: positions in a page, a multiple of 16.
         pool_pages: pages in all; unset: as many as a dense cache takes. With fewer, rows may have to wait for
@@ -216,7 +216,7 @@ def read_call(
 
     check_mesh(options.get("mesh"), runtime)
     hosts = hosts_of(runtime, mesh_of(target, options.get("mesh")))
-    said = {} if hosts is None else said_of(None, model_of(target), drafter)
+    said = {} if hosts is None else said_of(model_of(target), drafter)
     given = input_ids, attention_mask, options
     digest = lambda call: digest_of(call.request, call.options)  # noqa: E731
     return read_together(hosts, "generate", said, given, read, digest)

@@ -7,16 +7,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
 import jax
 
+from jax_bridge.hosts import watch
 from jax_bridge.hosts.store import Store
-from jax_bridge.hosts.watch import Watch
 from jax_bridge.mesh.shape import devices_of
 
-LATE = 600
-"""Seconds that a process waits for the others to make the call that it makes."""
+PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers")
+VERSIONS = ", ".join(f"{one} {version(one)}" for one in PACKAGES)
 
 
 class Hosts:
@@ -25,8 +26,8 @@ class Hosts:
     Its calls are numbered. All processes make the same ones, in the same order, from one thread.
     """
 
-    def __init__(self, store: Store, watch: Watch):
-        self._store, self._watch = store, watch
+    def __init__(self, store: Store, seen: watch.Watch):
+        self._store, self._watch = store, seen
         self._calls = self._streams = 0
         self._thread = threading.get_ident()
 
@@ -50,15 +51,15 @@ class Hosts:
         store, call = self._store, self._calls
         self._calls += 1
         pieces = store.put_bytes(f"given/{call}", given or b"") if self.first else 0
-        own = json.dumps({"the call": what} | said)
+        own = json.dumps({"the call": what, "what is installed": VERSIONS} | said)
         store.put(f"calls/{call}/{store.process}", json.dumps([own, pieces]))
         with self._watch.busy(what):
             try:
-                store.meet(f"calls/{call}", LATE)
+                store.meet(f"calls/{call}", watch.LATE)
             except Exception as error:
                 raise self._late(what, call, error) from error
             found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
-            value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], LATE)
+            value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], watch.LATE)
         if self.first and call:  # all have read it: they are in the next one
             store.drop(f"calls/{call - 1}")
             store.drop(f"given/{call - 1}")
@@ -70,6 +71,7 @@ class Hosts:
         """While open, this process takes part in ``what``: if it fails, all others end."""
         self._check()
         with self._watch.busy(what):
+            self.step()
             try:
                 yield
             except BaseException as error:
@@ -77,6 +79,10 @@ class Hosts:
                     self._watch.until_all_answer()  # it may be another's end that has failed here
                 self._watch.leave(what, error)
                 raise
+
+    def step(self) -> None:
+        """Begin what all have to take part in: one that does not is missed."""
+        self._watch.step()
 
     def lead(self) -> Lead:
         """Of a stream: process 0 decides how far it goes."""
@@ -97,8 +103,8 @@ class Hosts:
         came = self._store.entries(f"calls/{call}")
         absent = ", ".join(str(one) for one in range(self._store.count) if one not in came)
         late = RuntimeError(
-            f"process {absent} did not come to {what} within {LATE} seconds: every process has to make the "
-            "same calls, in the same order."
+            f"process {absent} did not come to {what} within {watch.LATE} seconds: every process has to make "
+            "the same calls, in the same order."
         )
         self._watch.leave(what, late)
         return late
@@ -121,7 +127,12 @@ class Lead:
     def _decide(self, own: str) -> str:
         chunk, self._chunk = self._chunk, self._chunk + 1
         if self._store.process:
-            return self._store.wait(f"{self._name}/{chunk}", LATE)
+            try:
+                return self._store.wait(f"{self._name}/{chunk}", watch.LATE)
+            except Exception as error:
+                raise RuntimeError(
+                    f"process 0 did not go on with a stream within {watch.LATE} seconds, nor left it."
+                ) from error
         self._store.put(f"{self._name}/{chunk}", own)
         if chunk > 1:  # the last one ran in all processes, which have read what is older
             self._store.drop(f"{self._name}/{chunk - 2}")
@@ -172,6 +183,6 @@ def _joined() -> Hosts:
             f"mesh: JAX has devices of {jax.process_count()} processes, which have not joined: call "
             "jax.distributed.initialize() first, in each of them."
         )
-    watch = Watch(store)
-    watch.start()
-    return Hosts(store, watch)
+    seen = watch.Watch(store)
+    seen.start()
+    return Hosts(store, seen)

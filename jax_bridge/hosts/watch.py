@@ -21,6 +21,10 @@ BEAT = 1.0
 """Seconds between two signs of life."""
 SILENT = 60
 """Beats of its own that a process waits for another's. One that was stopped itself has not waited."""
+LATE = 600
+"""Seconds that a process waits for another that lives, and does not do its part."""
+STUCK = 3600
+"""Seconds after which a step that all are in is given up. A `warmup` is one."""
 FAREWELL = 5
 """Seconds for which what goes wrong is told to the others."""
 DAY = 24 * 3600
@@ -43,6 +47,7 @@ class Watch:
         self._over, self._answers = threading.Event(), 0
         self._beats: dict[int, str] = {}
         self._busy: list[str] = []
+        self._step = 0
         self.left: str | None = None
 
     def start(self) -> None:
@@ -83,29 +88,46 @@ class Watch:
         while not holds() and not self._over.wait(BEAT):
             pass
 
+    def step(self) -> None:
+        """This process begins what all have to take part in."""
+        self._step += 1
+
     def _live(self) -> None:
         count = 0
         while not self._over.wait(BEAT):
             count += 1
             with contextlib.suppress(Exception):  # silence is judged
-                self._store.put(f"beats/{self._store.process}", str(count))
+                self._store.put(f"beats/{self._store.process}", f"{count} {self._step}")
                 self._beats = self._store.entries("beats")
                 self._answers += 1
 
     def _judge(self) -> None:
-        answers, then, silent = 0, {}, dict.fromkeys(self._others, 0)
+        answers, then, step, still = 0, {}, 0, 0
+        silent, late = dict.fromkeys(self._others, 0), dict.fromkeys(self._others, 0)
         while not self._over.wait(BEAT):
             now, answered = self._beats, self._answers != answers
             for one in self._others:
-                still = now.get(one) == then.get(one) and now.get(one) not in (None, OVER)
+                beat = now.get(one)
                 # Where the service does not answer, it is process 0 that does not.
-                waits = still if answered else one == 0
+                waits = beat == then.get(one) and beat not in (None, OVER) if answered else one == 0
                 silent[one] = silent[one] + 1 if waits else silent[one] * (not answered)
-                if silent[one] >= SILENT:
-                    self._end(f"process {one} has not answered for {SILENT * BEAT:.0f} seconds")
-                if now.get(one) == OVER and self._busy:
-                    self._end(f"process {one} has ended, and this one is in {self._busy[-1]}")
-            answers, then = self._answers, now
+                late[one] = late[one] + 1 if step == self._step and _is_behind(beat, step) else 0
+                self._end_for(one, beat, silent[one], late[one])
+            still = still + 1 if self._busy and step == self._step else 0
+            if still * BEAT >= STUCK:
+                self._end(f"no process has got on with {self._busy[-1]} for {STUCK} seconds; all are in it")
+            answers, then, step = self._answers, now, self._step
+
+    def _end_for(self, one: int, beat: str | None, silent: int, late: int) -> None:
+        """End this process, if it cannot go on with another, ``one``: by the beats that it missed."""
+        if silent >= SILENT:
+            self._end(f"process {one} has not answered for {SILENT * BEAT:.0f} seconds")
+        elif self._busy and beat == OVER:
+            self._end(f"process {one} has ended, and this one is in {self._busy[-1]}")
+        elif self._busy and late * BEAT >= LATE:
+            self._end(
+                f"process {one} is alive, and did not take part in {self._busy[-1]} within {LATE} seconds"
+            )
 
     def _listen(self) -> None:
         said = None
@@ -157,6 +179,11 @@ class Watch:
             self._store.put(f"told/{self._store.process}", OVER)
         for thread in self._threads:
             thread.join(FAREWELL)
+
+
+def _is_behind(beat: str | None, step: int) -> bool:
+    """Whether a process that gave this sign of life has begun less than ``step`` steps."""
+    return beat not in (None, OVER) and int(beat.split()[1]) < step
 
 
 def _first_line(error: Exception) -> str:

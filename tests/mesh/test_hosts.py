@@ -60,6 +60,14 @@ def test_an_exception_in_one_process_ends_both(tmp_path, who):
         assert other.status == 1 and WORDS.format(1 - who) + words in other.err, other
 
 
+def test_a_process_that_never_comes_back_is_missed(tmp_path):
+    with Two(tmp_path, "sleeping") as two:
+        for rank in (0, 1):
+            ended = two.end(rank)
+            words = f"process 1 is alive, and did not take part in a generation within {SILENT} seconds"
+            assert ended.status == 1 and WORDS.format(rank) + words in ended.err, ended
+
+
 def test_an_exception_that_is_caught_ends_the_other_too(tmp_path):
     with Two(tmp_path, "caught") as two:
         failed, other = two.end(1), two.end(0, SOON)
@@ -92,7 +100,7 @@ def test_a_stream_that_one_process_leaves_ends_both(tmp_path):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("plan", "the plan is"),
+        ("plan", "the engine is (DecodePlan("),
         ("weights", "their bits is"),
         ("call", "the call is start there, generate in process 0"),
         ("defaults", "what it reads is"),

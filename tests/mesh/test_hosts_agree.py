@@ -69,7 +69,7 @@ class Shelf:
 
 @pytest.fixture
 def shelves(monkeypatch):
-    monkeypatch.setattr(hosts, "LATE", 0.2)
+    monkeypatch.setattr(watch, "LATE", 0.2)
     monkeypatch.setattr(watch, "BEAT", 0.01)
     monkeypatch.setattr(watch, "FAREWELL", 0)
     kept, change = {}, threading.Condition()
@@ -191,7 +191,7 @@ def judged(shelves, monkeypatch, change, busy=True):
         seen._busy.append("generate")
     for thread in threads:
         thread.start()
-    for beat in range(30):
+    for beat in range(60):
         if over.wait(0.01):
             break
         change(beat)
@@ -203,7 +203,7 @@ def judged(shelves, monkeypatch, change, busy=True):
 
 
 def test_silence_is_noticed_and_life_is_not(shelves, monkeypatch):
-    beat = lambda count: shelves[0].put("beats/0", str(count))  # noqa: E731
+    beat = lambda count: shelves[0].put("beats/0", f"{count} 0")  # noqa: E731
     started = time.monotonic()
     ends = judged(shelves, monkeypatch, lambda count: beat(min(count, 10)))
     assert ends[:1] == ["process 0 has not answered for 0 seconds"] and time.monotonic() - started < 5
@@ -213,6 +213,24 @@ def test_silence_is_noticed_and_life_is_not(shelves, monkeypatch):
         beat(count)
 
     assert judged(shelves, monkeypatch, unreachable)[:1] == ["process 0 has not answered for 0 seconds"]
+
+
+def test_a_process_that_lives_and_does_nothing_is_missed(shelves, monkeypatch):
+    def change(count, done):
+        shelves[0].put("beats/0", f"{count} {done}")
+
+    words = "process 0 is alive, and did not take part in generate within 0.2 seconds"
+    begin = Watch.step
+    monkeypatch.setattr(Watch, "_live", lambda self, live=Watch._live: (begin(self), live(self)))
+    assert judged(shelves, monkeypatch, lambda count: change(count, 0))[:1] == [words]
+    assert judged(shelves, monkeypatch, lambda count: change(count, 1)) == []
+
+
+def test_a_step_that_nobody_ends_is_given_up(shelves, monkeypatch):
+    monkeypatch.setattr(watch, "STUCK", 0.2)
+    words = "no process has got on with generate for 0.2 seconds; all are in it"
+    change = lambda count: shelves[0].put("beats/0", f"{count} 0")  # noqa: E731
+    assert judged(shelves, monkeypatch, change)[:1] == [words]
 
 
 def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch):

@@ -155,6 +155,14 @@ def raising(rank: int, who: str) -> None:
     long_call(fail if rank == int(who) else None)
 
 
+def sleeping(rank: int) -> None:
+    """One process lives, and never comes back."""
+    import jax_bridge.hosts.watch as watch
+
+    watch.LATE = SILENT
+    long_call((lambda: time.sleep(3600)) if rank else None)
+
+
 def caught(rank: int) -> None:
     """As `raising`, and its process goes on without the engine."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)

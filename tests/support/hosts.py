@@ -16,6 +16,7 @@ from support import ROOT
 FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
 PATIENT = 3600
 """Seconds that JAX itself waits for heartbeats: what ends a process in these tests is ours."""
+PAUSE = 0.1
 SILENT = 8
 """In the place of `jax_bridge.hosts.watch.SILENT`, in beats of a second."""
 
@@ -60,20 +61,21 @@ class Two:
 
     def until(self, said: str, seconds: float = 900) -> None:
         """Wait until both have printed ``said``."""
-        last = time.monotonic() + seconds
-        while not all(said in out.read_text() for out, _ in self._files):
-            assert time.monotonic() < last, [self.told(rank) for rank in (0, 1)]
+        for _ in range(int(seconds / PAUSE)):
+            if all(said in out.read_text() for out, _ in self._files):
+                return
             ended = [process.poll() for process in self._processes]
             assert ended == [None, None], [self.told(rank) for rank in (0, 1)]
-            time.sleep(0.1)
+            time.sleep(PAUSE)
+        raise AssertionError([self.told(rank) for rank in (0, 1)])
 
     def end(self, rank: int, seconds: float = 900) -> Ended:
         """Wait until one has ended."""
-        try:
-            status = self._processes[rank].wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"process {rank} hangs: {self.told(rank)}") from None
-        return Ended(status, *self.told(rank))
+        for _ in range(int(seconds / PAUSE)):  # time in which all are stopped does not count
+            if (status := self._processes[rank].poll()) is not None:
+                return Ended(status, *self.told(rank))
+            time.sleep(PAUSE)
+        raise AssertionError(f"process {rank} hangs: {self.told(rank)}")
 
     def told(self, rank: int) -> tuple[str, str]:
         """The last of what one has printed so far."""

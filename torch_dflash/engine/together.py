@@ -14,10 +14,8 @@ from typing import Any, Protocol, TypeVar
 from torch_dflash.engine.halts import Deadline
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.seeds import drawn_seed
-from torch_dflash.engine.state_checks import describe_plan
 from torch_dflash.engine.width import Widths
 from torch_dflash.engine.wire import packed, unpacked
-from torch_dflash.plan import DecodePlan
 from torch_dflash.runtime import Progress
 from torch_dflash.target.unmodified import settings
 
@@ -44,6 +42,10 @@ class Hosts(Protocol):
 
     def leaving(self, what: str) -> AbstractContextManager[None]:
         """While open, the others end if this process fails."""
+        ...
+
+    def step(self) -> None:
+        """Begin what all have to take part in: one that does not is missed."""
         ...
 
     def lead(self) -> Any:
@@ -85,14 +87,13 @@ def read_together(
     return found
 
 
-def said_of(plan: DecodePlan | None, target: Any, drafter: Any) -> dict[str, str]:
-    """What has to be the same in all processes before a call of an engine, weights apart."""
-    models = {"the target": target, "the drafter": drafter}
-    said = {
-        name: f"{type(one).__name__} {_crc(settings(getattr(one, 'config', None)))}"
-        for name, one in models.items()
-    }
-    return said if plan is None else {"the plan": describe_plan(plan)} | said
+def said_of(target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
+    """What has to be the same in all processes before a call, weights apart: models and an engine."""
+    said = {}
+    for name, one in (("the target", target), ("the drafter", drafter)):
+        of_it = settings(getattr(one, "config", None)), getattr(one, "key", None)
+        said[name] = f"{type(one).__name__} {_crc(of_it)}"
+    return said | {"the engine": repr(engine)} if engine else said
 
 
 def digest_of(request: Request, *more: Any) -> str:
@@ -149,7 +150,9 @@ def together(
         return
     lead = hosts.lead() if streamed else None
     with hosts.leaving("a generation"):
-        for count, progress in enumerate(steps, start=1):
+        count = 0
+        while (progress := next(steps, None)) is not None:
+            count += 1
             if count % CHECK_EVERY == 0:
                 hosts.agree("the middle of a generation", {"the text": _crc(_texts(progress))})
             try:
@@ -160,6 +163,7 @@ def together(
                 return
             if lead is not None and not over() and not lead.go():
                 return
+            hosts.step()
 
 
 def leaving(hosts: Hosts | None, what: str) -> AbstractContextManager[None]:
