@@ -143,7 +143,7 @@ def _compare(said: dict[int, dict[str, str]]) -> None:
     """Raise ``RuntimeError`` unless all processes have said the same."""
     first = said[0]
     for one, fields in sorted(said.items()):
-        for name in first.keys() | fields.keys():
+        for name in dict.fromkeys([*first, *fields]):
             if first.get(name) != fields.get(name):
                 raise RuntimeError(
                     f"process {one} is not where process 0 is: {name} is {_short(fields.get(name))} there, "

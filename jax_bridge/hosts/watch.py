@@ -130,15 +130,17 @@ class Watch:
             )
 
     def _listen(self) -> None:
-        said = None
+        said, lost = None, False
         while said is None:
             try:
                 said = self._store.wait(f"told/{self._store.process}", DAY)
             except Exception as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    said = (
-                        f"process 0, which has JAX's coordination service, has ended ({_first_line(error)})"
-                    )
+                lost = "DEADLINE_EXCEEDED" not in str(error)
+                said = (
+                    f"process 0, which has JAX's service, has ended ({_first_line(error)})" if lost else None
+                )
+        if lost and self.left is not None:
+            self._end(self.left)  # or JAX would do it, without a word of why
         if not self._over.is_set():
             self._end(said)
 

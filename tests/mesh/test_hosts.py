@@ -93,14 +93,14 @@ def test_a_process_that_has_ended_is_missed(tmp_path, how, words):
 def test_a_stream_that_one_process_leaves_ends_both(tmp_path):
     with Two(tmp_path, "streams") as two:
         left, other = two.end(1), two.end(0, SOON)
-        assert left.status == 1, left
+        assert left.status != 0, left
         assert other.status == 1 and "this stream was left, and process 0 goes on with it" in other.err, other
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("plan", "the engine is (DecodePlan("),
+        ("plan", "max_length is 128 there, 64 in process 0"),
         ("weights", "their bits is"),
         ("call", "the call is start there, generate in process 0"),
         ("defaults", "what it reads is"),

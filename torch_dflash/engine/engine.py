@@ -79,7 +79,7 @@ class Engine:
         mesh = mesh_of(target, options.mesh)
         self.hosts, self._agreed = hosts_of(options.runtime, mesh), []
         check_widths(self.hosts, self._widths)
-        built_for = self.plan, replace(options, mesh=None)
+        built_for = replace(options, mesh=None), self.plan
         self._said = {} if self.hosts is None else said_of(model, drafter, *built_for)
         self.runtime: Runtime = make_runtime(options, self.pair, self._widths, model.dtype, mesh)
 

@@ -93,7 +93,9 @@ def said_of(target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
     for name, one in (("the target", target), ("the drafter", drafter)):
         of_it = settings(getattr(one, "config", None)), getattr(one, "key", None)
         said[name] = f"{type(one).__name__} {_crc(of_it)}"
-    return said | {"the engine": repr(engine)} if engine else said
+    for part in engine:
+        said |= {option.name: repr(getattr(part, option.name)) for option in fields(part)}
+    return said
 
 
 def digest_of(request: Request, *more: Any) -> str:
