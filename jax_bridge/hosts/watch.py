@@ -176,9 +176,10 @@ class Watch:
                 stream.flush()
             os._exit(STATUS)
         self._over.set()
+        self._threads[0].join(FAREWELL)  # its last sign of life comes before this one
         with contextlib.suppress(Exception):
             self._store.put(f"beats/{self._store.process}", OVER)
-            self._store.put(f"told/{self._store.process}", OVER)
+            self._store.put(f"told/{self._store.process}", OVER)  # for this one's own ears
         for thread in self._threads:
             thread.join(FAREWELL)
 
