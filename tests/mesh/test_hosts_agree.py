@@ -175,9 +175,9 @@ def test_a_stream_goes_as_far_as_process_0_goes(shelves):
     assert ours.stop() and not theirs.go()
 
 
-def judged(shelves, monkeypatch, change, busy=True):
+def judged(shelves, monkeypatch, change, busy=True, silent=5, beats=500):
     """What process 1 ends with where process 0 gives signs of life, and ``change`` says when none come."""
-    monkeypatch.setattr(watch, "SILENT", 5)
+    monkeypatch.setattr(watch, "SILENT", silent)
     ends, over = [], threading.Event()
 
     def end(said):
@@ -191,11 +191,10 @@ def judged(shelves, monkeypatch, change, busy=True):
         seen._busy.append("generate")
     for thread in threads:
         thread.start()
-    for beat in range(60):
+    for beat in range(beats):
         if over.wait(0.01):
             break
         change(beat)
-    over.wait(0.5)
     seen._over.set()
     for thread in threads:
         thread.join()
@@ -222,22 +221,22 @@ def test_a_process_that_lives_and_does_nothing_is_missed(shelves, monkeypatch):
     words = "process 0 is alive, and did not take part in generate within 0.2 seconds"
     begin = Watch.step
     monkeypatch.setattr(Watch, "_live", lambda self, live=Watch._live: (begin(self), live(self)))
-    assert judged(shelves, monkeypatch, lambda count: change(count, 0))[:1] == [words]
-    assert judged(shelves, monkeypatch, lambda count: change(count, 1)) == []
+    assert judged(shelves, monkeypatch, lambda count: change(count, 0), silent=10**6)[:1] == [words]
+    assert judged(shelves, monkeypatch, lambda count: change(count, 1), silent=10**6, beats=50) == []
 
 
 def test_a_step_that_nobody_ends_is_given_up(shelves, monkeypatch):
     monkeypatch.setattr(watch, "STUCK", 0.2)
     words = "no process has got on with generate for 0.2 seconds; all are in it"
     change = lambda count: shelves[0].put("beats/0", f"{count} 0")  # noqa: E731
-    assert judged(shelves, monkeypatch, change)[:1] == [words]
+    assert judged(shelves, monkeypatch, change, silent=10**6)[:1] == [words]
 
 
 def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch):
     over = lambda count: shelves[0].put("beats/0", OVER)  # noqa: E731
     words = "process 0 has ended, and this one is in generate"
     assert judged(shelves, monkeypatch, over)[:1] == [words]
-    assert judged(shelves, monkeypatch, over, busy=False) == []
+    assert judged(shelves, monkeypatch, over, busy=False, beats=50) == []
 
 
 @pytest.mark.parametrize(
