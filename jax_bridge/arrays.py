@@ -12,6 +12,11 @@ import torch
 _NARROW = {torch.int64: torch.int32, torch.float64: None}
 
 
+def default_device() -> Any:
+    """Where JAX puts what names no device: of several processes each has its own."""
+    return jax.local_devices()[0]
+
+
 def to_jax(tree: Any, *, copy: bool = True, device: Any | None = None) -> Any:
     """Every torch tensor in ``tree`` as a JAX array on ``device`` (JAX's default).
 
@@ -60,7 +65,7 @@ def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: Any | None) -> jax.
     host = tensor.cpu().contiguous()
     if copy and host.data_ptr() == tensor.data_ptr():
         host = host.clone()  # JAX may keep the memory it is handed, and it must not be the user's
-    target = device or jax.devices()[0]
+    target = device or default_device()
     if not host.numel():
         return jax.device_put(jnp.zeros(host.shape, _dtype(host)), target)
     if not copy:
@@ -95,7 +100,7 @@ def _dtype(tensor: torch.Tensor) -> np.dtype:
 
 
 def _array_to_torch(array: jax.Array, copy: bool) -> torch.Tensor:
-    host = jax.device_put(array, jax.devices("cpu")[0])
+    host = jax.device_put(array, jax.local_devices(backend="cpu")[0])
     if not host.size:
         return torch.empty(host.shape, dtype=getattr(torch, host.dtype.name))
     tensor = torch.from_dlpack(host)

@@ -39,6 +39,14 @@ class OneDevice:
         """What a device has of weights by name and of a state, given as shapes: all of them."""
         return weights, state
 
+    def told(self, step: Callable) -> Callable:
+        """``step``, of which the host reads what it makes."""
+        return step
+
+    def whole(self, part: Any) -> Any:
+        """A part of a state, which this process can read."""
+        return part
+
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree`` as arrays that may be donated."""
         return to_jax(tree, device=self._device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,16 @@ def places(tensor: Tensor) -> Tensor:
         while gcd(step, row) > 1:  # or every place might be in one column, of a feature that is always zero
             step -= 1
     return bits.view(-1)[::step]
+
+
+def fingerprint_of(tensors: dict[str, Any]) -> str:
+    """The bits of torch tensors in their `places`, their names and types, in short."""
+    crc = 0
+    for name, leaf in tensors.items():
+        if isinstance(leaf, Tensor):
+            bits = places(leaf).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            crc = zlib.crc32(bits, zlib.crc32(f"{name} {leaf.dtype}".encode(), crc))
+    return f"{crc:08x}"
 
 
 def unchanged(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:

@@ -20,6 +20,7 @@ from jax_bridge.counting import compilations
 from jax_bridge.forms import Weight
 from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.mesh.places import Place, places_of
+from jax_bridge.probe import fingerprint_of
 from jax_bridge.room import bytes_of, check_room, room_of
 from jax_bridge.state import check_alive, register_states
 from torch_dflash.decode import Pair, RowRequests
@@ -107,7 +108,7 @@ class XlaRuntime:
         self._border = Border(begin, self.plan, self._programs, wide=wide)
         self._prefill, self._rewind = place.step(steps.prefill), place.step(steps.rewind)
         self._rounds = {width: place.step(rounds) for width, rounds in steps.rounds.items()}
-        self._read = steps.read
+        self._read = place.told(steps.read)
 
     @property
     def compilations(self) -> int:
@@ -135,6 +136,10 @@ class XlaRuntime:
     def forget(self, tensors: dict[str, Any]) -> None:
         """Convert these weights on their next use, changed or not."""
         self._weights.forget(tensors)
+
+    def fingerprint(self, tensors: dict[str, Any]) -> str:
+        """The bits of live weights in a few places, in short; a loaded target's were compared before."""
+        return fingerprint_of(tensors)
 
     def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
         """An empty state on the device."""
@@ -184,7 +189,7 @@ class XlaRuntime:
     def fetch(self, part: Any) -> Any:
         """A part of a state as torch tensors of their own, on the CPU."""
         check_alive(part)
-        return to_torch(part)
+        return to_torch(self._place.whole(part))
 
     def place(self, state: DecodeState) -> DecodeState:
         """A state of torch tensors as device arrays that may be donated."""

@@ -7,10 +7,10 @@ import weakref
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-import jax
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from jax_bridge.arrays import default_device
 from jax_bridge.forms import Weight
 from jax_bridge.layout import Form, Forms, keep
 from jax_bridge.mesh.cut import Way
@@ -89,7 +89,7 @@ class Weights:
     """
 
     def __init__(self, forms: Forms | dict[str, Way], device: Any = None):
-        self._forms, self._device = forms, device or jax.devices()[0]
+        self._forms, self._device = forms, device or default_device()
         self._arrays: dict[str, Weight] = {}
         self._copies: dict[str, tuple[Weight, Weight]] = {}  # what was loaded, and what was made of it here
 

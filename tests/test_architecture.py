@@ -16,7 +16,7 @@ MODULES = {
     for package in ("torch_dflash", "jax_bridge")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-ONE_DOOR = "torch_dflash.engine.engine"
+ONE_DOOR = "torch_dflash.engine.bridge"
 
 # The rooms of torch_dflash, from the ground up: each may import those above its own line.
 FLOORS = [
@@ -90,6 +90,8 @@ def test_one_lazy_door_from_torch_dflash_to_the_bridge():
         if module.split(".")[0] == "jax_bridge"
     }
     assert doors == {
+        (ONE_DOOR, "jax_bridge.hosts.hosts", True),
+        (ONE_DOOR, "jax_bridge.hosts.hosts.spanning", True),
         (ONE_DOOR, "jax_bridge.runtime", True),
         (ONE_DOOR, "jax_bridge.runtime.XlaRuntime", True),
     }

@@ -63,6 +63,15 @@ def check_runtime(runtime: Any) -> None:
         raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
 
 
+def check_autocast(runtime: str) -> None:
+    """Raise ``ValueError`` where torch would cast what the XLA runtime does not."""
+    if runtime == "xla" and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise ValueError(
+            "torch.autocast is on, which runtime='xla' does not follow; cast the models instead "
+            "(model.to(torch.bfloat16)), or pass runtime='eager'."
+        )
+
+
 def check_cache(cache: Any) -> None:
     """Raise ``ValueError`` unless ``cache`` names one of `CACHES`."""
     if not isinstance(cache, str) or cache not in CACHES:

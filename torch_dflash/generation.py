@@ -16,6 +16,7 @@ from torch_dflash.checks import (
     context_of,
 )
 from torch_dflash.engine.arguments import set_aside_cache
+from torch_dflash.engine.bridge import hosts_of
 from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.halts import read_criteria
@@ -27,9 +28,10 @@ from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.replicas import engine_of
 from torch_dflash.engine.request import UNSET, Request
 from torch_dflash.engine.rules import arranged, check_processors
+from torch_dflash.engine.together import digest_of, read_together, said_of
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
-from torch_dflash.target.weights import LoadedTarget, model_of
+from torch_dflash.target.weights import LoadedTarget, mesh_of, model_of
 
 
 def compile(
@@ -84,8 +86,8 @@ def compile(
         quantize: "int8" keeps linear weights in 8 bits, a scale for each output row, and quantises rows as
             they come; on a CPU. The text is that of plain decoding in the same arithmetic.
         mesh: the chips that share each weight (docs/slices.md): how many of JAX's devices, "auto" for all of
-            them, or a `jax.sharding.Mesh` with the one axis "model"; unset: where `jax_bridge.load` put the
-            target, else JAX's default device.
+            them, or a `jax.sharding.Mesh` with the one axis "model"; of this process or of all
+            (docs/hosts.md); unset: where `jax_bridge.load` put the target, else JAX's default device.
         replicas: engines alike, each on its own part of the mesh with a copy of the weights, and room for
             ``batch_size`` rows; rows go to the least busy (`Replicas`).
         cache: the target's: "static" (dense) or "paged", whose rows share pages as they grow.
@@ -210,8 +212,30 @@ def read_call(
     """Check all arguments of a call that makes its own engine; ``options`` as in `generate`.
 
     Raises:
-        TypeError, ValueError: bad input.
+        TypeError, ValueError: bad input. RuntimeError: other processes of the mesh make another call.
     """
+
+    def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Call:
+        return _read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+
+    replicas = options.get("replicas", 1)
+    check_mesh(options.get("mesh"), runtime, replicas)
+    hosts = hosts_of(runtime, mesh_of(target, options.get("mesh"), replicas))
+    said = {} if hosts is None else said_of(model_of(target), drafter)
+    given = input_ids, attention_mask, options
+    digest = lambda call: digest_of(call.request, call.options)  # noqa: E731
+    return read_together(hosts, "generate", said, given, read, digest)
+
+
+def _read_call(
+    target: Any,
+    drafter: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    options: dict[str, Any],
+    processors: tuple[Processor, ...] | None,
+    runtime: str,
+) -> Call:
     set_aside_cache(options)
     built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
     check_processors(processors)
@@ -226,7 +250,6 @@ def read_call(
     alone = one_by_one(request, own, runtime)
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
     replicas = built.get("replicas", 1)
-    check_mesh(built.get("mesh"), runtime, replicas)
     rows = -(-len(request.rows) // replicas)  # of each replica
     engine_options = EngineOptions(
         max_length=_capacity(request, model_of(target), alone.get("prefill_chunk_size", 0)),

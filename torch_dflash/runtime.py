@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from torch_dflash.decode import Pair, Params, RowRequests, begin, decode_round, prefill
+from torch_dflash.decode import Params, RowRequests
 from torch_dflash.ops.windows import read_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
 from torch_dflash.record import Recorded, read_record
-from torch_dflash.rewind import rewind
 from torch_dflash.state import DecodeState, PromptChunk
 
 
@@ -148,6 +144,10 @@ class Runtime(Protocol):
         """Have the next `refresh` convert these tensors, changed or not."""
         ...
 
+    def fingerprint(self, tensors: Params) -> str:
+        """The bits of live tensors in a few places, in short: other weights have others."""
+        ...
+
     def begin(self, params: Any, rows: RowRequests) -> Any: ...
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
@@ -201,97 +201,3 @@ class Runtime(Protocol):
     def warmup(self, params: Any, buckets: list[int], progress: bool | None) -> None:
         """Compile every program a request may need; ``progress`` as in `Engine.warmup`."""
         ...
-
-
-class EagerRuntime:
-    """PyTorch as it comes, on the device the models are on."""
-
-    compilations = 0
-
-    def __init__(self, pair: Pair, plan: DecodePlan):
-        self.pair = pair
-        self.plan = plan
-
-    def check_room(self, tensors: Params) -> None:
-        """Nothing is copied."""
-
-    def refresh(self, tensors: Params) -> Params:
-        """The live tensors themselves: nothing is copied."""
-        return tensors
-
-    def forget(self, tensors: Params) -> None:
-        """Nothing to forget."""
-
-    def begin(self, params: Params, rows: RowRequests) -> DecodeState:
-        return self._step(begin, params, rows)
-
-    def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
-        return _checked(self._step(prefill, params, state, chunk))
-
-    def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
-        def tensor(values: np.ndarray) -> torch.Tensor:
-            return torch.tensor(values, device=state.done.device)
-
-        table = state.page_table if page_table is None else tensor(page_table)
-        return replace(state, page_table=table, done=tensor(done))
-
-    def record_from(self, state: DecodeState, known: np.ndarray) -> DecodeState:
-        start = torch.tensor(known, dtype=torch.int32, device=state.done.device)
-        return replace(state, record=state.record | {"start": start})
-
-    def advance(self, params: Params, state: DecodeState, turn: Turn | None = None) -> DecodeState:
-        turn = turn or Turn.of(self.plan)
-        for _ in range(turn.rounds):
-            if state.done.all():
-                break
-            state = _checked(self._step(partial(decode_round, width=turn.width), params, state))
-        return state
-
-    def rewind(
-        self, params: Params, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
-    ) -> DecodeState:
-        return self._step(rewind, params, state, torch.from_numpy(kept), rows, snapshot)
-
-    def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
-        device = state.length.device
-        at = (torch.from_numpy(values).to(device) for values in (known, rounds))
-        return pytree.tree_map(lambda leaf: leaf.cpu().numpy(), news(self.plan, state, *at))
-
-    def fetch(self, part: Any) -> Any:
-        return pytree.tree_map(torch.clone, part)
-
-    def place(self, state: DecodeState) -> DecodeState:
-        return state  # every step moves what it is given to its parameters' device
-
-    def holds(self, state: DecodeState) -> bool:
-        return True  # as `place`
-
-    def take_in(self, params: Params, state: DecodeState) -> DecodeState:
-        return state
-
-    def hand_out(self, params: Params, state: DecodeState) -> DecodeState:
-        return state
-
-    def warmup(self, params: Params, buckets: list[int], progress: bool | None) -> None:
-        """Nothing to compile."""
-
-    def _step(self, step, params: Params, *args):
-        device = next(iter(params.values())).device
-
-        def ordinary(
-            tensor: torch.Tensor,
-        ) -> torch.Tensor:  # one made in inference mode cannot be written later
-            return (tensor.clone() if tensor.is_inference() else tensor).to(device)
-
-        with torch.inference_mode(False), torch.no_grad():
-            return step(self.pair, params, *pytree.tree_map_only(torch.Tensor, ordinary, args))
-
-
-def _checked(state: DecodeState) -> DecodeState:
-    """Assert the invariants that a silent loss of acceptance breaks first (the text would stay right)."""
-    committed = getattr(state.proposer, "committed", None)
-    assert committed is None or torch.equal(committed, state.length), (
-        f"proposer has taken in {committed.tolist()} tokens, the target has {state.length.tolist()}"
-    )
-    assert bool((state.done | (state.length < state.limit)).all()), "a live row is past its limit"
-    return state

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -16,6 +18,8 @@ from jax_bridge.checkpoints.experts import Stacked, find_experts
 from torch_dflash.checks import names_a_folder
 from torch_dflash.storage.weight_files import CONVERTED, Stored
 
+SAMPLE = 64
+"""Values of a tensor that processes compare."""
 # Once buffers of old checkpoints, now made from the config.
 _COMPUTED = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
 
@@ -52,6 +56,18 @@ def renamed(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stor
         other = rename_source_key(name, renames, [], model.base_model_prefix, saved)[0]
         found[other if name not in saved and other in saved and other not in stored else name] = part
     return found
+
+
+def fingerprint_of(parts: dict[str, list[Stored | Stacked]]) -> str:
+    """Names, types, shapes, and some values from the middle of each tensor, in short."""
+    crc = 0
+    for name, group in parts.items():
+        for part in group:
+            middle = [slice(size // 2, size // 2 + 1) for size in part.shape[:-1]]
+            some = part.read_part((*middle, *[slice(0, SAMPLE)][: len(part.shape)]))
+            bits = some.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            crc = zlib.crc32(bits, zlib.crc32(f"{name} {part.dtype} {part.shape}".encode(), crc))
+    return f"{crc:08x}"
 
 
 def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict[str, list[Stored | Stacked]]:

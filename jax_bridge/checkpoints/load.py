@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from jax.sharding import Mesh, SingleDeviceSharding
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from jax_bridge.arrays import shape_of, to_jax
+from jax_bridge.arrays import default_device, shape_of, to_jax
 from jax_bridge.checkpoints.experts import Stacked
-from jax_bridge.checkpoints.files import find_source, match, renamed
+from jax_bridge.checkpoints.files import find_source, fingerprint_of, match, renamed
 from jax_bridge.forms import Weight
+from jax_bridge.hosts.hosts import spanning
 from jax_bridge.layout import Forms, keep
 from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.put import part_of, place, put
@@ -79,7 +79,7 @@ class DeviceModel:
 
         With replicas it is the first one's part that they must lie on: the others get copies.
         """
-        own = jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+        own = [default_device()] if self.mesh is None else list(self.mesh.devices.flat)
         wanted = own if asked is None else parts_of(asked, replicas)[0]
         if wanted != own:
             here = "JAX's default device" if self.mesh is None else f"{len(own)} devices"
@@ -108,8 +108,8 @@ def load(
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
         mesh: the devices that share each weight, as in `torch_dflash.compile`, which decodes on them: of each
-            tensor only their parts are read, and the host holds one at a time. Unset: JAX's default
-            device.
+            tensor only their parts are read, and the host holds one at a time. Of several processes each
+            reads those of its own devices. Unset: JAX's default device.
         dtype: of the weights: float32, bfloat16 or float16; unset: the one config.json names, else as stored.
             Weights that the model class keeps in float32 stay so, and buffers such as rotary frequencies keep
             theirs.
@@ -122,7 +122,8 @@ def load(
         ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
             missing, unexpected or of another shape, before any is read; a mesh without the axis "model", or
             a kind of model that is not decoded on one; or a device that tells how much memory it has, and
-            has less than its part of the weights takes.
+            has less than its part of the weights takes. RuntimeError: another process has read another
+            checkpoint.
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
@@ -156,6 +157,8 @@ def load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
+    if (hosts := spanning(mesh)) is not None:
+        hosts.agree("jb.load", {"the checkpoint": fingerprint_of(parts)})
     return DeviceModel(model, arrays, mesh)
 
 
@@ -164,14 +167,14 @@ def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[
     shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
     if ways is not None:
         shapes = {name: part_of(shape, ways[name].place) for name, shape in shapes.items()}
-    devices = jax.devices()[:1] if ways is None else next(iter(ways.values())).mesh.devices.flat
+    devices = [default_device()] if ways is None else next(iter(ways.values())).mesh.devices.flat
     more = "several devices" if ways is None else "a larger mesh"
     check_room({"weights": bytes_of(shapes)}, room_of(devices), f"load the model on {more}, mesh=...")
 
 
 def _on_device(model: Any) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
     """What keeps a stored weight, whole, on JAX's default device."""
-    forms, device = Forms.of(model, model.get_output_embeddings()), jax.devices()[0]
+    forms, device = Forms.of(model, model.get_output_embeddings()), default_device()
 
     def kept(name: str, part: Stored | Stacked, dtype: torch.dtype) -> Weight:
         form = forms.choose(name, part.shape, dtype, device)

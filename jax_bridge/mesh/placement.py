@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import torch
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jax_bridge.mesh.put import part_of, put, put_leaf
+from jax_bridge.mesh.current import WHOLE
+from jax_bridge.mesh.put import part_of, put, put_leaf, whole
 from jax_bridge.mesh.rules import slice_of, ways_of
 from jax_bridge.mesh.states import keep_in_place, shardings
 from jax_bridge.state import register_states
@@ -58,6 +59,20 @@ class OnMesh:
         """What one chip has of weights by name and of a state, all given as shapes."""
         own = {name: part_of(leaf, self.forms[name].place) for name, leaf in weights.items()}
         return own, jax.tree.map(part_of, state, shardings(state, self.slice))
+
+    def told(self, step: Callable) -> Callable:
+        """``step`` traced for the slice; what it tells the host is whole on every chip."""
+
+        def on_slice(*args: Any) -> Any:
+            with self.slice.traced():
+                out = step(*args)
+            return jax.lax.with_sharding_constraint(out, NamedSharding(self.mesh, WHOLE))
+
+        return on_slice
+
+    def whole(self, part: Any) -> Any:
+        """A part of a state as this process can read it, whatever lies in others."""
+        return whole(part, self.mesh)
 
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree``, whole on every chip; they may be donated."""

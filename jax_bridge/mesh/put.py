@@ -61,10 +61,29 @@ def put_leaf(leaf: Any, where: NamedSharding) -> Any:
     if isinstance(leaf, jax.Array) and leaf.sharding == where:
         return leaf
     host = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
-    array = jax.make_array_from_callback(host.shape, where, lambda index: host[index or ()])
-    return jax.device_put(array, where, may_alias=False)
+    parts = where.addressable_devices_indices_map(host.shape)
+    own = [jax.device_put(host[index or ()], device, may_alias=False) for device, index in parts.items()]
+    return jax.make_array_from_single_device_arrays(host.shape, where, own)
 
 
 def part_of(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
     """What one device has of an array of this shape that lies so."""
     return jax.ShapeDtypeStruct(where.shard_shape(tuple(leaf.shape)), leaf.dtype)
+
+
+def whole(tree: Any, mesh: Mesh) -> Any:
+    """``tree`` as this process can read it. Of parts that lie in others each is gathered in turn."""
+    return jax.tree.map(lambda leaf: leaf if _is_here(leaf) else _gathered(leaf, mesh), tree)
+
+
+def _is_here(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+
+
+def _gathered(array: jax.Array, mesh: Mesh) -> jax.Array:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(_as_it_is, out_shardings=everywhere)(array).addressable_data(0)
+
+
+def _as_it_is(array: jax.Array) -> jax.Array:
+    return array

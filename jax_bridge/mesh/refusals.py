@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from jax_bridge.mesh.rules import heads_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.rules import KINDS
@@ -26,10 +24,6 @@ def check_pair_on_mesh(
     pair: Pair, plan: DecodePlan, compute: str = "auto", quantize: str | None = None
 ) -> None:
     """Raise ``ValueError`` for whatever is not decoded on a mesh."""
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"mesh: JAX runs in {jax.process_count()} processes; a mesh is of one process's devices."
-        )
     if (compute, quantize) != ("auto", None):
         raise ValueError(
             f"compute={compute!r}, quantize={quantize!r} with a mesh: {ALONE}, or leave them out."

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_bridge.arrays import default_device
 from torch_dflash.checks import is_count
 
 KV, COPIES = "kv", "rep"
@@ -47,12 +48,12 @@ def devices_of(mesh: Any) -> list[Any] | None:
     elif is_count(mesh) and mesh >= 1:
         if mesh > len(known):
             raise ValueError(f"mesh={mesh}: JAX has {len(known)} device(s) here; ask for at most so many.")
-        devices = known[:mesh]
+        devices = known[:mesh] if mesh > 1 else [default_device()]
     else:
         raise TypeError(
             f'mesh={mesh!r}: pass a jax.sharding.Mesh with an axis {AXIS!r}, a number of devices, or "auto".'
         )
-    return None if devices == known[:1] else devices
+    return None if devices == [default_device()] else devices
 
 
 def parts_of(mesh: Any, replicas: int) -> list[list[Any]]:
@@ -61,7 +62,7 @@ def parts_of(mesh: Any, replicas: int) -> list[list[Any]]:
     Raises:
         TypeError, ValueError: as `devices_of`; the devices do not divide evenly, or are several processes'.
     """
-    devices = devices_of(mesh) or jax.devices()[:1]
+    devices = devices_of(mesh) or [default_device()]
     if len(devices) % replicas:
         counts = [str(count) for count in range(1, len(devices) + 1) if len(devices) % count == 0]
         raise ValueError(

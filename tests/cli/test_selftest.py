@@ -17,8 +17,9 @@ import torch_dflash.proposers.dflash.proposer as dflash
 from jax_bridge.runtime import XlaRuntime
 from jax_bridge.selftest import XlaBackend, reference_hidden
 from torch_dflash.cli import main
+from torch_dflash.eager import EagerRuntime
 from torch_dflash.ops import block_attention
-from torch_dflash.runtime import EagerRuntime, Turn
+from torch_dflash.runtime import Turn
 from torch_dflash.selftest import losslessness as texts
 from torch_dflash.selftest import timing
 from torch_dflash.selftest.backend import Case, EagerBackend

@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 
+import jax
 import pytest
 import torch
 import transformers
@@ -54,6 +55,7 @@ def hub(monkeypatch, tmp_path, request):
     stand_in(td.DFlashDraftModel, "from_pretrained", lambda name, **options: drafter)
     stand_in(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, **options: target)
     stand_in(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: tokenizer)
+    stand_in(jax.distributed, "initialize", lambda: None)  # the tests are one process
     stand_in(jb, "load", lambda name, **options: whole(tmp_path, **options))
     monkeypatch.chdir(tmp_path)  # pages may write files
     return asked

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 import torch_dflash as td
-from torch_dflash import decode, record, runtime
+from torch_dflash import decode, eager, record
 from torch_dflash.generation import read_call
 
 NEW = 16
@@ -295,9 +295,9 @@ def test_each_wrong_row_is_caught(pair, batch, monkeypatch, name):
 
 
 def test_a_wrong_start_is_caught(pair, batch, monkeypatch):
-    start = runtime.EagerRuntime.record_from
+    start = eager.EagerRuntime.record_from
     monkeypatch.setattr(
-        runtime.EagerRuntime, "record_from", lambda self, state, known: start(self, state, known - 1)
+        eager.EagerRuntime, "record_from", lambda self, state, known: start(self, state, known - 1)
     )
     out = td.generate(*pair, **batch, runtime="eager", **asked({}), **OWN)
     with pytest.raises(AssertionError):

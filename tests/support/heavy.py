@@ -45,6 +45,7 @@ HEAVY = {
     "docs/test_examples.py::test_smollm2_is_lossless[xla]",
     "docs/test_examples.py::test_the_recipe_trains_a_drafter",
     "docs/test_notebook.py::test_it_runs",
+    "docs/test_pages.py::test_every_block_of_a_page_runs_in_order[docs/hosts.md]",
     "docs/test_pages.py::test_every_block_of_a_page_runs_in_order[docs/slices.md]",
     "docs/test_pages.py::test_every_block_of_a_page_runs_in_order[docs/tpu.md]",
     "doctor/test_doctor.py::test_a_drafter_of_answers_without_thinking_is_told_so[both]",

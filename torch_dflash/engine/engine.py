@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from torch_dflash.agreement.check import verify_class
-from torch_dflash.checks import check_context, check_streamer, check_target
+from torch_dflash.checks import check_autocast, check_context, check_streamer, check_target
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.bridge import hosts_of, make_runtimes
 from torch_dflash.engine.gained import Gained
 from torch_dflash.engine.models import Models
 from torch_dflash.engine.options import EngineOptions
@@ -24,13 +25,23 @@ from torch_dflash.engine.request import Request
 from torch_dflash.engine.rules import arranged, of_the_model
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.session import Session
+from torch_dflash.engine.together import (
+    check_alone,
+    check_widths,
+    digest_of,
+    leaving,
+    read_together,
+    said_of,
+    same_objects,
+    together,
+)
 from torch_dflash.engine.told import check_top
-from torch_dflash.engine.width import UNLIMITED, Pace, Widths
+from torch_dflash.engine.width import UNLIMITED, Pace
 from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
-from torch_dflash.runtime import EagerRuntime, Gain, Progress, Runtime
+from torch_dflash.runtime import Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.target.adapter import Target
 from torch_dflash.target.code import noting_writes
@@ -67,10 +78,12 @@ class Engine:
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
         mesh = mesh_of(target, options.mesh, options.replicas)
-        self._runtimes = _make_runtimes(options, self.pair, self._widths, model.dtype, mesh)
+        self.hosts, self._agreed = hosts_of(options.runtime, mesh), []
+        check_widths(self.hosts, self._widths)
+        built_for = replace(options, mesh=None), self.plan
+        self._said = {} if self.hosts is None else said_of(model, drafter, *built_for)
+        self._runtimes = make_runtimes(options, self.pair, self._widths, model.dtype, mesh, self.tensors())
         self.runtime: Runtime = self._runtimes[0]
-        for runtime in self._runtimes:
-            runtime.check_room(self.tensors())
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -96,9 +109,11 @@ class Engine:
         while width <= min(self.options.prefill_chunk_size, self.plan.slots):  # as `chunk_widths` chooses
             buckets.append(width)
             width *= 2
-        params = self._params()
-        self.runtime.warmup(params, buckets, progress)
-        self._measure_widths(params)
+        self.meet("warmup")
+        with leaving(self.hosts, "warmup"):
+            params = self._params()
+            self.runtime.warmup(params, buckets, progress)
+            self._measure_widths(params)
         return self
 
     def generate(
@@ -112,8 +127,7 @@ class Engine:
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
         options["return_dict_in_generate"] = return_dict_in_generate
-        input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-        request = self.read(input_ids, attention_mask, options)
+        request, input_ids = self._read("generate", input_ids, attention_mask, options)
         output = self.run(request, input_ids, streamer)
         return output if return_dict_in_generate else output.sequences
 
@@ -126,12 +140,13 @@ class Engine:
         params = self._params()  # refuses models that were changed, before a streamer has anything
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        times, shown = [], request.lengths[0]
-        generation = self._begin(request, params)
-        for progress in self._steps(generation):
-            times.append(time.perf_counter() - started)
-            if streamer is not None:
-                shown = _put_new(streamer, progress, shown)
+        times, gained = [], Gained(request.lengths)
+        with leaving(self.hosts, "generate"):
+            generation = self._begin(request, params)
+            for progress in self._steps(generation):
+                times.append(time.perf_counter() - started)
+                if streamer is not None and (tokens := gained.by(progress)[0].tokens):
+                    streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
         compiled = self.runtime.compilations - compiled
@@ -143,23 +158,25 @@ class Engine:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
         options["return_dict_in_generate"] = False
-        gains = self.gains(self._read_repeated(input_ids, attention_mask, options))
+        gains = self.gains(self._read("stream", input_ids, attention_mask, options)[0])
         return ([gain.tokens for gain in gained] for gained in gains)
 
     def gains(self, request: Request) -> Iterator[list[Gain]]:
         """What each row of a request that was read gains, chunk by chunk."""
         gained = Gained(request.lengths)
-        for progress in self._steps(self._begin(request, self._params())):
+        for progress in self._steps(self._begin(request, self._params()), streamed=True):
             yield gained.by(progress)
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
-        return Session(self.runtime, self.pair, self._read_repeated, self._params, self._steps)
+        check_alone(self.hosts, "a session")
+        read = lambda *given: self._read("session", *given)[0]  # noqa: E731
+        return Session(self.runtime, self.pair, read, self._params, self._steps)
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
         options["return_dict_in_generate"] = False
-        request = self._read_repeated(input_ids, attention_mask, options)
+        request, _ = self._read("start", input_ids, attention_mask, options)
         if request.halts:
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
@@ -180,9 +197,10 @@ class Engine:
                 "once; compile with more, or call generate, where rows wait for each other."
             )
         params = self._params()
-        generation = self._begin(request, params)
-        generation.prepare(self.options.prefill_chunk_size)
-        return self.runtime.hand_out(params, generation.state)
+        with leaving(self.hosts, "start"):
+            generation = self._begin(request, params)
+            generation.prepare(self.options.prefill_chunk_size)
+            return self.runtime.hand_out(params, generation.state)
 
     def advance(self, state: DecodeState) -> DecodeState:
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
@@ -190,14 +208,16 @@ class Engine:
         Raises:
             ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
         """
+        self.meet("advance")
         params = self._params()
-        state, turn = self.runtime.take_in(params, state), self._widths.settled()
-        if self.plan.cache == "static":
-            return self.runtime.hand_out(params, self.runtime.advance(params, state, turn))
-        generation = Generation.resume(self.runtime, self.plan, params, state)
-        generation.prepare(self.options.prefill_chunk_size)
-        generation.advance(turn)
-        return self.runtime.hand_out(params, generation.state)
+        with leaving(self.hosts, "advance"):
+            state, turn = self.runtime.take_in(params, state), self._widths.settled()
+            if self.plan.cache == "static":
+                return self.runtime.hand_out(params, self.runtime.advance(params, state, turn))
+            generation = Generation.resume(self.runtime, self.plan, params, state)
+            generation.prepare(self.options.prefill_chunk_size)
+            generation.advance(turn)
+            return self.runtime.hand_out(params, generation.state)
 
     def read(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
         """A call's arguments as a request that this engine can serve.
@@ -217,33 +237,53 @@ class Engine:
     def _check(self, request: Request) -> None:
         check_fits(request, self.plan)
 
+    def meet(self, what: str) -> None:
+        """Wait until every process of the mesh is in the same call; alone at once.
+
+        Raises:
+            RuntimeError: they are in another, of another engine, or one did not come.
+        """
+        if self.hosts is not None:
+            self.hosts.agree(what, self._said)
+
     def _processors(self, model: Any, vocab_size: int) -> tuple[Processor, ...]:
         """Those that the options name; if they leave them open, what the model's own config asks for."""
         given, slots = self.options.processors, self.options.stop_slots
         return of_the_model(model.generation_config, slots, vocab_size) if given is None else arranged(given)
 
     def _params(self) -> Any:
-        return self.runtime.refresh(self._live())
+        params = self.runtime.refresh(tensors := self._live())
+        if self.hosts is not None and not same_objects(params.values(), self._agreed):
+            self.hosts.agree("taking in weights", {"their bits": self.runtime.fingerprint(tensors)})
+            self._agreed = list(params.values())
+        return params
 
     def _live(self) -> dict[str, Any]:
         """The weights that a call is to use."""
-        if self.options.runtime == "xla" and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-            raise ValueError(
-                "torch.autocast is on, which runtime='xla' does not follow; cast the models instead "
-                "(model.to(torch.bfloat16)), or pass runtime='eager'."
-            )
+        check_autocast(self.options.runtime)
         return self.tensors()
 
-    def _read_repeated(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
-        """As `read`, ``num_return_sequences`` heeded."""
-        return self.read(*repeated(self._models.target, input_ids, attention_mask, options), options)
+    def _read(
+        self, what: str, input_ids: Any, attention_mask: Any, options: dict[str, Any]
+    ) -> tuple[Request, Tensor]:
+        """As `read`, ``num_return_sequences`` heeded: the request, and the prompts as they are repeated."""
+
+        def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[Request, Tensor]:
+            input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
+            return self.read(input_ids, attention_mask, options), input_ids
+
+        given = input_ids, attention_mask, options
+        return read_together(self.hosts, what, self._said, given, read, lambda found: digest_of(found[0]))
 
     def _begin(self, request: Request, params: Any) -> Generation:
         return Generation.begin(self.runtime, self.plan, params, request)
 
-    def _steps(self, generation: Generation) -> Iterator[Progress]:
-        while not generation.over:
-            yield generation.step(self.options.prefill_chunk_size, self._widths)
+    def _steps(self, generation: Generation, streamed: bool = False) -> Iterator[Progress]:
+        def steps() -> Iterator[Progress]:
+            while not generation.over:
+                yield generation.step(self.options.prefill_chunk_size, self._widths)
+
+        return together(self.hosts, steps(), lambda: generation.over, streamed)
 
     def _measure_widths(self, params: Any) -> None:
         """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""
@@ -257,25 +297,3 @@ class Engine:
             if self._widths.measured:
                 break
         self._widths.forget_text()
-
-
-def _put_new(streamer, progress: Progress, shown: int) -> int:
-    end = int(progress.known[0])
-    if end > shown:
-        streamer.put(torch.from_numpy(progress.tokens[0, shown:end].astype(np.int64)))
-    return end
-
-
-def _make_runtimes(
-    options: EngineOptions, pair: Pair, widths: Widths, dtype: torch.dtype, mesh: Any
-) -> Sequence[Runtime]:
-    """One for each replica."""
-    plan = pair.plan
-    if options.runtime == "eager":
-        return [EagerRuntime(pair, plan)]
-    from jax_bridge.runtime import XlaRuntime  # the one door from torch_dflash to JAX
-
-    as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
-    fewest = 1 if as_it_is else 2
-    arithmetic = options.compute, options.quantize
-    return XlaRuntime(pair, plan, *arithmetic, widths.widths, fewest, mesh, options.replicas).replicas()

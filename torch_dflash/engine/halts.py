@@ -35,6 +35,7 @@ class StopStrings:
 
     def __init__(self, criterion: StopStringCriteria):
         self._criterion = criterion
+        self.strings = list(criterion.stop_strings)
 
     def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
         return [self._end(text, start) for text, start in zip(texts, since, strict=True)]

@@ -23,6 +23,7 @@ from torch_dflash.engine.state_checks import (
     check_values,
     describe_plan,
 )
+from torch_dflash.engine.together import leaving
 from torch_dflash.state import DecodeState
 from torch_dflash.storage.checksums import checksum_of
 from torch_dflash.storage.files import write_whole
@@ -47,7 +48,9 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
             has consumed it, its page table is impossible, or ``path`` is a directory.
     """
     file = _file_at(path)
-    leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
+    engine.meet("save_state")
+    with leaving(engine.hosts, "save_state"):
+        leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
     check_leaves(tensors, expected_leaves(engine), "the state")
     check_pages(tensors, engine.plan, "the state")

@@ -1,0 +1,193 @@
+"""Ends a process, with a message, when another one ends, fails or stops answering.
+
+A process that waits for another in a program on the devices cannot be woken. JAX itself ends it by a signal,
+with a stack trace, when the other's heartbeats stop: after 100 seconds if nothing else is said.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from jax_bridge.hosts.store import Store
+
+BEAT = 1.0
+"""Seconds between two signs of life."""
+SILENT = 60
+"""Beats of its own that a process waits for another's. One that was stopped itself has not waited."""
+LATE = 600
+"""Seconds that a process waits for another that lives, and does not do its part."""
+STUCK = 3600
+"""Seconds after which a step that all are in is given up. A `warmup` is one."""
+FAREWELL = 5
+"""Seconds for which what goes wrong is told to the others."""
+DAY = 24 * 3600
+OVER = "over"
+STATUS = 1
+"""With which a process ends that another one has ended."""
+
+
+class Watch:
+    """Three threads: one gives signs of life, one judges the others', one hears what they say.
+
+    Args:
+        store: what all processes see.
+        end: ends this process, with a message.
+    """
+
+    def __init__(self, store: Store, end: Callable[[str], None] | None = None):
+        self._store, self._end = store, end or self._exit
+        self._others = [one for one in range(store.count) if one != store.process]
+        self._over, self._answers = threading.Event(), 0
+        self._beats: dict[int, str] = {}
+        self._busy: list[str] = []
+        self._step = 0
+        self.left: str | None = None
+
+    def start(self) -> None:
+        """Watch until Python ends."""
+        kinds = (self._live, self._judge, self._listen)
+        self._threads = [threading.Thread(target=kind, daemon=True) for kind in kinds]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._at_exit)  # before JAX's own, which was registered before
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """While open, a process that ends is missed."""
+        self._busy.append(what)
+        try:
+            yield
+        finally:
+            self._busy.remove(what)
+
+    def leave(self, what: str, error: BaseException) -> None:
+        """Have every other process end, for this one will not do its part of ``what``."""
+        if self.left is None:
+            said = " ".join(str(error).split())
+            name = type(error).__name__
+            self.left = f"process {self._store.process} left {what}: {name}{': ' if said else ''}{said}"
+            self._over.set()
+            with contextlib.suppress(Exception):
+                self._tell(self.left)
+
+    def until_all_answer(self) -> None:
+        """Return when each that gave signs of life has given a new one; if one does not, this one ends."""
+        begun = self._answers + 2  # of two readings from now on the second began after this
+        self._wait_until(lambda: self._answers >= begun)
+        then = {one: beat for one, beat in self._beats.items() if one in self._others}
+        self._wait_until(lambda: all(self._beats.get(one) != beat for one, beat in then.items()))
+
+    def _wait_until(self, holds: Callable[[], bool]) -> None:
+        while not holds() and not self._over.wait(BEAT):
+            pass
+
+    def step(self) -> None:
+        """This process begins what all have to take part in."""
+        self._step += 1
+
+    def _live(self) -> None:
+        count = 0
+        while not self._over.wait(BEAT):
+            count += 1
+            with contextlib.suppress(Exception):  # silence is judged
+                self._store.put(f"beats/{self._store.process}", f"{count} {self._step}")
+                self._beats = self._store.entries("beats")
+                self._answers += 1
+
+    def _judge(self) -> None:
+        answers, then, step, still = 0, {}, 0, 0
+        silent, late = dict.fromkeys(self._others, 0), dict.fromkeys(self._others, 0)
+        while not self._over.wait(BEAT):
+            now, answered = self._beats, self._answers != answers
+            for one in self._others:
+                beat = now.get(one)
+                # Where the service does not answer, it is process 0 that does not.
+                waits = beat == then.get(one) and beat not in (None, OVER) if answered else one == 0
+                silent[one] = silent[one] + 1 if waits else silent[one] * (not answered)
+                late[one] = late[one] + 1 if step == self._step and _is_behind(beat, step) else 0
+                self._end_for(one, beat, silent[one], late[one])
+            still = still + 1 if self._busy and step == self._step else 0
+            if still * BEAT >= STUCK:
+                self._end(f"no process has got on with {self._busy[-1]} for {STUCK} seconds; all are in it")
+            answers, then, step = self._answers, now, self._step
+
+    def _end_for(self, one: int, beat: str | None, silent: int, late: int) -> None:
+        """End this process, if it cannot go on with another, ``one``: by the beats that it missed."""
+        if silent >= SILENT:
+            self._end(f"process {one} has not answered for {SILENT * BEAT:.0f} seconds")
+        elif self._busy and beat == OVER:
+            self._end(f"process {one} has ended, and this one is in {self._busy[-1]}")
+        elif self._busy and late * BEAT >= LATE:
+            self._end(
+                f"process {one} is alive, and did not take part in {self._busy[-1]} within {LATE} seconds"
+            )
+
+    def _listen(self) -> None:
+        said, lost = None, False
+        while said is None:
+            try:
+                said = self._store.wait(f"told/{self._store.process}", DAY)
+            except Exception as error:
+                lost = "DEADLINE_EXCEEDED" not in str(error)
+                said = (
+                    f"process 0, which has JAX's service, has ended ({_first_line(error)})" if lost else None
+                )
+        if lost and self.left is not None:
+            self._end(self.left)  # or JAX would do it, without a word of why
+        if not self._over.is_set():
+            self._end(said)
+
+    def _tell(self, said: str) -> None:
+        """Have the others hear it. Process 0 waits until they have: the service ends with it."""
+        for one in self._others:
+            self._store.put(f"told/{one}", said)
+        for _ in range(FAREWELL * 10 if self._store.process == 0 else 0):
+            if len(self._store.entries("heard")) == len(self._others):
+                return
+            time.sleep(0.1)
+
+    def _exit(self, said: str) -> None:
+        """End this process, wherever its other threads are; the others are told, if they can be."""
+        this = self._store.process
+        os.write(2, f"torch-dflash: process {this} of {self._store.count} ends: {said}\n".encode())
+        farewell = threading.Thread(target=self._farewell, args=(said,), daemon=True)
+        farewell.start()
+        farewell.join(FAREWELL)
+        os._exit(STATUS)
+
+    def _farewell(self, said: str) -> None:
+        with contextlib.suppress(Exception):
+            self._store.put(f"heard/{self._store.process}", "")
+            self._tell(said)
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        if error is not None and not hasattr(sys, "ps1"):
+            self.leave("its program", error)
+        if self.left is not None:  # JAX would wait for processes that have ended
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(STATUS)
+        self._over.set()
+        self._threads[0].join(FAREWELL)  # its last sign of life comes before this one
+        with contextlib.suppress(Exception):
+            self._store.put(f"beats/{self._store.process}", OVER)
+            self._store.put(f"told/{self._store.process}", OVER)  # for this one's own ears
+        for thread in self._threads:
+            thread.join(FAREWELL)
+
+
+def _is_behind(beat: str | None, step: int) -> bool:
+    """Whether a process that gave this sign of life has begun less than ``step`` steps."""
+    return beat not in (None, OVER) and int(beat.split()[1]) < step
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

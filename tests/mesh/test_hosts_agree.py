@@ -1,0 +1,285 @@
+"""What processes tell each other, held by two threads: who is right, who is late, who is silent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import jax
+import pytest
+import torch
+from support.refusals import refuses
+from transformers import GenerationConfig
+
+import jax_bridge.hosts.hosts as hosts
+import jax_bridge.hosts.watch as watch
+from jax_bridge.hosts.hosts import Hosts, Lead, spanning
+from jax_bridge.hosts.watch import OVER, Watch
+from jax_bridge.mesh.shape import devices_of
+from torch_dflash.engine.request import UNSET
+from torch_dflash.engine.together import read_together
+from torch_dflash.engine.wire import packed, unpacked
+
+
+class Shelf:
+    """In the place of `jax_bridge.hosts.store.Store`: one dictionary of all."""
+
+    def __init__(self, process: int, kept: dict, change: threading.Condition):
+        self.process, self.count, self._kept, self._change = process, 2, kept, change
+        self.answers = True
+
+    def put(self, key, value):
+        if not self.answers:
+            raise RuntimeError("UNAVAILABLE")
+        with self._change:
+            self._kept[key] = value
+            self._change.notify_all()
+
+    def put_bytes(self, key, value):
+        self.put(key, value)
+        return 1
+
+    def wait(self, key, seconds):
+        with self._change:
+            if not self._change.wait_for(lambda: key in self._kept, min(seconds, 5)):
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            return self._kept[key]
+
+    def wait_bytes(self, key, pieces, seconds):
+        return self.wait(key, seconds)
+
+    def entries(self, folder):
+        return {
+            int(key.rpartition("/")[2]): self._kept[key]
+            for key in [*self._kept]
+            if key.rpartition("/")[0] == folder
+        }
+
+    def drop(self, key):
+        for other in [one for one in self._kept if one == key or one.startswith(f"{key}/")]:
+            del self._kept[other]
+
+    def meet(self, name, seconds):
+        with self._change:
+            if not self._change.wait_for(lambda: len(self.entries(name)) == 2, seconds):
+                raise RuntimeError("DEADLINE_EXCEEDED")
+
+
+@pytest.fixture
+def shelves(monkeypatch):
+    monkeypatch.setattr(watch, "LATE", 0.2)
+    monkeypatch.setattr(watch, "BEAT", 0.01)
+    monkeypatch.setattr(watch, "FAREWELL", 0)
+    kept, change = {}, threading.Condition()
+    return [Shelf(process, kept, change) for process in (0, 1)]
+
+
+def both(shelves, call):
+    """What `call(rank, hosts)` returns or raises in each of two threads."""
+
+    def one(rank):
+        shelf = shelves[rank]
+        this = Hosts(shelf, Watch(shelf))
+        try:
+            return call(rank, this)
+        except (RuntimeError, ValueError) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, (0, 1)))
+
+
+def test_what_process_0_is_given_counts(shelves):
+    seeds, tokenizers = [], [object(), object()]
+
+    def call(rank, this):
+
+        def read(ids, mask, options):
+            seeds.append(options["seed"])
+            return ids.tolist(), mask, options["tokenizer"], options["temperature"]
+
+        options = {"tokenizer": tokenizers[rank], "temperature": [0.5 + rank]}
+        given = torch.full((1 + rank, 3), rank), None, options
+        return read_together(this, "generate", {"the plan": "a"}, given, read, lambda found: "read")
+
+    ours, theirs = both(shelves, call)
+    assert ours == ([[0, 0, 0]], None, tokenizers[0], [0.5])
+    assert theirs == ([[0, 0, 0]], None, tokenizers[1], [0.5])
+    assert seeds[0] == seeds[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (lambda rank: ("generate", {"the plan": f"{rank} rows"}), "the plan is 1 rows there, 0 rows in"),
+        (lambda rank: (("generate", "warmup")[rank], {}), "the call is warmup there, generate in process 0"),
+        (lambda rank: ("advance", {"more": "x"} if rank else {}), "more is x there, not said in process 0"),
+    ],
+)
+def test_what_differs_is_named_in_both(shelves, what, words):
+    for said in both(shelves, lambda rank, this: this.agree(*what(rank))):
+        assert isinstance(said, RuntimeError) and "process 1 is not where process 0 is: " + words in str(said)
+
+
+def test_what_one_process_refuses_is_known_to_the_other(shelves):
+    def call(rank, this):
+        def read(ids, mask, options):
+            if rank:
+                raise ValueError("top_k=-1")
+            return ids
+
+        return read_together(
+            this, "generate", {}, (torch.ones(1, 1), None, {}), read, lambda found: "a request"
+        )
+
+    for said in both(shelves, call):
+        assert "what it reads is ValueError: top_k=-1 there, a request in process 0" in str(said)
+
+
+def test_what_both_refuse_is_each_ones_own_error(shelves):
+    def call(rank, this):
+        def read(ids, mask, options):
+            raise ValueError("top_k=-1")
+
+        return read_together(this, "generate", {}, (torch.ones(1, 1), None, {}), read, str)
+
+    assert [str(said) for said in both(shelves, call)] == ["top_k=-1"] * 2
+
+
+def test_who_does_not_come_is_named_and_left(shelves):
+    shelf = shelves[0]
+    shelf._kept["beats/0"] = "1"
+    seen = Watch(shelf)
+    seen.until_all_answer = lambda: None
+    this = Hosts(shelf, seen)
+    with refuses(RuntimeError, "process 1 did not come to generate within 0.2 seconds"):
+        this.agree("generate", {})
+    assert "process 0 left generate: RuntimeError" in shelf._kept["told/1"]
+    with refuses(RuntimeError, "process 0 left generate", "all processes have to be started anew"):
+        this.agree("generate", {})
+
+
+def test_another_thread_is_refused(shelves):
+    this = Hosts(shelves[0], Watch(shelves[0]))
+    with ThreadPoolExecutor(1) as pool, refuses(RuntimeError, "from the thread that made the first one"):
+        pool.submit(this.agree, "generate", {}).result()
+
+
+def test_a_stream_goes_as_far_as_process_0_goes(shelves):
+    ours, theirs = Lead(shelves[0], "streams/1"), Lead(shelves[1], "streams/1")
+    assert ours.go() and theirs.go() and ours.go() and theirs.go()
+    assert "streams/1/0" in shelves[0]._kept and ours.go() and "streams/1/0" not in shelves[0]._kept
+    assert not theirs.stop()
+    assert ours.stop() and not theirs.go()
+
+
+def judged(shelves, monkeypatch, change, busy=True, silent=5, beats=500):
+    """What process 1 ends with where process 0 gives signs of life, and ``change`` says when none come."""
+    monkeypatch.setattr(watch, "SILENT", silent)
+    ends, over = [], threading.Event()
+
+    def end(said):
+        ends.append(said)
+        over.set()
+        seen._over.set()
+
+    seen = Watch(shelves[1], end)
+    threads = [threading.Thread(target=kind, daemon=True) for kind in (seen._live, seen._judge)]
+    if busy:
+        seen._busy.append("generate")
+    for thread in threads:
+        thread.start()
+    for beat in range(beats):
+        if over.wait(0.01):
+            break
+        change(beat)
+    seen._over.set()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def test_silence_is_noticed_and_life_is_not(shelves, monkeypatch):
+    beat = lambda count: shelves[0].put("beats/0", f"{count} 0")  # noqa: E731
+    started = time.monotonic()
+    ends = judged(shelves, monkeypatch, lambda count: beat(min(count, 10)))
+    assert ends[:1] == ["process 0 has not answered for 0 seconds"] and time.monotonic() - started < 5
+
+    def unreachable(count):
+        shelves[1].answers = count < 10
+        beat(count)
+
+    assert judged(shelves, monkeypatch, unreachable)[:1] == ["process 0 has not answered for 0 seconds"]
+
+
+def test_a_process_that_lives_and_does_nothing_is_missed(shelves, monkeypatch):
+    def change(count, done):
+        shelves[0].put("beats/0", f"{count} {done}")
+
+    words = "process 0 is alive, and did not take part in generate within 0.2 seconds"
+    begin = Watch.step
+    monkeypatch.setattr(Watch, "_live", lambda self, live=Watch._live: (begin(self), live(self)))
+    assert judged(shelves, monkeypatch, lambda count: change(count, 0), silent=10**6)[:1] == [words]
+    assert judged(shelves, monkeypatch, lambda count: change(count, 1), silent=10**6, beats=50) == []
+
+
+def test_a_step_that_nobody_ends_is_given_up(shelves, monkeypatch):
+    monkeypatch.setattr(watch, "STUCK", 0.2)
+    words = "no process has got on with generate for 0.2 seconds; all are in it"
+    change = lambda count: shelves[0].put("beats/0", f"{count} 0")  # noqa: E731
+    assert judged(shelves, monkeypatch, change, silent=10**6)[:1] == [words]
+
+
+def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch):
+    over = lambda count: shelves[0].put("beats/0", OVER)  # noqa: E731
+    words = "process 0 has ended, and this one is in generate"
+    assert judged(shelves, monkeypatch, over)[:1] == [words]
+    assert judged(shelves, monkeypatch, over, busy=False, beats=50) == []
+
+
+@pytest.mark.parametrize(
+    ("indices", "count", "words"),
+    [
+        ([0, 1], 2, ["devices of 2 processes, which have not joined", "jax.distributed.initialize()"]),
+        ([0, 1], 3, ["processes [0, 1] of 3, and this is process 0", "devices of every process"]),
+        ([1], 2, ["processes [1] of 2, and this is process 0"]),
+    ],
+)
+def test_a_mesh_of_processes_that_are_not_all_here_is_refused(monkeypatch, indices, count, words):
+    devices = [SimpleNamespace(process_index=index) for index in indices]
+    monkeypatch.setattr(hosts, "devices_of", lambda mesh: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    with refuses(ValueError, *words):
+        spanning("auto")
+
+
+def test_one_processs_devices_need_no_others():
+    assert spanning(None) is None and spanning("auto") is None and devices_of(1) is None
+
+
+def test_arguments_come_as_they_were():
+    own = object()
+    given = (
+        torch.tensor([[1, 2], [3, 4]]),
+        None,
+        {
+            "temperature": torch.tensor([0.1, 1.5]),
+            "eos_token_id": UNSET,
+            "sequence_bias": {(1, 2): -0.5, (3,): 2.0},
+            "stop_strings": ["a", "ü"],
+            "seed": 2**64 - 1,
+            "tokenizer": own,
+            "empty": torch.zeros(0, 3, dtype=torch.int32),
+        },
+    )
+    other = (None, None, {"tokenizer": own, "temperature": 3})
+    ids, mask, options = unpacked(packed(given), other)
+    assert torch.equal(ids, given[0]) and ids.dtype == torch.int64 and mask is None
+    assert torch.equal(options.pop("temperature"), given[2].pop("temperature"))
+    empty = options.pop("empty")
+    assert empty.shape == (0, 3) and empty.dtype == given[2].pop("empty").dtype
+    assert options == given[2] and options["tokenizer"] is own
+    config = GenerationConfig(max_new_tokens=7, top_p=0.3, bad_words_ids=[[1, 2]])
+    assert unpacked(packed(config), None).to_dict() == config.to_dict()

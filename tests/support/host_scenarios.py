@@ -1,0 +1,259 @@
+"""What each of two processes does: ``python -m support.host_scenarios RANK PORT NAME ...``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import jax
+import torch
+
+import jax_bridge as jb
+import torch_dflash as td
+from support.hosts import PATIENT, SILENT
+from support.slices import make_sliceable, prompts
+
+FIXED = {"max_length": 96, "batch_size": 3, "prefill_chunk_size": 32}
+ASKED = {"max_new_tokens": 30, "eos_token_id": None}
+
+
+def say(*words: Any) -> None:
+    """A line on stdout, at once."""
+    print(*words, flush=True)
+
+
+def other_prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """What process 1 is given in the place of `prompts`: nobody reads it."""
+    return torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)
+
+
+def plain_target(layers: int = 1) -> Any:
+    """A target alone, which compiles fast."""
+    return make_sliceable("llama", "2x2", "plain")[0]
+
+
+def equal(rank: int, family: str, cache: str, drafter: str, seed: str) -> None:
+    """Both say what one device says of process 0's prompts, with the seed that it has or draws."""
+    pair = make_sliceable(family, "2x2", drafter)
+    engine = td.compile(*pair, mesh="auto", cache=cache, **FIXED)
+    alone = td.compile(*pair, runtime="eager", cache=cache, **FIXED)
+    given = other_prompts() if rank else prompts()
+    picks = {"do_sample": True, "temperature": 0.9, "top_k": 0}
+    for asked in ({}, picks):
+        own = asked | ({"seed": 5 + rank} if seed == "given" else {})
+        for torch_seed in (11, 12):
+            torch.manual_seed(torch_seed + 7 * rank)
+            found = engine.generate(*given, **ASKED, **own)
+            torch.manual_seed(torch_seed)
+            wanted = alone.generate(*prompts(), **ASKED, **asked | ({"seed": 5} if seed == "given" else {}))
+            assert torch.equal(found, wanted), (rank, asked, found.tolist(), wanted.tolist())
+    say("checked")
+
+
+def doors(rank: int, folder: str) -> None:
+    """Every other door: what is read of a checkpoint, td.generate, streams, states, refusals."""
+    from torch_dflash.storage.weight_files import Stored
+
+    read, part, whole = [0], Stored.read_part, Stored.read
+
+    def count(tensor):
+        read[0] += tensor.nbytes
+        return tensor
+
+    Stored.read_part = lambda self, index: count(part(self, index))
+    Stored.read = lambda self: count(whole(self))
+    loaded = jb.load(folder, mesh="auto")
+    say("read", read[0])
+    _, drafter = make_sliceable("qwen3_moe", "2x2", "v1")
+    given = other_prompts() if rank else prompts()
+    alone = td.compile(make_sliceable("qwen3_moe", "2x2", "v1")[0], drafter, runtime="eager", **FIXED)
+    wanted = alone.generate(*prompts(), **ASKED)
+    found = td.generate(loaded, drafter, *given, **ASKED, prefill_chunk_size=32)
+    assert torch.equal(found, wanted), (found, wanted)
+    engine = td.compile(loaded, drafter, rounds_per_chunk=2, **FIXED)
+    for left in (2, None):  # a stream that both leave, and a whole one
+        gained: list[list[int]] = [[], [], []]
+        for chunk, rows in enumerate(engine.stream(*given, **ASKED)):
+            gained = [one + more for one, more in zip(gained, rows, strict=True)]
+            if chunk == left:
+                break
+        for row, tokens in zip(wanted, gained, strict=True):
+            new = row[-30:].tolist()
+            assert tokens == new[: len(tokens)] and (left or tokens == new), (left, tokens, new)
+    state = engine.advance(engine.start(*given, **ASKED))
+    file = f"{folder}/state{rank}"
+    td.save_state(state, file, engine)
+    state = td.load_state(file, engine)
+    while not bool(engine.runtime.fetch(state.done).all()):
+        state = engine.advance(state)
+    tokens = engine.runtime.fetch(state.tokens)
+    for row, (new, mask) in enumerate(zip(wanted, prompts()[1], strict=True)):
+        length = int(mask.sum())
+        assert tokens[row, length : length + 30].tolist() == new[-30:].tolist(), row
+    refusals(rank, engine, given)
+    assert torch.equal(engine.generate(*given, **ASKED), wanted)  # none of it has done harm
+    say("checked")
+
+
+def refusals(rank: int, engine: Any, given: Any) -> None:
+    """What is refused, in both processes; both go on."""
+    ids, mask = given
+    for words, call in (
+        ("max_time", lambda: engine.generate(ids, mask, **ASKED, max_time=3.0)),
+        ("a session with a mesh of several processes", lambda: engine.session()),
+        ("max_length=96", lambda: engine.generate(ids, mask, max_new_tokens=500 if rank == 0 else 5)),
+        ("verify_width='auto'", lambda: td.compile(*small(), mesh="auto", verify_width="auto", **FIXED)),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert words in str(error), (words, error)
+        else:
+            raise AssertionError(words)
+
+
+def small() -> tuple[Any, Any]:
+    """A pair that drafts, for what does not decode."""
+    return make_sliceable("qwen3", "2x2", "v1")
+
+
+class Slow:
+    """A streamer that says when a chunk has come; ``then`` is done at the second."""
+
+    def __init__(self, then: Any = None):
+        self.then, self.chunks = then, 0
+
+    def put(self, tokens: Any) -> None:
+        self.chunks += 1
+        say("chunk", self.chunks)
+        if self.chunks == 3 and self.then is not None:
+            self.then()
+        time.sleep(0.3)
+
+    def end(self) -> None:
+        say("all of it")
+
+
+def long_call(then: Any = None) -> None:
+    """A generation of many chunks."""
+    engine = td.compile(plain_target(), None, mesh="auto", max_length=512, rounds_per_chunk=1)
+    engine.generate(prompts()[0][:1], streamer=Slow(then), max_new_tokens=450, eos_token_id=None)
+
+
+def lasting(rank: int) -> None:
+    """Until something happens."""
+    long_call()
+
+
+def raising(rank: int, who: str) -> None:
+    """A user's own code fails in one process."""
+
+    def fail():
+        raise ValueError("a streamer of mine")
+
+    long_call(fail if rank == int(who) else None)
+
+
+def sleeping(rank: int) -> None:
+    """One process lives, and never comes back."""
+    import jax_bridge.hosts.watch as watch
+
+    watch.LATE = SILENT
+    long_call((lambda: time.sleep(3600)) if rank else None)
+
+
+def caught(rank: int) -> None:
+    """As `raising`, and its process goes on without the engine."""
+    engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)
+
+    def fail():
+        raise KeyboardInterrupt
+
+    call = {"max_new_tokens": 200, "eos_token_id": None}
+    try:
+        engine.generate(prompts()[0][:1], streamer=Slow(fail if rank else None), **call)
+    except KeyboardInterrupt:
+        say("interrupted")
+    try:
+        engine.generate(prompts()[0][:1], **call)
+    except RuntimeError as error:
+        say(error)
+
+
+def leaving(rank: int, how: str) -> None:
+    """One process ends, and the other makes one call more."""
+    engine = td.compile(plain_target(), None, mesh="auto", max_length=64)
+    engine.meet("warmup")
+    if rank and how == "by an error":
+        raise ZeroDivisionError("of mine")
+    if not rank:
+        engine.generate(prompts()[0][:1], max_new_tokens=5)
+
+
+def streams(rank: int) -> None:
+    """One process leaves a stream that the other goes on with."""
+    engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)
+    for chunk, _ in enumerate(engine.stream(prompts()[0][:1], max_new_tokens=200, eos_token_id=None)):
+        if rank and chunk == 3:
+            break
+    say("left")
+    time.sleep(60)
+
+
+def differing(rank: int, what: str) -> None:
+    """The processes make different calls; both are told, and go on."""
+    target = plain_target()
+    if what == "weights" and rank:
+        with torch.no_grad():
+            target.model.layers[1].mlp.up_proj.weight *= 1.5
+    length = 128 if what == "plan" and rank else 64
+    engine = td.compile(target, None, mesh="auto", max_length=length)
+    options = {"max_new_tokens": 5, "eos_token_id": None}
+    try:
+        if what == "call" and rank:
+            engine.start(prompts()[0][:1], **options)
+        elif what == "defaults":
+            target.generation_config.eos_token_id = 3 + rank
+            engine.generate(prompts()[0][:1], max_new_tokens=5)
+        else:
+            engine.generate(prompts()[0][:1], **options)
+    except RuntimeError as error:
+        say(error)
+    else:
+        raise AssertionError("nothing was said")
+
+
+def drifting(rank: int) -> None:
+    """One process holds another text than the other."""
+    import torch_dflash.engine.together as together
+    from torch_dflash.runtime import Progress
+
+    together.CHECK_EVERY = 4
+    add = Progress.add
+
+    def wrong(self, found):
+        add(self, found)
+        if rank and self.rounds[0] == 2:
+            self.tokens[0, 3] += 1
+
+    Progress.add = wrong
+    long_call()
+
+
+def main() -> None:
+    """Join, and run a scenario."""
+    import jax_bridge.hosts.watch as watch
+
+    rank, port, name, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    watch.SILENT = SILENT
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"localhost:{port}", num_processes=2, process_id=int(rank), heartbeat_timeout_seconds=PATIENT
+    )
+    globals()[name](int(rank), *arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The one door from torch_dflash to JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_dflash.decode import Pair
+from torch_dflash.eager import EagerRuntime
+from torch_dflash.engine.options import EngineOptions
+from torch_dflash.engine.together import Hosts
+from torch_dflash.engine.width import Widths
+from torch_dflash.runtime import Runtime
+
+
+def hosts_of(runtime: str, mesh: Any) -> Hosts | None:
+    """The processes of ``mesh``, as in `torch_dflash.compile`; None: they are this one alone.
+
+    Raises:
+        TypeError, ValueError: it is no mesh, or of some processes alone.
+    """
+    if runtime != "xla" or mesh is None:
+        return None
+    from jax_bridge.hosts.hosts import spanning
+
+    return spanning(mesh)
+
+
+def make_runtimes(
+    options: EngineOptions, pair: Pair, widths: Widths, dtype: torch.dtype, mesh: Any, tensors: dict[str, Any]
+) -> Sequence[Runtime]:
+    """The steps of ``pair`` where ``options`` want them, for each replica; weights are of ``dtype``.
+
+    Raises:
+        ValueError: no such place; or a device has less memory than its part of ``tensors`` and a state take.
+    """
+    plan = pair.plan
+    if options.runtime == "eager":
+        return [EagerRuntime(pair, plan)]
+    from jax_bridge.runtime import XlaRuntime
+
+    as_it_is = options.quantize is None and options.compute in ("auto", str(dtype).removeprefix("torch."))
+    fewest = 1 if as_it_is else 2
+    arithmetic = options.compute, options.quantize
+    first = XlaRuntime(pair, plan, *arithmetic, widths.widths, fewest, mesh, options.replicas)
+    for runtime in (runtimes := first.replicas()):
+        runtime.check_room(tensors)
+    return runtimes

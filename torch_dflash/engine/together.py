@@ -1,0 +1,182 @@
+"""Several processes that serve a call as one: what process 0 is asked for runs in all of them.
+
+Which processes these are is the bridge's matter (`jax_bridge.hosts`). Alone, one does nothing of this.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from typing import Any, Protocol, TypeVar
+
+from torch_dflash.engine.halts import Deadline
+from torch_dflash.engine.request import Request
+from torch_dflash.engine.seeds import drawn_seed
+from torch_dflash.engine.width import Widths
+from torch_dflash.engine.wire import packed, unpacked
+from torch_dflash.runtime import Progress
+from torch_dflash.target.unmodified import settings
+
+T = TypeVar("T")
+CHECK_EVERY = 32
+"""Chunks between two comparisons of the text that the processes hold."""
+
+
+class Hosts(Protocol):
+    """This process among the others of a mesh."""
+
+    @property
+    def first(self) -> bool:
+        """Whether what this process is given counts."""
+        ...
+
+    def agree(self, what: str, said: dict[str, str], given: bytes | None = None) -> bytes:
+        """Meet the others in the call ``what``, and return what process 0 was ``given``.
+
+        Raises:
+            RuntimeError: something that is ``said`` differs, in all of them; or one did not come.
+        """
+        ...
+
+    def leaving(self, what: str) -> AbstractContextManager[None]:
+        """While open, the others end if this process fails."""
+        ...
+
+    def step(self) -> None:
+        """Begin what all have to take part in: one that does not is missed."""
+        ...
+
+    def lead(self) -> Any:
+        """Of a stream, what decides how far it goes: ``go()`` and ``stop()``."""
+        ...
+
+
+def read_together(
+    hosts: Hosts | None,
+    what: str,
+    said: dict[str, str],
+    given: tuple[Any, Any, dict[str, Any]],
+    read: Callable[..., T],
+    digest: Callable[[T], str],
+) -> T:
+    """``read`` of the prompts, mask and options that process 0 was ``given``; the seed is drawn there.
+
+    Args:
+        said: what has to be the same in all processes before.
+        digest: what has to be the same in what was read.
+
+    Raises:
+        RuntimeError: the processes differ. Whatever ``read`` does, in all of them.
+    """
+    if hosts is None:
+        return read(*given)
+    input_ids, attention_mask, options = given
+    if options.get("seed") is None:
+        options["seed"] = drawn_seed()
+    sent = packed(given) if hosts.first else None
+    given = unpacked(hosts.agree(what, said, sent), given)
+    try:
+        found = read(*given)
+        said = {"what it reads": digest(found)}
+    except Exception as error:
+        hosts.agree(what, {"what it reads": f"{type(error).__name__}: {error}"})
+        raise
+    hosts.agree(what, said)
+    return found
+
+
+def said_of(target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
+    """What has to be the same in all processes before a call, weights apart: models and an engine."""
+    said = {}
+    for name, one in (("the target", target), ("the drafter", drafter)):
+        of_it = settings(getattr(one, "config", None)), getattr(one, "key", None)
+        said[name] = f"{type(one).__name__} {_crc(of_it)}"
+    for part in engine:
+        said |= {option.name: repr(getattr(part, option.name)) for option in fields(part)}
+    return said
+
+
+def digest_of(request: Request, *more: Any) -> str:
+    """What has to be the same in what was read, in short.
+
+    Raises:
+        ValueError: each process would end the text by a clock of its own.
+    """
+    if any(isinstance(halt, Deadline) for halt in request.halts):
+        raise ValueError(
+            "max_time with a mesh of several processes: each has a clock of its own; leave it out, or pass "
+            "max_new_tokens."
+        )
+    named = {option.name: getattr(request, option.name) for option in fields(request)}
+    named["halts"] = [(type(halt).__name__, getattr(halt, "strings", None)) for halt in request.halts]
+    named["rows"] = [row.tolist() for row in request.rows]
+    return f"a request of {request.lengths} and {request.max_new_tokens} tokens, {_crc((named, more))}"
+
+
+def same_objects(ones: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether both hold the same objects, in the same order."""
+    return list(map(id, ones)) == list(map(id, others))
+
+
+def check_alone(hosts: Hosts | None, what: str) -> None:
+    """Raise ``ValueError`` for what several processes do not do together."""
+    if hosts is not None:
+        raise ValueError(
+            f"{what} with a mesh of several processes: what it keeps is each one's own; call generate with "
+            "the whole text, or decode on the devices of one process."
+        )
+
+
+def check_widths(hosts: Hosts | None, widths: Widths) -> None:
+    """Raise ``ValueError`` for a width of rounds that each of several processes would choose by its clock."""
+    if hosts is not None and len(widths.widths) > 1:
+        raise ValueError(
+            "verify_width='auto' with a mesh of several processes: each would choose by its own clock; pass "
+            "a number of rows, or leave it out."
+        )
+
+
+def together(
+    hosts: Hosts | None, steps: Iterator[Progress], over: Callable[[], bool], streamed: bool
+) -> Iterator[Progress]:
+    """``steps`` of a generation, done by all processes at once.
+
+    Args:
+        over: whether the last step was the last.
+        streamed: whether it may be left before: all leave it where process 0 does.
+    """
+    if hosts is None:
+        yield from steps
+        return
+    lead = hosts.lead() if streamed else None
+    with hosts.leaving("a generation"):
+        count = 0
+        while (progress := next(steps, None)) is not None:
+            count += 1
+            if count % CHECK_EVERY == 0:
+                hosts.agree("the middle of a generation", {"the text": _crc(_texts(progress))})
+            try:
+                yield progress
+            except GeneratorExit:
+                if lead is not None and not over() and not lead.stop():
+                    raise RuntimeError("this stream was left, and process 0 goes on with it.") from None
+                return
+            if lead is not None and not over() and not lead.go():
+                return
+            hosts.step()
+
+
+def leaving(hosts: Hosts | None, what: str) -> AbstractContextManager[None]:
+    """While open, the others end if this process fails in ``what``."""
+    return nullcontext() if hosts is None else hosts.leaving(what)
+
+
+def _texts(progress: Progress) -> list[Any]:
+    texts = zip(progress.tokens, progress.known, strict=True)
+    return [[row[:end].tobytes() for row, end in texts], progress.rounds.tolist(), progress.ended.tolist()]
+
+
+def _crc(said: Any) -> str:
+    return f"{zlib.crc32(repr(said).encode()):08x}"
