@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.authors import CHUNK, EXACT, LOOP, MIXED, Case, around, engine_runs, loop_gap, network_gap
 
-from torch_dflash import runtime
+from torch_dflash import eager
 from torch_dflash.ops import block_attention
 from torch_dflash.proposers import DFlashProposer
 from torch_dflash.proposers.dflash import model as drafter
@@ -172,6 +172,6 @@ def test_inflated_lengths_stop_an_eager_round(case, monkeypatch):
 
 
 def test_inflated_lengths_show_without_the_assertion(case, monkeypatch):
-    monkeypatch.setattr(runtime, "_checked", lambda state: state)
+    monkeypatch.setattr(eager, "_checked", lambda state: state)
     around(DFlashProposer, "observe", one_rejected_draft_counted)(monkeypatch)
     assert loop_gap(case) > SEEN

@@ -80,8 +80,9 @@ class Engine:
         mesh = mesh_of(target, options.mesh, options.replicas)
         self.hosts, self._agreed = hosts_of(options.runtime, mesh), []
         check_widths(self.hosts, self._widths)
-        built_for = replace(options, mesh=None), self.plan
-        self._said = {} if self.hosts is None else said_of(model, drafter, *built_for)
+        self._said: dict[str, str] = {}
+        if self.hosts is not None:
+            self._said = said_of(model, drafter, replace(options, mesh=None), self.plan)
         self._runtimes = make_runtimes(options, self.pair, self._widths, model.dtype, mesh, self.tensors())
         self.runtime: Runtime = self._runtimes[0]
 
