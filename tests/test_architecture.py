@@ -30,6 +30,7 @@ FLOORS = [
     "decode demo published",
     "rewind",
     "runtime agreement",
+    "eager",
     "engine",
     "generation",
     "integrations selftest stream train",
