@@ -32,6 +32,7 @@ def same(case: Case) -> dict:
     return found
 
 
+@pytest.mark.heavy
 def test_two_devices_share_rows():
     same(SHORT)
 

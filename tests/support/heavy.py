@@ -2,6 +2,7 @@
 
 HEAVY = {
     "bridge/test_compile_cache.py::test_a_folder_that_cannot_be_written_is_one_warning",
+    "bridge/test_compile_cache.py::test_a_second_process_finds_the_programs",
     "bridge/test_compile_cache.py::test_the_users_own_folder_and_refusal_stand",
     "bridge/test_cpu_programs.py::test_what_a_round_moves_follows_the_context_and_not_the_capacity[False-options2-1]",
     "bridge/test_load.py::test_an_id_of_the_hub_is_found_in_its_cache",
@@ -41,6 +42,7 @@ HEAVY = {
     "docs/test_examples.py::test_examples_run[06_options.py]",
     "docs/test_examples.py::test_examples_run[07_chat.py]",
     "docs/test_examples.py::test_examples_run[08_handover.py]",
+    "docs/test_examples.py::test_examples_run_with_another_pair[04_compiled.py]",
     "docs/test_examples.py::test_smollm2_is_lossless[eager]",
     "docs/test_examples.py::test_smollm2_is_lossless[xla]",
     "docs/test_examples.py::test_the_recipe_trains_a_drafter",
