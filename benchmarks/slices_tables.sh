@@ -15,10 +15,10 @@ figure() { # pair, topology, chips of it, options of torch-dflash fit-memory
 }
 
 figure qwen3-4b v5e:2x2 1
-figure qwen3-8b v5e:2x2 4 --shapes-only
-figure llama-3.1-8b v5e:2x2 4 --shapes-only
+figure qwen3-8b v5e:2x2 4
+figure llama-3.1-8b v5e:2x2 4
 figure qwen3-32b v5e:2x4 8
-figure llama-3.3-70b v5e:4x4 16 --shapes-only
-figure qwen3-coder-30b-a3b v5e:2x4 8 --shapes-only
-figure gpt-oss-20b v5e:2x2 4 --shapes-only
-figure gpt-oss-120b v5e:4x8 32 --shapes-only
+figure llama-3.3-70b v5e:4x4 16
+figure qwen3-coder-30b-a3b v5e:2x4 8
+figure gpt-oss-20b v5e:2x2 4
+figure gpt-oss-120b v5e:4x8 32
