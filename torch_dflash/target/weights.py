@@ -82,11 +82,13 @@ def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) ->
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones by each of theirs: one walk, where torch makes one for each."""
+    """Parameters and buffers by name, tied ones by each of theirs: one walk, where torch makes two."""
     found: dict[str, Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         own = {**part._parameters, **part._buffers}
-        found |= {f"{prefix}.{name}" if prefix else name: leaf for name, leaf in own.items() if leaf is not None}
+        found |= {
+            f"{prefix}.{name}" if prefix else name: leaf for name, leaf in own.items() if leaf is not None
+        }
     return found
 
 
