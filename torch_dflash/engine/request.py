@@ -99,7 +99,7 @@ def resolve(
         width: columns of the padded prompt, which ``max_length`` counts.
         options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer``, ``response_format``, those of
             `torch_dflash.engine.rules.OURS` and of `torch_dflash.engine.told.OF_LOGITS`; None means unset,
-            save for ``eos_token_id`` (`UNSET`).
+            save for ``eos_token_id`` (`UNSET`) and ``use_cache``, where it is refused.
         vocab_size: of the target, which ids of options are checked against.
 
     Raises:
@@ -115,6 +115,11 @@ def resolve(
     # Before transformers sees them: its messages name no fix.
     if not isinstance(options.get("do_sample"), bool | None):
         raise ValueError(f"do_sample={options['do_sample']!r}: must be True, False or None (unset).")
+    if options.get("use_cache", True) is None:
+        raise ValueError(
+            "use_cache=None is not supported in block decoding: transformers then feeds its cache what it "
+            "holds already, which changes the text; leave use_cache out."
+        )
     check_pad(options.get("pad_token_id"))
     check_suppressed(options.get("suppress_tokens"))
     refuse_unsupported(SimpleNamespace(**options))
