@@ -45,8 +45,8 @@ class Call:
     """
 
     make: Callable[[], dict[str, Any]]
-    inputs: dict[str, torch.Tensor] = field(default_factory=lambda: BATCH)
-    as_if: dict[str, torch.Tensor] | None = None
+    inputs: dict[str, Any] = field(default_factory=lambda: BATCH)
+    as_if: dict[str, Any] | None = None
     model: dict[str, Any] = field(default_factory=dict)
 
 

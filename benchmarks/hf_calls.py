@@ -64,7 +64,7 @@ def verdict(door: Any, target: Any, call: Call, want: torch.Tensor | str) -> str
     return SAME if torch.equal(found, want) else OTHER
 
 
-def asked(call: Call, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+def asked(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call, none of which was used before."""
     return copy.deepcopy(inputs) | COMMON | copy.deepcopy(call.make())
 

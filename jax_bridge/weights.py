@@ -55,8 +55,9 @@ def _forms_of(tensor: torch.Tensor) -> dict[Form | Way, _Converted]:
 def _known(tensor: torch.Tensor, form: Form | Way) -> _Converted | None:
     """What was made of this tensor, if no counted write came since."""
     known = (_converted.get(tensor) or {}).get(form)
-    alive = known is not None and known.weight() is not None
-    return known if alive and known.mark == fingerprint(tensor) else None
+    if known is None or known.weight() is None or known.mark != fingerprint(tensor):
+        return None
+    return known
 
 
 def _convert(tensor: torch.Tensor, form: Form | Way) -> Weight:

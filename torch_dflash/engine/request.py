@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
 from torch_dflash.engine.answers import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
 from torch_dflash.engine.halts import Halt, halts_of
-from torch_dflash.engine.refusals import refuse_unsupported
+from torch_dflash.engine.refusals import refuse_doubled_cache, refuse_unsupported
 from torch_dflash.engine.rule_values import check_suppressed
 from torch_dflash.engine.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
 from torch_dflash.engine.seeds import row_seeds
@@ -115,11 +115,7 @@ def resolve(
     # Before transformers sees them: its messages name no fix.
     if not isinstance(options.get("do_sample"), bool | None):
         raise ValueError(f"do_sample={options['do_sample']!r}: must be True, False or None (unset).")
-    if options.get("use_cache", True) is None:
-        raise ValueError(
-            "use_cache=None is not supported in block decoding: transformers then feeds its cache what it "
-            "holds already, which changes the text; leave use_cache out."
-        )
+    refuse_doubled_cache(options)
     check_pad(options.get("pad_token_id"))
     check_suppressed(options.get("suppress_tokens"))
     refuse_unsupported(SimpleNamespace(**options))
