@@ -13,26 +13,25 @@ import copy
 from typing import Any
 
 import torch
-from hf_call_list import CALLS
+from hf_call_list import CALLS, PAIR, Call
 
 import torch_dflash as td
 from torch_dflash.cli.errors import one_line
 from torch_dflash.cli.provenance import write_json
-from torch_dflash.selftest.pairs import make_pair, ragged_prompts
 
-COMMON = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 96}
+COMMON = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 96, "do_sample": False}
 SAME, OTHER, SEEDED = "same text", "other text", "runs, and by its seed again"
+AS_IF = "transformers' text of padding to the left"
 
 
-def ours(pair: Any, inputs: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+def ours(target: Any, asked: dict[str, Any]) -> torch.Tensor:
     """Through `torch_dflash.generate`."""
-    return tokens(td.generate(*pair, **inputs, runtime="eager", **options))
+    return tokens(td.generate(target, PAIR[1], **asked, runtime="eager"))
 
 
-def through(pair: Any, inputs: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+def through(target: Any, asked: dict[str, Any]) -> torch.Tensor:
     """Through the target's own ``generate``."""
-    block = td.dflash(pair[1], runtime="eager")
-    return tokens(pair[0].generate(**inputs, custom_generate=block, **options))
+    return tokens(target.generate(**asked, custom_generate=td.dflash(PAIR[1], runtime="eager")))
 
 
 DOORS = {"td.generate": ours, "target.generate": through}
@@ -43,40 +42,45 @@ def tokens(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.sequences
 
 
-def verdict(door: Any, pair: Any, inputs: Any, options: dict[str, Any], want: torch.Tensor | str) -> str:
-    """What came of a call."""
-    seed = {"seed": 3} if options.get("do_sample") else {}
+def verdict(door: Any, target: Any, call: Call, want: torch.Tensor | str) -> str:
+    """What came of a call through ``door``."""
+    seed = {"seed": 3} if call.make().get("do_sample") else {}
     try:
-        found = door(pair, inputs, copy.deepcopy(options) | seed)
-        again = door(pair, inputs, copy.deepcopy(options) | seed) if seed else found
-    except (TypeError, ValueError, NotImplementedError) as error:
+        found = door(target, asked(call, call.inputs) | seed)
+        again = door(target, asked(call, call.inputs) | seed) if seed else found
+    except (TypeError, ValueError, NotImplementedError, ImportError) as error:
         return f"refused: {one_line(error)}"
+    except Exception as error:
+        if type(error).__name__ != want:
+            raise
+        return f"{want}, as without us"
     if seed:
         return SEEDED if torch.equal(found, again) else OTHER
     if isinstance(want, str):
         return f"runs; transformers raises {want}"
+    if call.as_if is not None:  # the prompts are not the same
+        width = call.as_if["input_ids"].shape[1]
+        return AS_IF if torch.equal(found[:, width:], want[:, width:]) else OTHER
     return SAME if torch.equal(found, want) else OTHER
+
+
+def asked(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call, none of which was used before."""
+    return copy.deepcopy(inputs) | COMMON | copy.deepcopy(call.make())
 
 
 def run() -> dict[str, dict[str, str]]:
     """The verdict on each call of `CALLS`, by door."""
-    pair = make_pair(agree=2.5)
-    ids, mask = ragged_prompts(2)
     found: dict[str, dict[str, str]] = {}
     for name, call in CALLS.items():
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        if call.one_row:
-            inputs = {"input_ids": ids[:1], "attention_mask": mask[:1]}
-        options = COMMON | {"do_sample": False} | call.make()
+        target = copy.deepcopy(PAIR[0]) if call.model else PAIR[0]
+        target.generation_config.update(**call.model)
         want: torch.Tensor | str
         try:
-            want = tokens(pair[0].generate(**inputs, **copy.deepcopy(options)))
+            want = tokens(target.generate(**asked(call, call.as_if or call.inputs)))
         except Exception as error:  # noqa: BLE001 - whatever transformers says about its own call
             want = type(error).__name__
-        found[name] = {
-            title: verdict(door, pair, inputs, call.make_again(options), want)
-            for title, door in DOORS.items()
-        }
+        found[name] = {title: verdict(door, target, call, want) for title, door in DOORS.items()}
     return found
 
 

@@ -62,9 +62,9 @@ def _forms_of(tensor: torch.Tensor) -> dict[Kept | Way, _Converted]:
 def _known(tensor: torch.Tensor, form: Kept | Way) -> _Converted | None:
     """What was made of this tensor, if no counted write came since."""
     known = (_converted.get(tensor) or {}).get(form)
-    if known is None or known.weight() is None:
+    if known is None or known.weight() is None or known.mark != fingerprint(tensor):
         return None
-    return known if known.mark == fingerprint(tensor) else None
+    return known
 
 
 def _convert(tensor: torch.Tensor, form: Kept | Way) -> Weight:

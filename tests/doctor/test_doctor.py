@@ -413,7 +413,10 @@ def test_from_prompts_to_a_diagnosis():
         td.diagnose(target, drafter, tokenizer, ["alpha"], max_new_tokens=1)
     with refuses(ValueError, "hidden_size=16 of the drafter"):
         td.diagnose(target, make_drafter(target, hidden_size=16), tokenizer)
-    for prompts in ("alpha", [], [3]):
+    given = (prompt for prompt in ["alpha"])
+    with refuses(ValueError, "the tokenizer cannot make ids of them"):  # which was asked for it
+        td.diagnose(target, drafter, object(), given)
+    for prompts in ("alpha", [], [3], 3):
         with refuses(TypeError, f"prompts={prompts!r}: pass a list of questions"):
             td.diagnose(target, drafter, tokenizer, prompts)
     for other in (None, td.NGramProposer(4)):

@@ -29,6 +29,12 @@ def generate(target, drafter, ids=IDS, **options):
     return td.generate(target, drafter, ids, **({"max_new_tokens": 2, "runtime": "eager"} | options))
 
 
+def through(target, drafter, **options):
+    return target.generate(
+        IDS, max_new_tokens=2, custom_generate=td.dflash(drafter, runtime="eager"), **options
+    )
+
+
 def test_every_field_of_a_generation_config_is_classified():
     groups = [HONOURED, HARMLESS, set(NEUTRAL)]
     assert not config_fields() - set().union(*groups), "say in refusals.py what these do"
@@ -157,6 +163,9 @@ def test_what_is_refused_by_name(pair):
         generate(*pair, stop_strings=["a"], tokenizer=object())
     with refuses(ValueError, "is_assistant=True", "pass is_assistant=False"):
         generate(*pair, is_assistant=True)
+    for door in (generate, through):
+        with refuses(ValueError, "use_cache=None is not supported", "leave use_cache out"):
+            door(*pair, use_cache=None)
     with refuses(TypeError, "unknown option 'max_tokens'", "GenerationConfig"):
         generate(*pair, max_tokens=3)
 

@@ -224,6 +224,16 @@ def test_warpers_that_the_options_cannot_say(pair, batch, warpers, words, sample
         pair[0].generate(**batch, **options, custom_generate=block)
 
 
+@pytest.mark.parametrize("decay", [(-1, 1.5), (2, -1.5)], ids=str)
+def test_a_decay_that_was_given_as_an_option_is_named_as_one(pair, batch, decay):
+    block = td.dflash(pair[1], runtime="eager")
+    options = {"exponential_decay_length_penalty": decay, "eos_token_id": 96, "do_sample": False}
+    with refuses(ValueError, f"exponential_decay_length_penalty={decay}", "from 0 on, factor above 0"):
+        pair[0].generate(**batch, **options, max_new_tokens=3, custom_generate=block)
+    with refuses(ValueError, f"exponential_decay_length_penalty={decay}", "from 0 on, factor above 0"):
+        td.generate(*pair, **batch, **options, max_new_tokens=3, runtime="eager")
+
+
 def test_criteria_that_a_round_cannot_honour(pair, batch):
     block, width = td.dflash(pair[1], runtime="eager"), batch["input_ids"].shape[1]
     for criterion, words in (

@@ -60,6 +60,9 @@ def test_a_subfolder(sharded, tmp_path):
     same_tensors(td.load_drafter(folder, subfolder="v2"), tensors)
     with refuses(ValueError, "holds no *.safetensors, but v2/ does", "subfolder='v2'"):
         td.DFlashDraftModel.from_pretrained(folder)
+    for load in (td.load_drafter, td.DFlashDraftModel.from_pretrained):
+        with refuses(OSError, str(folder), "subfolder='v3'"):
+            load(folder, subfolder="v3")
 
 
 def test_a_shard_that_is_not_there(sharded):

@@ -89,6 +89,34 @@ def test_what_runs_nothing_is_no_patch():
         assert all(map(at_home, links(value)))
 
 
+class Sly(type):
+    """Its classes have no hash, and say that they are any other."""
+
+    def __eq__(cls, other):
+        return True
+
+    __hash__ = None
+
+
+class Alike(type):
+    """Its classes pass for ``dict`` in a set or a table."""
+
+    def __eq__(cls, other):
+        return True
+
+    def __hash__(cls):
+        return hash(dict)
+
+
+def test_a_class_is_not_asked_what_it_is():
+    def run(self, *args):
+        return WHOLE(*args)
+
+    for meta in (Sly, Alike):
+        found = list(links(meta("Own", (), {"__call__": run})()))
+        assert run in found and not all(map(at_home, found))
+
+
 SHIFT = 0.3
 TABLE = {"shift": [0.3]}
 SPACE = SimpleNamespace(shift=0.3)

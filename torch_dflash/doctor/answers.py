@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,12 @@ def diagnose(
     return with_other_way(found, judged(options | other), other) if other else found
 
 
-def _check_prompts(prompts: Sequence[str]) -> list[str]:
-    if isinstance(prompts, str) or not prompts or not all(isinstance(one, str) for one in prompts):
+def _check_prompts(prompts: Iterable[str]) -> list[str]:
+    many = isinstance(prompts, Iterable) and not isinstance(prompts, str)
+    asked = list(prompts) if many else []  # once: a generator has them once
+    if not asked or not all(isinstance(one, str) for one in asked):
         raise TypeError(f"prompts={prompts!r}: pass a list of questions, each a str, at least one.")
-    return list(prompts)
+    return asked
 
 
 def encoded(tokenizer: Any, prompts: Sequence[str], template: dict[str, Any]) -> list[list[int]]:

@@ -91,6 +91,15 @@ def config_fields() -> set[str]:
     return {name for name in vars(GenerationConfig()) if not name.startswith("_")}
 
 
+def refuse_doubled_cache(options: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for ``use_cache=None``, which is not to transformers as if nothing were given."""
+    if options.get("use_cache", True) is None:
+        raise ValueError(
+            "use_cache=None is not supported in block decoding: transformers then feeds its cache what it "
+            "holds already, which changes the text; leave use_cache out."
+        )
+
+
 def refuse_unsupported(config: GenerationConfig | SimpleNamespace) -> None:
     """Raise ``ValueError`` for an option that changes the text and that a round does not honour.
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
 from torch_dflash.engine.answers import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
 from torch_dflash.engine.halts import Halt, halts_of
-from torch_dflash.engine.refusals import refuse_unsupported
+from torch_dflash.engine.refusals import refuse_doubled_cache, refuse_unsupported
 from torch_dflash.engine.rule_values import check_suppressed
 from torch_dflash.engine.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
 from torch_dflash.engine.seeds import row_seeds
@@ -107,7 +107,7 @@ def resolve(
         width: columns of the padded prompt, which ``max_length`` counts.
         options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer``, ``response_format``, those of
             `torch_dflash.engine.rules.OURS` and of `torch_dflash.engine.told.OF_LOGITS`; None means unset,
-            save for ``eos_token_id`` (`UNSET`).
+            save for ``eos_token_id`` (`UNSET`) and ``use_cache``, where it is refused.
         vocab_size: of the target, which ids of options are checked against.
 
     Raises:
@@ -123,6 +123,7 @@ def resolve(
     # Before transformers sees them: its messages name no fix.
     if not isinstance(options.get("do_sample"), bool | None):
         raise ValueError(f"do_sample={options['do_sample']!r}: must be True, False or None (unset).")
+    refuse_doubled_cache(options)
     check_pad(options.get("pad_token_id"))
     check_suppressed(options.get("suppress_tokens"))
     refuse_unsupported(SimpleNamespace(**options))

@@ -103,7 +103,8 @@ def check_decay(given: Any) -> tuple[int, float] | None:
     whole = isinstance(pair, list) and len(pair) == 2 and is_count(pair[0]) and isinstance(pair[1], Real)
     if not whole or not 0 <= pair[0] < 2**30 or isinstance(pair[1], bool) or not 0 < pair[1] < math.inf:
         raise ValueError(
-            f"exponential_decay_length_penalty={given!r}: must be (number of tokens, factor), as (30, 1.01)."
+            f"exponential_decay_length_penalty={given!r}: must be (number of tokens from 0 on, factor "
+            "above 0), as (30, 1.01)."
         )
     return None if pair[1] == 1 else (int(pair[0]), float(pair[1]))
 

@@ -15,6 +15,7 @@ from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.refusals import refuse_unsupported
 from torch_dflash.engine.request import room_below
+from torch_dflash.engine.rule_values import check_decay
 from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.engine.told import OF_LOGITS
 from torch_dflash.generation import generate
@@ -122,6 +123,7 @@ def _asked(
             [],
         )
     else:
+        check_decay(config.exponential_decay_length_penalty)  # by its own name, before what was made of it
         ids = frozenset(one for row in stop_ids(eos, 1) for one in row)
         forced = any(isinstance(item, ForcedBOSTokenLogitsProcessor) for item in processors)
         options, own = read_processors(processors, Call(width, length, ids, padding, forced))

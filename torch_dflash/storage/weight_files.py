@@ -75,8 +75,8 @@ def _find(path_or_id: str | os.PathLike[str], hub: dict[str, Any]) -> tuple[list
     index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **absent_is_none)
     if index is None:
         raise FileNotFoundError(
-            f"{path_or_id} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load "
-            "it with AutoModelForCausalLM and save_pretrained() it: no other kind is read."
+            f"{path_or_id}{_place(hub)} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; "
+            "load it with AutoModelForCausalLM and save_pretrained() it: no other kind is read."
         )
     named_files(Path(index))
     files = [Path(file) for file in get_checkpoint_shard_files(path_or_id, index, **hub)[0]]
@@ -84,6 +84,12 @@ def _find(path_or_id: str | os.PathLike[str], hub: dict[str, Any]) -> tuple[list
         if not file.is_file():
             raise FileNotFoundError(f"{index} names {file.name}, which is not there; fetch it again.")
     return files, Path(index)
+
+
+def _place(hub: dict[str, Any]) -> str:
+    """Where in a repository, in words."""
+    chosen = [f"{name}={hub[name]!r}" for name in ("revision", "subfolder") if hub.get(name)]
+    return f" at {', '.join(chosen)}" if chosen else ""
 
 
 def read_checkpoint(path_or_id: str | os.PathLike[str], **hub: Any) -> dict[str, Stored]:
