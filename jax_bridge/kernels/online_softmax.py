@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from torch_dflash.ops.paged_attention import LANES
+
 LOWEST = -1e30
 VMEM = 64 << 20  # bytes a kernel may use: all that a v5p core has
 
@@ -59,6 +61,23 @@ class Running(NamedTuple):
     def result(self, head: int) -> Any:
         """The attention's output [rows, Dv] in float32."""
         return self.sums[head] / self.total[head][:, :1]
+
+    def part(self, head: int) -> Any:
+        """Half of the keys for `joined`: float32 [rows, LANES + Dv], ``top`` and ``total``, then ``sums``.
+
+        A half that has seen nothing has `LOWEST`, and zeros.
+        """
+        lane = jax.lax.broadcasted_iota(jnp.int32, self.top.shape[1:], 1)
+        marks = jnp.where(lane == 0, self.top[head], self.total[head])
+        return jnp.concatenate([marks, self.sums[head]], axis=1)
+
+
+def joined(parts: jax.Array, dtype: Any) -> jax.Array:
+    """The output [B, G, ..., rows, Dv] of both halves' `Running.part`, [B, 2 * G, ..., rows, LANES + Dv]."""
+    parts = parts.reshape(parts.shape[0], 2, -1, *parts.shape[2:])
+    top, total, sums = parts[..., :1], parts[..., 1:2], parts[..., LANES:]
+    fade = jnp.exp(top - top.max(axis=1, keepdims=True))
+    return ((sums * fade).sum(axis=1) / (total * fade).sum(axis=1)).astype(dtype)
 
 
 def product(left: Any, right: Any, axis: int) -> jax.Array:

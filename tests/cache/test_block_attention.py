@@ -57,7 +57,7 @@ CASES = {
 class Call:
     """Random arguments: row 0 has no context, others some of the slots; the rest holds what must not show."""
 
-    def __init__(self, shape: Shape, seed: int = 0):
+    def __init__(self, shape: Shape, seed: int = 0, start: np.ndarray | None = None):
         self.shape, random = shape, np.random.default_rng(seed)
 
         def normal(*sizes):
@@ -73,6 +73,7 @@ class Call:
         most = 3 * shape.slots if shape.ring else shape.slots
         self.start = random.integers(shape.slots // 2, most, shape.batch).astype(np.int32)
         self.start[0] = 0
+        self.start = self.start if start is None else start
         slot = np.arange(shape.slots)
         if shape.ring:  # the latest position below the start that falls into each slot
             self.position = self.start[:, None] - 1 - (self.start[:, None] - 1 - slot) % shape.slots
