@@ -63,21 +63,25 @@ class Running(NamedTuple):
         return self.sums[head] / self.total[head][:, :1]
 
     def part(self, head: int) -> Any:
-        """Half of the keys for `joined`: float32 [rows, LANES + Dv], ``top`` and ``total``, then ``sums``.
+        """Of half of the keys, for `joined`: float32 [rows, LANES + Dv], the log-sum in LANES, then the output.
 
         A half that has seen nothing has `LOWEST`, and zeros.
         """
-        lane = jax.lax.broadcasted_iota(jnp.int32, self.top.shape[1:], 1)
-        marks = jnp.where(lane == 0, self.top[head], self.total[head])
-        return jnp.concatenate([marks, self.sums[head]], axis=1)
+        total = jnp.where(self.total[head] > 0, self.total[head], 1.0)
+        logsum = self.top[head] + jnp.log(total)
+        return jnp.concatenate([logsum, self.sums[head] / total[:, :1]], axis=1)
 
 
 def joined(parts: jax.Array, dtype: Any) -> jax.Array:
-    """The output [B, G, ..., rows, Dv] of both halves' `Running.part`, [B, 2 * G, ..., rows, LANES + Dv]."""
-    parts = parts.reshape(parts.shape[0], 2, -1, *parts.shape[2:])
-    top, total, sums = parts[..., :1], parts[..., 1:2], parts[..., LANES:]
-    fade = jnp.exp(top - top.max(axis=1, keepdims=True))
-    return ((sums * fade).sum(axis=1) / (total * fade).sum(axis=1)).astype(dtype)
+    """The output [B, G, ..., rows, Dv] of both halves' `Running.part`, [B, 2 * G, ..., rows, LANES + Dv].
+
+    The second half has seen something. No lane is taken out of its tile, for which XLA would turn all round.
+    """
+    first, second = jnp.split(parts, 2, axis=1)
+    dim = parts.shape[-1] - LANES
+    share = jax.nn.sigmoid(second[..., :LANES] - first[..., :LANES])
+    share = jnp.concatenate([share] * -(-dim // LANES), axis=-1)[..., :dim]
+    return (first[..., LANES:] * (1 - share) + second[..., LANES:] * share).astype(dtype)
 
 
 def product(left: Any, right: Any, axis: int) -> jax.Array:

@@ -49,12 +49,14 @@ def attend_to_pages(
     half, b, tile = (pl.program_id(axis) for axis in range(3))
     b, place = kind.halves.place(half, b)
     own, (block_pages, page) = staged.shape[0], (blocks.shape[1], blocks.shape[3])
-    heads, columns = pl.ds(place * own, own), table_ref.shape[0] // kind.halves.batch
+    heads, columns = pl.ds(place * own, own), div(table_ref.shape[0], kind.halves.batch)
     has_new = kind.halves.has_new(half)
-    writes = tile == 0 if has_new is True else (tile == 0) & has_new
     start = start_ref[b]
     inside = rem(start, TILE)
     base = start - inside  # rows below are read from pages, the rest from `staged`
+
+    def writes():
+        return tile == 0 if has_new is True else (tile == 0) & has_new
 
     def number(column):
         return table_ref[b * columns + column]
@@ -63,7 +65,7 @@ def attend_to_pages(
         offset = pl.multiple_of(rem(position, page), TILE)
         return pool.at[number(div(position, page)), heads, pl.ds(offset, TILE)]
 
-    @pl.when(writes)
+    @pl.when(writes())
     def _():
         old = pltpu.make_async_copy(tile_at(base), staged.at[:, pl.ds(0, TILE)], left)
         old.start()
@@ -95,11 +97,10 @@ def attend_to_pages(
             yield pltpu.make_async_copy(source, blocks.at[slot, index], arrived.at[slot])
 
     earliest = 0 if kind.window is None else jnp.maximum(offset - kind.window + 1, 0)
-    _read_ahead(
-        copies, attend_block, *kind.halves.blocks(half, div(earliest, keys), div(base + keys - 1, keys))
-    )
+    begin, end = kind.halves.blocks(half, div(earliest, keys), div(base + keys - 1, keys))
+    _read_ahead(copies, attend_block, begin, end)
 
-    @pl.when(writes)
+    @pl.when(writes())
     def _():
         _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
 
@@ -113,7 +114,7 @@ def attend_to_pages(
 
         out[0, head, 0] = result(head).astype(out.dtype)
 
-    @pl.when(writes)
+    @pl.when(writes())
     def _():
         _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).wait())
 

@@ -205,12 +205,16 @@ TPU = {
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("case", TPU)
 def test_the_kernel_compiles_for(topology, case):
-    step, args = step_of(TPU[case])
+    assert_compiles(TPU[case], topology)
+
+
+def assert_compiles(shape: Shape, topology: str, parts: int = 0) -> None:
+    """To one kernel, which keeps no scores; ``parts``: bytes of what halves of the keys give."""
+    step, args = step_of(shape)
     compiled = aot.compile_function(lambda *given: step(*given[2:]), (), (), *args, topology=topology)
     assert compiled.hlo.count('custom_call_target="tpu_custom_call"') == 1
-    shape = TPU[case]
     scores = shape.batch * shape.groups * shape.heads * shape.width * shape.slots * 4
-    assert compiled.temp_bytes < scores / 8
+    assert compiled.temp_bytes < scores / 8 + parts
 
 
 @pytest.mark.parametrize("rows, dim, slots, window", [(1, 64, 96, None), (6, 64, 83, 7), (16, 128, 64, None)])
