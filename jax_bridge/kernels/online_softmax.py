@@ -63,7 +63,7 @@ class Running(NamedTuple):
         return self.sums[head] / self.total[head][:, :1]
 
     def part(self, head: int) -> Any:
-        """Of half of the keys, for `joined`: float32 [rows, LANES + Dv], the log-sum in LANES, then the output.
+        """Half of the keys, for `joined`: float32 [rows, LANES + Dv], the log-sum in LANES, then the output.
 
         A half that has seen nothing has `LOWEST`, and zeros.
         """
