@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running
+from jax_bridge.kernels.halves import Halves
+from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running, joined
 from jax_bridge.kernels.streamed import stream_past
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past
@@ -81,46 +82,21 @@ def pallas_block_attention(
     batch, heads, width, dim = query.shape
     groups, slots = past.key.shape[1:3]
     height, keys = heads // groups * width, min(slots, block_keys)
-    halves = 2 if groups % 2 == 0 else 1
-    own = groups // halves
+    halves = Halves.of(batch, groups)
     # Heads narrower than a register: XLA keeps such arrays with their slots in the lanes. This is no copy.
     turned = dim % LANES != 0
     context = [rows.swapaxes(2, 3) if turned else rows for rows in (past.key, past.value)]
     # Slots behind the last one in use are not read.
     slot = jnp.arange(1, slots + 1, dtype=jnp.int32)
     used = jnp.max(jnp.where(past.position >= 0, slot, 0), axis=1)
+    made = jax.ShapeDtypeStruct((batch, groups, height, dim), query.dtype)
+    if halves.keys == 2:
+        made = jax.ShapeDtypeStruct((batch, 2 * groups, height, LANES + dim), jnp.float32)
 
-    def of_block(rows: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, own, rows, dim), lambda half, b, block, *_: (b, half, 0, 0))
-
-    def reached(b, block, used):
-        return jnp.minimum(block, jax.lax.div(jnp.maximum(used[b] - 1, 0), keys))
-
-    def of_context(half, b, block, start, used):
-        at = reached(b, block, used)
-        return (b, half, 0, at) if turned else (b, half, at, 0)
-
-    in_blocks = pl.BlockSpec((1, own, dim, keys) if turned else (1, own, keys, dim), of_context)
     call = pl.pallas_call(
-        partial(_attend, scale, window, causal, slots, turned),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            # Halves of the heads are independent: a chip with two cores takes one each.
-            grid=(halves, batch, -(-slots // keys)),
-            in_specs=[
-                of_block(height),
-                of_block(width),
-                of_block(width),
-                in_blocks,
-                in_blocks,
-                pl.BlockSpec(
-                    (1, 1, keys), lambda half, b, block, start, used: (b, 0, reached(b, block, used))
-                ),
-            ],
-            out_specs=of_block(height),
-            scratch_shapes=[pltpu.VMEM((own, height, size), jnp.float32) for size in (LANES, LANES, dim)],
-        ),
-        out_shape=jax.ShapeDtypeStruct((batch, groups, height, dim), query.dtype),
+        partial(_attend, halves, scale, window, causal, slots, turned),
+        grid_spec=_grid(halves, (height, width, dim), made.shape[-1], slots, keys, turned),
+        out_shape=made,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
         ),
@@ -134,33 +110,91 @@ def pallas_block_attention(
     )
     shared = query.reshape(batch, groups, height, dim)
     out = call(start, used, shared, key, value, *context, past.position[:, None])
+    out = joined(out, query.dtype) if halves.keys == 2 else out
     return out.reshape(batch, heads, width, dim).transpose(0, 2, 1, 3)
 
 
+def _grid(
+    halves: Halves, sizes: tuple[int, int, int], out_width: int, slots: int, keys: int, turned: bool
+) -> Any:
+    """The programs, and what each has on the chip; ``sizes``: query rows and new rows of a K/V head, D."""
+    (height, width, dim), own = sizes, halves.own
+
+    def of_block(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, own, rows, dim), lambda half, b, step, *_: (*halves.place(half, b), 0, 0))
+
+    def reached(half, b, step, used):
+        block, end = _reach(halves, half, step, used[b], keys)
+        return jnp.minimum(block, jax.lax.div(jnp.maximum(end - 1, 0), keys))
+
+    def of_context(half, b, step, start, used):
+        b, place = halves.place(half, b)
+        at = reached(half, b, step, used)
+        return (b, place, 0, at) if turned else (b, place, at, 0)
+
+    def of_positions(half, b, step, start, used):
+        b, _ = halves.place(half, b)
+        return b, 0, reached(half, b, step, used)
+
+    def of_results(half, b, step, start, used):
+        return *halves.result(half, b), 0, 0
+
+    in_blocks = pl.BlockSpec((1, own, dim, keys) if turned else (1, own, keys, dim), of_context)
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        # A chip with two cores takes a half each.
+        grid=(*halves.grid, -(-slots // (keys * halves.keys))),
+        in_specs=[
+            of_block(height),
+            of_block(width),
+            of_block(width),
+            in_blocks,
+            in_blocks,
+            pl.BlockSpec((1, 1, keys), of_positions),
+        ],
+        out_specs=pl.BlockSpec((1, own, height, out_width), of_results),
+        scratch_shapes=[pltpu.VMEM((own, height, size), jnp.float32) for size in (LANES, LANES, dim)],
+    )
+
+
+def _reach(halves: Halves, half: Any, step: Any, used: Any, keys: int) -> tuple[Any, Any]:
+    """(The block of slots at a half's ``step``, the slot that ends the half), with ``used`` slots in use."""
+    if halves.keys == 1:
+        return step, used
+    begin, end = halves.blocks(half, 0, jax.lax.div(used + keys - 1, keys))
+    return begin + step, jnp.minimum(end * keys, used)
+
+
 def _attend(
-    scale, window, causal, slots, turned, start_ref, used_ref,
+    halves, scale, window, causal, slots, turned, start_ref, used_ref,
     query, key, value, past_key, past_value, position, out, top, total, sums,
 ):  # fmt: skip
-    """One half of the K/V heads, one sequence, one block of the context's slots.
+    """One half (`Halves`), one sequence, one block of the context's slots.
 
     Refs: ``query`` [1, own, heads * W, D], a head's rows together; ``key`` and ``value`` [1, own, W, D];
     ``past_key`` and ``past_value`` [1, own, keys, D], ``turned``: [1, own, D, keys], at ``position``
     [1, 1, keys].
     """
-    b, block, running = pl.program_id(1), pl.program_id(2), Running(top, total, sums)
+    half, b, step = (pl.program_id(axis) for axis in range(3))
+    b, running = halves.place(half, b)[0], Running(top, total, sums)
     own, height, width, keys = query.shape[1], query.shape[2], key.shape[2], position.shape[2]
     row = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (height, 1), 0), width)
 
-    @pl.when(block == 0)
+    @pl.when(step == 0)
     def _():
         running.begin(jnp.full((1, 1, 1), LOWEST, jnp.float32))
-        gap = row - jax.lax.broadcasted_iota(jnp.int32, (height, width), 1)
-        seen = gap >= 0 if causal else gap == gap
-        seen = seen if window is None else seen & (jnp.abs(gap) < window)
-        for head in range(own):
-            running.add(head, query[0, head], key[0, head], value[0, head], seen, scale)
 
-    @pl.when(block * keys < used_ref[b])
+        @pl.when(halves.has_new(half))
+        def _():
+            gap = row - jax.lax.broadcasted_iota(jnp.int32, (height, width), 1)
+            seen = gap >= 0 if causal else gap == gap
+            seen = seen if window is None else seen & (jnp.abs(gap) < window)
+            for head in range(own):
+                running.add(head, query[0, head], key[0, head], value[0, head], seen, scale)
+
+    block, end = _reach(halves, half, step, used_ref[b], keys)
+
+    @pl.when(block * keys < end)
     def _():
         seen = position[0] >= 0
         if window is not None:
@@ -174,7 +208,8 @@ def _attend(
             rows = past_value[0, head] if slots % keys == 0 else jnp.where(real, past_value[0, head], 0)
             running.add(head, query[0, head], past_key[0, head], rows, seen, scale, turned=turned)
 
-    @pl.when(block == pl.num_programs(2) - 1)
+    @pl.when(step == pl.num_programs(2) - 1)
     def _():
+        result = running.part if halves.keys == 2 else running.result
         for head in range(own):
-            out[0, head] = running.result(head).astype(out.dtype)
+            out[0, head] = result(head).astype(out.dtype)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from torch_dflash.ops.paged_attention import LANES
+
 LOWEST = -1e30
 VMEM = 64 << 20  # bytes a kernel may use: all that a v5p core has
 
@@ -59,6 +61,27 @@ class Running(NamedTuple):
     def result(self, head: int) -> Any:
         """The attention's output [rows, Dv] in float32."""
         return self.sums[head] / self.total[head][:, :1]
+
+    def part(self, head: int) -> Any:
+        """Half of the keys, for `joined`: float32 [rows, LANES + Dv], the log-sum in LANES, then the output.
+
+        A half that has seen nothing has `LOWEST`, and zeros.
+        """
+        total = jnp.where(self.total[head] > 0, self.total[head], 1.0)
+        logsum = self.top[head] + jnp.log(total)
+        return jnp.concatenate([logsum, self.sums[head] / total[:, :1]], axis=1)
+
+
+def joined(parts: jax.Array, dtype: Any) -> jax.Array:
+    """The output [B, G, ..., rows, Dv] of both halves' `Running.part`, [B, 2 * G, ..., rows, LANES + Dv].
+
+    The second half has seen something. No lane is taken out of its tile, for which XLA would turn all round.
+    """
+    first, second = jnp.split(parts, 2, axis=1)
+    dim = parts.shape[-1] - LANES
+    share = jax.nn.sigmoid(second[..., :LANES] - first[..., :LANES])
+    share = jnp.concatenate([share] * -(-dim // LANES), axis=-1)[..., :dim]
+    return (first[..., LANES:] * (1 - share) + second[..., LANES:] * share).astype(dtype)
 
 
 def product(left: Any, right: Any, axis: int) -> jax.Array:

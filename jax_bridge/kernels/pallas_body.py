@@ -1,4 +1,4 @@
-"""What the paged attention kernel does for one half of the K/V heads, one sequence, one tile of query rows.
+"""What the paged attention kernel does for one half (`Halves`), one sequence, one tile of query rows.
 
 It reads K and V of a page in one copy, a block of pages at a time and one block ahead, and keeps a running
 softmax. It never reads what it writes: the last, partly filled tile of old rows and the new rows are merged
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jax_bridge.kernels.halves import Halves
 from jax_bridge.kernels.online_softmax import Running
 from torch_dflash.plan import TILE
 
@@ -32,6 +33,7 @@ class Kind(NamedTuple):
     scale: float
     window: int | None
     softcap: float | None
+    halves: Halves
 
 
 def attend_to_pages(
@@ -45,11 +47,16 @@ def attend_to_pages(
     tile, KV], ``blocks`` [2, pages, own, page, KV], the softmax's ``top``, ``total`` and ``sums`` per row.
     """
     half, b, tile = (pl.program_id(axis) for axis in range(3))
+    b, place = kind.halves.place(half, b)
     own, (block_pages, page) = staged.shape[0], (blocks.shape[1], blocks.shape[3])
-    heads, columns = pl.ds(half * own, own), div(table_ref.shape[0], pl.num_programs(1))
+    heads, columns = pl.ds(place * own, own), div(table_ref.shape[0], kind.halves.batch)
+    has_new = kind.halves.has_new(half)
     start = start_ref[b]
     inside = rem(start, TILE)
     base = start - inside  # rows below are read from pages, the rest from `staged`
+
+    def writes():
+        return tile == 0 if has_new is True else (tile == 0) & has_new
 
     def number(column):
         return table_ref[b * columns + column]
@@ -58,7 +65,7 @@ def attend_to_pages(
         offset = pl.multiple_of(rem(position, page), TILE)
         return pool.at[number(div(position, page)), heads, pl.ds(offset, TILE)]
 
-    @pl.when(tile == 0)
+    @pl.when(writes())
     def _():
         old = pltpu.make_async_copy(tile_at(base), staged.at[:, pl.ds(0, TILE)], left)
         old.start()
@@ -90,18 +97,24 @@ def attend_to_pages(
             yield pltpu.make_async_copy(source, blocks.at[slot, index], arrived.at[slot])
 
     earliest = 0 if kind.window is None else jnp.maximum(offset - kind.window + 1, 0)
-    _read_ahead(copies, attend_block, div(earliest, keys), div(base + keys - 1, keys))
+    begin, end = kind.halves.blocks(half, div(earliest, keys), div(base + keys - 1, keys))
+    _read_ahead(copies, attend_block, begin, end)
 
-    @pl.when(tile == 0)
+    @pl.when(writes())
     def _():
         _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
 
     position = base + jax.lax.broadcasted_iota(jnp.int32, (1, staged.shape[1]), 1)
+    result = running.part if kind.halves.keys == 2 else running.result
     for head in range(own):
-        attend(head, staged[head], position, position < start + kind.rows)
-        out[0, head, 0] = running.result(head).astype(out.dtype)
 
-    @pl.when(tile == 0)
+        @pl.when(has_new)
+        def _(head=head):
+            attend(head, staged[head], position, position < start + kind.rows)
+
+        out[0, head, 0] = result(head).astype(out.dtype)
+
+    @pl.when(writes())
     def _():
         _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).wait())
 

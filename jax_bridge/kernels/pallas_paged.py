@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.kernels.online_softmax import LOWEST, VMEM
+from jax_bridge.kernels.halves import Halves
+from jax_bridge.kernels.online_softmax import LOWEST, VMEM, joined
 from jax_bridge.kernels.pallas_body import Kind, attend_to_pages
 from torch_dflash.ops.paged_attention import LANES
 from torch_dflash.plan import TILE
@@ -48,9 +49,11 @@ def pallas_paged_attention(
         interpret: run on the CPU, slowly, for tests.
     """
     batch, groups, heads, rows, _ = query.shape
-    tile_rows = _divisor(rows, max(1, row_tile // heads))
+    halves = Halves.of(batch, groups)
+    # Results of halves of the keys take twice the room, or more.
+    tile_rows = _divisor(rows, max(1, row_tile // halves.keys // heads))
     tiles = rows // tile_rows
-    kind = Kind(k_dim, rows, tile_rows, scale, window, softcap)
+    kind = Kind(k_dim, rows, tile_rows, scale, window, softcap, halves)
 
     # Where K ends inside a tile of lanes, zeros over V's lanes are cheaper than moving lanes.
     whole = k_dim % LANES != 0
@@ -66,7 +69,8 @@ def pallas_paged_attention(
     first = jnp.repeat(sinks.astype(jnp.float32), tile_rows, axis=1)[:, :, None]
 
     call = _call(kind, tiled, pool, width, block_pages, table.shape[1] * pool.shape[2], interpret)
-    out, pool = call(start, table.reshape(-1), tiled, fresh, first, pool)
+    out, pool = call(start, table.reshape(-1), tiled, fresh, halves.begin(first), pool)
+    out = joined(out, query.dtype) if halves.keys == 2 else out
     out = _swap(out, (batch, groups, tiles, heads, tile_rows, width)).reshape(*query.shape[:-1], width)
     return (out[..., k_dim:] if whole else out), pool
 
@@ -77,25 +81,32 @@ def _call(
     """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place."""
     batch, groups, tiles, height, depth = query.shape
     page, lanes = pool.shape[2:]
-    halves = 2 if groups % 2 == 0 else 1
-    own, staged = groups // halves, -(-(kind.rows + TILE - 1) // TILE) * TILE
+    halves, own = kind.halves, kind.halves.own
+    staged = -(-(kind.rows + TILE - 1) // TILE) * TILE
+    made = jax.ShapeDtypeStruct((*query.shape[:-1], width), query.dtype)
+    if halves.keys == 2:
+        made = jax.ShapeDtypeStruct((batch, 2 * groups, tiles, height, LANES + width), jnp.float32)
 
-    def by_tile(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, own, 1, height, width), lambda half, b, tile, *_: (b, half, tile, 0, 0))
+    def by_tile(width: int, place: Callable) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (1, own, 1, height, width), lambda half, b, tile, *_: (*place(half, b), tile, 0, 0)
+        )
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         partial(attend_to_pages, kind),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(halves, batch, tiles),
+            grid=(*halves.grid, tiles),
             in_specs=[
-                by_tile(depth),
-                pl.BlockSpec((1, own, kind.rows, lanes), lambda half, b, tile, *_: (b, half, 0, 0)),
-                pl.BlockSpec((own, height, 1), lambda half, b, tile, *_: (half, 0, 0)),
+                by_tile(depth, halves.place),
+                pl.BlockSpec(
+                    (1, own, kind.rows, lanes), lambda half, b, tile, *_: (*halves.place(half, b), 0, 0)
+                ),
+                pl.BlockSpec((own, height, 1), lambda half, b, tile, *_: (halves.result(half, b)[1], 0, 0)),
                 in_hbm,
             ],
-            out_specs=[by_tile(width), in_hbm],
+            out_specs=[by_tile(made.shape[-1], halves.result), in_hbm],
             scratch_shapes=[
                 pltpu.VMEM((own, staged, lanes), pool.dtype),
                 pltpu.VMEM((2, block_pages, own, page, lanes), pool.dtype),
@@ -104,12 +115,9 @@ def _call(
                 pltpu.SemaphoreType.DMA,
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((*query.shape[:-1], width), query.dtype),
-            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-        ],
+        out_shape=[made, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         input_output_aliases={5: 1},
-        # Halves of the heads touch different parts of every page: a chip with two cores takes one each.
+        # Halves read nothing that the other one writes: a chip with two cores takes one each.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -104,6 +106,26 @@ def test_a_round_moves_its_share_and_sums_twice_a_layer(name, topology, chips):
 @pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-coder-30b-a3b"])
 def test_four_rows_on_static_caches_are_as_good(name):
     assert not faults(name, "v5e:2x4", 8, batch_size=4, cache="static", most=1.1)
+
+
+def test_two_rows_are_as_good():
+    assert not faults("llama-3.3-70b", "v5p:2x2x2", 8, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "rows", "results"),
+    [
+        ("llama-3.3-70b", "v5p:2x2x2", 1, "f32[1,2"),  # of halves of the keys: a chip has two cores
+        ("llama-3.3-70b", "v5p:2x2x2", 2, "bf16[2,1"),  # a sequence each
+        ("qwen3-32b", "v5e:2x4", 1, "bf16[1,1"),
+    ],
+)
+def test_one_head_a_chip_is_for_all_of_its_cores(name, topology, rows, results):
+    options = {"capacity": 4064, "cache": "paged", "matmul_precision": "default", "batch_size": rows}
+    model = aot.abstract_pair(*large_pair(name), **options)
+    hlo = aot.compile_step(model, "round", topology=topology, chips=8).hlo
+    found = re.findall(r"%(\w+_attention)[.\d]* = \(?(\w+\[\d+,\d+)", hlo)
+    assert Counter(found) == {("paged_attention", results): 2, ("block_attention", results): 1}
 
 
 def test_a_selector_looks_up_its_codebooks_where_they_lie():
