@@ -13,8 +13,9 @@ from jax_bridge.kernels.online_softmax import LOWEST
 class Halves(NamedTuple):
     """A call of ``batch`` sequences and ``groups`` K/V heads, and which of three things comes in two parts.
 
-    Every page is read by one half alone. Halves of the ``keys`` give a result each, put together by
-    `jax_bridge.kernels.online_softmax.joined`; the second has the new rows.
+    Every page is read by one half alone; a dense context of one block is fetched by both, attended to by one.
+    Halves of the ``keys`` give a result each, put together by `jax_bridge.kernels.online_softmax.joined`; the
+    second has the new rows.
     """
 
     batch: int
