@@ -13,8 +13,9 @@ from jax_bridge.kernels.online_softmax import LOWEST
 class Halves(NamedTuple):
     """A call of ``batch`` sequences and ``groups`` K/V heads, and which of three things comes in two parts.
 
-    Every page is read by one half alone. Halves of the ``keys`` give a result each, put together by
-    `jax_bridge.kernels.online_softmax.joined`; the second has the new rows.
+    Every page is read by one half alone; a dense context of one block is fetched by both, attended to by one.
+    Halves of the ``keys`` give a result each, put together by `jax_bridge.kernels.online_softmax.joined`; the
+    second has the new rows.
     """
 
     batch: int
@@ -60,8 +61,12 @@ class Halves(NamedTuple):
         return jnp.concatenate([jnp.full_like(first, LOWEST), first]) if self.keys == 2 else first
 
     def has_new(self, half: Any) -> Any:
-        """Whether a half attends to the new rows, and writes them."""
+        """Whether a half attends to the new rows."""
         return half == 1 if self.keys == 2 else True
+
+    def writes(self, half: Any, tile: Any) -> Any:
+        """Whether a program merges and writes the new rows: the first tile of the half that has them."""
+        return (tile == 0) & (half == 1) if self.keys == 2 else tile == 0
 
     def blocks(self, half: Any, begin: Any, end: Any) -> tuple[Any, Any]:
         """A half's blocks of keys, of ``begin .. end-1``.

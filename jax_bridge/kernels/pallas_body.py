@@ -50,13 +50,9 @@ def attend_to_pages(
     b, place = kind.halves.place(half, b)
     own, (block_pages, page) = staged.shape[0], (blocks.shape[1], blocks.shape[3])
     heads, columns = pl.ds(place * own, own), div(table_ref.shape[0], kind.halves.batch)
-    has_new = kind.halves.has_new(half)
     start = start_ref[b]
     inside = rem(start, TILE)
     base = start - inside  # rows below are read from pages, the rest from `staged`
-
-    def writes():
-        return tile == 0 if has_new is True else (tile == 0) & has_new
 
     def number(column):
         return table_ref[b * columns + column]
@@ -65,7 +61,7 @@ def attend_to_pages(
         offset = pl.multiple_of(rem(position, page), TILE)
         return pool.at[number(div(position, page)), heads, pl.ds(offset, TILE)]
 
-    @pl.when(writes())
+    @pl.when(kind.halves.writes(half, tile))
     def _():
         old = pltpu.make_async_copy(tile_at(base), staged.at[:, pl.ds(0, TILE)], left)
         old.start()
@@ -100,7 +96,7 @@ def attend_to_pages(
     begin, end = kind.halves.blocks(half, div(earliest, keys), div(base + keys - 1, keys))
     _read_ahead(copies, attend_block, begin, end)
 
-    @pl.when(writes())
+    @pl.when(kind.halves.writes(half, tile))
     def _():
         _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
 
@@ -108,13 +104,13 @@ def attend_to_pages(
     result = running.part if kind.halves.keys == 2 else running.result
     for head in range(own):
 
-        @pl.when(has_new)
+        @pl.when(kind.halves.has_new(half))
         def _(head=head):
             attend(head, staged[head], position, position < start + kind.rows)
 
         out[0, head, 0] = result(head).astype(out.dtype)
 
-    @pl.when(writes())
+    @pl.when(kind.halves.writes(half, tile))
     def _():
         _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).wait())
 
