@@ -1,8 +1,8 @@
 """Whether a pair fits the chips of a slice, how much of it does, and which slice it needs.
 
 From the compiler and from shapes: what weights and states take is known without a compilation, and what
-programs need besides hardly depends on the number of layers, so that a few of them tell it
-(`jax_bridge.aot.sizes`). What is said to be the largest is then compiled whole.
+programs need besides grows by a few MB a layer, so that a few of them tell it (`jax_bridge.aot.sizes`). What
+is said to be the largest is then compiled whole.
 """
 
 from __future__ import annotations

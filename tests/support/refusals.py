@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-import torch_dflash.runtime
+import torch_dflash.eager
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 
@@ -18,7 +18,7 @@ def no_step_runs(monkeypatch):
         pytest.fail("a step ran before the input was refused")
 
     for step in ("begin", "prefill", "decode_round"):
-        monkeypatch.setattr(torch_dflash.runtime, step, ran)
+        monkeypatch.setattr(torch_dflash.eager, step, ran)
 
 
 def refuses(error, *words):
