@@ -52,8 +52,6 @@ class Call:
 
     def tell(self, what: dict[int, Gain] | Part | BaseException | None) -> None:
         """Called by replicas: what rows have gained; at last, once a group, its part, an error, or None."""
-        if isinstance(what, BaseException):
-            self.stopped = True
         self._told.put(what)
 
     def gains(self) -> Iterator[dict[int, Gain]]:
