@@ -8,7 +8,8 @@ import re
 import jax
 import pytest
 from support import ROOT
-from support.tiny import BASE, FAMILIES, MASK
+from support.config_folders import DRAFTER, write_configs
+from support.tiny import BASE, FAMILIES
 from transformers import AutoConfig
 
 import torch_dflash as td
@@ -21,12 +22,6 @@ from torch_dflash.cli.configs import load_configs
 from torch_dflash.cli.errors import UserError
 
 CONFIGS = ROOT / "benchmarks/configs"
-DRAFTER = {
-    "hidden_size": BASE["hidden_size"], "vocab_size": BASE["vocab_size"], "intermediate_size": 40,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 512, "num_target_layers": BASE["num_hidden_layers"],
-    "target_layer_ids": [0, 2], "block_size": 6, "mask_token_id": MASK,
-}  # fmt: skip
 KEYS = (
     "compile_seconds hbm_per_chip_bytes peak_temp_bytes aliased_bytes collectives verify_hbm_bytes "
     "verify_floor_bytes draft_hbm_bytes draft_floor_bytes round_hbm_bytes round_floor_bytes roofline_ms bound"
@@ -49,13 +44,7 @@ def compiled(cost: str = "", traffic: int = 4040) -> aot.CompiledStep:
     )  # fmt: skip
 
 
-@pytest.fixture
-def folders(tmp_path):
-    """A tiny pair's configs, alone in their directories."""
-    _, config, extra = FAMILIES["qwen3"]
-    config(**(BASE | extra)).save_pretrained(tmp_path / "target")
-    td.DFlashConfig(**DRAFTER, architectures=["DFlashDraftModel"]).save_pretrained(tmp_path / "drafter")
-    return tmp_path
+folders = pytest.fixture(name="folders")(write_configs)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from support.config_folders import DRAFTER, write_configs
 from support.tiny import BASE, FAMILIES
 
 import torch_dflash as td
@@ -18,21 +19,12 @@ from jax_bridge.room import bytes_of
 from torch_dflash.cli import main
 from torch_dflash.cli.configs import load_configs
 
-DRAFTER = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
-DRAFTER |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": BASE["vocab_size"], "block_size": 6}
-DRAFTER |= {"num_target_layers": 4, "target_layer_ids": [0, 2], "mask_token_id": 96}
 NAMES = {"bfloat16": "bf16", "float32": "f32", "int32": "s32", "uint8": "u8", "bool": "pred"}
 A_ROW, A_POSITION, PROGRAM = 30_000, 100, 5000
 """Bytes that the stand-in's programs need besides: of each row, of each position, and any."""
 
 
-@pytest.fixture
-def folders(tmp_path):
-    """A tiny pair's configs, alone in their directories."""
-    _, config, extra = FAMILIES["qwen3"]
-    config(**(BASE | extra)).save_pretrained(tmp_path / "target")
-    td.DFlashConfig(**DRAFTER, architectures=["DFlashDraftModel"]).save_pretrained(tmp_path / "drafter")
-    return tmp_path
+folders = pytest.fixture(name="folders")(write_configs)
 
 
 @pytest.fixture
