@@ -23,7 +23,7 @@ from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, ways_of_target
-from jax_bridge.mesh.shape import devices_of, parts_of, slice_mesh
+from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
 from jax_bridge.room import bytes_of, check_room, room_of
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
@@ -128,6 +128,7 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
     devices = devices_of(mesh)
+    check_distinct(devices or [])
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")

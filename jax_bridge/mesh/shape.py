@@ -43,7 +43,7 @@ def devices_of(mesh: Any) -> list[Any] | None:
     known = jax.devices()
     if isinstance(mesh, Mesh):
         devices = _of_a_mesh(mesh)
-    elif mesh == "auto":
+    elif isinstance(mesh, str) and mesh == "auto":
         devices = known
     elif is_count(mesh) and mesh >= 1:
         if mesh > len(known):
@@ -78,12 +78,24 @@ def parts_of(mesh: Any, replicas: int) -> list[list[Any]]:
     return [devices[first : first + size] for first in range(0, len(devices), size)]
 
 
+def check_distinct(devices: list[Any]) -> None:
+    """Raise ``ValueError`` unless the ``devices`` that share each weight are different ones."""
+    for device in devices:
+        if (count := devices.count(device)) > 1:
+            raise ValueError(
+                f"mesh has {device} {count} times: each chip of it has a part of its own; name it once, or "
+                f"pass replicas={count} for copies on one device."
+            )
+
+
 def _of_a_mesh(mesh: Mesh) -> list[Any]:
     if mesh.axis_names not in ((AXIS,), ALL):
         raise ValueError(
             f"mesh has the axes {mesh.axis_names}: it must have one, called {AXIS!r}; rows are spread over "
             "parts of it with replicas=, not by an axis."
         )
+    if not mesh.size:
+        raise ValueError('mesh has no devices; pass one that has some, or "auto" for all.')
     return list(mesh.devices.flat)
 
 

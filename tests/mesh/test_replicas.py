@@ -333,6 +333,17 @@ def test_what_replicas_cannot_be_is_refused(pair, front):
         decode(front, prompts(5), **(GREEDY | {"max_new_tokens": 60}))
 
 
+def test_devices_are_counted_before_any_work(pair, monkeypatch):
+    def traced(*_):
+        raise AssertionError("the target was traced first")
+
+    monkeypatch.setattr("torch_dflash.engine.engine.Target", traced)
+    with refuses(ValueError, "replicas=3 on 2 device(s)"):
+        td.compile(*pair, replicas=3, mesh=TWICE, **FIXED)
+    with refuses(ValueError, "mesh=99", "JAX has 1 device"):
+        td.compile(*pair, mesh=99, **FIXED)
+
+
 def test_generate_makes_replicas_as_large_as_their_share(pair):
     ids, mask = pad_rows(prompts(5))
     options = {"mesh": TWICE, "replicas": 2, **GREEDY}

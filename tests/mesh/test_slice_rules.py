@@ -11,6 +11,7 @@ from support.families import MORE
 from support.refusals import refuses
 from support.tiny import BASE, FAMILIES, make_drafter
 
+import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.lower import Programs
 from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW
@@ -116,8 +117,11 @@ def test_meshes_that_are_none():
     assert devices_of(None) is devices_of(1) is devices_of("auto") is None
     with refuses(ValueError, "mesh=99", "JAX has 1 device"):
         devices_of(99)
-    with refuses(TypeError, "mesh=[4]", "jax.sharding.Mesh"):
-        devices_of([4])
+    for wrong in ([4], np.array([1, 2])):
+        with refuses(TypeError, f"mesh={wrong!r}", "jax.sharding.Mesh"):
+            devices_of(wrong)
+    with refuses(ValueError, "mesh has no devices", '"auto"'):
+        devices_of(Mesh(np.array([]), ("model",)))
     with refuses(ValueError, "('data', 'model')", "'model'"):
         devices_of(Mesh(np.array([[device, device]]), ("data", "model")))
     for wrong in ("all", 0, True, 2.0):
@@ -125,6 +129,15 @@ def test_meshes_that_are_none():
             td.compile(target_of("qwen3"), None, mesh=wrong, **FIXED)
     with refuses(ValueError, "mesh=2", "runtime='eager'", "runtime='xla'"):
         td.compile(target_of("qwen3"), None, mesh=2, runtime="eager", **FIXED)
+
+
+def test_chips_of_one_slice_are_different_ones(tmp_path):
+    twice = Mesh(np.array(jax.devices()[:1] * 2), ("model",))
+    target_of("qwen3").save_pretrained(tmp_path)
+    with refuses(ValueError, "mesh", str(jax.devices()[0]), "2 times", "replicas=2"):
+        pair(twice)
+    with refuses(ValueError, "mesh", str(jax.devices()[0]), "2 times"):
+        jb.load(tmp_path, mesh=twice)
 
 
 def pair(mesh, family="qwen3", drafter=None, **options):

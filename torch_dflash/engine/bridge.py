@@ -15,16 +15,18 @@ from torch_dflash.engine.width import Widths
 from torch_dflash.runtime import Runtime
 
 
-def hosts_of(runtime: str, mesh: Any) -> Hosts | None:
+def hosts_of(runtime: str, mesh: Any, replicas: int) -> Hosts | None:
     """The processes of ``mesh``, as in `torch_dflash.compile`; None: they are this one alone.
 
     Raises:
-        TypeError, ValueError: it is no mesh, or of some processes alone.
+        TypeError, ValueError: it is no mesh, or of some processes alone, or ``replicas`` cannot share it.
     """
     if runtime != "xla" or mesh is None:
         return None
     from jax_bridge.hosts.hosts import spanning
+    from jax_bridge.mesh.shape import parts_of
 
+    parts_of(mesh, replicas)
     return spanning(mesh)
 
 

@@ -64,6 +64,8 @@ class Engine:
             )
         model = model_of(target)
         check_target(model)
+        mesh = mesh_of(target, options.mesh, options.replicas)
+        self.hosts, self._agreed = hosts_of(options.runtime, mesh, options.replicas), []
         with noting_writes(model) as traced:
             skeleton = Target(model, traced)
             check_context(model, options.max_length)
@@ -77,8 +79,6 @@ class Engine:
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
-        mesh = mesh_of(target, options.mesh, options.replicas)
-        self.hosts, self._agreed = hosts_of(options.runtime, mesh), []
         check_widths(self.hosts, self._widths)
         self._said: dict[str, str] = {}
         if self.hosts is not None:
