@@ -83,10 +83,11 @@ class DeviceModel:
         wanted = own if asked is None else parts_of(asked, replicas)[0]
         if wanted != own:
             here = "JAX's default device" if self.mesh is None else f"{len(own)} devices"
+            ids, asked_ids = ([device.id for device in devices] for devices in (own, wanted))
             there = "there" if replicas == 1 else "on the first replica's"
             raise ValueError(
-                f"mesh={asked!r}: the target was loaded on {here}; load it {there}, jb.load(..., mesh=...), "
-                "or leave mesh out."
+                f"mesh={asked!r}, of devices {asked_ids}: the target was loaded on {here}, {ids} in this order; "
+                f"load it {there}, jb.load(..., mesh=...), or leave mesh out."
             )
         return self.mesh if replicas == 1 else asked
 

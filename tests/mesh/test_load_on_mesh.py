@@ -50,6 +50,12 @@ try:
     td.generate(jb.load(folder), drafter, *prompts(), mesh=4, **options)
 except ValueError as error:
     assert "JAX's default device" in str(error) and "jb.load" in str(error), error
+    assert "[0, 1, 2, 3]" in str(error), error
+reverse = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("model",))
+try:
+    td.generate(loaded, drafter, *prompts(), mesh=reverse, **options)
+except ValueError as error:
+    assert "[3, 2, 1, 0]" in str(error) and "[0, 1, 2, 3] in this order" in str(error), error
     print("checked")
 """
 
