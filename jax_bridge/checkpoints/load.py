@@ -86,8 +86,8 @@ class DeviceModel:
             ids, asked_ids = ([device.id for device in devices] for devices in (own, wanted))
             there = "there" if replicas == 1 else "on the first replica's"
             raise ValueError(
-                f"mesh={asked!r}, of devices {asked_ids}: the target was loaded on {here}, {ids} in this order; "
-                f"load it {there}, jb.load(..., mesh=...), or leave mesh out."
+                f"mesh={asked!r}, of devices {asked_ids}: the target was loaded on {here}, {ids} in this "
+                f"order; load it {there}, jb.load(..., mesh=...), or leave mesh out."
             )
         return self.mesh if replicas == 1 else asked
 
