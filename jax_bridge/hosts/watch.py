@@ -145,7 +145,7 @@ class Watch:
             self._end(said)
 
     def _tell(self, said: str) -> None:
-        """Have the others hear it. Process 0 waits until they have: the service ends with it."""
+        """Have the others hear it. Process 0 waits until they have: JAX's service ends with it."""
         for one in self._others:
             self._store.put(f"told/{one}", said)
         for _ in range(FAREWELL * 10 if self._store.process == 0 else 0):
@@ -164,8 +164,9 @@ class Watch:
 
     def _farewell(self, said: str) -> None:
         with contextlib.suppress(Exception):
-            self._store.put(f"heard/{self._store.process}", "")
             self._tell(said)
+            if self._store.process != 0:  # the last word, for process 0 waits for it
+                self._store.put(f"heard/{self._store.process}", "")
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)

@@ -10,6 +10,8 @@ from support.slices import make_sliceable
 
 pytestmark = pytest.mark.heavy
 WORDS = "torch-dflash: process {} of 2 ends: "
+JAXS_WORDS = "Terminating process because the JAX distributed service detected fatal errors"
+"""Where its service ends with process 0, JAX may be faster than we are."""
 SOON = SILENT + 30
 """Seconds within which all end, on a machine with other work."""
 
@@ -47,7 +49,9 @@ def test_a_process_that_does_not_answer_ends_the_other(tmp_path, victim, number)
         two.signal(victim, number)
         ended = two.end(1 - victim, SOON)
         assert ended.status not in (0, None), ended
-        assert WORDS.format(1 - victim) + f"process {victim}" in ended.err, ended
+        named = WORDS.format(1 - victim) + f"process {victim}" in ended.err
+        with_service = victim == 0 and number == signal.SIGKILL
+        assert named or (with_service and JAXS_WORDS in ended.err), ended
         assert "all of it" not in ended.out
 
 

@@ -239,6 +239,20 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     assert judged(shelves, monkeypatch, over, busy=False, beats=50) == []
 
 
+def test_process_0_ends_when_the_other_has_heard_why(shelves, monkeypatch):
+    monkeypatch.setattr(watch, "FAREWELL", 5)
+    order: list[str] = []
+    monkeypatch.setattr(watch.os, "_exit", lambda status: order.append(f"ended {status}"))
+    ends = threading.Thread(target=Watch(shelves[0])._exit, args=("of mine",))
+    ends.start()
+    assert shelves[1].wait("told/1", 5) == "of mine"
+    time.sleep(0.3)
+    order.append("heard")
+    shelves[1].put("heard/1", "")
+    ends.join()
+    assert order == ["heard", "ended 1"]
+
+
 @pytest.mark.parametrize(
     ("indices", "count", "words"),
     [
