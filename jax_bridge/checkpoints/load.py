@@ -25,6 +25,7 @@ from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, ways_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
 from jax_bridge.room import bytes_of, check_room, room_of
+from torch_dflash.checks import check_mesh
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
@@ -121,13 +122,14 @@ def load(
     Raises:
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
         ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
-            missing, unexpected or of another shape, before any is read; a mesh without the axis "model", or
+            missing, unexpected or of another shape, before any is read; a mesh that names no such devices, or
             a kind of model that is not decoded on one; or a device that tells how much memory it has, and
             has less than its part of the weights takes. RuntimeError: another process has read another
             checkpoint.
     """
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
+    check_mesh(mesh, "xla")
     devices = devices_of(mesh)
     check_distinct(devices or [])
     unknown = [name for name in hub if name not in HUB_OPTIONS]

@@ -14,7 +14,7 @@ import jax
 
 from jax_bridge.hosts import watch
 from jax_bridge.hosts.store import Store
-from jax_bridge.mesh.shape import devices_of
+from jax_bridge.mesh.shape import parts_of
 
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers")
 VERSIONS = ", ".join(f"{one} {version(one)}" for one in PACKAGES)
@@ -156,16 +156,16 @@ def _short(text: str | None) -> str:
     return "not said" if text is None else text if len(text) < 400 else f"{text[:397]}..."
 
 
-def spanning(mesh: Any) -> Hosts | None:
+def spanning(mesh: Any, replicas: int = 1) -> Hosts | None:
     """The processes of ``mesh``, as in `torch_dflash.compile`; None: its devices are this one's own.
 
     Raises:
-        TypeError, ValueError: it is no mesh, or of some processes alone, or they have not joined.
+        TypeError, ValueError: it is no mesh, or of some processes alone, or they have not joined, or
+            ``replicas`` cannot share it.
     """
-    devices = devices_of(mesh)
-    found = sorted({device.process_index for device in devices or ()})
+    found = sorted({device.process_index for part in parts_of(mesh, replicas) for device in part})
     this, count = jax.process_index(), jax.process_count()
-    if devices is None or found == [this]:
+    if found == [this]:
         return None
     if found != list(range(count)):
         raise ValueError(

@@ -263,7 +263,7 @@ def test_process_0_ends_when_the_other_has_heard_why(shelves, monkeypatch):
 )
 def test_a_mesh_of_processes_that_are_not_all_here_is_refused(monkeypatch, indices, count, words):
     devices = [SimpleNamespace(process_index=index) for index in indices]
-    monkeypatch.setattr(hosts, "devices_of", lambda mesh: devices)
+    monkeypatch.setattr(hosts, "parts_of", lambda mesh, replicas: [devices])
     monkeypatch.setattr(jax, "process_count", lambda: count)
     with refuses(ValueError, *words):
         spanning("auto")

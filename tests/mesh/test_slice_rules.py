@@ -124,9 +124,11 @@ def test_meshes_that_are_none():
         devices_of(Mesh(np.array([]), ("model",)))
     with refuses(ValueError, "('data', 'model')", "'model'"):
         devices_of(Mesh(np.array([[device, device]]), ("data", "model")))
-    for wrong in ("all", 0, True, 2.0):
+    for wrong in ("all", "4", 0, -1, True, 2.0):
         with refuses(ValueError, f"mesh={wrong!r}"):
             td.compile(target_of("qwen3"), None, mesh=wrong, **FIXED)
+        with refuses(ValueError, f"mesh={wrong!r}"):
+            jb.load("nowhere", mesh=wrong)
     with refuses(ValueError, "mesh=2", "runtime='eager'", "runtime='xla'"):
         td.compile(target_of("qwen3"), None, mesh=2, runtime="eager", **FIXED)
 

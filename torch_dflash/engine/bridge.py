@@ -24,10 +24,8 @@ def hosts_of(runtime: str, mesh: Any, replicas: int) -> Hosts | None:
     if runtime != "xla" or mesh is None:
         return None
     from jax_bridge.hosts.hosts import spanning
-    from jax_bridge.mesh.shape import parts_of
 
-    parts_of(mesh, replicas)
-    return spanning(mesh)
+    return spanning(mesh, replicas)
 
 
 def make_runtimes(
