@@ -122,7 +122,7 @@ def load(
     Raises:
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
         ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
-            missing, unexpected or of another shape, before any is read; a mesh that names no such devices, or
+            missing, unexpected or of another shape, before any is read; a mesh that ``compile`` refuses, or
             a kind of model that is not decoded on one; or a device that tells how much memory it has, and
             has less than its part of the weights takes. RuntimeError: another process has read another
             checkpoint.
