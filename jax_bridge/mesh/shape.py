@@ -43,12 +43,12 @@ def devices_of(mesh: Any) -> list[Any] | None:
     known = jax.devices()
     if isinstance(mesh, Mesh):
         devices = _of_a_mesh(mesh)
-    elif isinstance(mesh, str) and mesh == "auto":
-        devices = known
     elif is_count(mesh) and mesh >= 1:
         if mesh > len(known):
             raise ValueError(f"mesh={mesh}: JAX has {len(known)} device(s) here; ask for at most so many.")
         devices = known[:mesh] if mesh > 1 else [default_device()]
+    elif isinstance(mesh, str) and mesh == "auto":
+        devices = known
     else:
         raise TypeError(
             f'mesh={mesh!r}: pass a jax.sharding.Mesh with an axis {AXIS!r}, a number of devices, or "auto".'
