@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import llguidance.hf
 import numpy as np
@@ -17,6 +18,8 @@ from support.tokenizers import byte_tokenizer
 from transformers import LogitsProcessorList
 
 import torch_dflash as td
+from torch_dflash.engine.answers import asked_grammars
+from torch_dflash.engine.request import Request
 from torch_dflash.grammars.matcher import MatcherRow
 from torch_dflash.processors.grammars import GrammarTable, only
 
@@ -365,6 +368,15 @@ def test_an_end_that_is_allowed_early_is_caught(pair, batch, monkeypatch, device
     )
     with pytest.raises(ValueError, match="row 0: token 0, new token 0, is not one that its grammar allows"):
         ours(pair, batch, grammar, processors=(wish,))
+
+
+@pytest.mark.parametrize("kind", ["regex", "table"])
+def test_an_error_names_the_row_of_the_call_where_a_replica_has_some_of_them(kind):
+    asked = asked_grammars([None, make_grammar(kind)], [(STOP,)] * 2, VOCAB)
+    request = replace(Request.greedy([np.ones(1, np.int32)] * 2, 4), processors=asked)
+    (grammar,) = request.part([1]).grammars
+    with refuses(ValueError, "row 1: token 0, new token 0"):
+        grammar.check([STOP])
 
 
 def test_options_that_leave_no_token_are_an_error_and_no_other_text(pair, batch):

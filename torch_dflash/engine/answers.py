@@ -60,7 +60,7 @@ def asked_grammars(
             raise ValueError(
                 f"row {at}: eos_token_id={list(stops)} leaves its grammar no way to end; pass the model's."
             )
-        row = grammar.row(ends, vocab_size)
+        row = grammar.row(ends, vocab_size, at)
         (tabled if isinstance(row, TableRow) else matched)[at] = row
     tables = [row.table.following.shape for row in tabled if isinstance(row, TableRow)]
     asked: dict[Processor, list[RowGrammar | None]] = {GrammarMatcher(): matched}

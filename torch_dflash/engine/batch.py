@@ -142,7 +142,7 @@ class Generation:
         self._halt(progress, since)
         for row, grammar in enumerate(self._grammars):
             if grammar is not None:
-                grammar.check(progress.tokens[row, len(self.rows[row]) : progress.known[row]].tolist(), row)
+                grammar.check(progress.tokens[row, len(self.rows[row]) : progress.known[row]].tolist())
         return progress
 
     def _halt(self, progress: Progress, since: np.ndarray) -> None:

@@ -132,8 +132,8 @@ class Grammar:
             )
         return cls.json_schema(inner["schema"], tokenizer)
 
-    def row(self, stop_ids: Sequence[int], vocab_size: int) -> MatcherRow | TableRow:
-        """The grammar for one row of a request, which ends with one of ``stop_ids``.
+    def row(self, stop_ids: Sequence[int], vocab_size: int, number: int = 0) -> MatcherRow | TableRow:
+        """The grammar for row ``number`` of a request, which ends with one of ``stop_ids``.
 
         Raises:
             ValueError: its tokenizer has more ids than the target.
@@ -144,8 +144,8 @@ class Grammar:
                 "with the target's own tokenizer."
             )
         if self.table is not None:
-            return TableRow(self.table, stop_ids)
-        return MatcherRow(self._source, self.vocabulary, stop_ids)
+            return TableRow(self.table, stop_ids, number)
+        return MatcherRow(self._source, self.vocabulary, stop_ids, number)
 
 
 def _short(value: object) -> str:

@@ -28,11 +28,12 @@ class MatcherRow:
     and goes back and forth to them. So it does not matter which calls come, how often, and in which order.
 
     Attributes:
-        handle: its number, by which compiled programs call it; it lives as long as its request.
+        handle: its key, by which compiled programs call it; it lives as long as its request.
         reads: calls of programs on the host that it was part of.
     """
 
-    def __init__(self, source: str, vocabulary: Vocabulary, stop_ids: Sequence[int]):
+    def __init__(self, source: str, vocabulary: Vocabulary, stop_ids: Sequence[int], number: int = 0):
+        self._number = number
         self._new = lambda: library("llguidance").LLMatcher(vocabulary.tokenizer, source, log_level=0)
         self._matcher: Any = self._new()
         self._taken: list[int] = []
@@ -58,16 +59,16 @@ class MatcherRow:
                     break
         return rows
 
-    def check(self, answer: list[int], row: int) -> None:
+    def check(self, answer: list[int]) -> None:
         """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole one before a stop id."""
         text = answer[:-1] if answer[-1:] and answer[-1] in self._stops else answer
         with self._lock:
             whole = self._go_to(text) and (text is answer or self._matcher.is_accepting())
             place, error = len(self._taken), self._error
         if error:
-            raise NoTokenLeft(f"row {row}: llguidance gave its grammar up: {error}")
+            raise NoTokenLeft(f"row {self._number}: llguidance gave its grammar up: {error}")
         if not whole:
-            raise refused(row, answer[place], place)
+            raise refused(self._number, answer[place], place)
 
     def check_beginning(self, said: str) -> None:
         """Raise ``ValueError`` where no token may come first and the empty text is none of the grammar's."""

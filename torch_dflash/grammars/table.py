@@ -39,8 +39,8 @@ class TableRow:
 
     reads = 0
 
-    def __init__(self, table: TokenTable, stop_ids: Sequence[int]):
-        self.table, self._stops = table, frozenset(stop_ids)
+    def __init__(self, table: TokenTable, stop_ids: Sequence[int], number: int = 0):
+        self.table, self._stops, self._number = table, frozenset(stop_ids), number
 
     def arrays(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(``following``, ``class_of`` for ``vocab_size`` ids, ``allowed`` for them, with the stop ids)."""
@@ -54,7 +54,7 @@ class TableRow:
         allowed[DEAD] = ALL
         return table.following, classes, allowed
 
-    def check(self, answer: list[int], row: int) -> None:
+    def check(self, answer: list[int]) -> None:
         """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole one before a stop id."""
         state, table = FIRST, self.table
         for place, token in enumerate(answer):
@@ -65,7 +65,7 @@ class TableRow:
                 following = int(table.following[state, table.class_of[token]]) if known else DEAD
                 right = following != DEAD
             if not right:
-                raise refused(row, token, place)
+                raise refused(self._number, token, place)
             state = following
 
     def check_beginning(self, said: str) -> None:
