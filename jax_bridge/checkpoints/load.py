@@ -48,12 +48,14 @@ class DeviceModel:
     """A target on the device, for `torch_dflash.compile` and `generate` with ``runtime="xla"``.
 
     ``model`` is the transformers model without weights (meta tensors; its buffers are real), ``arrays`` its
-    parameters and buffers by name, tied ones once, ``mesh`` what they are spread over, if anything.
+    parameters and buffers by name, tied ones once, ``mesh`` what they are spread over, if anything, and
+    ``checkpoint`` some bits of what was read, where several processes compare it.
     """
 
     model: Any
     arrays: dict[str, Weight]
     mesh: Mesh | None = None
+    checkpoint: str = ""
 
     @property
     def config(self) -> Any:
@@ -157,9 +159,11 @@ def load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
+    known = ""
     if (hosts := spanning(mesh)) is not None:
-        hosts.agree("jb.load", {"the checkpoint": fingerprint_of(parts)})
-    return DeviceModel(model, arrays, mesh)
+        known = fingerprint_of(parts)
+        hosts.agree("jb.load", {"the mesh": hosts.order(mesh), "the checkpoint": known})
+    return DeviceModel(model, arrays, mesh, known)
 
 
 def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:

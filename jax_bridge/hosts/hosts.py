@@ -15,9 +15,10 @@ import jax
 from jax_bridge.hosts import watch
 from jax_bridge.hosts.store import Store
 from jax_bridge.mesh.shape import devices_of
+from torch_dflash import __version__
 
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers")
-VERSIONS = ", ".join(f"{one} {version(one)}" for one in PACKAGES)
+VERSIONS = ", ".join([f"torch_dflash {__version__}", *(f"{one} {version(one)}" for one in PACKAGES)])
 
 
 class Hosts:
@@ -35,6 +36,10 @@ class Hosts:
     def first(self) -> bool:
         """Whether what this process is given counts."""
         return self._store.process == 0
+
+    def order(self, mesh: Any) -> str:
+        """The devices of ``mesh`` in their order; other processes have to name them in the same."""
+        return str([device.id for device in devices_of(mesh) or ()])
 
     def agree(self, what: str, said: dict[str, str], given: bytes | None = None) -> bytes:
         """Meet the others in the call ``what``, and return what process 0 was ``given``.

@@ -102,6 +102,8 @@ def test_a_stream_that_one_process_leaves_ends_both(tmp_path):
     [
         ("plan", "max_length is 128 there, 64 in process 0"),
         ("weights", "their bits is"),
+        ("engine", "their bits is"),
+        ("state", "the state is"),
         ("call", "the call is start there, generate in process 0"),
         ("defaults", "what it reads is"),
     ],

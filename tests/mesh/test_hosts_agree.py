@@ -19,7 +19,7 @@ from jax_bridge.hosts.hosts import Hosts, Lead, spanning
 from jax_bridge.hosts.watch import OVER, Watch
 from jax_bridge.mesh.shape import devices_of
 from torch_dflash.engine.request import UNSET
-from torch_dflash.engine.together import read_together
+from torch_dflash.engine.together import READ, read_together
 from torch_dflash.engine.wire import packed, unpacked
 
 
@@ -102,7 +102,7 @@ def test_what_process_0_is_given_counts(shelves):
 
         options = {"tokenizer": tokenizers[rank], "temperature": [0.5 + rank]}
         given = torch.full((1 + rank, 3), rank), None, options
-        return read_together(this, "generate", {"the plan": "a"}, given, read, lambda found: "read")
+        return read_together(this, "generate", {"the plan": "a"}, given, read, lambda found: {})
 
     ours, theirs = both(shelves, call)
     assert ours == ([[0, 0, 0]], None, tokenizers[0], [0.5])
@@ -131,7 +131,7 @@ def test_what_one_process_refuses_is_known_to_the_other(shelves):
             return ids
 
         return read_together(
-            this, "generate", {}, (torch.ones(1, 1), None, {}), read, lambda found: "a request"
+            this, "generate", {}, (torch.ones(1, 1), None, {}), read, lambda found: {READ: "a request"}
         )
 
     for said in both(shelves, call):
@@ -143,7 +143,7 @@ def test_what_both_refuse_is_each_ones_own_error(shelves):
         def read(ids, mask, options):
             raise ValueError("top_k=-1")
 
-        return read_together(this, "generate", {}, (torch.ones(1, 1), None, {}), read, str)
+        return read_together(this, "generate", {}, (torch.ones(1, 1), None, {}), read, dict)
 
     assert [str(said) for said in both(shelves, call)] == ["top_k=-1"] * 2
 
