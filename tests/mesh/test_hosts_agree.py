@@ -168,11 +168,14 @@ def test_another_thread_is_refused(shelves):
 
 
 def test_a_stream_goes_as_far_as_process_0_goes(shelves):
-    ours, theirs = Lead(shelves[0], "streams/1"), Lead(shelves[1], "streams/1")
+    ended = []
+    ours, theirs = (Lead(shelf, "streams/1", lambda: bool(ended)) for shelf in shelves)
     assert ours.go() and theirs.go() and ours.go() and theirs.go()
     assert "streams/1/0" in shelves[0]._kept and ours.go() and "streams/1/0" not in shelves[0]._kept
     assert not theirs.stop()
     assert ours.stop() and not theirs.go()
+    ended.append("Python")
+    assert theirs.stop()  # nobody has to answer
 
 
 def judged(shelves, monkeypatch, change, busy=True, silent=5, beats=500):
@@ -237,6 +240,14 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     words = "process 0 has ended, and this one is in generate"
     assert judged(shelves, monkeypatch, over)[:1] == [words]
     assert judged(shelves, monkeypatch, over, busy=False, beats=50) == []
+    monkeypatch.setattr(Watch, "_live", lambda self, live=Watch._live: _resting(self, live))
+    assert judged(shelves, monkeypatch, over, beats=50) == []
+
+
+def _resting(seen, live):
+    """A process that rests in the call in which it is, all the time."""
+    with seen.resting("generate"):
+        live(seen)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +38,12 @@ class Alone:
     def leaving(self, what):
         self.heard.append((f"in {what}", {}))
         return nullcontext()
+
+    @contextmanager
+    def resting(self, what):
+        self.heard.append((f"rests in {what}", {}))
+        yield
+        self.heard.append((f"goes on with {what}", {}))
 
     def step(self):
         """Nobody waits."""
@@ -141,3 +147,9 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     assert said == ["[0, 1, 2]", "[2, 1, 0]"]
     engine_of(models[0]).meet("warmup")
     assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
+
+
+def test_a_stream_rests_while_it_is_read(models, hosts):
+    for _ in engine_of(models[0]).stream(IDS, **ASKED):
+        assert hosts.heard[-1] == ("rests in a generation", {})
+    assert hosts.heard[-1] == ("goes on with a generation", {})

@@ -201,6 +201,19 @@ def streams(rank: int) -> None:
     time.sleep(60)
 
 
+held: list[Any] = []
+"""A stream that somebody keeps: it ends with Python."""
+
+
+def keeping(rank: int) -> None:
+    """Both read a little of a stream and come to their end, one of them later."""
+    engine = td.compile(plain_target(), None, mesh="auto", max_length=128, rounds_per_chunk=1)
+    held.append(engine.stream(prompts()[0][:1], max_new_tokens=80, eos_token_id=None))
+    say(next(held[0]), next(held[0]))
+    time.sleep(4 * rank)
+    say("checked")
+
+
 def differing(rank: int, what: str) -> None:
     """The processes make different calls; both are told, and go on."""
     target = plain_target()

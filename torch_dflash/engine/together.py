@@ -53,6 +53,10 @@ class Hosts(Protocol):
         """While open, the others end if this process fails."""
         ...
 
+    def resting(self, what: str) -> AbstractContextManager[None]:
+        """While open, a user's code has the turn in ``what``, and needs nobody."""
+        ...
+
     def step(self) -> None:
         """Begin what all have to take part in: one that does not is missed."""
         ...
@@ -190,7 +194,8 @@ def together(
             if count % CHECK_EVERY == 0:
                 hosts.agree("the middle of a generation", {"the text": _crc(_texts(progress))})
             try:
-                yield progress
+                with hosts.resting("a generation") if streamed else nullcontext():
+                    yield progress
             except GeneratorExit:
                 if lead is not None and not over() and not lead.stop():
                     raise RuntimeError("this stream was left, and process 0 goes on with it.") from None
