@@ -25,6 +25,7 @@ from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, ways_of_target
 from jax_bridge.mesh.shape import devices_of, parts_of, slice_mesh
 from jax_bridge.room import bytes_of, check_room, room_of
+from torch_dflash.engine.together import read_alike
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
@@ -133,6 +134,27 @@ def load(
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
+    hosts = spanning(mesh)  # from here on the others hear of whatever fails
+
+    def read() -> DeviceModel:
+        return _load(path_or_id, devices, dtype, progress, hub, compared=hosts is not None)
+
+    def digest(found: DeviceModel) -> dict[str, str]:
+        where = {} if hosts is None else {"the mesh": hosts.order(mesh)}
+        return where | {"the checkpoint": found.checkpoint, "dtype": str(dtype)}
+
+    return read_alike(hosts, "jb.load", read, digest)
+
+
+def _load(
+    path_or_id: str | os.PathLike[str],
+    devices: list[Any] | None,
+    dtype: torch.dtype | None,
+    progress: bool | None,
+    hub: dict[str, Any],
+    compared: bool,
+) -> DeviceModel:
+    """As `load`; ``compared``: other processes have to have read the same."""
     source = find_source(path_or_id)
     fields = _read_config(source, hub)
     stored = read_checkpoint(source, **hub)
@@ -159,11 +181,7 @@ def load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
-    known = ""
-    if (hosts := spanning(mesh)) is not None:
-        known = fingerprint_of(parts)
-        hosts.agree("jb.load", {"the mesh": hosts.order(mesh), "the checkpoint": known})
-    return DeviceModel(model, arrays, mesh, known)
+    return DeviceModel(model, arrays, mesh, fingerprint_of(parts) if compared else "")
 
 
 def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:

@@ -19,7 +19,7 @@ from jax_bridge.hosts.hosts import Hosts, Lead, spanning
 from jax_bridge.hosts.watch import OVER, Watch
 from jax_bridge.mesh.shape import devices_of
 from torch_dflash.engine.request import UNSET
-from torch_dflash.engine.together import READ, read_together
+from torch_dflash.engine.together import READ, read_alike, read_together
 from torch_dflash.engine.wire import packed, unpacked
 
 
@@ -136,6 +136,23 @@ def test_what_one_process_refuses_is_known_to_the_other(shelves):
 
     for said in both(shelves, call):
         assert "what it reads is ValueError: top_k=-1 there, a request in process 0" in str(said)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_named_before_what_is_not_said_for_it(shelves, failing):
+    def call(rank, this):
+        def read():
+            if rank == failing:
+                raise OSError("no such folder")
+            return "a checkpoint"
+
+        return read_alike(
+            this, "jb.load", read, lambda found: {"the mesh": "[0, 1]", "the checkpoint": found}
+        )
+
+    said = both(shelves, call)
+    there, here = ("OSError: no such folder", "no error")[:: 1 if failing else -1]
+    assert f"what it reads is {there} there, {here} in process 0" in str(said[1 - failing])
 
 
 def test_what_both_refuse_is_each_ones_own_error(shelves):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.tiny import make_target
 
+import jax_bridge as jb
 import jax_bridge.mesh.shape as shape
 import torch_dflash as td
 from jax_bridge.hosts.hosts import Hosts
@@ -116,6 +117,23 @@ def test_a_file_that_one_process_has_not_is_known_to_the_others(models, hosts, t
         td.load_state(tmp_path / "none", engine_of(models[0]))
     (said,) = hosts.said("load_state", "what it reads")
     assert said.startswith("FileNotFoundError: ")
+
+
+def test_what_jb_load_has_read_is_said(models, hosts, monkeypatch, tmp_path):
+    monkeypatch.setattr("jax_bridge.checkpoints.load.spanning", lambda mesh: hosts)
+    for number, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(number))
+    for folder, dtype in (("0", None), ("1", None), ("0", None), ("0", torch.bfloat16)):
+        loaded = jb.load(tmp_path / folder, dtype=dtype)
+        assert loaded.checkpoint == hosts.said("jb.load", "the checkpoint")[-1]
+        td.compile(loaded, None, max_length=32, verify=False).meet("warmup")
+    for what, field in (("jb.load", "the checkpoint"), ("warmup", "the target")):
+        first, other, again, _ = hosts.said(what, field)
+        assert first == again != other, what
+    assert hosts.said("jb.load", "dtype")[2:] == ["None", "torch.bfloat16"]
+    with pytest.raises(OSError, match="none"):
+        jb.load(tmp_path / "none")
+    assert hosts.said("jb.load", "what it reads")[-1].startswith("FileNotFoundError: ")
 
 
 def test_a_model_that_was_changed_is_known_to_the_others(models, hosts):

@@ -64,6 +64,8 @@ class Engine:
                 "are; load the model with transformers for this."
             )
         model = model_of(target)
+        mesh = mesh_of(target, options.mesh, options.replicas)
+        self.hosts = hosts_of(options.runtime, mesh)  # from here on they hear of what fails
         check_target(model)
         with noting_writes(model) as traced:
             skeleton = Target(model, traced)
@@ -78,8 +80,6 @@ class Engine:
         self.keeps_alive: Any = None
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
-        mesh = mesh_of(target, options.mesh, options.replicas)
-        self.hosts = hosts_of(options.runtime, mesh)
         check_widths(self.hosts, self._widths)
         self._said = said_of(self.hosts, mesh, target, drafter, replace(options, mesh=None), self.plan)
         self._runtimes = make_runtimes(options, self.pair, self._widths, model.dtype, mesh, self.tensors())
