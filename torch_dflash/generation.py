@@ -220,10 +220,10 @@ def read_call(
 
     replicas = options.get("replicas", 1)
     check_mesh(options.get("mesh"), runtime, replicas)
-    hosts = hosts_of(runtime, mesh_of(target, options.get("mesh"), replicas), replicas)
-    said = {} if hosts is None else said_of(model_of(target), drafter)
+    mesh = mesh_of(target, options.get("mesh"), replicas)
+    said = said_of(hosts := hosts_of(runtime, mesh, replicas), mesh, target, drafter)
     given = input_ids, attention_mask, options
-    digest = lambda call: digest_of(call.request, call.options)  # noqa: E731
+    digest = lambda call: digest_of(call.request, call.options) | call.engine().bits()  # noqa: E731
     return read_together(hosts, "generate", said, given, read, digest)
 
 

@@ -26,6 +26,7 @@ from jax_bridge.mesh.rules import heads_of, ways_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
 from jax_bridge.room import bytes_of, check_room, room_of
 from torch_dflash.checks import check_mesh
+from torch_dflash.engine.together import read_alike
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
@@ -49,12 +50,14 @@ class DeviceModel:
     """A target on the device, for `torch_dflash.compile` and `generate` with ``runtime="xla"``.
 
     ``model`` is the transformers model without weights (meta tensors; its buffers are real), ``arrays`` its
-    parameters and buffers by name, tied ones once, ``mesh`` what they are spread over, if anything.
+    parameters and buffers by name, tied ones once, ``mesh`` what they are spread over, if anything, and
+    ``checkpoint`` some bits of what was read, where several processes compare it.
     """
 
     model: Any
     arrays: dict[str, Weight]
     mesh: Mesh | None = None
+    checkpoint: str = ""
 
     @property
     def config(self) -> Any:
@@ -135,6 +138,27 @@ def load(
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
+    hosts = spanning(mesh)  # from here on the others hear of whatever fails
+
+    def read() -> DeviceModel:
+        return _load(path_or_id, devices, dtype, progress, hub, compared=hosts is not None)
+
+    def digest(found: DeviceModel) -> dict[str, str]:
+        where = {} if hosts is None else {"the mesh": hosts.order(mesh)}
+        return where | {"the checkpoint": found.checkpoint, "dtype": str(dtype)}
+
+    return read_alike(hosts, "jb.load", read, digest)
+
+
+def _load(
+    path_or_id: str | os.PathLike[str],
+    devices: list[Any] | None,
+    dtype: torch.dtype | None,
+    progress: bool | None,
+    hub: dict[str, Any],
+    compared: bool,
+) -> DeviceModel:
+    """As `load`; ``compared``: other processes have to have read the same."""
     source = find_source(path_or_id)
     fields = _read_config(source, hub)
     stored = read_checkpoint(source, **hub)
@@ -161,9 +185,7 @@ def load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
-    if (hosts := spanning(mesh)) is not None:
-        hosts.agree("jb.load", {"the checkpoint": fingerprint_of(parts)})
-    return DeviceModel(model, arrays, mesh)
+    return DeviceModel(model, arrays, mesh, fingerprint_of(parts) if compared else "")
 
 
 def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -14,10 +14,11 @@ import jax
 
 from jax_bridge.hosts import watch
 from jax_bridge.hosts.store import Store
-from jax_bridge.mesh.shape import parts_of
+from jax_bridge.mesh.shape import devices_of, parts_of
+from torch_dflash import __version__
 
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers")
-VERSIONS = ", ".join(f"{one} {version(one)}" for one in PACKAGES)
+VERSIONS = ", ".join([f"torch_dflash {__version__}", *(f"{one} {version(one)}" for one in PACKAGES)])
 
 
 class Hosts:
@@ -35,6 +36,10 @@ class Hosts:
     def first(self) -> bool:
         """Whether what this process is given counts."""
         return self._store.process == 0
+
+    def order(self, mesh: Any) -> str:
+        """The devices of ``mesh`` in their order; other processes have to name them in the same."""
+        return str([device.id for device in devices_of(mesh) or ()])
 
     def agree(self, what: str, said: dict[str, str], given: bytes | None = None) -> bytes:
         """Meet the others in the call ``what``, and return what process 0 was ``given``.
@@ -80,6 +85,10 @@ class Hosts:
                 self._watch.leave(what, error)
                 raise
 
+    def resting(self, what: str) -> AbstractContextManager[None]:
+        """While open, a user's code has the turn in ``what``: a process that ends is not missed."""
+        return self._watch.resting(what)
+
     def step(self) -> None:
         """Begin what all have to take part in: one that does not is missed."""
         self._watch.step()
@@ -87,7 +96,7 @@ class Hosts:
     def lead(self) -> Lead:
         """Of a stream: process 0 decides how far it goes."""
         self._streams += 1
-        return Lead(self._store, f"streams/{self._streams}")
+        return Lead(self._store, f"streams/{self._streams}", self._watch.is_over)
 
     def _check(self) -> None:
         if self._watch.left is not None:
@@ -111,10 +120,10 @@ class Hosts:
 
 
 class Lead:
-    """How far a stream goes: what process 0 does, all do."""
+    """How far a stream goes: what process 0 does, all do. Once ``over`` says that Python ends, each stops."""
 
-    def __init__(self, store: Store, name: str):
-        self._store, self._name, self._chunk = store, name, 0
+    def __init__(self, store: Store, name: str, over: Callable[[], bool]):
+        self._store, self._name, self._over, self._chunk = store, name, over, 0
 
     def go(self) -> bool:
         """Whether there is a next chunk; process 0 says so by asking."""
@@ -122,7 +131,7 @@ class Lead:
 
     def stop(self) -> bool:
         """Leave the stream; whether process 0 does, too."""
-        return self._decide("stop") == "stop"
+        return self._over() or self._decide("stop") == "stop"
 
     def _decide(self, own: str) -> str:
         chunk, self._chunk = self._chunk, self._chunk + 1

@@ -67,6 +67,19 @@ class Watch:
         finally:
             self._busy.remove(what)
 
+    @contextmanager
+    def resting(self, what: str) -> Iterator[None]:
+        """While open, `busy` is not."""
+        self._busy.remove(what)
+        try:
+            yield
+        finally:
+            self._busy.append(what)
+
+    def is_over(self) -> bool:
+        """Whether it watches no more."""
+        return self._over.is_set()
+
     def leave(self, what: str, error: BaseException) -> None:
         """Have every other process end, for this one will not do its part of ``what``."""
         if self.left is None:

@@ -73,11 +73,13 @@ def part_of(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def whole(tree: Any, mesh: Mesh) -> Any:
     """``tree`` as this process can read it. Of parts that lie in others each is gathered in turn."""
-    return jax.tree.map(lambda leaf: leaf if _is_here(leaf) else _gathered(leaf, mesh), tree)
+    return jax.tree.map(lambda leaf: _read(leaf, mesh), tree)
 
 
-def _is_here(leaf: Any) -> bool:
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+def _read(leaf: Any, mesh: Mesh) -> Any:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return leaf
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else _gathered(leaf, mesh)
 
 
 def _gathered(array: jax.Array, mesh: Mesh) -> jax.Array:

@@ -101,11 +101,21 @@ def test_a_stream_that_one_process_leaves_ends_both(tmp_path):
         assert other.status == 1 and "this stream was left, and process 0 goes on with it" in other.err, other
 
 
+def test_a_stream_that_is_kept_harms_nobody_at_the_end(tmp_path):
+    with Two(tmp_path, "keeping") as two:
+        for rank in (0, 1):
+            ended = two.end(rank)
+            assert ended.status == 0 and ended.out.strip().endswith("checked"), ended
+            assert "ignored" not in ended.err, ended
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [
         ("plan", "max_length is 128 there, 64 in process 0"),
         ("weights", "their bits is"),
+        ("engine", "their bits is"),
+        ("state", "the state is"),
         ("call", "the call is start there, generate in process 0"),
         ("defaults", "what it reads is"),
     ],

@@ -19,7 +19,7 @@ from jax_bridge.hosts.hosts import Hosts, Lead, spanning
 from jax_bridge.hosts.watch import OVER, Watch
 from jax_bridge.mesh.shape import devices_of
 from torch_dflash.engine.request import UNSET
-from torch_dflash.engine.together import read_together
+from torch_dflash.engine.together import READ, read_alike, read_together
 from torch_dflash.engine.wire import packed, unpacked
 
 
@@ -102,7 +102,7 @@ def test_what_process_0_is_given_counts(shelves):
 
         options = {"tokenizer": tokenizers[rank], "temperature": [0.5 + rank]}
         given = torch.full((1 + rank, 3), rank), None, options
-        return read_together(this, "generate", {"the plan": "a"}, given, read, lambda found: "read")
+        return read_together(this, "generate", {"the plan": "a"}, given, read, lambda found: {})
 
     ours, theirs = both(shelves, call)
     assert ours == ([[0, 0, 0]], None, tokenizers[0], [0.5])
@@ -131,11 +131,28 @@ def test_what_one_process_refuses_is_known_to_the_other(shelves):
             return ids
 
         return read_together(
-            this, "generate", {}, (torch.ones(1, 1), None, {}), read, lambda found: "a request"
+            this, "generate", {}, (torch.ones(1, 1), None, {}), read, lambda found: {READ: "a request"}
         )
 
     for said in both(shelves, call):
         assert "what it reads is ValueError: top_k=-1 there, a request in process 0" in str(said)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_named_before_what_is_not_said_for_it(shelves, failing):
+    def call(rank, this):
+        def read():
+            if rank == failing:
+                raise OSError("no such folder")
+            return "a checkpoint"
+
+        return read_alike(
+            this, "jb.load", read, lambda found: {"the mesh": "[0, 1]", "the checkpoint": found}
+        )
+
+    said = both(shelves, call)
+    there, here = ("OSError: no such folder", "no error")[:: 1 if failing else -1]
+    assert f"what it reads is {there} there, {here} in process 0" in str(said[1 - failing])
 
 
 def test_what_both_refuse_is_each_ones_own_error(shelves):
@@ -143,7 +160,7 @@ def test_what_both_refuse_is_each_ones_own_error(shelves):
         def read(ids, mask, options):
             raise ValueError("top_k=-1")
 
-        return read_together(this, "generate", {}, (torch.ones(1, 1), None, {}), read, str)
+        return read_together(this, "generate", {}, (torch.ones(1, 1), None, {}), read, dict)
 
     assert [str(said) for said in both(shelves, call)] == ["top_k=-1"] * 2
 
@@ -168,11 +185,14 @@ def test_another_thread_is_refused(shelves):
 
 
 def test_a_stream_goes_as_far_as_process_0_goes(shelves):
-    ours, theirs = Lead(shelves[0], "streams/1"), Lead(shelves[1], "streams/1")
+    ended = []
+    ours, theirs = (Lead(shelf, "streams/1", lambda: bool(ended)) for shelf in shelves)
     assert ours.go() and theirs.go() and ours.go() and theirs.go()
     assert "streams/1/0" in shelves[0]._kept and ours.go() and "streams/1/0" not in shelves[0]._kept
     assert not theirs.stop()
     assert ours.stop() and not theirs.go()
+    ended.append("Python")
+    assert theirs.stop()  # nobody has to answer
 
 
 def judged(shelves, monkeypatch, change, busy=True, silent=5, beats=500):
@@ -237,6 +257,14 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     words = "process 0 has ended, and this one is in generate"
     assert judged(shelves, monkeypatch, over)[:1] == [words]
     assert judged(shelves, monkeypatch, over, busy=False, beats=50) == []
+    monkeypatch.setattr(Watch, "_live", lambda self, live=Watch._live: _resting(self, live))
+    assert judged(shelves, monkeypatch, over, beats=50) == []
+
+
+def _resting(seen, live):
+    """A process that rests in the call in which it is, all the time."""
+    with seen.resting("generate"):
+        live(seen)
 
 
 def test_process_0_ends_when_the_other_has_heard_why(shelves, monkeypatch):

@@ -201,6 +201,19 @@ def streams(rank: int) -> None:
     time.sleep(60)
 
 
+held: list[Any] = []
+"""A stream that somebody keeps: it ends with Python."""
+
+
+def keeping(rank: int) -> None:
+    """Both read a little of a stream and come to their end, one of them later."""
+    engine = td.compile(plain_target(), None, mesh="auto", max_length=128, rounds_per_chunk=1)
+    held.append(engine.stream(prompts()[0][:1], max_new_tokens=80, eos_token_id=None))
+    say(next(held[0]), next(held[0]))
+    time.sleep(4 * rank)
+    say("checked")
+
+
 def differing(rank: int, what: str) -> None:
     """The processes make different calls; both are told, and go on."""
     target = plain_target()
@@ -213,6 +226,8 @@ def differing(rank: int, what: str) -> None:
     try:
         if what == "call" and rank:
             engine.start(prompts()[0][:1], **options)
+        elif what in ("engine", "state"):
+            mix(rank, what, engine, options)
         elif what == "defaults":
             target.generation_config.eos_token_id = 3 + rank
             engine.generate(prompts()[0][:1], max_new_tokens=5)
@@ -222,6 +237,21 @@ def differing(rank: int, what: str) -> None:
         say(error)
     else:
         raise AssertionError("nothing was said")
+
+
+def mix(rank: int, what: str, engine: Any, options: dict[str, Any]) -> None:
+    """Of two engines of one config, or of two states, each process goes on with another."""
+    other = plain_target()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight *= 1.5
+    engines = engine, td.compile(other, None, mesh="auto", max_length=64)
+    ids = prompts()[0][:1]
+    if what == "engine":
+        texts = [one.generate(ids, **options) for one in engines]
+        assert not torch.equal(*texts)
+        engines[rank].generate(ids, **options)
+    else:
+        engine.advance([engine.start(one, **options) for one in (ids, ids.flip(1))][rank])
 
 
 def drifting(rank: int) -> None:

@@ -29,10 +29,11 @@ from torch_dflash.engine.together import (
     check_alone,
     check_widths,
     digest_of,
+    digest_of_state,
     leaving,
+    read_alike,
     read_together,
     said_of,
-    same_objects,
     together,
 )
 from torch_dflash.engine.told import check_top
@@ -63,9 +64,9 @@ class Engine:
                 "are; load the model with transformers for this."
             )
         model = model_of(target)
-        check_target(model)
         mesh = mesh_of(target, options.mesh, options.replicas)
-        self.hosts, self._agreed = hosts_of(options.runtime, mesh, options.replicas), []
+        self.hosts = hosts_of(options.runtime, mesh, options.replicas)  # from here on they hear of what fails
+        check_target(model)
         with noting_writes(model) as traced:
             skeleton = Target(model, traced)
             check_context(model, options.max_length)
@@ -80,9 +81,7 @@ class Engine:
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
         check_widths(self.hosts, self._widths)
-        self._said: dict[str, str] = {}
-        if self.hosts is not None:
-            self._said = said_of(model, drafter, replace(options, mesh=None), self.plan)
+        self._said = said_of(self.hosts, mesh, target, drafter, replace(options, mesh=None), self.plan)
         self._runtimes = make_runtimes(options, self.pair, self._widths, model.dtype, mesh, self.tensors())
         self.runtime: Runtime = self._runtimes[0]
 
@@ -139,10 +138,10 @@ class Engine:
         self._check(request)
         check_streamer(streamer, len(request.rows))
         params = self._params()  # refuses models that were changed, before a streamer has anything
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
         times, gained = [], Gained(request.lengths)
         with leaving(self.hosts, "generate"):
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
             generation = self._begin(request, params)
             for progress in self._steps(generation):
                 times.append(time.perf_counter() - started)
@@ -209,7 +208,7 @@ class Engine:
         Raises:
             ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
         """
-        self.meet("advance")
+        self.meet("advance", state)
         params = self._params()
         with leaving(self.hosts, "advance"):
             state, turn = self.runtime.take_in(params, state), self._widths.settled()
@@ -238,14 +237,18 @@ class Engine:
     def _check(self, request: Request) -> None:
         check_fits(request, self.plan)
 
-    def meet(self, what: str) -> None:
-        """Wait until every process of the mesh is in the same call; alone at once.
+    def meet(self, what: str, state: DecodeState | None = None) -> None:
+        """Wait until every process of the mesh is in the same call, of the same ``state``; alone at once.
 
         Raises:
             RuntimeError: they are in another, of another engine, or one did not come.
         """
-        if self.hosts is not None:
-            self.hosts.agree(what, self._said)
+        said = lambda _: self._said | self.bits() | digest_of_state(self.runtime, state)  # noqa: E731
+        read_alike(self.hosts, what, lambda: None, said)
+
+    def bits(self) -> dict[str, str]:
+        """What processes compare of the live weights: a loaded target's are known by its checkpoint."""
+        return {"their bits": self.runtime.fingerprint(self._live())}
 
     def _processors(self, model: Any, vocab_size: int) -> tuple[Processor, ...]:
         """Those that the options name; if they leave them open, what the model's own config asks for."""
@@ -253,11 +256,7 @@ class Engine:
         return of_the_model(model.generation_config, slots, vocab_size) if given is None else arranged(given)
 
     def _params(self) -> Any:
-        params = self.runtime.refresh(tensors := self._live())
-        if self.hosts is not None and not same_objects(params.values(), self._agreed):
-            self.hosts.agree("taking in weights", {"their bits": self.runtime.fingerprint(tensors)})
-            self._agreed = list(params.values())
-        return params
+        return self.runtime.refresh(self._live())
 
     def _live(self) -> dict[str, Any]:
         """The weights that a call is to use."""
@@ -273,8 +272,9 @@ class Engine:
             input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
             return self.read(input_ids, attention_mask, options), input_ids
 
+        digest = lambda found: digest_of(found[0]) | self.bits()  # noqa: E731
         given = input_ids, attention_mask, options
-        return read_together(self.hosts, what, self._said, given, read, lambda found: digest_of(found[0]))
+        return read_together(self.hosts, what, self._said, given, read, digest)
 
     def _begin(self, request: Request, params: Any) -> Generation:
         return Generation.begin(self.runtime, self.plan, params, request)

@@ -23,7 +23,7 @@ from torch_dflash.engine.state_checks import (
     check_values,
     describe_plan,
 )
-from torch_dflash.engine.together import leaving
+from torch_dflash.engine.together import leaving, read_alike
 from torch_dflash.state import DecodeState
 from torch_dflash.storage.checksums import checksum_of
 from torch_dflash.storage.files import write_whole
@@ -48,7 +48,7 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
             has consumed it, its page table is impossible, or ``path`` is a directory.
     """
     file = _file_at(path)
-    engine.meet("save_state")
+    engine.meet("save_state", state)
     with leaving(engine.hosts, "save_state"):
         leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
@@ -79,8 +79,15 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
         ValueError: the file is damaged, is no state, is one of another plan or proposer (its name, width,
             taps and plain arguments) or of other shapes or dtypes, or its page table, counts or tokens are
             impossible; the message names the field, its value and the fix.
+        RuntimeError: another process of the mesh has another file.
     """
-    file = _file_at(path)
+    digest = lambda found: {"the state": found[1]}  # noqa: E731
+    state, _ = read_alike(engine.hosts, "load_state", lambda: _load(_file_at(path), engine), digest)
+    return engine.place(state)
+
+
+def _load(file: Path, engine: Engine) -> tuple[DecodeState, str]:
+    """The state in a file, in torch's tensors, and its checksum."""
     tensors, metadata = _read(file)
     check_plan(metadata.get("plan"), engine.plan, file)
     if metadata.get("proposer") != describe_proposer(engine):
@@ -94,7 +101,7 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
     check_values(tensors, engine.plan, engine.pair.target.vocab_size, str(file))
     state = pytree.tree_map_with_path(lambda name, _: tensors.get(pytree.keystr(name)), template)
     check_committed(state, str(file))
-    return engine.place(state)
+    return state, metadata["checksum"]
 
 
 def describe_proposer(engine: Engine) -> str:

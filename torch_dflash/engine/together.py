@@ -6,20 +6,25 @@ Which processes these are is the bridge's matter (`jax_bridge.hosts`). Alone, on
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
+
+from torch.utils import _pytree as pytree
 
 from torch_dflash.engine.halts import Deadline
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.seeds import drawn_seed
 from torch_dflash.engine.width import Widths
 from torch_dflash.engine.wire import packed, unpacked
-from torch_dflash.runtime import Progress
+from torch_dflash.runtime import Progress, Runtime
+from torch_dflash.state import DecodeState
 from torch_dflash.target.unmodified import settings
+from torch_dflash.target.weights import model_of
 
 T = TypeVar("T")
+READ = "what it reads"
 CHECK_EVERY = 32
 """Chunks between two comparisons of the text that the processes hold."""
 
@@ -32,6 +37,10 @@ class Hosts(Protocol):
         """Whether what this process is given counts."""
         ...
 
+    def order(self, mesh: Any) -> str:
+        """The devices of ``mesh`` in their order."""
+        ...
+
     def agree(self, what: str, said: dict[str, str], given: bytes | None = None) -> bytes:
         """Meet the others in the call ``what``, and return what process 0 was ``given``.
 
@@ -42,6 +51,10 @@ class Hosts(Protocol):
 
     def leaving(self, what: str) -> AbstractContextManager[None]:
         """While open, the others end if this process fails."""
+        ...
+
+    def resting(self, what: str) -> AbstractContextManager[None]:
+        """While open, a user's code has the turn in ``what``, and needs nobody."""
         ...
 
     def step(self) -> None:
@@ -59,13 +72,13 @@ def read_together(
     said: dict[str, str],
     given: tuple[Any, Any, dict[str, Any]],
     read: Callable[..., T],
-    digest: Callable[[T], str],
+    digest: Callable[[T], dict[str, str]],
 ) -> T:
     """``read`` of the prompts, mask and options that process 0 was ``given``; the seed is drawn there.
 
     Args:
         said: what has to be the same in all processes before.
-        digest: what has to be the same in what was read.
+        digest: as in `read_alike`.
 
     Raises:
         RuntimeError: the processes differ. Whatever ``read`` does, in all of them.
@@ -77,28 +90,43 @@ def read_together(
         options["seed"] = drawn_seed()
     sent = packed(given) if hosts.first else None
     given = unpacked(hosts.agree(what, said, sent), given)
+    return read_alike(hosts, what, lambda: read(*given), digest)
+
+
+def read_alike(
+    hosts: Hosts | None, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]
+) -> T:
+    """``read()``, of which the ``digest`` has to be the same in all processes.
+
+    Raises:
+        RuntimeError: the processes differ. Whatever ``read`` and ``digest`` do, in all of them.
+    """
+    if hosts is None:
+        return read()
     try:
-        found = read(*given)
-        said = {"what it reads": digest(found)}
+        found = read()
+        said = {READ: "no error"} | digest(found)
     except Exception as error:
-        hosts.agree(what, {"what it reads": f"{type(error).__name__}: {error}"})
+        hosts.agree(what, {READ: f"{type(error).__name__}: {error}"})
         raise
     hosts.agree(what, said)
     return found
 
 
-def said_of(target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
-    """What has to be the same in all processes before a call, weights apart: models and an engine."""
-    said = {}
+def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
+    """What has to be the same in all processes before a call, weights apart: devices, models, an engine."""
+    if hosts is None:
+        return {}
+    said = {"the mesh": hosts.order(mesh)}
     for name, one in (("the target", target), ("the drafter", drafter)):
-        of_it = settings(getattr(one, "config", None)), getattr(one, "key", None)
-        said[name] = f"{type(one).__name__} {_crc(of_it)}"
+        known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
+        said[name] = f"{type(model_of(one)).__name__} {_crc((settings(getattr(one, 'config', None)), known))}"
     for part in engine:
         said |= {option.name: repr(getattr(part, option.name)) for option in fields(part)}
     return said
 
 
-def digest_of(request: Request, *more: Any) -> str:
+def digest_of(request: Request, *more: Any) -> dict[str, str]:
     """What has to be the same in what was read, in short.
 
     Raises:
@@ -112,12 +140,20 @@ def digest_of(request: Request, *more: Any) -> str:
     named = {option.name: getattr(request, option.name) for option in fields(request)}
     named["halts"] = [(type(halt).__name__, getattr(halt, "strings", None)) for halt in request.halts]
     named["rows"] = [row.tolist() for row in request.rows]
-    return f"a request of {request.lengths} and {request.max_new_tokens} tokens, {_crc((named, more))}"
+    asked = f"a request of {request.lengths} and {request.max_new_tokens} tokens"
+    return {READ: f"{asked}, {_crc((named, more))}"}
 
 
-def same_objects(ones: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether both hold the same objects, in the same order."""
-    return list(map(id, ones)) == list(map(id, others))
+def digest_of_state(runtime: Runtime, state: DecodeState | None) -> dict[str, str]:
+    """What has to be the same in a state, if any: all of it but what its texts and the weights decide.
+
+    Raises:
+        ValueError: it was consumed before.
+    """
+    if state is None:
+        return {}
+    leaves = pytree.tree_leaves(runtime.fetch(replace(state, cache=(), proposer=())))
+    return {"the state": _crc([leaf.numpy().tobytes() for leaf in leaves])}
 
 
 def check_alone(hosts: Hosts | None, what: str) -> None:
@@ -158,7 +194,8 @@ def together(
             if count % CHECK_EVERY == 0:
                 hosts.agree("the middle of a generation", {"the text": _crc(_texts(progress))})
             try:
-                yield progress
+                with hosts.resting("a generation") if streamed else nullcontext():
+                    yield progress
             except GeneratorExit:
                 if lead is not None and not over() and not lead.stop():
                     raise RuntimeError("this stream was left, and process 0 goes on with it.") from None

@@ -1,0 +1,173 @@
+"""What one process of a mesh tells the others of itself, in each call: its weights, its state, its mesh."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import make_target
+
+import jax_bridge as jb
+import jax_bridge.mesh.shape as shape
+import torch_dflash as td
+from jax_bridge.hosts.hosts import Hosts
+from jax_bridge.probe import fingerprint_of
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+ASKED = {"max_new_tokens": 4, "eos_token_id": None}
+
+
+class Alone:
+    """In the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is said."""
+
+    first = True
+
+    def __init__(self):
+        self.heard = []
+
+    def order(self, mesh):
+        return "[0, 1]"
+
+    def agree(self, what, said, given=None):
+        self.heard.append((what, said))
+        return given
+
+    def leaving(self, what):
+        self.heard.append((f"in {what}", {}))
+        return nullcontext()
+
+    @contextmanager
+    def resting(self, what):
+        self.heard.append((f"rests in {what}", {}))
+        yield
+        self.heard.append((f"goes on with {what}", {}))
+
+    def step(self):
+        """Nobody waits."""
+
+    def lead(self):
+        return SimpleNamespace(go=lambda: True, stop=lambda: True)
+
+    def said(self, what, field):
+        """What calls of one kind have said, in their order."""
+        return [said[field] for one, said in self.heard if one == what and field in said]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A target, and another one of its config."""
+    target = make_target("llama")
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.5)
+    return target, other
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    alone = Alone()
+    for module in ("engine.engine", "generation"):
+        monkeypatch.setattr(f"torch_dflash.{module}.hosts_of", lambda runtime, mesh, replicas: alone)
+    monkeypatch.setattr(
+        "torch_dflash.eager.EagerRuntime.fingerprint", lambda self, found: fingerprint_of(found)
+    )
+    return alone
+
+
+def engine_of(target):
+    return td.compile(target, None, runtime="eager", max_length=32, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("generate", lambda target: engine_of(target).generate(IDS, **ASKED)),
+        ("generate", lambda target: td.generate(target, None, IDS, runtime="eager", verify=False, **ASKED)),
+        ("stream", lambda target: list(engine_of(target).stream(IDS, **ASKED))),
+        ("warmup", lambda target: engine_of(target).meet("warmup")),
+    ],
+)
+def test_each_call_says_which_weights_it_decodes_with(models, hosts, what, call):
+    for target in (*models, *models):
+        call(target)
+    first, other, again, and_other = hosts.said(what, "their bits")
+    assert first == again != other == and_other
+
+
+def test_a_call_of_a_state_says_which(models, hosts, tmp_path):
+    engine, file = engine_of(models[0]), tmp_path / "state"
+    states = [engine.start(IDS, **ASKED), engine.start(IDS.flip(1), **ASKED)]
+    seeded = [engine.start(IDS, do_sample=True, seed=seed, **ASKED) for seed in (1, 2)]
+    for state in (*states, *seeded, states[0]):
+        td.save_state(state, file, engine)
+        td.load_state(file, engine)
+    for state in (*states, *seeded):
+        engine.advance(state)
+    for what in ("save_state", "load_state", "advance"):
+        found = hosts.said(what, "the state")
+        assert len(set(found)) == 4 and (what == "advance" or found[4] == found[0]), what
+
+
+def test_a_file_that_one_process_has_not_is_known_to_the_others(models, hosts, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        td.load_state(tmp_path / "none", engine_of(models[0]))
+    (said,) = hosts.said("load_state", "what it reads")
+    assert said.startswith("FileNotFoundError: ")
+
+
+def test_what_jb_load_has_read_is_said(models, hosts, monkeypatch, tmp_path):
+    monkeypatch.setattr("jax_bridge.checkpoints.load.spanning", lambda mesh: hosts)
+    for number, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(number))
+    for folder, dtype in (("0", None), ("1", None), ("0", None), ("0", torch.bfloat16)):
+        loaded = jb.load(tmp_path / folder, dtype=dtype)
+        assert loaded.checkpoint == hosts.said("jb.load", "the checkpoint")[-1]
+        td.compile(loaded, None, max_length=32, verify=False).meet("warmup")
+    for what, field in (("jb.load", "the checkpoint"), ("warmup", "the target")):
+        first, other, again, _ = hosts.said(what, field)
+        assert first == again != other, what
+    assert hosts.said("jb.load", "dtype")[2:] == ["None", "torch.bfloat16"]
+    with pytest.raises(OSError, match="none"):
+        jb.load(tmp_path / "none")
+    assert hosts.said("jb.load", "what it reads")[-1].startswith("FileNotFoundError: ")
+
+
+def test_a_model_that_was_changed_is_known_to_the_others(models, hosts):
+    engine = engine_of(model := copy.deepcopy(models[0]))
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 7))
+    for what, call in (("generate", lambda: engine.generate(IDS, **ASKED)), ("warmup", engine.warmup)):
+        with pytest.raises(ValueError, match="lm_head"):
+            call()
+        assert hosts.said(what, "what it reads")[-1].startswith("ValueError: ")
+
+
+def test_a_streamer_that_fails_at_the_prompt_ends_all(models, hosts):
+    def fail(tokens):
+        raise ValueError("of mine")
+
+    with pytest.raises(ValueError, match="of mine"):
+        engine_of(models[0]).generate(IDS, streamer=SimpleNamespace(put=fail, end=fail), **ASKED)
+    assert hosts.heard[-1] == ("in generate", {})
+
+
+def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
+    devices = [SimpleNamespace(id=number) for number in range(3)]
+    monkeypatch.setattr(shape, "default_device", lambda: devices[0])
+    orders = [devices, devices[::-1]]
+    meshes = [SimpleNamespace(axis_names=("model",), devices=np.array(order)) for order in orders]
+    monkeypatch.setattr(shape, "Mesh", SimpleNamespace)
+    monkeypatch.setattr(shape.jax, "devices", lambda: devices)
+    said = [Hosts.order(SimpleNamespace(), mesh) for mesh in meshes]
+    assert said == ["[0, 1, 2]", "[2, 1, 0]"]
+    engine_of(models[0]).meet("warmup")
+    assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
+
+
+def test_a_stream_rests_while_it_is_read(models, hosts):
+    for _ in engine_of(models[0]).stream(IDS, **ASKED):
+        assert hosts.heard[-1] == ("rests in a generation", {})
+    assert hosts.heard[-1] == ("goes on with a generation", {})
