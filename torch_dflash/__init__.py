@@ -5,6 +5,7 @@ docs/glossary.md has the letters of every shape annotation.
 This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
 """
 
+from torch_dflash._version import __version__ as __version__
 from torch_dflash.agreement.check import check as check
 from torch_dflash.agreement.result import Agreement as Agreement
 from torch_dflash.chat import Chat as Chat
@@ -44,5 +45,3 @@ from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state import Draft as Draft
 from torch_dflash.stream import Piece as Piece
 from torch_dflash.stream import stream as stream
-
-__version__ = "0.1.0"

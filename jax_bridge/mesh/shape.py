@@ -94,7 +94,7 @@ def _of_a_mesh(mesh: Mesh) -> list[Any]:
             f"mesh has the axes {mesh.axis_names}: it must have one, called {AXIS!r}; rows are spread over "
             "parts of it with replicas=, not by an axis."
         )
-    if not mesh.size:
+    if not mesh.devices.size:
         raise ValueError('mesh has no devices; pass one that has some, or "auto" for all.')
     return list(mesh.devices.flat)
 
