@@ -20,6 +20,7 @@ from jax_bridge.aot.shapes import slice_devices
 from jax_bridge.aot.sizes import PROGRAMS, Size, Spread, needed, spread, temporaries
 from jax_bridge.aot.slices import HBM, smallest_slices
 from jax_bridge.aot.topology import find_topology
+from jax_bridge.room import said
 from torch_dflash.checks import positions_of
 
 STEP = 64
@@ -175,7 +176,15 @@ class _Fit:
         return self.size._replace(**{what: value})
 
     def _first(self) -> Laid:
-        steps = {name: self._compile(self.size, name) for name in PROGRAMS}
+        try:
+            steps = {name: self._compile(self.size, name) for name in PROGRAMS}
+        except CompileError as error:
+            held = needed(self.pair.held(self.size, Unfilled()), 0)
+            lack = f": {said(held - self.room)} too few" if held > self.room else ""
+            raise CompileError(
+                f"{error} Without programs the whole pair takes {said(held)} of each chip, which has "
+                f"{said(self.room)}{lack}."
+            ) from error
         self._spent[self.size] = {name: temporaries(step) for name, step in steps.items()}
         return self.pair.laid(self.size, steps[PROGRAMS[0]])
 

@@ -220,8 +220,9 @@ def test_bad_options(folders, compiler, capsys, options, message):
     assert not compiler.asked
 
 
-@pytest.mark.heavy
-def test_few_layers_that_do_not_fit_are_said_in_one_line(folders, compiler, capsys):
+def test_few_layers_that_do_not_fit_are_said_with_the_lack_of_all(folders, compiler, capsys):
     compiler.limits["v5e"] = 10
     assert run(folders, "--topology", "v5e:2x2", "--mesh", 1) == 2
-    assert "RESOURCE_EXHAUSTED" in (err := capsys.readouterr().err) and "a larger slice" in err
+    err, taken = capsys.readouterr().err, held(folders, 1, 64)
+    assert "RESOURCE_EXHAUSTED" in err and "a larger slice" in err
+    assert f"takes {taken:,} bytes of each chip, which has 10 bytes: {taken - 10:,} bytes too few." in err
