@@ -207,7 +207,8 @@ def test_an_error_of_one_replica_ends_the_call_and_leaves_the_front_usable(front
         patch.setattr(runtime, step, fail)
         with pytest.raises(Broken, match=step):
             decode(front, rows, **GREEDY)
-        assert not [one for one in threading.enumerate() if one.name.startswith("replica")]
+        assert front._desk._busy == [0, 0]  # at once: the call has waited for the others
+        at_rest(front)
         ids, mask = pad_rows(rows)
         with pytest.raises(Broken, match=step):
             list(front.stream(ids, mask, **GREEDY))

@@ -160,6 +160,44 @@ def test_every_arithmetic_is_the_one_of_the_first_device(dtype, given):
     assert run_on_four(["-c", code]).strip().endswith("checked")
 
 
+RULES = """
+import torch, torch_dflash as td
+from support.slices import prompts
+from support.tiny import correlate, make_drafter, make_target
+from support.tokenizers import byte_tokenizer
+target = make_target("llama", vocab_size=288, max_position_embeddings=128, eos_token_id=0, pad_token_id=0)
+drafter, tokenizer = make_drafter(target), byte_tokenizer()
+correlate(target, drafter, 6.0)
+def never(tokens, length, logits):
+    return logits.index_fill(2, torch.tensor([7, 18, 200], device=logits.device), -torch.inf)
+table = td.processors.GrammarTable(states=32, classes=32, vocab_size=288)
+kinds = ("repetition_penalty", "suppress_tokens", "grammar", table, td.BlockProcessor(never))
+fixed = {"max_length": 96, "prefill_chunk_size": 32, "rounds_per_chunk": 2, "processors": kinds}
+eager = td.compile(target, drafter, runtime="eager", batch_size=3, **fixed)
+front = td.compile(target, drafter, mesh=2, replicas=2, batch_size=2, **fixed)
+numbers = td.Grammar.regex("([0-9]{1,3}|ab)(-([0-9]{1,3}|ab)){5,}", tokenizer)
+date = td.Grammar.regex("[0-9]{4}-[0-9]{2}-[0-9]{2}", tokenizer, device=True)
+asked = {"max_new_tokens": 24, "do_sample": True, "temperature": 3.0, "top_k": 0, "seed": 5}
+ruled = asked | {"repetition_penalty": 1.2, "grammar": [numbers, date, None]}
+none_left = asked | {"grammar": [None, None, numbers], "suppress_tokens": tokenizer.encode("0123456789a")}
+assert torch.equal(front.generate(*prompts(), **ruled), eager.generate(*prompts(), **ruled))
+for engine in (eager, front):
+    try:
+        engine.generate(*prompts(), **none_left)
+    except ValueError as error:
+        assert "row 2: token" in str(error), error
+    else:
+        raise AssertionError("a row outside of its grammar")
+assert torch.equal(front.generate(*prompts(), **ruled), eager.generate(*prompts(), **ruled))
+print("checked")
+"""
+
+
+@pytest.mark.heavy
+def test_grammars_penalties_and_processors_are_each_rows_own_on_any_replica():
+    assert run_on_four(["-c", RULES]).strip().endswith("checked")
+
+
 LINES = """
 import json, sys, io, contextlib, pathlib
 from support.tiny import make_drafter, make_target
