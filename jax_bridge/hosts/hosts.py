@@ -15,10 +15,9 @@ import jax
 from jax_bridge.hosts import watch
 from jax_bridge.hosts.store import Store
 from jax_bridge.mesh.shape import devices_of
-from torch_dflash import __version__
 
 PACKAGES = ("jax", "jaxlib", "torch", "torchax", "transformers")
-VERSIONS = ", ".join([f"torch_dflash {__version__}", *(f"{one} {version(one)}" for one in PACKAGES)])
+VERSIONS = ", ".join(f"{one} {version(one)}" for one in PACKAGES)
 
 
 class Hosts:
