@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -232,6 +233,24 @@ def test_silence_is_noticed_and_life_is_not(shelves, monkeypatch):
         beat(count)
 
     assert judged(shelves, monkeypatch, unreachable)[:1] == ["process 0 has not answered for 0 seconds"]
+
+
+def test_a_watch_gives_signs_of_life_hears_what_is_said_and_judges(shelves, monkeypatch):
+    monkeypatch.setattr(watch.atexit, "register", lambda call: None)
+    kept, ends = shelves[0]._kept, queue.Queue()
+    seen = Watch(shelves[1], ends.put)
+    with seen.busy("generate"):
+        seen.start()
+        shelves[0].put("beats/0", OVER)
+        assert ends.get(timeout=30) == "process 0 has ended, and this one is in generate"
+    assert "beats/1" in kept
+    shelves[0].put("beats/0", "1 0")
+    Watch(shelves[0]).leave("generate", ValueError("of mine"))
+    while (said := ends.get(timeout=30)) != "process 0 left generate: ValueError: of mine":
+        assert said.startswith("process 0 has ended")
+    seen._over.set()
+    for thread in seen._threads:
+        thread.join()
 
 
 def test_a_process_that_lives_and_does_nothing_is_missed(shelves, monkeypatch):
