@@ -103,6 +103,16 @@ def test_a_round_moves_its_share_and_sums_twice_a_layer(name, topology, chips):
     assert not faults(name, topology, chips)
 
 
+@pytest.mark.parametrize(("topology", "chips"), [("v5p:2x2x2", 8), ("v5e:4x4", 16)])
+def test_the_floor_counts_a_head_on_every_chip_that_has_it(topology, chips):
+    model = aot.abstract_pair(*large_pair("llama-3.3-70b"), capacity=4064)  # eight K/V heads
+    place = aot.place_of(model, topology, chips)
+    short, long = (floor_on_slice(model, place, context) for context in (0, CONTEXT))
+    target = model.pair.target.config
+    one_head = 2 * 2 * target.head_dim * CONTEXT  # keys and values, two bytes each
+    assert long.verify - short.verify == target.num_hidden_layers * one_head
+
+
 @pytest.mark.parametrize("name", ["qwen3-32b", "qwen3-coder-30b-a3b"])
 def test_four_rows_on_static_caches_are_as_good(name):
     assert not faults(name, "v5e:2x4", 8, batch_size=4, cache="static", most=1.1)
