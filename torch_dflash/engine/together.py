@@ -88,9 +88,13 @@ def read_together(
     input_ids, attention_mask, options = given
     if options.get("seed") is None:
         options["seed"] = drawn_seed()
-    sent = packed(given) if hosts.first else None
-    given = unpacked(hosts.agree(what, said, sent), given)
-    return read_alike(hosts, what, lambda: read(*given), digest)
+    try:
+        own = packed(given) if hosts.first else None
+    except Exception as error:
+        _tell(hosts, what, error)
+        raise
+    sent = hosts.agree(what, said, own)
+    return read_alike(hosts, what, lambda: read(*unpacked(sent, given)), digest)
 
 
 def read_alike(
@@ -107,10 +111,15 @@ def read_alike(
         found = read()
         said = {READ: "no error"} | digest(found)
     except Exception as error:
-        hosts.agree(what, {READ: f"{type(error).__name__}: {error}"})
+        _tell(hosts, what, error)
         raise
     hosts.agree(what, said)
     return found
+
+
+def _tell(hosts: Hosts, what: str, error: Exception) -> None:
+    """Have the others hear of an ``error`` that this process raises next, unless they have it, too."""
+    hosts.agree(what, {READ: f"{type(error).__name__}: {error}"})
 
 
 def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
