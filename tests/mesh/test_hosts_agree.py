@@ -310,6 +310,30 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     assert judged(shelves, monkeypatch, over, beats=50) == []
 
 
+class Fleeting(list):
+    """Calls that end as soon as somebody has seen that there are some."""
+
+    def __bool__(self):
+        found = len(self) > 0
+        self.clear()
+        return found
+
+
+def test_a_call_that_ends_while_it_is_judged_does_not_end_the_watch(shelves, monkeypatch):
+    monkeypatch.setattr(watch, "STUCK", 0.02)
+    ends = []
+    for beat, late in ((OVER, 0), ("1 0", 100)):
+        seen = Watch(shelves[1], ends.append)
+        seen._busy = Fleeting(["generate"])
+        seen._end_for(0, beat, 0, late)
+    assert ["process 0 has ended" in ends[0], "did not take part in generate" in ends[1]] == [True, True]
+    over = iter([False, False, False, True])
+    seen = Watch(shelves[1], ends.append)
+    seen._busy, seen._over = Fleeting(["generate"]), SimpleNamespace(wait=lambda seconds: next(over))
+    seen._judge()
+    assert ends[2:] and all("got on with generate" in said for said in ends[2:])
+
+
 def _resting(seen, live):
     """A process that rests in the call in which it is, all the time."""
     with seen.resting("generate"):
