@@ -5,6 +5,7 @@ Which processes these are is the bridge's matter (`jax_bridge.hosts`). Alone, on
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,8 @@ T = TypeVar("T")
 READ = "what it reads"
 CHECK_EVERY = 32
 """Chunks between two comparisons of the text that the processes hold."""
+_NUMBER = re.compile(r"<\d+>")
+"""How `torch_dflash.target.origins.Same` shows an object: by a number of this process's own."""
 
 
 class Hosts(Protocol):
@@ -129,7 +132,8 @@ def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: 
     said = {"the mesh": hosts.order(mesh)}
     for name, one in (("the target", target), ("the drafter", drafter)):
         known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
-        said[name] = f"{type(model_of(one)).__name__} {_crc((settings(getattr(one, 'config', None)), known))}"
+        shown = _NUMBER.sub("", repr(settings(getattr(one, "config", None))))
+        said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
         said |= {option.name: repr(getattr(part, option.name)) for option in fields(part)}
     return said
