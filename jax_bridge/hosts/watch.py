@@ -126,21 +126,21 @@ class Watch:
                 silent[one] = silent[one] + 1 if waits else silent[one] * (not answered)
                 late[one] = late[one] + 1 if step == self._step and _is_behind(beat, step) else 0
                 self._end_for(one, beat, silent[one], late[one])
-            still = still + 1 if self._busy and step == self._step else 0
+            doing = self._busy[-1:]
+            still = still + 1 if doing and step == self._step else 0
             if still * BEAT >= STUCK:
-                self._end(f"no process has got on with {self._busy[-1]} for {STUCK} seconds; all are in it")
+                self._end(f"no process has got on with {doing[0]} for {STUCK} seconds; all are in it")
             answers, then, step = self._answers, now, self._step
 
     def _end_for(self, one: int, beat: str | None, silent: int, late: int) -> None:
         """End this process, if it cannot go on with another, ``one``: by the beats that it missed."""
+        doing = self._busy[-1:]  # at once: a call may end meanwhile, or rest
         if silent >= SILENT:
             self._end(f"process {one} has not answered for {SILENT * BEAT:.0f} seconds")
-        elif self._busy and beat == OVER:
-            self._end(f"process {one} has ended, and this one is in {self._busy[-1]}")
-        elif self._busy and late * BEAT >= LATE:
-            self._end(
-                f"process {one} is alive, and did not take part in {self._busy[-1]} within {LATE} seconds"
-            )
+        elif doing and beat == OVER:
+            self._end(f"process {one} has ended, and this one is in {doing[0]}")
+        elif doing and late * BEAT >= LATE:
+            self._end(f"process {one} is alive, and did not take part in {doing[0]} within {LATE} seconds")
 
     def _listen(self) -> None:
         said, lost = None, False

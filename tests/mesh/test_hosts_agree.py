@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 import torch
 from support.refusals import refuses
@@ -82,10 +83,11 @@ def both(shelves, call):
 
     def one(rank):
         shelf = shelves[rank]
-        this = Hosts(shelf, Watch(shelf))
+        this = Hosts(shelf, seen := Watch(shelf))
+        seen.until_all_answer = lambda: None  # nobody gives signs of life here
         try:
             return call(rank, this)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             return error
 
     with ThreadPoolExecutor(2) as pool:
@@ -154,6 +156,34 @@ def test_an_error_is_named_before_what_is_not_said_for_it(shelves, failing):
     said = both(shelves, call)
     there, here = ("OSError: no such folder", "no error")[:: 1 if failing else -1]
     assert f"what it reads is {there} there, {here} in process 0" in str(said[1 - failing])
+
+
+@pytest.mark.parametrize(
+    "prompts", [torch.ones(1, 3, device="meta"), np.array([["a"]]), torch.ones(1, 3) * 1j]
+)
+def test_prompts_that_cannot_be_sent_are_refused_in_both(shelves, prompts):
+    def call(rank, this):
+        return read_together(
+            this, "generate", {}, (prompts, None, {}), lambda *given: given, lambda found: {}
+        )
+
+    for said in both(shelves, call):
+        assert "what it reads is not said there, " in str(said) and "in process 0" in str(said)
+
+
+def test_what_one_cannot_unpack_is_known_to_the_other(shelves, monkeypatch):
+    def unpack(sent, own):
+        if own[2]["rank"]:
+            raise TypeError("of another kind")
+        return unpacked(sent, own)
+
+    def call(rank, this):
+        given = None, None, {"rank": rank}
+        return read_together(this, "generate", {}, given, lambda *given: given, lambda found: {})
+
+    monkeypatch.setattr("torch_dflash.engine.together.unpacked", unpack)
+    for said in both(shelves, call):
+        assert "what it reads is TypeError: of another kind there, no error in process 0" in str(said)
 
 
 def test_what_both_refuse_is_each_ones_own_error(shelves):
@@ -278,6 +308,30 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     assert judged(shelves, monkeypatch, over, busy=False, beats=50) == []
     monkeypatch.setattr(Watch, "_live", lambda self, live=Watch._live: _resting(self, live))
     assert judged(shelves, monkeypatch, over, beats=50) == []
+
+
+class Fleeting(list):
+    """Calls that end as soon as somebody has seen that there are some."""
+
+    def __bool__(self):
+        found = len(self) > 0
+        self.clear()
+        return found
+
+
+def test_a_call_that_ends_while_it_is_judged_does_not_end_the_watch(shelves, monkeypatch):
+    monkeypatch.setattr(watch, "STUCK", 0.02)
+    ends = []
+    for beat, late in ((OVER, 0), ("1 0", 100)):
+        seen = Watch(shelves[1], ends.append)
+        seen._busy = Fleeting(["generate"])
+        seen._end_for(0, beat, 0, late)
+    assert ["process 0 has ended" in ends[0], "did not take part in generate" in ends[1]] == [True, True]
+    over = iter([False, False, False, True])
+    seen = Watch(shelves[1], ends.append)
+    seen._busy, seen._over = Fleeting(["generate"]), SimpleNamespace(wait=lambda seconds: next(over))
+    seen._judge()
+    assert ends[2:] and all("got on with generate" in said for said in ends[2:])
 
 
 def _resting(seen, live):

@@ -16,6 +16,7 @@ import jax_bridge.mesh.shape as shape
 import torch_dflash as td
 from jax_bridge.hosts.hosts import Hosts
 from jax_bridge.probe import fingerprint_of
+from torch_dflash.engine.together import said_of
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 ASKED = {"max_new_tokens": 4, "eos_token_id": None}
@@ -165,6 +166,17 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     assert said == ["[0, 1, 2]", "[2, 1, 0]"]
     engine_of(models[0]).meet("warmup")
     assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
+
+
+def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models, monkeypatch):
+    numbers = iter(range(100))
+    monkeypatch.setattr("torch_dflash.target.origins.Same.__repr__", lambda self: f"<{next(numbers)}>")
+    model = copy.deepcopy(models[0])
+    said = []
+    for value in ({"kind": torch.bfloat16}, {"kind": torch.bfloat16}, {"kind": torch.float16}):
+        model.config.extra = value
+        said.append(said_of(Alone(), None, model, None)["the target"])
+    assert said[0] == said[1] != said[2] and next(numbers) > 2
 
 
 def test_a_stream_rests_while_it_is_read(models, hosts):

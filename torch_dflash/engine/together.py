@@ -5,6 +5,7 @@ Which processes these are is the bridge's matter (`jax_bridge.hosts`). Alone, on
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,8 @@ T = TypeVar("T")
 READ = "what it reads"
 CHECK_EVERY = 32
 """Chunks between two comparisons of the text that the processes hold."""
+_NUMBER = re.compile(r"<\d+>")
+"""How `torch_dflash.target.origins.Same` shows an object: by a number of this process's own."""
 
 
 class Hosts(Protocol):
@@ -88,9 +91,13 @@ def read_together(
     input_ids, attention_mask, options = given
     if options.get("seed") is None:
         options["seed"] = drawn_seed()
-    sent = packed(given) if hosts.first else None
-    given = unpacked(hosts.agree(what, said, sent), given)
-    return read_alike(hosts, what, lambda: read(*given), digest)
+    try:
+        own = packed(given) if hosts.first else None
+    except Exception as error:
+        _tell(hosts, what, error)
+        raise
+    sent = hosts.agree(what, said, own)
+    return read_alike(hosts, what, lambda: read(*unpacked(sent, given)), digest)
 
 
 def read_alike(
@@ -107,10 +114,15 @@ def read_alike(
         found = read()
         said = {READ: "no error"} | digest(found)
     except Exception as error:
-        hosts.agree(what, {READ: f"{type(error).__name__}: {error}"})
+        _tell(hosts, what, error)
         raise
     hosts.agree(what, said)
     return found
+
+
+def _tell(hosts: Hosts, what: str, error: Exception) -> None:
+    """Have the others hear of an ``error`` that this process raises next, unless they have it, too."""
+    hosts.agree(what, {READ: f"{type(error).__name__}: {error}"})
 
 
 def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
@@ -120,7 +132,8 @@ def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: 
     said = {"the mesh": hosts.order(mesh)}
     for name, one in (("the target", target), ("the drafter", drafter)):
         known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
-        said[name] = f"{type(model_of(one)).__name__} {_crc((settings(getattr(one, 'config', None)), known))}"
+        shown = _NUMBER.sub("", repr(settings(getattr(one, "config", None))))
+        said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
         said |= {option.name: repr(getattr(part, option.name)) for option in fields(part)}
     return said
