@@ -81,7 +81,7 @@ class Engine:
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
         check_widths(self.hosts, self._widths)
-        self._said = said_of(self.hosts, mesh, target, drafter, replace(options, mesh=None), self.plan)
+        self._said = said_of(self.hosts, mesh, target, drafter, options, self.plan)
         self._runtimes = make_runtimes(options, self.pair, self._widths, model.dtype, mesh, self.tensors())
         self.runtime: Runtime = self._runtimes[0]
 
