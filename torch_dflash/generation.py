@@ -177,8 +177,7 @@ def generate(
         "stopping_criteria": stopping_criteria,
         "return_dict_in_generate": return_dict_in_generate,
     }
-    asked = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
-    check_streamer(streamer, len(asked.request.rows))
+    asked = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime, streamer)
     output = asked.engine().run(asked.request, asked.input_ids, streamer)
     return output if return_dict_in_generate else output.sequences
 
@@ -208,15 +207,18 @@ def read_call(
     options: dict[str, Any],
     processors: tuple[Processor, ...] | None,
     runtime: str,
+    streamer: Any = None,
 ) -> Call:
-    """Check all arguments of a call that makes its own engine; ``options`` as in `generate`.
+    """Check all arguments of a call that makes its own engine; ``options``, ``streamer`` as in `generate`.
 
     Raises:
         TypeError, ValueError: bad input. RuntimeError: other processes of the mesh make another call.
     """
 
     def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Call:
-        return _read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+        call = _read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+        check_streamer(streamer, len(call.request.rows))
+        return call
 
     replicas = options.get("replicas", 1)
     check_mesh(options.get("mesh"), runtime, replicas)

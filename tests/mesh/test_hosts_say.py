@@ -155,6 +155,19 @@ def test_a_streamer_that_fails_at_the_prompt_ends_all(models, hosts):
     assert hosts.heard[-1] == ("in generate", {})
 
 
+@pytest.mark.parametrize("door", ["engine", "td"])
+def test_a_streamer_that_one_process_may_not_have_is_known_to_the_others(models, hosts, door):
+    asked = ASKED | {"streamer": SimpleNamespace(put=print, end=print)}
+    two = IDS.repeat(2, 1)
+    with pytest.raises(ValueError, match="streamer"):
+        if door == "td":
+            td.generate(models[0], None, two, runtime="eager", verify=False, **asked)
+        else:
+            engine = td.compile(models[0], None, runtime="eager", max_length=32, batch_size=2, verify=False)
+            engine.generate(two, **asked)
+    assert hosts.said("generate", "what it reads")[-1].startswith("ValueError: streamer")
+
+
 def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     devices = [SimpleNamespace(id=number) for number in range(3)]
     monkeypatch.setattr(shape, "default_device", lambda: devices[0])

@@ -81,7 +81,7 @@ class Engine:
         self._models = Models(self.pair, model, drafter, arrays)
         self._widths = options.widths(self.plan)
         check_widths(self.hosts, self._widths)
-        self._said = said_of(self.hosts, mesh, target, drafter, replace(options, mesh=None), self.plan)
+        self._said = said_of(self.hosts, mesh, target, drafter, options, self.plan)
         self._runtimes = make_runtimes(options, self.pair, self._widths, model.dtype, mesh, self.tensors())
         self.runtime: Runtime = self._runtimes[0]
 
@@ -127,7 +127,7 @@ class Engine:
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
         options["return_dict_in_generate"] = return_dict_in_generate
-        request, input_ids = self._read("generate", input_ids, attention_mask, options)
+        request, input_ids = self._read("generate", input_ids, attention_mask, options, streamer)
         output = self.run(request, input_ids, streamer)
         return output if return_dict_in_generate else output.sequences
 
@@ -136,7 +136,6 @@ class Engine:
         started = time.perf_counter()
         compiled = self.runtime.compilations
         self._check(request)
-        check_streamer(streamer, len(request.rows))
         params = self._params()  # refuses models that were changed, before a streamer has anything
         times, gained = [], Gained(request.lengths)
         with leaving(self.hosts, "generate"):
@@ -264,17 +263,18 @@ class Engine:
         return self.tensors()
 
     def _read(
-        self, what: str, input_ids: Any, attention_mask: Any, options: dict[str, Any]
+        self, what: str, input_ids: Any, attention_mask: Any, options: dict[str, Any], streamer: Any = None
     ) -> tuple[Request, Tensor]:
         """As `read`, ``num_return_sequences`` heeded: the request, and the prompts as they are repeated."""
 
         def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[Request, Tensor]:
             input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-            return self.read(input_ids, attention_mask, options), input_ids
+            request = self.read(input_ids, attention_mask, options)
+            check_streamer(streamer, len(request.rows))
+            return request, input_ids
 
         digest = lambda found: digest_of(found[0]) | self.bits()  # noqa: E731
-        given = input_ids, attention_mask, options
-        return read_together(self.hosts, what, self._said, given, read, digest)
+        return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
 
     def _begin(self, request: Request, params: Any) -> Generation:
         return Generation.begin(self.runtime, self.plan, params, request)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dflash.checks import check_streamer
 from torch_dflash.engine.call import Call, Part
 from torch_dflash.engine.desk import Desk, Group
 from torch_dflash.engine.engine import Engine
@@ -64,7 +63,6 @@ class Replicas(Engine):
         """Decode a request that was read; an error of one replica ends it, when the others have stopped."""
         started = time.perf_counter()
         self._check(request)
-        check_streamer(streamer, len(request.rows))
         call = self._call(request)
         if streamer is not None:
             streamer.put(input_ids.cpu())

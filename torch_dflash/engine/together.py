@@ -135,7 +135,8 @@ def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: 
         shown = _NUMBER.sub("", repr(settings(getattr(one, "config", None))))
         said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
-        said |= {option.name: repr(getattr(part, option.name)) for option in fields(part)}
+        named = {option.name: repr(getattr(part, option.name)) for option in fields(part)}
+        said |= {name: value for name, value in named.items() if name != "mesh"}  # by its order
     return said
 
 
