@@ -331,10 +331,11 @@ def _pass(case: Case, context: torch.Tensor, anchor: int, start: int) -> Pass:
 
 
 def gap(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> float:
-    """Largest difference between hidden states of rounds that begin at the same position."""
+    """Largest difference between hidden states of rounds that begin at the same position, relative above one."""
     common = found.keys() & expected.keys()
     assert common, "no round begins where one of the other run does"
-    return max(float((found[start] - expected[start]).abs().max()) for start in common)
+    size = {start: expected[start].abs().clamp(min=1) for start in common}
+    return max(float(((found[start] - expected[start]).abs() / size[start]).max()) for start in common)
 
 
 def whole(run: Run, first: int, new: int, width: int) -> list[int]:
