@@ -331,7 +331,7 @@ def _pass(case: Case, context: torch.Tensor, anchor: int, start: int) -> Pass:
 
 
 def gap(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> float:
-    """Largest difference between hidden states of rounds that begin at the same position, relative above one."""
+    """Largest difference of hidden states of rounds that begin at the same position, relative above one."""
     common = found.keys() & expected.keys()
     assert common, "no round begins where one of the other run does"
     size = {start: expected[start].abs().clamp(min=1) for start in common}

@@ -8,12 +8,21 @@ import zlib
 from functools import lru_cache
 from pathlib import Path
 
+NARROW = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")
+"""Instructions for products in narrow types, by Linux's names."""
+WIDE = ("avx512f", "avx2")
+
 
 @lru_cache(maxsize=1)
 def processor() -> str:
-    """How many processors of which kind, as in "2 x AMD EPYC 7B13"."""
-    names = _values("model name")
-    return f"{len(names) or '?'} x {names[0] if names else platform.processor()}"
+    """How many processors of which kind, and what they multiply with, as in "2 x AMD EPYC, avx2".
+
+    Of rented machines the name may be a whole family's; the instructions say which member is fast at what.
+    """
+    names, flags = _values("model name"), " ".join(_values("flags")[:1]).split()
+    known = [flag for flag in NARROW if flag in flags] or [flag for flag in WIDE if flag in flags][:1]
+    said = f"{len(names) or '?'} x {names[0] if names else platform.processor()}"
+    return f"{said}, {' '.join(known)}" if known else said
 
 
 @lru_cache(maxsize=1)

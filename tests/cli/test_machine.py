@@ -1,0 +1,22 @@
+"""What figures say of the processor that they were taken on."""
+
+from __future__ import annotations
+
+import pytest
+
+from torch_dflash.storage import machine
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("fma avx2", "1 x AMD EPYC, avx2"),
+        ("avx2 avx512f", "1 x AMD EPYC, avx512f"),
+        ("avx2 avx512f avx512_vnni avx512_bf16", "1 x AMD EPYC, avx512_bf16 avx512_vnni"),
+        ("asimd", "1 x AMD EPYC"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart_by_what_they_multiply_with(monkeypatch, flags, said):
+    values = {"model name": ["AMD EPYC"], "flags": [flags]}
+    monkeypatch.setattr(machine, "_values", values.__getitem__)
+    assert machine.processor.__wrapped__() == said
