@@ -235,6 +235,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "demo": demo,
     "demo-int8": lambda: demo("demo_cpu_int8"),
+    "demo-avx2": lambda: demo("demo_cpu_avx2"),
     "acceptance": lambda: acceptance_table(result("acceptance_cpu")["sets"]),
     "acceptance-commands": lambda: commands("acceptance_cpu"),
     "control-commands": lambda: commands("acceptance_shuffled_cpu"),

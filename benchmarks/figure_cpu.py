@@ -6,8 +6,9 @@ from figure_text import result, table
 
 
 def cpu_products() -> str:
-    """One pass's products by type and layout, and what reading the weights takes, on two CPUs."""
-    return "\n\n".join(_products(result(name)) for name in ("cpu_products", "cpu_products_xeon"))
+    """One pass's products by type and layout, and what reading the weights takes, on three CPUs."""
+    names = "cpu_products", "cpu_products_xeon", "cpu_products_avx2"
+    return "\n\n".join(_products(result(name)) for name in names)
 
 
 def _products(found: dict) -> str:
