@@ -177,7 +177,8 @@ def generate(
         "stopping_criteria": stopping_criteria,
         "return_dict_in_generate": return_dict_in_generate,
     }
-    asked = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime, streamer)
+    given = input_ids, attention_mask, options
+    asked = read_call("generate", target, drafter, given, processors, runtime, streamer)
     output = asked.engine().run(asked.request, asked.input_ids, streamer)
     return output if return_dict_in_generate else output.sequences
 
@@ -200,16 +201,19 @@ class Call:
 
 
 def read_call(
+    what: str,
     target: Any,
     drafter: Any,
-    input_ids: Any,
-    attention_mask: Any,
-    options: dict[str, Any],
+    given: tuple[Any, Any, dict[str, Any]],
     processors: tuple[Processor, ...] | None,
     runtime: str,
     streamer: Any = None,
 ) -> Call:
-    """Check all arguments of a call that makes its own engine; ``options``, ``streamer`` as in `generate`.
+    """Check all arguments of a call that makes its own engine.
+
+    Args:
+        what: the call, as other processes hear of it.
+        given: prompts, mask and options; the others and ``streamer``: as in `generate`.
 
     Raises:
         TypeError, ValueError: bad input. RuntimeError: other processes of the mesh make another call.
@@ -220,13 +224,15 @@ def read_call(
         check_streamer(streamer, len(call.request.rows))
         return call
 
-    replicas = options.get("replicas", 1)
-    check_mesh(options.get("mesh"), runtime, replicas)
-    mesh = mesh_of(target, options.get("mesh"), replicas)
+    asked, replicas = given[2].get("mesh"), given[2].get("replicas", 1)
+    check_mesh(asked, runtime, replicas)
+    mesh = mesh_of(target, asked, replicas)
     said = said_of(hosts := hosts_of(runtime, mesh, replicas), mesh, target, drafter)
-    given = input_ids, attention_mask, options
-    digest = lambda call: digest_of(call.request, call.options) | call.engine().bits()  # noqa: E731
-    return read_together(hosts, "generate", said, given, read, digest)
+
+    def digest(call: Call) -> dict[str, str]:  # the mesh by its order, however it is named
+        return digest_of(call.request, replace(call.options, mesh=None)) | call.engine().bits()
+
+    return read_together(hosts, what, said, given, read, digest)
 
 
 def _read_call(

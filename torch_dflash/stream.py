@@ -64,7 +64,8 @@ def stream(
         TypeError, ValueError: bad input, at once and not at the first piece.
     """
     options |= {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
-    call = read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
+    given = input_ids, attention_mask, options
+    call = read_call("stream", target, drafter, given, processors, runtime)
     check_streamed(call.request.told)
     gains = call.engine().gains(call.request)
     rows = len(call.request.rows)

@@ -51,7 +51,7 @@ class DeviceModel:
 
     ``model`` is the transformers model without weights (meta tensors; its buffers are real), ``arrays`` its
     parameters and buffers by name, tied ones once, ``mesh`` what they are spread over, if anything, and
-    ``checkpoint`` some bits of what was read, where several processes compare it.
+    ``checkpoint`` some bits of what was read and its types, where several processes compare it.
     """
 
     model: Any
@@ -138,14 +138,14 @@ def load(
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
-    hosts = spanning(mesh)  # from here on the others hear of whatever fails
+    hosts = spanning(mesh)  # from here on the others hear of what fails
 
     def read() -> DeviceModel:
         return _load(path_or_id, devices, dtype, progress, hub, compared=hosts is not None)
 
     def digest(found: DeviceModel) -> dict[str, str]:
         where = {} if hosts is None else {"the mesh": hosts.order(mesh)}
-        return where | {"the checkpoint": found.checkpoint, "dtype": str(dtype)}
+        return where | {"the checkpoint": found.checkpoint}
 
     return read_alike(hosts, "jb.load", read, digest)
 
@@ -185,7 +185,8 @@ def _load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
-    return DeviceModel(model, arrays, mesh, fingerprint_of(parts) if compared else "")
+    kept = f"{fingerprint_of(parts)} as {sorted(set(map(str, types.values())))}" if compared else ""
+    return DeviceModel(model, arrays, mesh, kept)
 
 
 def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:

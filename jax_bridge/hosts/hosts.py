@@ -63,6 +63,9 @@ class Hosts:
                 store.meet(f"calls/{call}", watch.LATE)
             except Exception as error:
                 raise self._late(what, call, error) from error
+            except BaseException as error:
+                self.leave(what, error)
+                raise
             found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
             value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], watch.LATE)
         if self.first and call:  # all have read it: they are in the next one
@@ -82,8 +85,12 @@ class Hosts:
             except BaseException as error:
                 if isinstance(error, jax.errors.JaxRuntimeError):
                     self._watch.until_all_answer()  # it may be another's end that has failed here
-                self._watch.leave(what, error)
+                self.leave(what, error)
                 raise
+
+    def leave(self, what: str, error: BaseException) -> None:
+        """Have the others end, for this process will not do its part of ``what``."""
+        self._watch.leave(what, error)
 
     def resting(self, what: str) -> AbstractContextManager[None]:
         """While open, a user's code has the turn in ``what``: a process that ends is not missed."""

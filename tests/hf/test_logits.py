@@ -199,7 +199,7 @@ def test_stop_strings_cut_them_too(pair, batch):
 
     options = asked(OWN) | {"rounds_per_chunk": 3}
     whole = td.generate(*pair, **batch, runtime="eager", **options)
-    call = read_call(*pair, *batch.values(), options, None, "eager")
+    call = read_call("generate", *pair, (*batch.values(), options), None, "eager")
     call.request.halts.append(Halt())
     out = call.engine().run(call.request, call.input_ids)
     assert list(map(len, out.new_tokens)) == [3, 6]

@@ -209,6 +209,16 @@ def test_who_does_not_come_is_named_and_left(shelves):
         this.agree("generate", {})
 
 
+def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch):
+    def interrupt(name, seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shelves[0], "meet", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Hosts(shelves[0], Watch(shelves[0])).agree("generate", {})
+    assert shelves[0]._kept["told/1"] == "process 0 left generate: KeyboardInterrupt"
+
+
 def test_another_thread_is_refused(shelves):
     this = Hosts(shelves[0], Watch(shelves[0]))
     with ThreadPoolExecutor(1) as pool, refuses(RuntimeError, "from the thread that made the first one"):

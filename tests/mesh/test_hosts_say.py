@@ -6,6 +6,7 @@ import copy
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch_dflash as td
 from jax_bridge.hosts.hosts import Hosts
 from jax_bridge.probe import fingerprint_of
 from torch_dflash.engine.together import said_of
+from torch_dflash.generation import read_call
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 ASKED = {"max_new_tokens": 4, "eos_token_id": None}
@@ -28,7 +30,7 @@ class Alone:
     first = True
 
     def __init__(self):
-        self.heard = []
+        self.heard, self.steps = [], 0
 
     def order(self, mesh):
         return "[0, 1]"
@@ -47,8 +49,11 @@ class Alone:
         yield
         self.heard.append((f"goes on with {what}", {}))
 
+    def leave(self, what, error):
+        self.heard.append((f"left {what}", {}))
+
     def step(self):
-        """Nobody waits."""
+        self.steps += 1
 
     def lead(self):
         return SimpleNamespace(go=lambda: True, stop=lambda: True)
@@ -89,6 +94,7 @@ def engine_of(target):
         ("generate", lambda target: engine_of(target).generate(IDS, **ASKED)),
         ("generate", lambda target: td.generate(target, None, IDS, runtime="eager", verify=False, **ASKED)),
         ("stream", lambda target: list(engine_of(target).stream(IDS, **ASKED))),
+        ("stream", lambda target: list(td.stream(target, None, IDS, runtime="eager", verify=False, **ASKED))),
         ("warmup", lambda target: engine_of(target).meet("warmup")),
     ],
 )
@@ -129,12 +135,76 @@ def test_what_jb_load_has_read_is_said(models, hosts, monkeypatch, tmp_path):
         assert loaded.checkpoint == hosts.said("jb.load", "the checkpoint")[-1]
         td.compile(loaded, None, max_length=32, verify=False).meet("warmup")
     for what, field in (("jb.load", "the checkpoint"), ("warmup", "the target")):
-        first, other, again, _ = hosts.said(what, field)
-        assert first == again != other, what
-    assert hosts.said("jb.load", "dtype")[2:] == ["None", "torch.bfloat16"]
+        first, other, again, narrow = hosts.said(what, field)
+        assert first == again != other and narrow != first, what
     with pytest.raises(OSError, match="none"):
         jb.load(tmp_path / "none")
     assert hosts.said("jb.load", "what it reads")[-1].startswith("FileNotFoundError: ")
+
+
+def test_a_path_that_is_a_directory_in_one_process_is_known_to_the_others(models, hosts, tmp_path):
+    engine = engine_of(models[0])
+    state = engine.start(IDS, **ASKED)
+    with pytest.raises(ValueError, match="directory"):
+        td.save_state(state, tmp_path, engine)
+    assert hosts.said("save_state", "what it reads")[-1].startswith("ValueError: ")
+
+
+def test_weights_that_cannot_be_taken_in_end_all(models, hosts, monkeypatch, tmp_path):
+    engine = engine_of(models[0])
+    state = engine.start(IDS, **ASKED)
+    td.save_state(state, tmp_path / "state", engine)
+
+    def fail(*given):
+        raise MemoryError
+
+    calls = {
+        "generate": lambda: engine.generate(IDS, **ASKED),
+        "stream": lambda: list(engine.stream(IDS, **ASKED)),
+        "start": lambda: engine.start(IDS, **ASKED),
+        "advance": lambda: engine.advance(state),
+        "load_state": lambda: td.load_state(tmp_path / "state", engine),
+    }
+    monkeypatch.setattr(engine.runtime, "refresh", fail)
+    monkeypatch.setattr(engine.runtime, "place", fail)
+    for what, call in calls.items():
+        with pytest.raises(MemoryError):
+            call()
+        assert hosts.heard[-1] == (f"in {what}", {})
+
+
+def test_an_interrupt_while_a_call_is_read_ends_all(models, hosts, monkeypatch):
+    engine = engine_of(models[0])
+
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    for module, name in (("engine", "read_request"), ("together", "packed")):
+        monkeypatch.setattr(f"torch_dflash.engine.{module}.{name}", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(IDS, **ASKED)
+        assert hosts.heard[-1] == ("left generate", {})
+
+
+def test_a_finished_stream_that_is_left_has_as_many_steps_as_one_read_to_its_end(models, hosts):
+    steps = []
+    for to_the_end in (True, False):
+        before, gained = hosts.steps, 0
+        for (tokens,) in engine_of(models[0]).stream(IDS, **ASKED):
+            gained += len(tokens)
+            if gained == ASKED["max_new_tokens"] and not to_the_end:
+                break
+        steps.append(hosts.steps - before)
+    assert steps[0] == steps[1] > 0
+
+
+def test_a_mesh_is_compared_by_its_devices_however_it_is_named(models, hosts):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+    for one in (1, mesh):
+        options = ASKED | {"mesh": one, "seed": 0, "verify": False, "return_dict_in_generate": True}
+        read_call("generate", models[0], None, (IDS, None, options), None, "xla")
+    first, other = hosts.said("generate", "what it reads")
+    assert first == other
 
 
 def test_a_model_that_was_changed_is_known_to_the_others(models, hosts):

@@ -348,10 +348,10 @@ def test_devices_are_counted_before_any_work(pair, monkeypatch):
 def test_generate_makes_replicas_as_large_as_their_share(pair):
     ids, mask = pad_rows(prompts(5))
     options = {"mesh": TWICE, "replicas": 2, **GREEDY}
-    call = read_call(*pair, ids, mask, options, None, "xla")
+    call = read_call("generate", *pair, (ids, mask, options), None, "xla")
     assert call.options.batch_size == 4 and call.options.replicas == 2
     options = {"mesh": TWICE, "replicas": 2, **GREEDY}
-    assert read_call(*pair, ids[:2], mask[:2], options, None, "xla").options.batch_size == 1
+    assert read_call("generate", *pair, (ids[:2], mask[:2], options), None, "xla").options.batch_size == 1
 
 
 def request_of(rows):

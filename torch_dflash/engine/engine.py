@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,7 @@ class Engine:
             )
         model = model_of(target)
         mesh = mesh_of(target, options.mesh, options.replicas)
-        self.hosts = hosts_of(options.runtime, mesh, options.replicas)  # from here on they hear of what fails
+        self.hosts = hosts_of(options.runtime, mesh, options.replicas)  # from here on they miss it
         check_target(model)
         with noting_writes(model) as traced:
             skeleton = Target(model, traced)
@@ -136,9 +136,9 @@ class Engine:
         started = time.perf_counter()
         compiled = self.runtime.compilations
         self._check(request)
-        params = self._params()  # refuses models that were changed, before a streamer has anything
         times, gained = [], Gained(request.lengths)
         with leaving(self.hosts, "generate"):
+            params = self._params()  # refuses models that were changed, before a streamer has anything
             if streamer is not None:
                 streamer.put(input_ids.cpu())
             generation = self._begin(request, params)
@@ -162,9 +162,9 @@ class Engine:
 
     def gains(self, request: Request) -> Iterator[list[Gain]]:
         """What each row of a request that was read gains, chunk by chunk."""
-        gained = Gained(request.lengths)
-        for progress in self._steps(self._begin(request, self._params()), streamed=True):
-            yield gained.by(progress)
+        with leaving(self.hosts, "stream"):
+            steps = self._steps(self._begin(request, self._params()), streamed=True)
+        yield from map(Gained(request.lengths).by, steps)
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
@@ -195,8 +195,8 @@ class Engine:
                 f"pool_pages={self.plan.pool_pages}: pages for {len(due)} of {len(request.rows)} rows at "
                 "once; compile with more, or call generate, where rows wait for each other."
             )
-        params = self._params()
         with leaving(self.hosts, "start"):
+            params = self._params()
             generation = self._begin(request, params)
             generation.prepare(self.options.prefill_chunk_size)
             return self.runtime.hand_out(params, generation.state)
@@ -208,8 +208,8 @@ class Engine:
             ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
         """
         self.meet("advance", state)
-        params = self._params()
         with leaving(self.hosts, "advance"):
+            params = self._params()
             state, turn = self.runtime.take_in(params, state), self._widths.settled()
             if self.plan.cache == "static":
                 return self.runtime.hand_out(params, self.runtime.advance(params, state, turn))
@@ -236,14 +236,14 @@ class Engine:
     def _check(self, request: Request) -> None:
         check_fits(request, self.plan)
 
-    def meet(self, what: str, state: DecodeState | None = None) -> None:
-        """Wait until every process of the mesh is in the same call, of the same ``state``; alone at once.
+    def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
+        """``read()``, with every process of the mesh in the same call, of the same ``state``.
 
         Raises:
             RuntimeError: they are in another, of another engine, or one did not come.
         """
         said = lambda _: self._said | self.bits() | digest_of_state(self.runtime, state)  # noqa: E731
-        read_alike(self.hosts, what, lambda: None, said)
+        return read_alike(self.hosts, what, read, said)
 
     def bits(self) -> dict[str, str]:
         """What processes compare of the live weights: a loaded target's are known by its checkpoint."""

@@ -46,9 +46,9 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
         OSError: the directory of ``path`` does not exist, or its disk is full; an old file stays as it was.
         ValueError: the state's shapes or dtypes are not those of this engine's plan and models, ``advance``
             has consumed it, its page table is impossible, or ``path`` is a directory.
+        RuntimeError: another process of the mesh makes another call, or of another state.
     """
-    file = _file_at(path)
-    engine.meet("save_state", state)
+    file = engine.meet("save_state", state, lambda: _file_at(path))
     with leaving(engine.hosts, "save_state"):
         leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
@@ -83,7 +83,8 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
     """
     digest = lambda found: {"the state": found[1]}  # noqa: E731
     state, _ = read_alike(engine.hosts, "load_state", lambda: _load(_file_at(path), engine), digest)
-    return engine.place(state)
+    with leaving(engine.hosts, "load_state"):
+        return engine.place(state)
 
 
 def _load(file: Path, engine: Engine) -> tuple[DecodeState, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -56,6 +56,10 @@ class Hosts(Protocol):
         """While open, the others end if this process fails."""
         ...
 
+    def leave(self, what: str, error: BaseException) -> None:
+        """Have the others end, for this process will not do its part of ``what``."""
+        ...
+
     def resting(self, what: str) -> AbstractContextManager[None]:
         """While open, a user's code has the turn in ``what``, and needs nobody."""
         ...
@@ -91,11 +95,8 @@ def read_together(
     input_ids, attention_mask, options = given
     if options.get("seed") is None:
         options["seed"] = drawn_seed()
-    try:
+    with _telling(hosts, what):
         own = packed(given) if hosts.first else None
-    except Exception as error:
-        _tell(hosts, what, error)
-        raise
     sent = hosts.agree(what, said, own)
     return read_alike(hosts, what, lambda: read(*unpacked(sent, given)), digest)
 
@@ -110,19 +111,24 @@ def read_alike(
     """
     if hosts is None:
         return read()
-    try:
+    with _telling(hosts, what):
         found = read()
         said = {READ: "no error"} | digest(found)
-    except Exception as error:
-        _tell(hosts, what, error)
-        raise
     hosts.agree(what, said)
     return found
 
 
-def _tell(hosts: Hosts, what: str, error: Exception) -> None:
-    """Have the others hear of an ``error`` that this process raises next, unless they have it, too."""
-    hosts.agree(what, {READ: f"{type(error).__name__}: {error}"})
+@contextmanager
+def _telling(hosts: Hosts, what: str) -> Iterator[None]:
+    """While open, the others hear of an error, unless they have it, too. Ctrl-C waits for nobody."""
+    try:
+        yield
+    except Exception as error:
+        hosts.agree(what, {READ: f"{type(error).__name__}: {error}"})
+        raise
+    except BaseException as error:
+        hosts.leave(what, error)
+        raise
 
 
 def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
@@ -216,7 +222,8 @@ def together(
                 return
             if lead is not None and not over() and not lead.go():
                 return
-            hosts.step()
+            if not over():  # whoever leaves a stream at its end has not asked for more
+                hosts.step()
 
 
 def leaving(hosts: Hosts | None, what: str) -> AbstractContextManager[None]:
