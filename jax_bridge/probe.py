@@ -36,8 +36,23 @@ def places(tensor: Tensor) -> Tensor:
     return bits.view(-1)[::step]
 
 
+def check_ordinary(tensors: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a tensor of a class of its own: what it computes is not in its memory."""
+    for name, leaf in tensors.items():
+        if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise ValueError(
+                f"{name} is a {type(leaf).__name__}, which runtime='xla' cannot read; make it an "
+                "ordinary tensor (dequantise it), or pass runtime='eager'."
+            )
+
+
 def fingerprint_of(tensors: dict[str, Any]) -> str:
-    """The bits of torch tensors in their `places`, their names and types, in short."""
+    """The bits of torch tensors in their `places`, their names and types, in short.
+
+    Raises:
+        ValueError: as `check_ordinary`.
+    """
+    check_ordinary(tensors)
     crc = 0
     for name, leaf in tensors.items():
         if isinstance(leaf, Tensor):

@@ -15,7 +15,7 @@ from jax_bridge.forms import Weight
 from jax_bridge.layout import Form, Forms, keep
 from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.put import moved, place
-from jax_bridge.probe import places, unchanged
+from jax_bridge.probe import check_ordinary, places, unchanged
 
 Fingerprint = tuple
 
@@ -36,7 +36,6 @@ class _Converted(NamedTuple):
 # By live tensor, weakly, and by form: engines of one model (lengths, batch sizes) use the same arrays.
 _converted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
-_ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
@@ -108,12 +107,7 @@ class Weights:
         """
         with _lock:
             torches = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, torch.Tensor)}
-            for name, leaf in torches.items():
-                if type(leaf) not in _ORDINARY:
-                    raise ValueError(
-                        f"{name} is a {type(leaf).__name__}, which runtime='xla' cannot read; make it an "
-                        "ordinary tensor (dequantise it), or pass runtime='eager'."
-                    )
+            check_ordinary(torches)
             for name, leaf in tensors.items():
                 if name not in torches:
                     self._arrays[name] = self._here(name, leaf)

@@ -60,14 +60,15 @@ class Hosts:
         store.put(f"calls/{call}/{store.process}", json.dumps([own, pieces]))
         with self._watch.busy(what):
             try:
-                store.meet(f"calls/{call}", watch.LATE)
-            except Exception as error:
-                raise self._late(what, call, error) from error
-            except BaseException as error:
+                try:
+                    store.meet(f"calls/{call}", watch.LATE)
+                except Exception as error:
+                    raise self._late(what, call, error) from error
+                found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
+                value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], watch.LATE)
+            except BaseException as error:  # told once: who was late is told already
                 self.leave(what, error)
                 raise
-            found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
-            value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], watch.LATE)
         if self.first and call:  # all have read it: they are in the next one
             store.drop(f"calls/{call - 1}")
             store.drop(f"given/{call - 1}")

@@ -209,11 +209,13 @@ def test_who_does_not_come_is_named_and_left(shelves):
         this.agree("generate", {})
 
 
-def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch):
-    def interrupt(name, seconds):
+@pytest.mark.parametrize("step", ["meet", "entries"])
+def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
+    def interrupt(*given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shelves[0], "meet", interrupt)
+    monkeypatch.setattr(shelves[0], "meet", lambda *given: None)
+    monkeypatch.setattr(shelves[0], step, interrupt)
     with pytest.raises(KeyboardInterrupt):
         Hosts(shelves[0], Watch(shelves[0])).agree("generate", {})
     assert shelves[0]._kept["told/1"] == "process 0 left generate: KeyboardInterrupt"

@@ -216,6 +216,17 @@ def test_a_model_that_was_changed_is_known_to_the_others(models, hosts):
         assert hosts.said(what, "what it reads")[-1].startswith("ValueError: ")
 
 
+def test_a_weight_of_a_class_of_its_own_is_known_to_the_others(models, hosts):
+    class Other(torch.Tensor):
+        """Looks like an ordinary one."""
+
+    engine = engine_of(model := copy.deepcopy(models[0]))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Other))
+    with pytest.raises(ValueError, match="cannot read"):
+        engine.generate(IDS, **ASKED)
+    assert hosts.said("generate", "what it reads")[-1].startswith("ValueError: ")
+
+
 def test_a_streamer_that_fails_at_the_prompt_ends_all(models, hosts):
     def fail(tokens):
         raise ValueError("of mine")

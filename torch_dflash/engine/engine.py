@@ -65,7 +65,7 @@ class Engine:
             )
         model = model_of(target)
         mesh = mesh_of(target, options.mesh, options.replicas)
-        self.hosts = hosts_of(options.runtime, mesh, options.replicas)  # from here on they miss it
+        self.hosts = hosts_of(options.runtime, mesh, options.replicas)  # who fails from here on is missed
         check_target(model)
         with noting_writes(model) as traced:
             skeleton = Target(model, traced)
