@@ -58,15 +58,16 @@ def renamed(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stor
     return found
 
 
-def fingerprint_of(parts: dict[str, list[Stored | Stacked]]) -> str:
-    """Names, types, shapes, and some values from the middle of each tensor, in short."""
+def fingerprint_of(parts: dict[str, list[Stored | Stacked]], kept: dict[str, torch.dtype]) -> str:
+    """Names, types, those they are ``kept`` in, shapes, some values from each tensor's middle, in short."""
     crc = 0
     for name, group in parts.items():
         for part in group:
             middle = [slice(size // 2, size // 2 + 1) for size in part.shape[:-1]]
             some = part.read_part((*middle, *[slice(0, SAMPLE)][: len(part.shape)]))
             bits = some.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            crc = zlib.crc32(bits, zlib.crc32(f"{name} {part.dtype} {part.shape}".encode(), crc))
+            said = f"{name} {part.dtype} {kept.get(name)} {part.shape}"
+            crc = zlib.crc32(bits, zlib.crc32(said.encode(), crc))
     return f"{crc:08x}"
 
 

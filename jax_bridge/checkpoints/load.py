@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -186,8 +185,7 @@ def _load(
                 bar.update(part.nbytes)
             if name not in arrays:  # a buffer that is made from the config
                 arrays[name] = to_jax(tensor) if mesh is None else put(tensor, mesh)
-    kept = zlib.crc32(repr(sorted((name, str(kind)) for name, kind in types.items())).encode())
-    return DeviceModel(model, arrays, mesh, f"{fingerprint_of(parts)} as {kept:08x}" if compared else "")
+    return DeviceModel(model, arrays, mesh, fingerprint_of(parts, types) if compared else "")
 
 
 def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:

@@ -58,17 +58,13 @@ class Hosts:
         pieces = store.put_bytes(f"given/{call}", given or b"") if self.first else 0
         own = json.dumps({"the call": what, "what is installed": VERSIONS} | said)
         store.put(f"calls/{call}/{store.process}", json.dumps([own, pieces]))
-        with self._watch.busy(what):
+        with self._part(what):
             try:
-                try:
-                    store.meet(f"calls/{call}", watch.LATE)
-                except Exception as error:
-                    raise self._late(what, call, error) from error
-                found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
-                value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], watch.LATE)
-            except BaseException as error:  # told once: who was late is told already
-                self.leave(what, error)
-                raise
+                store.meet(f"calls/{call}", watch.LATE)
+            except Exception as error:
+                raise self._late(what, call) from error
+            found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
+            value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], watch.LATE)
         if self.first and call:  # all have read it: they are in the next one
             store.drop(f"calls/{call - 1}")
             store.drop(f"given/{call - 1}")
@@ -79,15 +75,9 @@ class Hosts:
     def leaving(self, what: str) -> Iterator[None]:
         """While open, this process takes part in ``what``: if it fails, all others end."""
         self._check()
-        with self._watch.busy(what):
+        with self._part(what):
             self.step()
-            try:
-                yield
-            except BaseException as error:
-                if isinstance(error, jax.errors.JaxRuntimeError):
-                    self._watch.until_all_answer()  # it may be another's end that has failed here
-                self.leave(what, error)
-                raise
+            yield
 
     def leave(self, what: str, error: BaseException) -> None:
         """Have the others end, for this process will not do its part of ``what``."""
@@ -106,6 +96,18 @@ class Hosts:
         self._streams += 1
         return Lead(self._store, f"streams/{self._streams}", self._watch.is_over)
 
+    @contextmanager
+    def _part(self, what: str) -> Iterator[None]:
+        """While open, an error of this process ends all others."""
+        with self._watch.busy(what):
+            try:
+                yield
+            except BaseException as error:
+                if isinstance(error, jax.errors.JaxRuntimeError):
+                    self._watch.until_all_answer()  # it may be another's end that has failed here
+                self.leave(what, error)
+                raise
+
     def _check(self) -> None:
         if self._watch.left is not None:
             raise RuntimeError(f"{self._watch.left}; all processes have to be started anew.")
@@ -115,16 +117,14 @@ class Hosts:
                 "from the thread that made the first one."
             )
 
-    def _late(self, what: str, call: int, error: Exception) -> RuntimeError:
+    def _late(self, what: str, call: int) -> RuntimeError:
         self._watch.until_all_answer()
         came = self._store.entries(f"calls/{call}")
         absent = ", ".join(str(one) for one in range(self._store.count) if one not in came)
-        late = RuntimeError(
+        return RuntimeError(
             f"process {absent} did not come to {what} within {watch.LATE} seconds: every process has to make "
             "the same calls, in the same order."
         )
-        self._watch.leave(what, late)
-        return late
 
 
 class Lead:
