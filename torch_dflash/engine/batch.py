@@ -105,7 +105,8 @@ class Generation:
                 due[row] = self.rows[row][self._kept[row] :]
             room = self.plan.slots - max(self._kept[row] for row in step.prefill)
             self.prefilled += sum(map(len, due))
-            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, room):
+            spare = self.runtime.spare_rows
+            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, room, spare):
                 self.state = self.runtime.prefill(self.params, self.state, chunk)
         return bool(step.prefill)
 

@@ -137,25 +137,40 @@ def bucket(length: int) -> int:
     return max(MIN_BUCKET, 1 << (length - 1).bit_length())
 
 
-def chunk_widths(length: int, largest: int, room: int) -> Iterator[int]:
-    """Bucket sizes that cover ``length`` prompt positions: full chunks, then the rest's bucket.
+def chunk_widths(length: int, largest: int, room: int, worth: int) -> Iterator[int]:
+    """Bucket sizes that cover ``length`` prompt positions: full chunks, then the rest's.
 
     ``room`` is how many positions exist from the start: a bucket that would run past it (XLA would clamp
-    its start and overwrite good rows) is replaced by smaller ones.
+    its start and overwrite good rows) is replaced by smaller ones. ``worth``: as in `split`.
     """
     done = 0
     while done < length:
-        width = min(largest, bucket(length - done))
+        width = largest if length - done > largest else split(length - done, worth)[0]
         while width > MIN_BUCKET and done + width > room:
             width //= 2
         yield width
         done += width
 
 
-def prompt_chunks(rows: list[np.ndarray], batch_size: int, largest: int, slots: int) -> Iterator[PromptChunk]:
-    """The rows as `PromptChunk` pieces, padded to ``batch_size`` rows and power-of-two widths."""
+def split(length: int, worth: int) -> list[int]:
+    """The buckets, largest first, that cover ``length``: one more where it saves over ``worth`` positions."""
+    whole = bucket(length)
+    half = whole // 2
+    if whole == MIN_BUCKET:
+        return [whole]
+    parts = [half, *split(length - half, worth)]
+    return parts if sum(parts) + worth * (len(parts) - 1) < whole else [whole]
+
+
+def prompt_chunks(
+    rows: list[np.ndarray], batch_size: int, largest: int, slots: int, spare: int
+) -> Iterator[PromptChunk]:
+    """The rows as `PromptChunk` pieces, padded to ``batch_size`` rows and power-of-two widths.
+
+    ``spare``: padded rows that are worth another pass (`torch_dflash.runtime.Runtime.spare_rows`).
+    """
     start = 0
-    for width in chunk_widths(max(map(len, rows)), largest, slots):
+    for width in chunk_widths(max(map(len, rows)), largest, slots, spare // batch_size):
         ids = torch.zeros(batch_size, width, dtype=torch.int32, device="cpu")
         count = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
         following = torch.full((batch_size,), -1, dtype=torch.int32, device="cpu")
