@@ -115,14 +115,6 @@ class XlaRuntime:
         """XLA programs this thread has compiled so far."""
         return compilations()
 
-    @property
-    def spare_rows(self) -> int:
-        """A CPU reads all weights in the time of some 30 rows, a TPU in that of 170 to 560.
-
-        On a CPU it is more than these 30 by what another width costs: its program is compiled.
-        """
-        return 128 if self._place.platform == "cpu" else 256
-
     def check_room(self, tensors: dict[str, Any]) -> None:
         """Raise ``ValueError`` if weights and state are more than a device's memory, where it is known."""
         room = room_of(self._place.devices)

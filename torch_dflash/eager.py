@@ -21,7 +21,6 @@ class EagerRuntime:
     """PyTorch as it comes, on the device the models are on."""
 
     compilations = 0
-    spare_rows = 256
 
     def __init__(self, pair: Pair, plan: DecodePlan):
         self.pair = pair

@@ -260,7 +260,7 @@ def _read_call(
     replicas = built.get("replicas", 1)
     rows = -(-len(request.rows) // replicas)  # of each replica
     engine_options = EngineOptions(
-        max_length=_capacity(request, model_of(target), alone.get("prefill_chunk_size", 0)),
+        max_length=_capacity(request, model_of(target)),
         # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
         batch_size=rows if runtime == "eager" else 1 << (rows - 1).bit_length(),
         stop_slots=max(8, *map(len, request.stop_ids)),
@@ -278,11 +278,8 @@ def _with_prompts(one: Any, prompts: Tensor) -> Any:
     return replace(one, prompts=prompts) if isinstance(one, HostProcessor) and not one.pure else one
 
 
-def _capacity(request: Request, target: PreTrainedModel, chunk: int) -> int:
-    """The room of an engine that holds the longest row, or ``ValueError`` where the target has none.
-
-    With room for a ``chunk``, prompts up to it are read at once.
-    """
+def _capacity(request: Request, target: PreTrainedModel) -> int:
+    """The room of an engine that holds the longest row, or ``ValueError`` where the target has none."""
     needed = max(request.limits)
     context = context_of(target)
     if needed > context:
@@ -292,4 +289,4 @@ def _capacity(request: Request, target: PreTrainedModel, chunk: int) -> int:
             f"{request.max_new_tokens[row]} exceed the target's max_position_embeddings={context}; shorten "
             "them."
         )
-    return round_up(max(needed, min(chunk, context)), context)
+    return round_up(needed, context)

@@ -132,11 +132,6 @@ class Runtime(Protocol):
         """Programs this thread has compiled so far."""
         ...
 
-    @property
-    def spare_rows(self) -> int:
-        """Padded rows that take as long as one more pass, which reads all weights again."""
-        ...
-
     def check_room(self, tensors: Params) -> None:
         """Raise ``ValueError`` if copies of these tensors, and a state, are more than a device holds."""
         ...

@@ -94,9 +94,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
         assert any(isinstance(layer, RingLayer) for layer in state.proposer.layers)
     assert look(runtime, state).length.tolist() == [0, before[1]]
     fresh = Generation(runtime, engine.plan, params, state, generation.scheduler, [NEXT, []])
-    for chunk in prompt_chunks(
-        [torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64, 256
-    ):
+    for chunk in prompt_chunks([torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64):
         fresh.state = runtime.prefill(params, fresh.state, chunk)
     while not look(runtime, fresh.state).done.all():
         fresh.advance(Turn.of(engine.plan))

@@ -7,6 +7,7 @@ from support.scripted import own_text, run
 from support.tiny import make_pair
 
 import torch_dflash as td
+from torch_dflash.engine import prompts
 from torch_dflash.engine.prompts import chunk_widths, split
 from torch_dflash.plan import MIN_BUCKET
 
@@ -44,23 +45,25 @@ def test_chunks_stay_within_the_largest_and_within_the_room():
     assert list(chunk_widths(1500, 512, 2064, 128)) == [512, 512, 512]
     assert list(chunk_widths(1300, 512, 2064, 128)) == [512, 512, 256, 32]
     assert list(chunk_widths(260, 512, 272, 1 << 20)) == [256, 16]  # 512 rows would run past the end
-    for worth in (0, 1 << 20):
-        assert sum(chunk_widths(130, 64, 144, worth)) == 144
+    for length in range(1, 300):
+        for worth in (0, 1 << 20):
+            room = length + MIN_BUCKET - 1
+            assert length <= sum(chunk_widths(length, 128, room, worth)) <= room
 
 
 @pytest.mark.parametrize("where", ["eager", "xla"])
 def test_a_batch_reads_less_padding_and_says_the_same(where, monkeypatch):
     """Of 16 rows, 40 tokens are worth two passes; of one they are not."""
+    monkeypatch.setattr(prompts, "WORTH", 128)
     target, _ = make_pair("llama")
-    prompts = [[3 + (7 * row + at) % 90 for at in range(33 + row % 8)] for row in range(16)]
+    rows = [[3 + (7 * row + at) % 90 for at in range(33 + row % 8)] for row in range(16)]
     read = []
-    for rows in (16, 1):
-        engine = td.compile(target, None, runtime=where, max_length=96, batch_size=rows)
+    for count in (16, 1):
+        engine = td.compile(target, None, runtime=where, max_length=96, batch_size=count)
         passes = engine.runtime.prefill
         monkeypatch.setattr(
             engine.runtime, "prefill", lambda *given, p=passes: read.append(given[2].ids.shape) or p(*given)
         )
-        texts, _ = run(engine, prompts[:rows], max_new_tokens=6, do_sample=False)
-        assert texts == [own_text(target, prompt, 6) for prompt in prompts[:rows]]
-    wide = [(16, 32), (16, 16)] if where == "xla" else [(16, 64)]
-    assert [tuple(shape) for shape in read] == [*wide, (1, 64)]
+        texts, _ = run(engine, rows[:count], max_new_tokens=6, do_sample=False)
+        assert texts == [own_text(target, prompt, 6) for prompt in rows[:count]]
+    assert [tuple(shape) for shape in read] == [(16, 32), (16, 16), (1, 64)]

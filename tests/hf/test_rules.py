@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from support.refusals import refuses
+from support.tiny import make_target
 from support.tokenizers import letters
 from support.versions import COUNTS_PADDING
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 import torch_dflash as td
+from torch_dflash.engine import prompts
 
 NEW = 14
 
@@ -191,6 +193,25 @@ def test_a_users_processor_is_asked_what_transformers_asks(pair, batch, masked):
         processor = Counted()
         options = asked({"logits_processor": LogitsProcessorList([processor])})
         seen.append((pair[0].generate(**batch, **options, **call), processor.asked))
+    (want, asked_by_theirs), (found, asked_by_ours) = seen
+    assert torch.equal(found, want)
+    assert all(torch.equal(a, b) for a, b in zip(asked_by_theirs, asked_by_ours, strict=True))
+
+
+@pytest.mark.parametrize("worth, context", [(1, 512), (2048, 90)], ids=["padded", "beyond the context"])
+def test_a_users_processor_is_asked_once_for_prompts_that_others_read_in_pieces(worth, context, monkeypatch):
+    monkeypatch.setattr(prompts, "WORTH", worth)
+    target = make_target("llama", max_position_embeddings=context)
+    ids, mask = torch.arange(2 * 70).view(2, 70) % 83 + 3, torch.ones(2, 70, dtype=torch.long)
+    mask[1, :50] = 0  # a row that would end in the first piece
+    engine = td.compile(target, None, runtime="eager", max_length=min(context, 80), batch_size=2)
+    pieces, passes = [], engine.runtime.prefill
+    engine.runtime.prefill = lambda *given: pieces.append(given[2]) or passes(*given)
+    assert engine.generate(ids, mask, max_new_tokens=1, do_sample=False).shape == (2, 71) and len(pieces) > 1
+    seen = []
+    for call in ({}, {"custom_generate": td.dflash(None, runtime="eager")}):
+        options = asked({"logits_processor": LogitsProcessorList([processor := Counted()])})
+        seen.append((target.generate(ids, attention_mask=mask, **options, **call), processor.asked))
     (want, asked_by_theirs), (found, asked_by_ours) = seen
     assert torch.equal(found, want)
     assert all(torch.equal(a, b) for a, b in zip(asked_by_theirs, asked_by_ours, strict=True))

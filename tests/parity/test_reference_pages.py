@@ -58,7 +58,7 @@ def ours(engine, table: np.ndarray) -> Run:
     params = steps.refresh(engine.tensors())
     state = steps.begin(params, row_requests(request, engine.plan))
     state = steps.assign(state, table, done)
-    for chunk in prompt_chunks(request.rows, ROWS, CHUNK, engine.plan.slots, engine.runtime.spare_rows):
+    for chunk in prompt_chunks(request.rows, ROWS, CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     while not look(steps, state).done.all():
         state = steps.advance(params, state)

@@ -288,7 +288,7 @@ def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]
     features = None if lowered else Features(engine.pair.proposer, len(rows))
     params = steps.refresh(tensors)
     state = steps.begin(params, row_requests(request, engine.plan))
-    for chunk in prompt_chunks(rows, len(rows), CHUNK, engine.plan.slots, engine.runtime.spare_rows):
+    for chunk in prompt_chunks(rows, len(rows), CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     runs = [Run() for _ in rows]
     while not (before := look(steps, state)).done.all():

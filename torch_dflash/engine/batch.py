@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_dflash.engine.one_by_one import impure
 from torch_dflash.engine.prompts import prompt_chunks
 from torch_dflash.engine.read import row_requests
 from torch_dflash.engine.request import Request
@@ -105,8 +106,8 @@ class Generation:
                 due[row] = self.rows[row][self._kept[row] :]
             room = self.plan.slots - max(self._kept[row] for row in step.prefill)
             self.prefilled += sum(map(len, due))
-            spare = self.runtime.spare_rows
-            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, room, spare):
+            whole = bool(impure(self.plan.processors))
+            for chunk in prompt_chunks(due, self.plan.batch_size, largest_chunk, room, whole):
                 self.state = self.runtime.prefill(self.params, self.state, chunk)
         return bool(step.prefill)
 

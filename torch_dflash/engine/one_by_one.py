@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch_dflash.engine.halts import Criterion
-from torch_dflash.engine.prompts import bucket
 from torch_dflash.engine.request import Request
 from torch_dflash.processors.host import HostProcessor
 
@@ -23,7 +22,7 @@ def one_by_one(request: Request, processors: Iterable[Any], runtime: str) -> dic
     Raises:
         ValueError: ``runtime`` has no host to ask.
     """
-    asked = _impure(processors) + [one.name for one in request.halts if isinstance(one, Criterion)]
+    asked = impure(processors) + [one.name for one in request.halts if isinstance(one, Criterion)]
     if not asked:
         return {}
     if runtime != "eager":
@@ -32,13 +31,12 @@ def one_by_one(request: Request, processors: Iterable[Any], runtime: str) -> dic
             "(stop_strings, eos_token_id) or a td.BlockProcessor."
         )
     _log.info("%s sees one token at a time: plain decoding, nothing is drafted", asked[0])
-    longest = bucket(max(request.lengths))
-    return {"verify_width": 1, "rounds_per_chunk": 1, "prefill_chunk_size": longest}
+    return {"verify_width": 1, "rounds_per_chunk": 1}
 
 
 def check_compiled(processors: Iterable[Any] | None) -> None:
     """Raise ``ValueError`` for a processor that an engine of many calls could not ask as it must be."""
-    for name in _impure(processors or ()):
+    for name in impure(processors or ()):
         raise ValueError(
             f"processors holds {name}, which has to be asked once for each token of one call: pass it to "
             "torch_dflash.generate, or td.HostProcessor(..., pure=True) if its scores follow from its "
@@ -46,5 +44,6 @@ def check_compiled(processors: Iterable[Any] | None) -> None:
         )
 
 
-def _impure(processors: Iterable[Any]) -> list[str]:
+def impure(processors: Iterable[Any]) -> list[str]:
+    """The names of those that have to be asked once for each token, and of a prompt read in one piece."""
     return [one.name for one in processors if isinstance(one, HostProcessor) and not one.pure]

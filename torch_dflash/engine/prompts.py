@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_dflash.checks import row_list
-from torch_dflash.plan import MIN_BUCKET
+from torch_dflash.plan import MIN_BUCKET, whole_tiles
 from torch_dflash.state import PromptChunk
+
+WORTH = 2048
+"""Padded rows that are worth a pass more: a CPU computes as many while a program is compiled, and weights are
+read in the time of few of them."""
 
 
 def check_ids(input_ids: Any) -> None:
@@ -138,7 +142,7 @@ def bucket(length: int) -> int:
 
 
 def chunk_widths(length: int, largest: int, room: int, worth: int) -> Iterator[int]:
-    """Bucket sizes that cover ``length`` prompt positions: full chunks, then the rest's.
+    """Bucket sizes that cover ``length`` prompt positions: full chunks, then what `split` makes of the rest.
 
     ``room`` is how many positions exist from the start: a bucket that would run past it (XLA would clamp
     its start and overwrite good rows) is replaced by smaller ones. ``worth``: as in `split`.
@@ -153,7 +157,7 @@ def chunk_widths(length: int, largest: int, room: int, worth: int) -> Iterator[i
 
 
 def split(length: int, worth: int) -> list[int]:
-    """The buckets, largest first, that cover ``length``: one more where it saves over ``worth`` positions."""
+    """The buckets, largest first, that cover ``length``: each further one saves over ``worth`` positions."""
     whole = bucket(length)
     half = whole // 2
     if whole == MIN_BUCKET:
@@ -163,14 +167,15 @@ def split(length: int, worth: int) -> list[int]:
 
 
 def prompt_chunks(
-    rows: list[np.ndarray], batch_size: int, largest: int, slots: int, spare: int
+    rows: list[np.ndarray], batch_size: int, largest: int, slots: int, whole: bool = False
 ) -> Iterator[PromptChunk]:
     """The rows as `PromptChunk` pieces, padded to ``batch_size`` rows and power-of-two widths.
 
-    ``spare``: padded rows that are worth another pass (`torch_dflash.runtime.Runtime.spare_rows`).
+    ``whole``: as one piece instead, which no compiler is to see: it is as wide as the longest row.
     """
-    start = 0
-    for width in chunk_widths(max(map(len, rows)), largest, slots, spare // batch_size):
+    longest, start = max(map(len, rows)), 0
+    widths = [whole_tiles(longest)] if whole else chunk_widths(longest, largest, slots, WORTH // batch_size)
+    for width in widths:
         ids = torch.zeros(batch_size, width, dtype=torch.int32, device="cpu")
         count = torch.zeros(batch_size, dtype=torch.int32, device="cpu")
         following = torch.full((batch_size,), -1, dtype=torch.int32, device="cpu")
