@@ -55,10 +55,10 @@ class Hosts:
         self._check()
         store, call = self._store, self._calls
         self._calls += 1
-        pieces = store.put_bytes(f"given/{call}", given or b"") if self.first else 0
         own = json.dumps({"the call": what, "what is installed": VERSIONS} | said)
-        store.put(f"calls/{call}/{store.process}", json.dumps([own, pieces]))
         with self._part(what):
+            pieces = store.put_bytes(f"given/{call}", given or b"") if self.first else 0
+            store.put(f"calls/{call}/{store.process}", json.dumps([own, pieces]))
             try:
                 store.meet(f"calls/{call}", watch.LATE)
             except Exception as error:
@@ -103,9 +103,11 @@ class Hosts:
             try:
                 yield
             except BaseException as error:
-                if isinstance(error, jax.errors.JaxRuntimeError):
-                    self._watch.until_all_answer()  # it may be another's end that has failed here
-                self.leave(what, error)
+                try:
+                    if isinstance(error, jax.errors.JaxRuntimeError):
+                        self._watch.until_all_answer()  # it may be another's end that has failed here
+                finally:
+                    self.leave(what, error)
                 raise
 
     def _check(self) -> None:

@@ -209,16 +209,30 @@ def test_who_does_not_come_is_named_and_left(shelves):
         this.agree("generate", {})
 
 
-@pytest.mark.parametrize("step", ["meet", "entries"])
-def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
-    def interrupt(*given):
-        raise KeyboardInterrupt
+def interrupt(*given):
+    raise KeyboardInterrupt
 
+
+@pytest.mark.parametrize("step", ["put_bytes", "put", "meet", "entries"])
+def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
+    put = shelves[0].put
     monkeypatch.setattr(shelves[0], "meet", lambda *given: None)
-    monkeypatch.setattr(shelves[0], step, interrupt)
+    broken = (
+        interrupt
+        if step != "put"
+        else lambda key, *given: (interrupt if "calls" in key else put)(key, *given)
+    )
+    monkeypatch.setattr(shelves[0], step, broken)
     with pytest.raises(KeyboardInterrupt):
         Hosts(shelves[0], Watch(shelves[0])).agree("generate", {})
     assert shelves[0]._kept["told/1"] == "process 0 left generate: KeyboardInterrupt"
+
+
+def test_an_interrupt_while_it_is_asked_who_has_failed_ends_all(shelves, monkeypatch):
+    monkeypatch.setattr(seen := Watch(shelves[0]), "until_all_answer", interrupt)
+    with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).leaving("generate"):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+    assert shelves[0]._kept["told/1"].startswith("process 0 left generate: JaxRuntimeError")
 
 
 def test_another_thread_is_refused(shelves):

@@ -180,6 +180,7 @@ def test_an_interrupt_while_a_call_is_read_ends_all(models, hosts, monkeypatch):
         raise KeyboardInterrupt
 
     for module, name in (("engine", "read_request"), ("together", "packed")):
+        hosts.heard.clear()
         monkeypatch.setattr(f"torch_dflash.engine.{module}.{name}", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(IDS, **ASKED)
@@ -271,6 +272,19 @@ def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models, 
         model.config.extra = value
         said.append(said_of(Alone(), None, model, None)["the target"])
     assert said[0] == said[1] != said[2] and next(numbers) > 2
+
+
+def test_a_stream_whose_gain_fails_is_left_at_once(models, hosts, monkeypatch):
+    left, lead = [], SimpleNamespace(go=lambda: True, stop=lambda: left.append("it") or True)
+    monkeypatch.setattr(hosts, "lead", lambda: lead)
+
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_dflash.engine.engine.Gained.by", interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:  # its traceback holds the frames, as a notebook does
+        list(engine_of(models[0]).stream(IDS, **ASKED))
+    assert left == ["it"] and kept.tb is not None
 
 
 def test_a_stream_rests_while_it_is_read(models, hosts):

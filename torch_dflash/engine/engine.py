@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -135,7 +136,7 @@ class Engine:
         """Decode a request that `read`, of this engine or of another for the same target, has read."""
         started = time.perf_counter()
         compiled = self.runtime.compilations
-        self._check(request)
+        check_fits(request, self.plan)
         times, gained = [], Gained(request.lengths)
         with leaving(self.hosts, "generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
@@ -164,7 +165,8 @@ class Engine:
         """What each row of a request that was read gains, chunk by chunk."""
         with leaving(self.hosts, "stream"):
             steps = self._steps(self._begin(request, self._params()), streamed=True)
-        yield from map(Gained(request.lengths).by, steps)
+        with closing(steps):  # at once, though a traceback holds it
+            yield from map(Gained(request.lengths).by, steps)
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
@@ -226,15 +228,12 @@ class Engine:
         """
         self._models.check_code()
         request = read_request(self._models.target, input_ids, attention_mask, options)
-        self._check(request)
+        check_fits(request, self.plan)
         return request
 
     def place(self, state: DecodeState) -> DecodeState:
         """A state of torch tensors, of an engine with this one's plan, on this side of the border."""
         return self.runtime.place(state)
-
-    def _check(self, request: Request) -> None:
-        check_fits(request, self.plan)
 
     def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
         """``read()``, with every process of the mesh in the same call, of the same ``state``.
@@ -279,7 +278,7 @@ class Engine:
     def _begin(self, request: Request, params: Any) -> Generation:
         return Generation.begin(self.runtime, self.plan, params, request)
 
-    def _steps(self, generation: Generation, streamed: bool = False) -> Iterator[Progress]:
+    def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
         def steps() -> Iterator[Progress]:
             while not generation.over:
                 yield generation.step(self.options.prefill_chunk_size, self._widths)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any, Protocol, TypeVar
@@ -196,7 +196,7 @@ def check_widths(hosts: Hosts | None, widths: Widths) -> None:
 
 def together(
     hosts: Hosts | None, steps: Iterator[Progress], over: Callable[[], bool], streamed: bool
-) -> Iterator[Progress]:
+) -> Generator[Progress, None, None]:
     """``steps`` of a generation, done by all processes at once.
 
     Args:
