@@ -20,6 +20,7 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.kernels import paged_attention as paged_kernel
 from jax_bridge.kernels.block_attention import pallas_block_attention
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
+from jax_bridge.lower import tracing
 from torch_dflash.cache.allocate import allocate
 from torch_dflash.cache.dense import LatentLayer
 from torch_dflash.cache.ring import allocate_ring
@@ -106,7 +107,8 @@ def step(form: str, kind: str, layer, rows, start: int):
     if form not in ("lowered static", *PAGES):
         return attend(kind, layer, *tensors)
     arrays = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), (layer, *tensors))
-    return lowered(form, kind)(*arrays)
+    with tracing("highest"):
+        return lowered(form, kind)(*arrays)
 
 
 def play(form: str, kind: str, poisons, dim: int = 16, kept: int = 0):
