@@ -114,7 +114,8 @@ class Engine:
         with leaving(self.hosts, "warmup"):
             params = self._params()
             self.runtime.warmup(params, buckets, progress)
-            self._measure_widths(params)
+            if not self._widths.measured:
+                self._measure_widths(params)
         return self
 
     def generate(
@@ -136,7 +137,7 @@ class Engine:
         """Decode a request that `read`, of this engine or of another for the same target, has read."""
         started = time.perf_counter()
         compiled = self.runtime.compilations
-        check_fits(request, self.plan)
+        self._check(request)
         times, gained = [], Gained(request.lengths)
         with leaving(self.hosts, "generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
@@ -228,12 +229,15 @@ class Engine:
         """
         self._models.check_code()
         request = read_request(self._models.target, input_ids, attention_mask, options)
-        check_fits(request, self.plan)
+        self._check(request)
         return request
 
     def place(self, state: DecodeState) -> DecodeState:
         """A state of torch tensors, of an engine with this one's plan, on this side of the border."""
         return self.runtime.place(state)
+
+    def _check(self, request: Request) -> None:
+        check_fits(request, self.plan)
 
     def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
         """``read()``, with every process of the mesh in the same call, of the same ``state``.
@@ -287,10 +291,7 @@ class Engine:
 
     def _measure_widths(self, params: Any) -> None:
         """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""
-        if self._widths.measured:
-            return
-        rows = [np.zeros(1, np.int32)] * self.plan.batch_size
-        request = Request.greedy(rows, self.plan.capacity - 1)
+        request = Request.greedy([np.zeros(1, np.int32)] * self.plan.batch_size, self.plan.capacity - 1)
         generation = self._begin(request, params)
         generation.pace = Pace(ahead=UNLIMITED)
         for _ in self._steps(generation):
