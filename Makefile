@@ -39,7 +39,7 @@ help:
 	@echo "make test-transformers run what transformers' own generation tests ask, of more families"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
-	@echo "make test-full all four; an hour or so"
+	@echo "make test-full all four; two hours or so"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"

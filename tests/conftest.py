@@ -4,7 +4,7 @@ import tempfile
 import pytest
 import torch
 from hypothesis import settings
-from support.heavy import HEAVY
+from support.heavy import heavy_cases
 from support.trained import overfit, world
 
 __all__ = ["overfit", "world"]  # fixtures of the session
@@ -31,10 +31,11 @@ def pytest_unconfigure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     found = {item.nodeid.removeprefix("tests/"): item for item in items}
-    for case in HEAVY & found.keys():
+    heavy, unmatched = heavy_cases(set(found))
+    for case in heavy:
         found[case].add_marker(pytest.mark.heavy)
     files = {case.partition("::")[0] for case in found}
     whole = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
-    lost = [case for case in HEAVY - found.keys() if whole and case.partition("::")[0] in files]
+    lost = [pattern for pattern in unmatched if whole and pattern.partition("::")[0] in files]
     if lost:
-        raise pytest.UsageError(f"tests/support/heavy.py names cases that are not there: {lost}")
+        raise pytest.UsageError(f"tests/heavy.txt names cases that are not there: {lost}")
