@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,18 +74,19 @@ def stream(
     return pieces(gains, texts)
 
 
-def pieces(gains: Iterator[list[Any]], texts: list[TextStream | None]) -> Iterator[list[Piece]]:
+def pieces(gains: Generator[list[Any], None, None], texts: list[TextStream | None]) -> Iterator[list[Piece]]:
     """The rows' gains, one list for each read, with what their tokens are as text."""
     over = [False] * len(texts)
-    for gained in gains:
-        pieces = []
-        for row, (gain, text) in enumerate(zip(gained, texts, strict=True)):
-            final = gain.done and not over[row]
-            over[row] = gain.done
-            said = "" if text is None else text.push(gain.tokens, final=final)
-            drafted = _drafted(gain.rounds, len(gain.tokens))
-            pieces.append(Piece(gain.tokens, said, drafted, gain.done, gain.logprobs, gain.top))
-        yield pieces
+    with closing(gains):  # at once, though a traceback holds it
+        for gained in gains:
+            pieces = []
+            for row, (gain, text) in enumerate(zip(gained, texts, strict=True)):
+                final = gain.done and not over[row]
+                over[row] = gain.done
+                said = "" if text is None else text.push(gain.tokens, final=final)
+                drafted = _drafted(gain.rounds, len(gain.tokens))
+                pieces.append(Piece(gain.tokens, said, drafted, gain.done, gain.logprobs, gain.top))
+            yield pieces
 
 
 def _drafted(rounds: list[int], count: int) -> list[bool]:

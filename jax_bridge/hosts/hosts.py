@@ -65,9 +65,9 @@ class Hosts:
                 raise self._late(what, call) from error
             found = {one: json.loads(text) for one, text in store.entries(f"calls/{call}").items()}
             value = b"" if self.first else store.wait_bytes(f"given/{call}", found[0][1], watch.LATE)
-        if self.first and call:  # all have read it: they are in the next one
-            store.drop(f"calls/{call - 1}")
-            store.drop(f"given/{call - 1}")
+            if self.first and call:  # all have read it: they are in the next one
+                store.drop(f"calls/{call - 1}")
+                store.drop(f"given/{call - 1}")
         _compare({one: json.loads(fields) for one, (fields, _) in found.items()})
         return given or b"" if self.first else value
 

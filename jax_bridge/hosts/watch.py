@@ -49,6 +49,7 @@ class Watch:
         self._busy: list[str] = []
         self._step = 0
         self.left: str | None = None
+        self._told = False  # a second Ctrl-C may come between the two
 
     def start(self) -> None:
         """Watch until Python ends."""
@@ -61,11 +62,12 @@ class Watch:
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """While open, a process that ends is missed."""
-        self._busy.append(what)
         try:
+            self._busy.append(what)
             yield
         finally:
-            self._busy.remove(what)
+            if what in self._busy:  # Ctrl-C may come before
+                self._busy.remove(what)
 
     @contextmanager
     def resting(self, what: str) -> Iterator[None]:
@@ -82,13 +84,16 @@ class Watch:
 
     def leave(self, what: str, error: BaseException) -> None:
         """Have every other process end, for this one will not do its part of ``what``."""
+        if self._told:
+            return
         if self.left is None:
             said = " ".join(str(error).split())
             name = type(error).__name__
             self.left = f"process {self._store.process} left {what}: {name}{': ' if said else ''}{said}"
             self._over.set()
-            with contextlib.suppress(Exception):
-                self._tell(self.left)
+        with contextlib.suppress(Exception):
+            self._tell(self.left)
+        self._told = True
 
     def until_all_answer(self) -> None:
         """Return when each that gave signs of life has given a new one; if one does not, this one ends."""

@@ -60,10 +60,12 @@ def test_a_batch_reads_less_padding_and_says_the_same(where, monkeypatch):
     read = []
     for count in (16, 1):
         engine = td.compile(target, None, runtime=where, max_length=96, batch_size=count)
+        compiled = engine.warmup().runtime.compilations
         passes = engine.runtime.prefill
         monkeypatch.setattr(
             engine.runtime, "prefill", lambda *given, p=passes: read.append(given[2].ids.shape) or p(*given)
         )
         texts, _ = run(engine, rows[:count], max_new_tokens=6, do_sample=False)
         assert texts == [own_text(target, prompt, 6) for prompt in rows[:count]]
+        assert engine.runtime.compilations == compiled
     assert [tuple(shape) for shape in read] == [(16, 32), (16, 16), (1, 64)]

@@ -213,7 +213,7 @@ def interrupt(*given):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("step", ["put_bytes", "put", "meet", "entries"])
+@pytest.mark.parametrize("step", ["put_bytes", "put", "meet", "entries", "drop"])
 def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
     put = shelves[0].put
     monkeypatch.setattr(shelves[0], "meet", lambda *given: None)
@@ -223,8 +223,10 @@ def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch,
         else lambda key, *given: (interrupt if "calls" in key else put)(key, *given)
     )
     monkeypatch.setattr(shelves[0], step, broken)
+    this = Hosts(shelves[0], Watch(shelves[0]))
+    this._calls = 1
     with pytest.raises(KeyboardInterrupt):
-        Hosts(shelves[0], Watch(shelves[0])).agree("generate", {})
+        this.agree("generate", {})
     assert shelves[0]._kept["told/1"] == "process 0 left generate: KeyboardInterrupt"
 
 
@@ -233,6 +235,17 @@ def test_an_interrupt_while_it_is_asked_who_has_failed_ends_all(shelves, monkeyp
     with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).leaving("generate"):
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")
     assert shelves[0]._kept["told/1"].startswith("process 0 left generate: JaxRuntimeError")
+
+
+def test_a_second_interrupt_does_not_keep_the_first_from_the_others(shelves, monkeypatch):
+    seen, put = Watch(shelves[0]), shelves[0].put
+    monkeypatch.setattr(shelves[0], "put", interrupt)
+    with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).leaving("generate"):
+        interrupt()
+    assert not any(key.startswith("told/") for key in shelves[0]._kept)
+    monkeypatch.setattr(shelves[0], "put", put)
+    seen.leave("its program", KeyboardInterrupt())  # as Python ends
+    assert shelves[0]._kept["told/1"] == "process 0 left generate: KeyboardInterrupt"
 
 
 def test_another_thread_is_refused(shelves):

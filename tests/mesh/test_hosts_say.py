@@ -274,16 +274,28 @@ def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models, 
     assert said[0] == said[1] != said[2] and next(numbers) > 2
 
 
-def test_a_stream_whose_gain_fails_is_left_at_once(models, hosts, monkeypatch):
+@pytest.mark.parametrize(
+    ("door", "place"),
+    [
+        ("engine", "torch_dflash.engine.engine.Gained.by"),
+        ("engine", "torch_dflash.runtime.Gain.tokens"),
+        ("td", "torch_dflash.engine.text.TextStream.push"),
+    ],
+)
+def test_a_stream_whose_gain_fails_is_left_at_once(models, hosts, monkeypatch, door, place):
     left, lead = [], SimpleNamespace(go=lambda: True, stop=lambda: left.append("it") or True)
     monkeypatch.setattr(hosts, "lead", lambda: lead)
 
-    def interrupt(*given):
+    def interrupt(*given, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_dflash.engine.engine.Gained.by", interrupt)
+    if door == "engine":
+        stream = engine_of(models[0]).stream(IDS, **ASKED)
+    else:
+        stream = td.stream(models[0], None, IDS, tokenizer=object(), runtime="eager", verify=False, **ASKED)
+    monkeypatch.setattr(place, property(interrupt) if place.endswith("tokens") else interrupt, raising=False)
     with pytest.raises(KeyboardInterrupt) as kept:  # its traceback holds the frames, as a notebook does
-        list(engine_of(models[0]).stream(IDS, **ASKED))
+        list(stream)
     assert left == ["it"] and kept.tb is not None
 
 

@@ -17,7 +17,7 @@ from torch_dflash.checks import check_autocast, check_context, check_streamer, c
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.bridge import hosts_of, make_runtimes
-from torch_dflash.engine.gained import Gained
+from torch_dflash.engine.gained import Gained, tokens_of
 from torch_dflash.engine.models import Models
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput, collect
@@ -159,10 +159,9 @@ class Engine:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
         options["return_dict_in_generate"] = False
-        gains = self.gains(self._read("stream", input_ids, attention_mask, options)[0])
-        return ([gain.tokens for gain in gained] for gained in gains)
+        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, options)[0]))
 
-    def gains(self, request: Request) -> Iterator[list[Gain]]:
+    def gains(self, request: Request) -> Generator[list[Gain], None, None]:
         """What each row of a request that was read gains, chunk by chunk."""
         with leaving(self.hosts, "stream"):
             steps = self._steps(self._begin(request, self._params()), streamed=True)

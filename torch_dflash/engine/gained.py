@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 
 from torch_dflash.runtime import Gain, Progress
 
@@ -21,6 +22,13 @@ class Gained:
         rows = len(gains)
         self._shown, self._rounds = progress.known[:rows].tolist(), progress.rounds[:rows].tolist()
         return gains
+
+
+def tokens_of(gains: Generator[list[Gain], None, None]) -> Iterator[list[list[int]]]:
+    """Of each row's gain the tokens."""
+    with closing(gains):  # at once, though a traceback holds it
+        for gained in gains:
+            yield [gain.tokens for gain in gained]
 
 
 def _gain(progress: Progress, row: int, start: int, rounds: int) -> Gain:

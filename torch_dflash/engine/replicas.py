@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -78,7 +78,7 @@ class Replicas(Engine):
             streamer.end()
         return _collect(input_ids, call, started, len(self.engines))
 
-    def gains(self, request: Request) -> Iterator[list[Gain]]:
+    def gains(self, request: Request) -> Generator[list[Gain], None, None]:
         """What each row gains, one read of one replica after another; the others' rows gain nothing then.
 
         Replicas go on while the caller does something else. Left early, they stop after their chunk.
