@@ -176,6 +176,33 @@ def test_no_text_is_said_slower_than_by_plain_decoding(costs, tokens):
         assert sum(took["maths"]) / len(took["maths"]) < (0.75 if tokens > 40 else 0.85)
 
 
+def test_rounds_that_are_often_slower_than_usual_are_paid_in_full(monkeypatch):
+    """A draft of few tokens, which would gain if every round took what the median one takes."""
+    costs = {1: 1.0, 4: 1.25, 8: 1.7}
+
+    def took() -> float:
+        widths, pace, luck = warmed(costs), Pace(), torch.Generator().manual_seed(0)
+        said = spent = 0.0
+        while said < 64:
+            width = widths.next(pace).width
+            slow = 1.8 if width > 1 and torch.rand(1, generator=luck) < 0.4 else 1.0
+            count = 1 + int(width > 1 and torch.rand(1, generator=luck) < 0.4)
+            widths.note(Turn(width, 1), slow * costs[width], [[count]], pace)
+            said, spent = said + count, spent + slow * costs[width]
+        return spent / said
+
+    assert took() < 1 / 0.95
+    monkeypatch.setattr(Widths, "_paid", lambda self, width, rounds, _: rounds * self._cost(width))
+    assert took() > 1 / 0.95
+
+
+def test_a_slow_moment_of_plain_rounds_makes_no_draft_cheap():
+    widths = warmed({1: 1.0, 4: 1.25, 8: 1.7})
+    for slow in (1.0, *[1.3] * 6):
+        widths.note(Turn(1, 16), 16 * slow, [[1] * 16], Pace())
+    assert widths._cost(4) == 1.25
+
+
 def test_a_bet_without_an_allowance_loses_more(monkeypatch):
     monkeypatch.setattr("torch_dflash.engine.width.ALLOWANCE", UNLIMITED)
     widths = warmed(COSTS["steep"])

@@ -292,7 +292,8 @@ def test_a_stream_whose_gain_fails_is_left_at_once(models, hosts, monkeypatch, d
     if door == "engine":
         stream = engine_of(models[0]).stream(IDS, **ASKED)
     else:
-        stream = td.stream(models[0], None, IDS, tokenizer=object(), runtime="eager", verify=False, **ASKED)
+        target = copy.deepcopy(models[0])  # an engine of another test's processes is kept for the other
+        stream = td.stream(target, None, IDS, tokenizer=object(), runtime="eager", verify=False, **ASKED)
     monkeypatch.setattr(place, property(interrupt) if place.endswith("tokens") else interrupt, raising=False)
     with pytest.raises(KeyboardInterrupt) as kept:  # its traceback holds the frames, as a notebook does
         list(stream)

@@ -11,7 +11,6 @@ from that, each width has a round now and then to show what it costs by now.
 
 from __future__ import annotations
 
-import statistics
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -30,6 +29,8 @@ TRIALS, TRIAL = 2, 2
 """Chunks that measure what a width costs, and rounds of each."""
 UNKNOWN = 1.5
 """Plain rounds that a round of a width takes for as long as nothing is measured."""
+HICCUP = 2.0
+"""What a chunk's drafting may be charged with at most, in its usual cost: something else ran meanwhile."""
 UNLIMITED = 1e9
 """A lead that no bet can lose."""
 KEPT = 9
@@ -123,7 +124,7 @@ class Widths:
                 for count in row:
                     self._count(turn.width, count)
             gained = rounds * tokens / sum(map(len, accepted))
-            pace.ahead += gained - rounds * self._cost(turn.width)
+            pace.ahead += gained - self._paid(turn.width, rounds, seconds)
             pace.tokens += gained
             pace.since_look = 0 if turn.width == self.widths[-1] else pace.since_look + rounds
 
@@ -161,9 +162,9 @@ class Widths:
         if seconds is None:
             return
         if stale and known:
-            typical = self._typical(width)
+            shortest = self._shortest(width)
             known.clear()
-            known.append(typical)
+            known.append(shortest)
         known.append(seconds / rounds)
         self._untimed[width] = 0
 
@@ -173,17 +174,28 @@ class Widths:
     def _unknown(self, width: int) -> bool:
         return len(self._seconds[width]) < TRIALS
 
+    def _paid(self, width: int, rounds: int, seconds: float | None) -> float:
+        """What ``rounds`` took, in rounds of width 1: more than is usual, where many of a width are slow."""
+        usual = rounds * self._cost(width)
+        if width == PLAIN or seconds is None or not self._seconds[PLAIN]:
+            return usual
+        return min(seconds / self._shortest(PLAIN), HICCUP * usual)
+
     def _cost(self, width: int) -> float:
         """What a round takes, in rounds of width 1."""
         if not (self._seconds[width] and self._seconds[PLAIN]):
             return 1.0 if width == PLAIN else UNKNOWN
-        return self._typical(width) / self._typical(PLAIN)
+        return self._shortest(width) / self._shortest(PLAIN)
 
-    def _typical(self, width: int) -> float:
-        return statistics.median_low(self._seconds[width])
+    def _shortest(self, width: int) -> float:
+        """Seconds of a round, the least of the last: whatever else runs makes rounds longer, never shorter.
+
+        Two widths are not timed at the same moment, and a slow one would tell on one of them.
+        """
+        return min(self._seconds[width])
 
     def _speed(self, width: int) -> float:
-        return self.expected(width) / self._typical(width)
+        return self.expected(width) / self._shortest(width)
 
     def _count(self, width: int, count: int) -> None:
         """Drafts 1 to ``count - 1`` were accepted, the next was not if there was one."""
