@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(config, items):
         found[case].add_marker(pytest.mark.heavy)
     files = {case.partition("::")[0] for case in found}
     whole = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
+    if config.args == config.getini("testpaths"):
+        files |= {pattern.partition("::")[0] for pattern in unmatched}  # those of many files, too
     lost = [pattern for pattern in unmatched if whole and pattern.partition("::")[0] in files]
     if lost:
         raise pytest.UsageError(f"tests/heavy.txt names cases that are not there: {lost}")

@@ -90,7 +90,7 @@ class Watch:
             said = " ".join(str(error).split())
             name = type(error).__name__
             self.left = f"process {self._store.process} left {what}: {name}{': ' if said else ''}{said}"
-            self._over.set()
+        self._over.set()
         with contextlib.suppress(Exception):
             self._tell(self.left)
         self._told = True
@@ -191,6 +191,7 @@ class Watch:
         if error is not None and not hasattr(sys, "ps1"):
             self.leave("its program", error)
         if self.left is not None:  # JAX would wait for processes that have ended
+            self.leave("its program", KeyboardInterrupt())  # told, if it was not yet
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(STATUS)

@@ -177,7 +177,7 @@ def test_no_text_is_said_slower_than_by_plain_decoding(costs, tokens):
 
 
 def test_rounds_that_are_often_slower_than_usual_are_paid_in_full(monkeypatch):
-    """A draft of few tokens, which would gain if every round took what the median one takes."""
+    """A draft of few tokens, which would gain if every round took what the shortest one takes."""
     costs = {1: 1.0, 4: 1.25, 8: 1.7}
 
     def took() -> float:
@@ -194,6 +194,19 @@ def test_rounds_that_are_often_slower_than_usual_are_paid_in_full(monkeypatch):
     assert took() < 1 / 0.95
     monkeypatch.setattr(Widths, "_paid", lambda self, width, rounds, _: rounds * self._cost(width))
     assert took() > 1 / 0.95
+
+
+@pytest.mark.parametrize("slow, every", [(50.0, 40), (1.5, 2)], ids=["hiccups", "a busy machine"])
+def test_what_slows_all_rounds_stops_no_draft(slow, every):
+    costs, took, number = {1: 1.0, 4: 1.25, 8: 1.6}, 0.0, 0
+    widths, pace, luck = warmed(costs), Pace(), torch.Generator().manual_seed(0)
+    while number < 400:
+        turn, number = widths.next(pace), number + 1
+        count = min(1 + int(torch.poisson(torch.tensor(1.5), generator=luck)), turn.width)
+        now = slow if number % every == 0 else 1.0
+        widths.note(turn._replace(rounds=1), now * costs[turn.width], [[count]], pace)
+        took += count - costs[turn.width]
+    assert took > 200
 
 
 def test_a_slow_moment_of_plain_rounds_makes_no_draft_cheap():

@@ -11,6 +11,7 @@ from that, each width has a round now and then to show what it costs by now.
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -29,13 +30,11 @@ TRIALS, TRIAL = 2, 2
 """Chunks that measure what a width costs, and rounds of each."""
 UNKNOWN = 1.5
 """Plain rounds that a round of a width takes for as long as nothing is measured."""
-HICCUP = 2.0
-"""What a chunk's drafting may be charged with at most, in its usual cost: something else ran meanwhile."""
 UNLIMITED = 1e9
 """A lead that no bet can lose."""
 KEPT = 9
 STALE_PLAIN, STALE = 128, 512
-"""Rounds, of all generations, after which a round of width 1, or of another, shows its cost again.
+"""Rounds, of all generations, after which a round of width 1, or of another, shows its cost anew, if it fell.
 
 A machine is not always equally fast, and what a bet is worth is told by both costs.
 """
@@ -175,11 +174,15 @@ class Widths:
         return len(self._seconds[width]) < TRIALS
 
     def _paid(self, width: int, rounds: int, seconds: float | None) -> float:
-        """What ``rounds`` took, in rounds of width 1: more than is usual, where many of a width are slow."""
-        usual = rounds * self._cost(width)
+        """What ``rounds`` took, in rounds of width 1: more than they cost, where many of a width are slow.
+
+        Here a round of width 1 is the median one: what slows all rounds alike is no loss. Of a chunk in which
+        something else ran no more than `ALLOWANCE` is charged above its cost.
+        """
+        cost = rounds * self._cost(width)
         if width == PLAIN or seconds is None or not self._seconds[PLAIN]:
-            return usual
-        return min(seconds / self._shortest(PLAIN), HICCUP * usual)
+            return cost
+        return min(seconds / statistics.median_low(self._seconds[PLAIN]), cost + ALLOWANCE)
 
     def _cost(self, width: int) -> float:
         """What a round takes, in rounds of width 1."""
