@@ -49,7 +49,7 @@ class Watch:
         self._busy: list[str] = []
         self._step = 0
         self.left: str | None = None
-        self._told = False  # a second Ctrl-C may come between the two
+        self._told = False
 
     def start(self) -> None:
         """Watch until Python ends."""
@@ -84,16 +84,19 @@ class Watch:
 
     def leave(self, what: str, error: BaseException) -> None:
         """Have every other process end, for this one will not do its part of ``what``."""
-        if self._told:
-            return
         if self.left is None:
             said = " ".join(str(error).split())
             name = type(error).__name__
             self.left = f"process {self._store.process} left {what}: {name}{': ' if said else ''}{said}"
+        self._tell_once(self.left)
+
+    def _tell_once(self, left: str) -> None:
+        """Have the others hear why, unless they have: a second Ctrl-C may have come before."""
         self._over.set()
-        with contextlib.suppress(Exception):
-            self._tell(self.left)
-        self._told = True
+        if not self._told:
+            with contextlib.suppress(Exception):
+                self._tell(left)
+            self._told = True
 
     def until_all_answer(self) -> None:
         """Return when each that gave signs of life has given a new one; if one does not, this one ends."""
@@ -191,7 +194,7 @@ class Watch:
         if error is not None and not hasattr(sys, "ps1"):
             self.leave("its program", error)
         if self.left is not None:  # JAX would wait for processes that have ended
-            self.leave("its program", KeyboardInterrupt())  # told, if it was not yet
+            self._tell_once(self.left)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(STATUS)

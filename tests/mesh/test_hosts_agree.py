@@ -248,6 +248,18 @@ def test_a_second_interrupt_does_not_keep_the_first_from_the_others(shelves, mon
     assert shelves[0]._kept["told/1"] == "process 0 left generate: KeyboardInterrupt"
 
 
+def test_what_was_not_told_is_told_as_python_ends(shelves, monkeypatch):
+    seen, put = Watch(shelves[0]), shelves[0].put
+    monkeypatch.setattr(shelves[0], "put", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        seen.leave("generate", ValueError("no"))
+    monkeypatch.setattr(shelves[0], "put", put)
+    monkeypatch.setattr(watch.os, "_exit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        seen._at_exit()
+    assert shelves[0]._kept["told/1"] == "process 0 left generate: ValueError: no"
+
+
 def test_another_thread_is_refused(shelves):
     this = Hosts(shelves[0], Watch(shelves[0]))
     with ThreadPoolExecutor(1) as pool, refuses(RuntimeError, "from the thread that made the first one"):

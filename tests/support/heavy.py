@@ -12,9 +12,11 @@ PATTERNS = (ROOT / "tests" / "heavy.txt").read_text().splitlines()
 
 def heavy_cases(cases: set[str]) -> tuple[set[str], list[str]]:
     """Those of ``cases`` that are heavy, and the patterns that name none of them."""
-    named = {pattern: set(filter(_expression(pattern).fullmatch, cases)) for pattern in PATTERNS}
+    named = {pattern: _named(pattern, cases) for pattern in PATTERNS}
     return set().union(*named.values()), [pattern for pattern, found in named.items() if not found]
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
-    return re.compile(".*".join(map(re.escape, pattern.split("*"))))
+def _named(pattern: str, cases: set[str]) -> set[str]:
+    if "*" not in pattern:
+        return cases & {pattern}
+    return set(filter(re.compile(".*".join(map(re.escape, pattern.split("*")))).fullmatch, cases))
