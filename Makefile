@@ -17,7 +17,9 @@ WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled as they are imported: of most that are installed none ever is.
+# Modules are compiled as they are imported: of most that are installed none ever is. They are kept then, even
+# where the environment forbids it, as in many containers: importing takes twice as long without.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 QUIETLY := $(BIN)/python make/quietly.py
 # Stamps: empty files whose age says when a part of the environment was installed.
