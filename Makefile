@@ -18,7 +18,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # Modules are compiled as they are imported: of most that are installed none ever is. They are kept then, even
-# where the environment forbids it, as in many containers: importing takes twice as long without.
+# if the caller sets PYTHONDONTWRITEBYTECODE, as many containers do: else each process compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 QUIETLY := $(BIN)/python make/quietly.py
