@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Array, Float
 
 from jax_bridge.arrays import to_jax
+from jax_bridge.padding import enlarged, fewest_rows, fewest_summands
 
 
 @runtime_checkable
@@ -185,10 +186,12 @@ def dot(rows: Array, weight: Array, sums: Any, twice: bool = False) -> Array:
     On some CPUs a product of one row in a narrow type is ten times slower than one of two. ``twice``: one is
     never alone in any type, for its sums have another order then.
     """
-    alone = rows.shape[0] == 1 and (twice or rows.dtype != jnp.float32)
-    wide = jnp.concatenate([rows, rows]) if alone else rows
+    least = fewest_rows(rows.dtype, 2 if twice or rows.dtype != jnp.float32 else 1)
+    size = fewest_summands(rows.dtype)
+    wide = enlarged(enlarged(rows, 0, least), 1, size)
     dims = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(wide, weight, dims, preferred_element_type=sums)[: rows.shape[0]]
+    out = jax.lax.dot_general(wide, enlarged(weight, 1, size), dims, preferred_element_type=sums)
+    return out[: rows.shape[0]]
 
 
 def unwrap(params: dict[str, Any]) -> dict[str, Any]:

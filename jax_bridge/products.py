@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_bridge.forms import Multiplier, dot
-
-HALVES = (jnp.bfloat16, jnp.float16)
+from jax_bridge.padding import HALVES, enlarged, fewest_rows, fewest_summands
 
 
 def linear_jax(
@@ -54,9 +53,11 @@ def stacked_linear_jax(
         return jax.lax.dot_general(rows, stack, dims)
 
     def wide(rows: Array, stack: Array) -> Array:
-        two = jnp.concatenate([rows, rows], axis=1) if rows.shape[1] == 1 else rows
+        size = fewest_summands(rows.dtype)
+        many = enlarged(enlarged(rows, 1, fewest_rows(rows.dtype)), 2, size)
         sums = jnp.promote_types(rows.dtype, jnp.float32)
-        out = jax.lax.dot_general(two, stack, dims, preferred_element_type=sums)
+        whole = enlarged(stack, 1 if transposed else 2, size)
+        out = jax.lax.dot_general(many, whole, dims, preferred_element_type=sums)
         return out[:, : rows.shape[1]].astype(rows.dtype)
 
     return jax.lax.platform_dependent(rows, stack, cpu=wide, default=as_it_is)

@@ -2,8 +2,8 @@
 
 XLA's CPU compiler orders a sum by the shape of the whole array, so a pass of one row rounds otherwise than a
 pass of eight. In float32 that decides nothing but ties; rounded to bfloat16 or to 8 bits it decides tokens.
-Sums of halves are additions of arrays, which have one order. Products of two rows and more are steady as they
-are.
+Sums of halves are additions of arrays, which have one order. Products are steady as `jax_bridge.padding` has
+them.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST
+from jax_bridge.padding import enlarged, fewest_rows, fewest_summands
 from jax_bridge.steady import row_sum
 
 MOST_KEYS, FEWEST_KEYS = 256, 64
@@ -71,19 +72,21 @@ class Running(NamedTuple):
 
 def _scores(query: Array, key: Array) -> Float[Array, "B G heads M keys"]:
     """Rows go first, however few: as the second operand they are summed in an order of their number."""
+    query, key = (enlarged(each, -1, fewest_summands(query.dtype)) for each in (query, key))
     return _flat_product(lambda rows: jnp.einsum("bgrd,bgkd->bgrk", rows, key, **IN_FLOAT32), query)
 
 
 def _gains(weight: Array, value: Array) -> Float[Array, "B G heads M Dv"]:
+    size = fewest_summands(weight.dtype)
+    weight, value = enlarged(weight, -1, size), enlarged(value, -2, size)
     return _flat_product(lambda rows: jnp.einsum("bgrk,bgkd->bgrd", rows, value, **IN_FLOAT32), weight)
 
 
 def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
-    """``rows`` [B, G, heads, M, X] as rows of one product for each K/V head; two at least, for steadiness."""
+    """``rows`` [B, G, heads, M, X] as rows of one product for each K/V head, enough of them to be steady."""
     flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-    count = flat.shape[2]
-    out = product(flat if count > 1 else jnp.concatenate([flat, flat], axis=2))
-    return out[:, :, :count].reshape(*rows.shape[:-1], -1)
+    out = product(enlarged(flat, 2, fewest_rows(rows.dtype)))
+    return out[:, :, : flat.shape[2]].reshape(*rows.shape[:-1], -1)
 
 
 def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:

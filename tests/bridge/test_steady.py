@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import lower, steady
 from jax_bridge.kernels import streamed
+from jax_bridge.products import linear_jax, stacked_linear_jax
 from torch_dflash.decode import verify
 from torch_dflash.state import Draft
 
@@ -88,11 +90,44 @@ def test_gradients_are_those_of_a_sum():
     )
 
 
+def drawn(*shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("size", [8, 33, 100, 576, 1536])
+def test_a_product_of_a_row_is_what_it_is_among_others(size):
+    rows, weight = drawn(64, size, dtype="bfloat16"), drawn(1000, size, dtype="bfloat16")
+    product = jax.jit(linear_jax)
+    whole = product(rows, weight)
+    for count in (1, 2, 3, 5, 7, 8, 16, 33):
+        np.testing.assert_array_equal(product(rows[:count], weight), whole[:count])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("size", [8, 64])
+def test_an_expert_s_product_of_a_row_is_what_it_is_among_others(size, transposed):
+    rows, stack = drawn(4, 64, size, dtype="bfloat16"), drawn(4, 100, size, dtype="bfloat16")
+    stack = stack.swapaxes(1, 2) if transposed else stack
+    product = jax.jit(partial(stacked_linear_jax, transposed=transposed))
+    whole = product(rows, stack)
+    for count in (1, 2, 3, 5, 7, 8, 16):
+        np.testing.assert_array_equal(product(rows[:, :count], stack), whole[:, :count])
+
+
 @pytest.mark.parametrize("dim", [16, 64, 128])
 @pytest.mark.parametrize("heads", [1, 3, 4, 7, 8])
 def test_attention_of_a_row_is_what_it_is_among_others(heads, dim):
-    key, value = (jnp.asarray(torch.randn(1, 2, 128, dim).numpy()) for _ in range(2))
-    query = jnp.asarray(torch.randn(1, 2, heads, 16, dim).numpy())
+    attention_is_steady(range(1, 16), heads, dim, 2, "float32")
+
+
+@pytest.mark.parametrize(("heads", "dim", "groups"), [(1, 16, 2), (1, 64, 1), (3, 16, 3), (1, 128, 3)])
+def test_so_it_is_in_half_precision(heads, dim, groups):
+    attention_is_steady((1, 2, 3, 5, 15), heads, dim, groups, "bfloat16")
+
+
+def attention_is_steady(counts: Iterable[int], heads: int, dim: int, groups: int, dtype: str) -> None:
+    key, value = (drawn(1, groups, 128, dim, dtype=dtype) for _ in range(2))
+    query = drawn(1, groups, heads, 16, dim, dtype=dtype)
 
     @jax.jit  # everything is an argument: what is known would be folded, in an order of its own
     def attend(query, key, value):
@@ -100,7 +135,7 @@ def test_attention_of_a_row_is_what_it_is_among_others(heads, dim):
         return streamed.Running.begin(query, dim).add(query, streamed.Block(key, value, seen), 0.125).result()
 
     whole = attend(query, key, value)
-    for count in range(1, 16):
+    for count in counts:
         some = attend(query[:, :, :, :count], key, value)
         np.testing.assert_array_equal(some, whole[:, :, :, :count])
 

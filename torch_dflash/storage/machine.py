@@ -19,7 +19,7 @@ def processor() -> str:
 
     Of rented machines the name may be a whole family's; the instructions say which member is fast at what.
     """
-    names, flags = _values("model name"), " ".join(_values("flags")[:1]).split()
+    names, flags = _values("model name"), instructions()
     known = [flag for flag in NARROW if flag in flags] or [flag for flag in WIDE if flag in flags][:1]
     said = f"{len(names) or '?'} x {names[0] if names else platform.processor()}"
     return f"{said}, {' '.join(known)}" if known else said
@@ -31,6 +31,11 @@ def fingerprint() -> str:
     features = zlib.crc32("".join(_values("flags")[:1]).encode())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{processor()}, features {features:08x}, {usable} in use"
+
+
+def instructions() -> list[str]:
+    """What the processor can do, by Linux's names; empty where nothing is known."""
+    return " ".join(_values("flags")[:1]).split()
 
 
 def _values(field: str) -> list[str]:
