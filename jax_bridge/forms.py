@@ -21,6 +21,9 @@ from jaxtyping import Array, Float
 from jax_bridge.arrays import to_jax
 from jax_bridge.padding import enlarged, fewest_rows, fewest_summands
 
+FEW_ROWS = 16
+"""Of a product that a weight may lead: with more, the time is the arithmetic's."""
+
 
 @runtime_checkable
 class StoredWeight(Protocol):
@@ -133,16 +136,19 @@ class Cast(Multiplier):
         return dot(rows.astype(self.array.dtype), self.array, jnp.float32, twice=rounded)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "table", "scale"], meta_fields=["dtype"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["array", "table", "scale"], meta_fields=["dtype", "leads"]
+)
 @dataclass(frozen=True, eq=False)
 class Quantized(Multiplier):
     """``array`` has integers of 8 bits, which ``scale`` [out] multiplies.
 
     Rows are quantised as they come, each by its largest entry. The sums are integers, so a row's result does
-    not depend on the rows beside it.
+    not depend on the rows beside it, nor on ``leads``: that few rows are a product's second operand.
     """
 
     scale: Any
+    leads: bool = False
 
     def entries(self) -> jax.Array:
         return self.array * self.scale[:, None]
@@ -152,7 +158,9 @@ class Quantized(Multiplier):
         rows = rows.astype(jnp.float32)
         top = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
         own = jnp.where(top > 0, top, 1) * (1 / 127)  # XLA divides by a constant in two ways, by the shape
-        sums = dot(jnp.round(rows / own).astype(jnp.int8), self.array, jnp.int32)
+        integers = jnp.round(rows / own).astype(jnp.int8)
+        led = self.leads and rows.shape[0] <= FEW_ROWS
+        sums = (dot_led if led else dot)(integers, self.array, jnp.int32)
         return sums.astype(jnp.float32) * own * self.scale
 
 
@@ -160,14 +168,14 @@ Weight = jax.Array | StoredWeight
 _bound: ContextVar[dict[int, StoredWeight] | None] = ContextVar("bound", default=None)
 
 
-def quantized(weight: torch.Tensor, table: Any, place: Any = None) -> Quantized:
+def quantized(weight: torch.Tensor, table: Any, place: Any = None, leads: bool = False) -> Quantized:
     """A torch weight [out, in] in 8 bits, each row by its largest entry, at ``place`` (JAX's default)."""
     wide = weight.detach().float().cpu()
     top = wide.abs().amax(dim=1, keepdim=True)
     scale = torch.where(top > 0, top, 1) / 127
     integers = torch.round(wide / scale).to(torch.int8)
     kept = to_jax({"array": integers, "scale": scale[:, 0]}, device=place)
-    return Quantized(table=table, dtype=name_of(weight.dtype), **kept)
+    return Quantized(table=table, dtype=name_of(weight.dtype), leads=leads, **kept)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -192,6 +200,16 @@ def dot(rows: Array, weight: Array, sums: Any, twice: bool = False) -> Array:
     dims = (((1,), (1,)), ((), ()))
     out = jax.lax.dot_general(wide, enlarged(weight, 1, size), dims, preferred_element_type=sums)
     return out[: rows.shape[0]]
+
+
+def dot_led(rows: Array, weight: Array, sums: Any) -> Array:
+    """`dot` with the weight as first operand: its order of the sums is another, which integers do not show.
+
+    XLA would merge the transpose at the end with the product, and so turn it back.
+    """
+    wide = enlarged(rows, 0, fewest_rows(rows.dtype))
+    out = jax.lax.dot_general(weight, wide, (((1,), (1,)), ((), ())), preferred_element_type=sums)
+    return jax.lax.optimization_barrier(out).T[: rows.shape[0]]
 
 
 def unwrap(params: dict[str, Any]) -> dict[str, Any]:

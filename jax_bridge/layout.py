@@ -22,17 +22,21 @@ from torch import nn
 
 from jax_bridge.arrays import to_jax
 from jax_bridge.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized
-from jax_bridge.measured import is_slow, lies_by_inputs
+from jax_bridge.measured import is_slow, leads, lies_by_inputs
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
 class Form(NamedTuple):
-    """How a weight is kept: ``kind`` (None: as it is), its products' type, whether its rows are read."""
+    """How a weight is kept: ``kind`` (None: as it is), its products' type, whether its rows are read.
+
+    ``leads``: as in `Quantized`.
+    """
 
     kind: type[Transposed | Readable | Cast | Quantized] | None = None
     dtype: torch.dtype | None = None
     read: bool = False
+    leads: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Forms:
         read = name in self.read
         if name in self.linear | self.heads:
             if self.quantize is not None:
-                return Form(Quantized, dtype, read)
+                return Form(Quantized, dtype, read, leads(shape))
             wanted = dtype if self.compute == "auto" else getattr(torch, self.compute)
             if wanted == dtype and dtype in HALVES and is_slow(name_of(dtype), shape):
                 wanted = torch.float32
@@ -107,7 +111,7 @@ def keep(tensor: torch.Tensor, form: Form, dtype: torch.dtype | None = None, pla
     half = tensor.dtype in HALVES
     table = keep(tensor, Form(Readable if half else None), place=place) if form.read else None
     if form.kind is Quantized:
-        return quantized(tensor, table, place)
+        return quantized(tensor, table, place, form.leads)
     return Cast(_own(tensor, form.dtype, place), table, name_of(tensor.dtype))
 
 

@@ -22,7 +22,7 @@ import jaxlib
 
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.counting import uncounted
-from jax_bridge.forms import dot
+from jax_bridge.forms import dot, dot_led
 from torch_dflash.storage.files import StageError, write_json
 from torch_dflash.storage.machine import fingerprint
 
@@ -34,9 +34,11 @@ MOST = 1 << 23
 ROWS = (1, 8)
 REPEATS = 4
 GAIN = 0.95
-"""A weight stays as torch keeps it where that takes at most this part of the time."""
+"""Another way than the usual one is taken where it takes at most this part of the time."""
 NARROW = (1024, 1024)
 """Of the weights that show how fast a narrow type is: the CPU's instructions decide it, not the shape."""
+LED = (2048, 2048)
+"""Of the weights that show whether those of 8 bits lead: the larger, the more they gain."""
 LOSS = 1.2
 """A narrow weight is kept in float32, twice its bytes, where its products take more than this many times as
 long."""
@@ -53,6 +55,11 @@ def is_slow(dtype: str, shape: tuple[int, ...]) -> bool:
     return prod(shape) >= SMALLEST and _slow(dtype)
 
 
+def leads(shape: tuple[int, ...]) -> bool:
+    """Whether a weight [out, in] of 8 bits is a product's first operand; with AMX, plain steps gain by it."""
+    return prod(shape) >= SMALLEST and _led()
+
+
 @cache
 def _kept(out: int, size: int) -> bool:
     # Beside other work a measurement may say anything: the exception has to be seen three times.
@@ -62,6 +69,11 @@ def _kept(out: int, size: int) -> bool:
 @cache
 def _slow(dtype: str) -> bool:
     return _once(f"{dtype} is slow", lambda: all(_measure_type(dtype) for _ in range(3)))
+
+
+@cache
+def _led() -> bool:
+    return _once("int8 leads", lambda: sum(_measure_led() for _ in range(3)) >= 2)
 
 
 def _once(name: str, measure: Callable[[], bool]) -> bool:
@@ -117,7 +129,18 @@ def _measure_type(dtype: str) -> bool:
     return seconds[dtype] > LOSS * seconds["float32"]
 
 
-def _race(size: int, products: dict[str, Callable], weights: dict[str, list[jax.Array]]) -> dict[str, float]:
+def _measure_led() -> bool:
+    """Time the products of 8 bits with the rows first and with the weight first."""
+    weights = [jnp.ones(LED, jnp.int8) for _ in range(MOST // prod(LED))]
+    products = {
+        of: jax.jit(lambda rows, weight, of=of: of(rows.astype(jnp.int8), weight, jnp.int32))
+        for of in (dot, dot_led)
+    }
+    seconds = _race(LED[1], products, dict.fromkeys(products, weights))
+    return seconds[dot_led] <= GAIN * seconds[dot]
+
+
+def _race(size: int, products: dict[Any, Callable], weights: dict[Any, list[jax.Array]]) -> dict[Any, float]:
     """Seconds by name, in turns, for rows of ``size`` entries."""
     seconds = dict.fromkeys(products, 0.0)
     for rows in (jnp.ones((number, size)) for number in ROWS):

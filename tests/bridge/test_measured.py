@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
 
 from jax_bridge import measured
 from jax_bridge.counting import compilations
-from jax_bridge.forms import Cast, Transposed
+from jax_bridge.forms import Cast, Quantized, Transposed, dot, dot_led
 from jax_bridge.layout import Form, Forms
 
 SHAPE = (1024, 512)
@@ -22,11 +23,12 @@ SHAPE = (1024, 512)
 def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "_file", lambda: tmp_path / "cache" / measured.FILE)
     (tmp_path / "cache").mkdir()
-    measured._kept.cache_clear()
-    measured._slow.cache_clear()
+    choices = measured._kept, measured._slow, measured._led
+    for choice in choices:
+        choice.cache_clear()
     yield tmp_path / "cache"
-    measured._kept.cache_clear()
-    measured._slow.cache_clear()
+    for choice in choices:
+        choice.cache_clear()
 
 
 @pytest.fixture
@@ -125,3 +127,24 @@ def test_one_measurement_beside_other_work_does_not_widen_a_type(folder, monkeyp
     said = iter([True, True, False])
     monkeypatch.setattr(measured, "_measure_type", lambda dtype: next(said))
     assert not measured.is_slow("bfloat16", SHAPE)
+
+
+@pytest.mark.parametrize(("said", "led"), [([True, False, True], True), ([False, True, False], False)])
+def test_a_weight_of_8_bits_leads_where_that_is_mostly_faster(said, led, folder, monkeypatch):
+    answers = iter(said)
+    monkeypatch.setattr(measured, "_measure_led", lambda: next(answers))
+    form = Forms(frozenset({"a"}), quantize="int8").choose("a", SHAPE, torch.float32, jax.devices("cpu")[0])
+    assert form == Form(Quantized, torch.float32, leads=led)
+    measured._led.cache_clear()  # the next process asks the file
+    assert measured.leads(SHAPE) == led and not measured.leads((100, 100))
+
+
+@pytest.mark.parametrize(("seconds", "faster"), [(0.9, True), (0.99, False), (2.0, False)])
+def test_the_weight_first_is_held_against_the_rows_first(seconds, faster, monkeypatch):
+    def race(size, products, weights):
+        made = {of: product(jnp.ones((2, size)), weights[of][0]) for of, product in products.items()}
+        assert all((sums == size).all() and sums.dtype == jnp.int32 for sums in made.values())
+        return {dot: 1.0, dot_led: seconds}
+
+    monkeypatch.setattr(measured, "_race", race)
+    assert measured._measure_led() == faster

@@ -15,11 +15,21 @@ from torch import nn
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import layout
-from jax_bridge.forms import Cast, Quantized, Readable, name_of, plain, quantized
+from jax_bridge.forms import FEW_ROWS, Cast, Quantized, Readable, name_of, plain, quantized
 from jax_bridge.layout import Form, keep
 from jax_bridge.products import linear_jax
 
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
+
+
+def test_weights_that_lead_say_the_same(monkeypatch):
+    target, drafter = make_pair("llama", agree=6.0)
+    options = {"max_length": 96, "batch_size": 3, "filters": False, "quantize": "int8"}
+    texts = []
+    for led in (False, True):
+        monkeypatch.setattr(layout, "leads", lambda shape, led=led: led)
+        texts.append(run(td.compile(target, drafter, **options), PROMPTS, max_new_tokens=40)[0])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3's embedding is its head
@@ -126,6 +136,22 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(multiply):
         together = multiply(three, kept)
         alone = [multiply(three[row : row + 1], kept) for row in range(3)]
         np.testing.assert_array_equal(together, jnp.concatenate(alone))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, FEW_ROWS, FEW_ROWS + 1])
+def test_whichever_operand_leads_the_result_is_the_same(count):
+    rows = jb.to_jax(torch.randn(count, 40))
+    led, usual = (jax.jit(linear_jax)(rows, quantized(WEIGHT, None, leads=leads)) for leads in (True, False))
+    np.testing.assert_array_equal(led, usual)
+
+
+def test_few_rows_come_second_where_a_weight_leads():
+    def compiled(count: int, leads: bool) -> str:
+        kept = quantized(WEIGHT, None, leads=leads)
+        return jax.jit(linear_jax).lower(jnp.ones((count, 40)), kept).compile().as_text()
+
+    assert all("s32[24,2]" in compiled(count, True) for count in (1, 2))  # else XLA has turned it back
+    assert "s32[24" not in compiled(2, False) + compiled(FEW_ROWS + 1, True)
 
 
 def test_zeros_stay_zeros():
