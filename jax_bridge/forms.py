@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Array, Float
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.padding import enlarged, fewest_rows, fewest_summands
+from jax_bridge.padding import enlarged, enough_rows, whole_tiles
 
 FEW_ROWS = 16
 """Of a product that a weight may lead: with more, the time is the arithmetic's."""
@@ -194,9 +194,10 @@ def dot(rows: Array, weight: Array, sums: Any, twice: bool = False) -> Array:
     On some CPUs a product of one row in a narrow type is ten times slower than one of two. ``twice``: one is
     never alone in any type, for its sums have another order then.
     """
-    least = fewest_rows(rows.dtype, 2 if twice or rows.dtype != jnp.float32 else 1)
-    size = fewest_summands(rows.dtype)
-    wide = enlarged(enlarged(rows, 0, least), 1, size)
+    least = 2 if twice or rows.dtype != jnp.float32 else 1
+    count = enough_rows(rows.dtype, rows.shape[0], least)
+    size = whole_tiles(rows.dtype, rows.shape[1])
+    wide = enlarged(enlarged(rows, 0, count), 1, size)
     dims = (((1,), (1,)), ((), ()))
     out = jax.lax.dot_general(wide, enlarged(weight, 1, size), dims, preferred_element_type=sums)
     return out[: rows.shape[0]]
@@ -207,7 +208,7 @@ def dot_led(rows: Array, weight: Array, sums: Any) -> Array:
 
     XLA would merge the transpose at the end with the product, and so turn it back.
     """
-    wide = enlarged(rows, 0, fewest_rows(rows.dtype))
+    wide = enlarged(rows, 0, max(rows.shape[0], 2))
     out = jax.lax.dot_general(weight, wide, (((1,), (1,)), ((), ())), preferred_element_type=sums)
     return jax.lax.optimization_barrier(out).T[: rows.shape[0]]
 

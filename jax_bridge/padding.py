@@ -15,22 +15,27 @@ from jaxtyping import Array
 from torch_dflash.storage.machine import instructions
 
 HALVES = (jnp.bfloat16, jnp.float16)
+TILE = 32
+"""Halves in a row of one of AMX's tiles."""
+EIGHT = 8
+"""Rows that its tiles leave nothing over of."""
 
 
-def fewest_rows(dtype: Any, otherwise: int = 2) -> int:
-    """From how many rows on a product in this type rounds a row alike on this CPU, whatever their number.
+def enough_rows(dtype: Any, count: int, least: int = 2) -> int:
+    """How many rows a product of ``count`` rows in this type has, so that this CPU rounds each of them alike.
 
-    A product of one row has an order of its own. With AMX, halves have another one up to five rows, which
-    take no less time than eight. ``otherwise``: what holds for other types, whose sums may be exact.
+    A product of one row has an order of its own. With AMX, so have halves of few rows, and what its
+    tiles leave over: whole eights have not, and take no longer. ``least``: of other types, whose sums may be
+    exact.
     """
     if dtype not in HALVES:
-        return otherwise
-    return 8 if _has_tiles() else 2
+        return max(count, least)
+    return -(-count // EIGHT) * EIGHT if _has_tiles() else max(count, 2)
 
 
-def fewest_summands(dtype: Any) -> int:
-    """How long the rows of such a product are at least: with AMX, shorter ones have many orders."""
-    return 32 if dtype in HALVES and _has_tiles() else 0
+def whole_tiles(dtype: Any, size: int) -> int:
+    """How long the rows of such a product are, of ``size`` entries: with AMX, whole tiles have one order."""
+    return -(-size // TILE) * TILE if dtype in HALVES and _has_tiles() else size
 
 
 def enlarged(array: Array, axis: int, least: int) -> Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_bridge.forms import Multiplier, dot
-from jax_bridge.padding import HALVES, enlarged, fewest_rows, fewest_summands
+from jax_bridge.padding import HALVES, enlarged, enough_rows, whole_tiles
 
 
 def linear_jax(
@@ -47,17 +47,25 @@ def stacked_linear_jax(
     The weights' axis is summed where it lies: with a transpose XLA's CPU compiler copies one weight but not a
     stack of them, and rounds the two otherwise.
     """
-    dims = (((2,), (1 if transposed else 2,)), ((0,), (0,)))
 
     def as_it_is(rows: Array, stack: Array) -> Array:
-        return jax.lax.dot_general(rows, stack, dims)
+        return jax.lax.dot_general(rows, stack, _stacked_axes(transposed))
 
     def wide(rows: Array, stack: Array) -> Array:
-        size = fewest_summands(rows.dtype)
-        many = enlarged(enlarged(rows, 1, fewest_rows(rows.dtype)), 2, size)
-        sums = jnp.promote_types(rows.dtype, jnp.float32)
-        whole = enlarged(stack, 1 if transposed else 2, size)
-        out = jax.lax.dot_general(many, whole, dims, preferred_element_type=sums)
-        return out[:, : rows.shape[1]].astype(rows.dtype)
+        return stacked_sums(rows, stack, transposed=transposed).astype(rows.dtype)
 
     return jax.lax.platform_dependent(rows, stack, cpu=wide, default=as_it_is)
+
+
+def stacked_sums(rows: Array, stack: Array, *, transposed: bool) -> Float[Array, "experts R out"]:
+    """The same in float32 at least, as a CPU sums it."""
+    size = whole_tiles(rows.dtype, rows.shape[2])
+    many = enlarged(enlarged(rows, 1, enough_rows(rows.dtype, rows.shape[1])), 2, size)
+    whole = enlarged(stack, 1 if transposed else 2, size)
+    sums = jnp.promote_types(rows.dtype, jnp.float32)
+    out = jax.lax.dot_general(many, whole, _stacked_axes(transposed), preferred_element_type=sums)
+    return out[:, : rows.shape[1]]
+
+
+def _stacked_axes(transposed: bool) -> Any:
+    return (((2,), (1 if transposed else 2,)), ((0,), (0,)))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST
-from jax_bridge.padding import enlarged, fewest_rows, fewest_summands
+from jax_bridge.padding import enlarged, enough_rows, whole_tiles
 from jax_bridge.steady import row_sum
 
 MOST_KEYS, FEWEST_KEYS = 256, 64
@@ -72,12 +72,13 @@ class Running(NamedTuple):
 
 def _scores(query: Array, key: Array) -> Float[Array, "B G heads M keys"]:
     """Rows go first, however few: as the second operand they are summed in an order of their number."""
-    query, key = (enlarged(each, -1, fewest_summands(query.dtype)) for each in (query, key))
+    size = whole_tiles(query.dtype, query.shape[-1])
+    query, key = (enlarged(each, -1, size) for each in (query, key))
     return _flat_product(lambda rows: jnp.einsum("bgrd,bgkd->bgrk", rows, key, **IN_FLOAT32), query)
 
 
 def _gains(weight: Array, value: Array) -> Float[Array, "B G heads M Dv"]:
-    size = fewest_summands(weight.dtype)
+    size = whole_tiles(weight.dtype, weight.shape[-1])
     weight, value = enlarged(weight, -1, size), enlarged(value, -2, size)
     return _flat_product(lambda rows: jnp.einsum("bgrk,bgkd->bgrd", rows, value, **IN_FLOAT32), weight)
 
@@ -85,7 +86,7 @@ def _gains(weight: Array, value: Array) -> Float[Array, "B G heads M Dv"]:
 def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
     """``rows`` [B, G, heads, M, X] as rows of one product for each K/V head, enough of them to be steady."""
     flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
-    out = product(enlarged(flat, 2, fewest_rows(rows.dtype)))
+    out = product(enlarged(flat, 2, enough_rows(rows.dtype, flat.shape[2])))
     return out[:, :, : flat.shape[2]].reshape(*rows.shape[:-1], -1)
 
 
