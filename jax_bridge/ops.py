@@ -16,7 +16,7 @@ from jaxtyping import Array, Int
 from jax_bridge._torchax import call_jax, call_torch, environment
 from jax_bridge.angles import cos_jax, sin_jax
 from jax_bridge.argmax import argmax_jax
-from jax_bridge.forms import Multiplier, Readable, name_of, stored_as
+from jax_bridge.forms import Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
@@ -124,7 +124,7 @@ def _linear(rows, weight, bias=None):
         kept = stored_as(weight)
         if isinstance(kept, Cut):
             return once(cut_linear, rows, kept, bias)
-        return once(linear_jax, rows, kept if isinstance(kept, Multiplier) else weight, bias)
+        return once(linear_jax, rows, kept if isinstance(kept, Multiplier | Transposed) else weight, bias)
 
     return call_jax(multiply, rows, weight, bias)
 

@@ -12,23 +12,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_bridge.forms import Multiplier, dot
+from jax_bridge.forms import Multiplier, Transposed, dot
 from jax_bridge.padding import HALVES, enlarged, enough_rows, whole_tiles
 
 
 def linear_jax(
     rows: Float[Array, "... in"], weight: Any, bias: Float[Array, " out"] | None = None
 ) -> Float[Array, "... out"]:
-    """``rows @ weight.T + bias``, rounded once; ``weight``: an array, or a form that multiplies itself."""
+    """``rows @ weight.T + bias``, rounded once; ``weight``: an array, or a form with a way of its own."""
     if isinstance(weight, Multiplier):
         return _summed_wide(rows, weight, bias)
+    if isinstance(weight, Transposed):  # XLA would not merge a transpose into a conditional's side
+        return _plus(jnp.einsum("...a,ab->...b", rows, weight.array), bias)
     if rows.dtype not in HALVES or rows.dtype != weight.dtype:
         return _as_it_is(rows, weight, bias)
     return jax.lax.platform_dependent(rows, weight, bias, cpu=_summed_wide, default=_as_it_is)
 
 
 def _as_it_is(rows: Array, weight: Array, bias: Array | None) -> Array:
-    out = jnp.einsum("...a,ba->...b", rows, weight)
+    return _plus(jnp.einsum("...a,ba->...b", rows, weight), bias)
+
+
+def _plus(out: Array, bias: Array | None) -> Array:
     return out if bias is None else out + bias
 
 

@@ -26,8 +26,8 @@ def compiled(dtype: torch.dtype, drafts: bool, **options):
     return program.as_text(), shapes
 
 
-def built(dtype: torch.dtype, drafts: bool, max_length: int = LENGTH, **options):
-    """The rounds of a tiny pair: (the program, its weights and caches)."""
+def built(dtype: torch.dtype, drafts: bool, max_length: int = LENGTH, width: int = 0, **options):
+    """The rounds of a tiny pair, of ``width`` or the plan's: (the program, its weights and caches)."""
     target = make_target("llama", max_position_embeddings=16 * LENGTH)
     drafter = make_drafter(target, max_position_embeddings=16 * LENGTH)
     target, drafter = target.to(dtype), drafter.to(dtype)
@@ -35,7 +35,7 @@ def built(dtype: torch.dtype, drafts: bool, max_length: int = LENGTH, **options)
     runtime = engine.runtime
     params = runtime.refresh(engine.tensors())
     state = engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
-    state, rounds = runtime.take_in(params, state), runtime._rounds[engine.plan.verify_width]
+    state, rounds = runtime.take_in(params, state), runtime._rounds[width or engine.plan.verify_width]
     with lower.tracing("highest"):
         program = jax.jit(rounds, donate_argnums=1).lower(params, state).compile()
     return program, jax.tree.leaves((params, state), is_leaf=lambda leaf: isinstance(leaf, StoredWeight))
@@ -66,9 +66,13 @@ def moves(text: str, shapes: set) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("drafts", [False, True])
-def test_a_chunk_copies_nothing(drafts, dtype):
-    assert moves(*compiled(dtype, drafts)) == {}
+@pytest.mark.parametrize(
+    ("drafts", "options"),
+    [(False, {}), (True, {}), (True, {"verify_width": "auto", "width": 1})],
+    ids=["plain", "drafting", "no draft"],
+)
+def test_a_chunk_copies_nothing(drafts, options, dtype):
+    assert moves(*compiled(dtype, drafts, **options)) == {}
 
 
 @pytest.mark.parametrize("function", ["cosine", "sine"])

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -15,7 +14,8 @@ from torch_dflash.cache.ring import RingLayer, allocate_ring
 from torch_dflash.checks import check_dtype
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past, block_attention
-from torch_dflash.ops.windows import positions
+from torch_dflash.ops.control_flow import branch
+from torch_dflash.ops.windows import positions, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Cost, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
@@ -29,8 +29,8 @@ from torch_dflash.target.skeleton import build_skeleton
 class DFlashState:
     """Invariant: ``length + buffered`` equals the target's committed length.
 
-    ``context`` holds projected features of the last round's tokens. They become K/V in the next draft
-    pass, in one product with the block's rows, so K/V weights are read once a round.
+    ``context`` holds projected features of the last tokens. They become K/V in the next draft pass, in one
+    product with the block's rows, so K/V weights are read once a round; rounds without a draft fill it first.
     """
 
     layers: tuple  # StaticLayer or RingLayer per draft layer: context K/V, block rows are never kept
@@ -103,18 +103,16 @@ class DFlashProposer(Proposer):
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
         check_dtype("drafter", pstate.context.dtype, context.dtype)
         # What a previous turn left in the buffer, then these rows, straight into the K/V.
-        pstate = self._append(pstate, pstate.context, pstate.buffered)
-        pstate = self._append(pstate, context, count)
-        return replace(pstate, buffered=torch.zeros_like(pstate.buffered))
+        return self._append(self._flush(pstate), context, count)
 
     def observe(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
-        context = F.pad(context, (0, 0, 0, pstate.context.shape[1] - context.shape[1]))  # of a narrow round
-        return replace(pstate, context=context, buffered=count)  # `propose` or `skip` has emptied the buffer
+        context = write_rows(pstate.context, context, pstate.buffered, dim=1)  # `propose` has emptied it
+        return replace(pstate, context=context, buffered=pstate.buffered + count)
 
     def skip(self, pstate, anchor, length, embed, head) -> DFlashState:
-        pstate = self._append(pstate, pstate.context, pstate.buffered)
-        return replace(pstate, buffered=torch.zeros_like(pstate.buffered))
+        full = (pstate.buffered == pstate.context.shape[1]).any()
+        return branch(full, self._flush, lambda pstate: pstate, pstate)
 
     def cost(self, plan, context) -> Cost:
         cached = flops = 0
@@ -128,6 +126,10 @@ class DFlashProposer(Proposer):
             weights += [own.k_proj, own.k_norm, own.v_proj]
             weights += [layer.input_layernorm] if layer.norms_context else []
         return Cost(cached, flops * plan.batch_size * self.width, tuple(weights))
+
+    def _flush(self, pstate: DFlashState) -> DFlashState:
+        pstate = self._append(pstate, pstate.context, pstate.buffered)
+        return replace(pstate, buffered=torch.zeros_like(pstate.buffered))
 
     def _append(self, pstate: DFlashState, context: Tensor, count: Tensor) -> DFlashState:
         rope = self.drafter.rotary_emb(context, positions(pstate.length, context.shape[1]))
