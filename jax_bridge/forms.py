@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Array, Float
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.padding import enlarged, enough_outputs, enough_rows, whole_tiles
+from jax_bridge.padding import OUTPUTS, enlarged, enough_rows, whole_tiles
 
 FEW_ROWS = 16
 """Of a product that a weight may lead: with more, the time is the arithmetic's."""
@@ -198,7 +198,7 @@ def dot(rows: Array, weight: Array, sums: Any, twice: bool = False) -> Array:
     count = enough_rows(rows.dtype, rows.shape[0], least)
     size = whole_tiles(rows.dtype, rows.shape[1])
     wide = enlarged(enlarged(rows, 0, count), 1, size)
-    whole = enlarged(enlarged(weight, 0, enough_outputs(rows.dtype)), 1, size)
+    whole = enlarged(enlarged(weight, 0, OUTPUTS), 1, size)
     out = jax.lax.dot_general(wide, whole, (((1,), (1,)), ((), ())), preferred_element_type=sums)
     return out[: rows.shape[0], : weight.shape[0]]
 

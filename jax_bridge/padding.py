@@ -20,7 +20,7 @@ TILE = 32
 EIGHT = 8
 """Rows that its tiles leave nothing over of."""
 OUTPUTS = 4
-"""Entries of a row of such a result. With fewer, as of a gate, the order of the sums depends on how many rows
+"""Entries of a row of any result. With fewer, as of a gate, the order of the sums depends on how many rows
 there are on some CPUs."""
 
 
@@ -39,11 +39,6 @@ def enough_rows(dtype: Any, count: int, least: int = 2) -> int:
 def whole_tiles(dtype: Any, size: int) -> int:
     """How long the rows of such a product are, of ``size`` entries: with AMX, whole tiles have one order."""
     return -(-size // TILE) * TILE if dtype in HALVES and _has_tiles() else size
-
-
-def enough_outputs(dtype: Any) -> int:
-    """How many entries a row of such a product's result has at least."""
-    return OUTPUTS if dtype in HALVES else 1
 
 
 def enlarged(array: Array, axis: int, least: int) -> Array:

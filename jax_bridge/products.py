@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_bridge.forms import Multiplier, Transposed, dot
-from jax_bridge.padding import HALVES, enlarged, enough_outputs, enough_rows, whole_tiles
+from jax_bridge.padding import HALVES, OUTPUTS, enlarged, enough_rows, whole_tiles
 
 
 def linear_jax(
@@ -67,7 +67,7 @@ def stacked_sums(rows: Array, stack: Array, *, transposed: bool) -> Float[Array,
     size = whole_tiles(rows.dtype, rows.shape[2])
     many = enlarged(enlarged(rows, 1, enough_rows(rows.dtype, rows.shape[1])), 2, size)
     summed, other = (1, 2) if transposed else (2, 1)
-    whole = enlarged(enlarged(stack, summed, size), other, enough_outputs(rows.dtype))
+    whole = enlarged(enlarged(stack, summed, size), other, OUTPUTS)
     sums = jnp.promote_types(rows.dtype, jnp.float32)
     out = jax.lax.dot_general(many, whole, _stacked_axes(transposed), preferred_element_type=sums)
     return out[:, : rows.shape[1], : stack.shape[other]]
