@@ -20,7 +20,7 @@ TILE = 32
 EIGHT = 8
 """Rows that its tiles leave nothing over of."""
 OUTPUTS = 4
-"""Entries of a row of any result. With fewer, as of a gate, the order of the sums depends on how many rows
+"""Entries of a row of the result. With fewer, as of a gate, the order of the sums depends on how many rows
 there are on some CPUs."""
 
 

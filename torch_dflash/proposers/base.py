@@ -100,7 +100,7 @@ class Proposer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__}: write propose.")
 
     def skip(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> Any:
-        """``pstate`` as `propose` would leave it, in a round that verifies no draft; arguments as there."""
+        """``pstate`` ready for `observe`, in a round that verifies no draft; arguments as in `propose`."""
         return self.propose(pstate, anchor, length, embed, head)[1]
 
     def cost(self, plan: DecodePlan, context: int) -> Cost:

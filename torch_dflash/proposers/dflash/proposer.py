@@ -111,7 +111,7 @@ class DFlashProposer(Proposer):
         return replace(pstate, context=context, buffered=pstate.buffered + count)
 
     def skip(self, pstate, anchor, length, embed, head) -> DFlashState:
-        full = (pstate.buffered == pstate.context.shape[1]).any()
+        full = (pstate.buffered >= pstate.context.shape[1]).any()
         return branch(full, self._flush, lambda pstate: pstate, pstate)
 
     def cost(self, plan, context) -> Cost:
