@@ -107,7 +107,8 @@ class DFlashProposer(Proposer):
 
     def observe(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
-        context = write_rows(pstate.context, context, pstate.buffered, dim=1)  # `propose` has emptied it
+        # There is room: `propose` has emptied the buffer, or `skip` a full one.
+        context = write_rows(pstate.context, context, pstate.buffered, dim=1)
         return replace(pstate, context=context, buffered=pstate.buffered + count)
 
     def skip(self, pstate, anchor, length, embed, head) -> DFlashState:
