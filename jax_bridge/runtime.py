@@ -20,8 +20,10 @@ from jax_bridge.counting import compilations
 from jax_bridge.forms import Weight
 from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.mesh.places import Place, places_of
+from jax_bridge.placement import OneDevice
 from jax_bridge.probe import fingerprint_of
 from jax_bridge.room import bytes_of, check_room, room_of
+from jax_bridge.spare import Spare, dense_layers, fit, with_caches, without_caches
 from jax_bridge.state import check_alive, register_states
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
@@ -106,6 +108,7 @@ class XlaRuntime:
         self._rounds_started = False
         begin, wide = place.step(steps.begin), place.platform == "cpu"
         self._border = Border(begin, self.plan, self._programs, wide=wide)
+        self._spare = Spare() if wide and isinstance(place, OneDevice) else None
         self._prefill, self._rewind = place.step(steps.prefill), place.step(steps.rewind)
         self._rounds = {width: place.step(rounds) for width, rounds in steps.rounds.items()}
         self._read = place.told(steps.read)
@@ -141,9 +144,22 @@ class XlaRuntime:
         """The bits of live weights in a few places, in short; a loaded target's were compared before."""
         return fingerprint_of(tensors)
 
-    def begin(self, params: Arrays, rows: RowRequests) -> DecodeState:
+    def begin(self, params: Arrays, rows: RowRequests, stale: bool = False) -> DecodeState:
         """An empty state on the device."""
-        return self._run("begin", self._border.begin, (params, self._place.put(rows)))
+        args = params, self._place.put(rows)
+        if self._spare is None:
+            return self._run("begin", self._border.begin, args)
+        layers = self._spare.take() if stale else []
+        state = self._run("begin", self._bare, args)
+        if not fit(state, layers):
+            del layers
+            layers = self._run("caches", self._caches, args)
+        return with_caches(state, layers)
+
+    def retire(self, state: DecodeState) -> None:
+        """On a CPU the next stale one has its dense caches."""
+        if self._spare is not None:
+            self._spare.rest(state)
 
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
@@ -231,6 +247,12 @@ class XlaRuntime:
             zeros = np.zeros(self.plan.batch_size, np.int32)
             self.read(state, zeros, zeros)
             bar.update()
+
+    def _bare(self, *args: Any) -> DecodeState:
+        return without_caches(self._border.begin(*args))
+
+    def _caches(self, *args: Any) -> list:
+        return dense_layers(self._border.begin(*args))
 
     def _chunk(self, params: Arrays, state: DecodeState, turn: Turn) -> tuple:
         """What `Programs` needs to know of a chunk."""

@@ -40,8 +40,11 @@ class EagerRuntime:
         """Nobody asks: one process decodes alone."""
         return ""
 
-    def begin(self, params: Params, rows: RowRequests) -> DecodeState:
+    def begin(self, params: Params, rows: RowRequests, stale: bool = False) -> DecodeState:
         return self._step(begin, params, rows)
+
+    def retire(self, state: DecodeState) -> None:
+        """It is freed with its last reference."""
 
     def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         return _checked(self._step(prefill, params, state, chunk))

@@ -148,7 +148,16 @@ class Runtime(Protocol):
         """The bits of live tensors in a few places, in short: other weights have others."""
         ...
 
-    def begin(self, params: Any, rows: RowRequests) -> Any: ...
+    def begin(self, params: Any, rows: RowRequests, stale: bool = False) -> Any:
+        """An empty state. ``stale``: its caches may hold an earlier text, which no step reads.
+
+        So it is not for one that is handed out or kept on disk.
+        """
+        ...
+
+    def retire(self, state: Any) -> None:
+        """Let a later stale state have what ``state`` holds; consumes it."""
+        ...
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
 

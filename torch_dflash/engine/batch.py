@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -47,18 +48,25 @@ class Generation:
         kept=None,
     ):
         self.runtime, self.plan, self.params = runtime, plan, params
-        self.state, self.scheduler, self.rows = state, scheduler, rows
+        self.state: Any = state
+        self.scheduler, self.rows = scheduler, rows
         self._halts, self._ends, self._grammars = halts, {}, grammars
         self._kept = [0] * len(rows) if kept is None else kept
-        self.pace, self.prefilled = Pace(), 0
+        self.pace, self.prefilled, self._stale = Pace(), 0, False
         self._progress: Progress | None = None
 
     @classmethod
-    def begin(cls, runtime: Runtime, plan: DecodePlan, params: Any, request: Request) -> Generation:
-        """An empty state and every prompt still to be read."""
-        state = runtime.begin(params, row_requests(request, plan))
+    def begin(
+        cls, runtime: Runtime, plan: DecodePlan, params: Any, request: Request, stale: bool = False
+    ) -> Generation:
+        """An empty state and every prompt still to be read; ``stale`` as in `Runtime.begin`."""
+        state = runtime.begin(params, row_requests(request, plan), stale)
         scheduler = Scheduler(plan, request.lengths, request.limits)
-        return cls(runtime, plan, params, state, scheduler, request.rows, request.halts, request.grammars)
+        generation = cls(
+            runtime, plan, params, state, scheduler, request.rows, request.halts, request.grammars
+        )
+        generation._stale = stale
+        return generation
 
     @classmethod
     def resume(cls, runtime: Runtime, plan: DecodePlan, params: Any, state: DecodeState) -> Generation:
@@ -114,6 +122,19 @@ class Generation:
     def advance(self, turn: Turn) -> None:
         """One chunk of rounds, without a host read."""
         self.state = self.runtime.advance(self.params, self.state, turn)
+
+    def steps(self, largest_chunk: int, widths: Widths) -> Iterator[Progress]:
+        """Every `step`. When nobody reads on, a stale state is gone: its memory serves the next."""
+        try:
+            while not self.over:
+                yield self.step(largest_chunk, widths)
+        except Exception:
+            self._stale = False  # what a program that failed was to fill serves nobody
+            raise
+        finally:
+            if self._stale:
+                self.runtime.retire(self.state)
+                self.state = None
 
     def step(self, largest_chunk: int, widths: Widths) -> Progress:
         """Prompts, then rounds (the first step reads prompts alone), then the one host read."""

@@ -199,7 +199,7 @@ class Engine:
             )
         with leaving(self.hosts, "start"):
             params = self._params()
-            generation = self._begin(request, params)
+            generation = self._begin(request, params, stale=False)
             generation.prepare(self.options.prefill_chunk_size)
             return self.runtime.hand_out(params, generation.state)
 
@@ -278,15 +278,12 @@ class Engine:
         digest = lambda found: digest_of(found[0]) | self.bits()  # noqa: E731
         return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
 
-    def _begin(self, request: Request, params: Any) -> Generation:
-        return Generation.begin(self.runtime, self.plan, params, request)
+    def _begin(self, request: Request, params: Any, stale: bool = True) -> Generation:
+        return Generation.begin(self.runtime, self.plan, params, request, stale)
 
     def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
-        def steps() -> Iterator[Progress]:
-            while not generation.over:
-                yield generation.step(self.options.prefill_chunk_size, self._widths)
-
-        return together(self.hosts, steps(), lambda: generation.over, streamed)
+        steps = generation.steps(self.options.prefill_chunk_size, self._widths)
+        return together(self.hosts, steps, lambda: generation.over, streamed)
 
     def _measure_widths(self, params: Any) -> None:
         """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""

@@ -1,0 +1,197 @@
+"""A generation takes the caches of the one before: its text is that of clean memory, whatever lies there."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from support.authors import SECOND
+from support.tiny import make_pair, ragged_prompts
+
+import torch_dflash as td
+from jax_bridge.spare import dense_layers
+from torch_dflash.cache.dense import LatentLayer, StaticLayer
+
+WIDE = {
+    "max_length": 64,
+    "batch_size": 4,
+    "rounds_per_chunk": 3,
+    "outputs": ("output_logprobs",),
+    "filters": False,
+}
+ASKED = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+PAIRS = {
+    "llama": ("llama", {}),
+    "sinks and a window": ("gpt_oss", {}),
+    "DFlash2": ("llama", SECOND),
+}
+SAMPLED = {"do_sample": True, "top_k": 0, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return make_pair("llama", agree=4.0)
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    return engine_of(pair)
+
+
+@pytest.fixture(scope="module")
+def fresh(engine):
+    """What it says in memory that is clean."""
+    engine.runtime._spare.take()
+    return ask(engine)
+
+
+def engine_of(pair, **options) -> td.Engine:
+    return td.compile(*pair, runtime="xla", **(WIDE | options))
+
+
+def ask(engine, rows=3, **options):
+    """Tokens and their logprobs of the first ``rows`` prompts."""
+    ids, mask = (tensor[:rows] for tensor in ragged_prompts())
+    told = engine.generate(ids, mask, **(ASKED | {"output_logprobs": True} | options))
+    return told.sequences.tolist(), [part.tolist() for part in told.logprobs]
+
+
+def spoil(engine) -> None:
+    """Have the worst that a generation may leave in the caches that rest: NaN keys, and huge values."""
+    spare = engine.runtime._spare
+    assert spare._layers
+    worst = float(jnp.finfo(jnp.float32).max)
+    spare._layers = [
+        StaticLayer(jnp.full_like(layer.key, jnp.nan), jnp.full_like(layer.value, worst))
+        for layer in spare._layers
+    ]
+
+
+def noted(engine, monkeypatch) -> list[str]:
+    """The names of the programs that run from here on."""
+    names, run = [], engine.runtime._run
+
+    def note(name, *args, **options):
+        names.append(name)
+        return run(name, *args, **options)
+
+    monkeypatch.setattr(engine.runtime, "_run", note)
+    return names
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_lies_there_is_never_read(name, monkeypatch):
+    family, drafts = PAIRS[name]
+    engine = engine_of(make_pair(family, agree=4.0, **drafts))
+    asked = {}, {"rows": 1}, SAMPLED
+    clean = []
+    for options in asked:
+        engine.runtime._spare.take()
+        clean.append(ask(engine, **options))
+    names = noted(engine, monkeypatch)
+    for text, options in zip(clean, asked, strict=True):
+        spoil(engine)
+        assert ask(engine, **options) == text
+    assert names.count("begin") == 3 and "caches" not in names
+
+
+def test_in_half_precision_too(monkeypatch):
+    target, drafter = make_pair("llama", agree=4.0)
+    engine = engine_of((target.bfloat16(), drafter.bfloat16()))
+    clean, names = ask(engine), noted(engine, monkeypatch)
+    spoil(engine)
+    assert ask(engine) == clean and "caches" not in names
+
+
+def test_a_stream_that_is_left_leaves_its_caches(engine, fresh, monkeypatch):
+    ask(engine)
+    ids, mask = ragged_prompts()
+    options = {name: value for name, value in ASKED.items() if name != "return_dict_in_generate"}
+    stream = engine.stream(ids[:3], mask[:3], **options)
+    next(stream), next(stream)
+    assert not engine.runtime._spare._layers
+    stream.close()
+    spoil(engine)
+    names = noted(engine, monkeypatch)
+    assert ask(engine) == fresh and "caches" not in names
+
+
+def test_what_is_handed_out_begins_with_zeros(engine):
+    ask(engine)
+    spoil(engine)
+    ids, mask = ragged_prompts()
+    state = engine.start(ids[:3], mask[:3], max_new_tokens=20, do_sample=False)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(dense_layers(state)))
+    last = dense_layers(state)[0].key[0, :, -8:]
+    assert not last.any()
+
+
+def test_a_session_keeps_its_own(pair):
+    engine = engine_of(pair, batch_size=1, outputs=())
+    session, prompt = engine.session(), ragged_prompts()[0][0].tolist()
+    said = [token for gain in session.gains(prompt, max_new_tokens=8) for token in gain.tokens]
+    assert not engine.runtime._spare._layers
+    again = [token for gain in session.gains([*prompt, *said, 5], max_new_tokens=8) for token in gain.tokens]
+    fresh = engine.generate(torch.tensor([[*prompt, *said, 5]]), max_new_tokens=8, do_sample=False)
+    assert again == fresh[0, len(prompt) + len(said) + 1 :].tolist()
+
+
+def test_an_error_leaves_nothing_behind(engine, fresh, monkeypatch):
+    ask(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runtime, "read", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+        with pytest.raises(RuntimeError, match="broken"):
+            ask(engine)
+    assert not engine.runtime._spare._layers
+    assert ask(engine) == fresh
+
+
+def test_a_consumed_state_leaves_nothing(engine):
+    ask(engine)
+    layers = engine.runtime._spare.take()
+    layers[0].key.delete()
+    engine.runtime._spare.rest(layers)
+    assert not engine.runtime._spare._layers
+
+
+def test_one_rests_in_a_process_until_another_begins(pair, engine, fresh):
+    other = engine_of((pair[0], None))
+    ask(engine)
+    held = weakref.ref(engine.runtime._spare._layers[0].key)
+    ask(other)
+    gc.collect()
+    assert held() is None and not engine.runtime._spare._layers and other.runtime._spare._layers
+    held = weakref.ref(other.runtime._spare._layers[0].key)
+    del other
+    gc.collect()
+    assert held() is None
+    assert ask(engine) == fresh
+
+
+def test_caches_of_another_type_are_not_taken(engine, fresh, monkeypatch):
+    ask(engine)
+    spare = engine.runtime._spare
+    spare._layers = [jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer) for layer in spare._layers]
+    names = noted(engine, monkeypatch)
+    assert ask(engine) == fresh and "caches" in names
+
+
+def test_latent_layers_begin_anew():
+    """Their model computes from all that it has cached, before a mask."""
+    rows = jnp.zeros((1, 1, 4, 2))
+    assert dense_layers({"latent": LatentLayer(rows, rows)}) == []
+    assert len(dense_layers({"dense": StaticLayer(rows, rows)})) == 1
+
+
+def test_no_later_call_compiles(engine):
+    engine.warmup()
+    compiled = engine.runtime.compilations
+    for _ in range(2):
+        ask(engine)
+    engine.runtime._spare.take()
+    ask(engine)
+    assert engine.runtime.compilations == compiled
