@@ -29,7 +29,7 @@ from jax_bridge.products import linear_jax, stacked_linear_jax
 from jax_bridge.shared import once
 from jax_bridge.spread import spread_jax
 from jax_bridge.steady import layer_norm_jax, mean_jax, softmax_jax
-from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, finite_values, grouped_attention
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
 from torch_dflash.ops.dense_attention import dense_attention
@@ -74,6 +74,15 @@ def _on_slice(spread: Callable, function: Callable) -> Callable:
     """``function``, on a slice as ``spread`` runs it there."""
     own = current()
     return function if own is None else partial(spread, own, function)
+
+
+def finite_values_jax(key, value):
+    """`torch_dflash.ops.attention.finite_values`."""
+    return call_torch(finite_values.plain, key, value)
+
+
+def _finite_values(key, value):
+    return call_jax(partial(once, finite_values_jax), key, value)
 
 
 def grouped_attention_jax(query, parts, sinks, *, blocks, scale, softcap):
@@ -263,6 +272,7 @@ def _on_host(*given, function, shape):
 
 LOWERED = {
     write_rows: _write_rows,
+    finite_values: _finite_values,
     grouped_attention: _grouped_attention,
     dense_attention: _dense_attention,
     paged_attention: _paged_attention,

@@ -218,4 +218,4 @@ def test_one_program_serves_every_length(engine):
         run(engine, random_prompts(3), max_new_tokens=new)
         assert program(engine, "rounds") is before
     names = [key[0] for key in engine.runtime._programs._compiled]
-    assert sorted(names) == ["begin", "prefill", "prefill", "prefill", "read", "rounds"]
+    assert sorted(names) == ["begin", "caches", "prefill", "prefill", "prefill", "read", "rounds"]

@@ -92,6 +92,7 @@ def grouped_attention(
     return reduce(torch.add, outputs).view(batch, heads, rows, -1).transpose(1, 2)
 
 
+@lowerable
 def finite_values(
     key: Float[Tensor, "B G M D"], value: Float[Tensor, "B G M Dv"]
 ) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M Dv"]]:
