@@ -132,10 +132,10 @@ class Programs:
         with self._lock, tracing(self._precision):
             return jax.eval_shape(step, *args)
 
-    def start(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> None:
-        """Trace a program that `get` will ask for next, and let XLA compile it meanwhile."""
+    def start(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Future:
+        """Trace a program that `get` will ask for next. XLA compiles it meanwhile: done when it has."""
         key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
-        self._start(key, step, args, donate)
+        return self._start(key, step, args, donate)
 
     def _start(self, key: tuple, step: Callable, args: tuple, donate: tuple[int, ...]) -> Future:
         with self._lock:  # tracing swaps weights in and out of the shared skeleton

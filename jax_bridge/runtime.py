@@ -18,6 +18,7 @@ from jax_bridge.border import Border
 from jax_bridge.compile_cache import keep_programs
 from jax_bridge.counting import compilations
 from jax_bridge.forms import Weight
+from jax_bridge.in_turn import run_in_turn
 from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
 from jax_bridge.mesh.places import Place, places_of
 from jax_bridge.placement import OneDevice
@@ -153,7 +154,9 @@ class XlaRuntime:
         state = self._run("begin", self._bare, args)
         if not fit(state, layers):
             del layers
-            layers = self._run("caches", self._caches, args)
+            layers = self._place.send(
+                self._run("caches", self._caches, args)
+            )  # bound there as all of a state
         return with_caches(state, layers)
 
     def retire(self, state: DecodeState) -> None:
@@ -163,14 +166,14 @@ class XlaRuntime:
 
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
-        args = params, state, self._place.put(chunk)
+        piece = self._piece(params, state, chunk)
         if not self._rounds_started:
             # Decoding follows. Its program is compiled while this one is, and while the prompt is read.
             self._rounds_started = True
-            self._programs.start("prefill", self._prefill, args, donate=(1,))
+            self._programs.start(*piece)
             for width in self._rounds:
                 self._programs.start(*self._chunk(params, state, Turn(width, 1)))
-        return self._run("prefill", self._prefill, args, donate=(1,))
+        return self._run(*piece)
 
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set which rows rest and the page tables: two small transfers."""
@@ -231,28 +234,38 @@ class XlaRuntime:
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
             state = self.take_in(params, self.hand_out(params, state))
-            chunks = [self._place.put(idle_chunk(self.plan, width)) for width in buckets]
-            for width, chunk, coming in zip(buckets, chunks, [*chunks[1:], None], strict=True):
-                _next(bar, f"prefill {width}")
-                if coming is not None:  # XLA compiles the one while the other is traced
-                    self._programs.start("prefill", self._prefill, (params, state, chunk), donate=(1,))
-                    self._programs.start("prefill", self._prefill, (params, state, coming), donate=(1,))
-                state = self.prefill(params, state, chunk)
-            for width in self._rounds:
-                _next(bar, self._name(width))
-                # A round that runs: XLA prepares some products when they are first made.
-                state = self.assign(state, table, np.zeros(self.plan.batch_size, bool))
-                state = self.advance(params, state, Turn(width, 1))
-            _next(bar, "read")
+            bar.update()
+            state = run_in_turn(self._programs, self._every_step(params, table, buckets), state, bar)
+            bar.set_description("read")
             zeros = np.zeros(self.plan.batch_size, np.int32)
             self.read(state, zeros, zeros)
             bar.update()
+
+    def _every_step(self, params: Arrays, table: np.ndarray | None, buckets: list[int]) -> list[tuple]:
+        """Prompts that hold nothing, of every width, and a round of every width, for `run_in_turn`."""
+        self._rounds_started = True
+        live = np.zeros(self.plan.batch_size, bool)  # a round of rows that rest would do nothing
+
+        def piece(state: DecodeState, chunk: PromptChunk) -> tuple:
+            return self._piece(params, state, chunk)
+
+        def rounds(state: DecodeState, width: int) -> tuple:
+            return self._chunk(params, self.assign(state, table, live), Turn(width, 1))
+
+        chunks = [
+            (f"prefill {width}", partial(piece, chunk=idle_chunk(self.plan, width))) for width in buckets
+        ]
+        return chunks + [(self._name(width), partial(rounds, width=width)) for width in self._rounds]
 
     def _bare(self, *args: Any) -> DecodeState:
         return without_caches(self._border.begin(*args))
 
     def _caches(self, *args: Any) -> list:
         return dense_layers(self._border.begin(*args))
+
+    def _piece(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> tuple:
+        """What `Programs` needs to know of a piece of the prompts."""
+        return "prefill", self._prefill, (params, state, self._place.put(chunk)), (1,)
 
     def _chunk(self, params: Arrays, state: DecodeState, turn: Turn) -> tuple:
         """What `Programs` needs to know of a chunk."""
@@ -264,12 +277,6 @@ class XlaRuntime:
 
     def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         return self._programs.get(name, step, args, donate)(*args)
-
-
-def _next(bar: Any, name: str) -> None:
-    """One program is done, and ``name`` is what the bar now waits for."""
-    bar.update()
-    bar.set_description(name)
 
 
 def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:

@@ -15,6 +15,7 @@ from support.tiny import make_pair, ragged_prompts
 import torch_dflash as td
 from jax_bridge.spare import dense_layers
 from torch_dflash.cache.dense import LatentLayer, StaticLayer
+from torch_dflash.decode import RowRequests
 
 WIDE = {
     "max_length": 64,
@@ -195,3 +196,12 @@ def test_no_later_call_compiles(engine):
     engine.runtime._spare.take()
     ask(engine)
     assert engine.runtime.compilations == compiled
+
+
+def test_fresh_and_stale_caches_are_bound_to_the_device_alike(engine):
+    """What is not is compiled into another program, which the disk does not know."""
+    rows, params = RowRequests.idle(engine.plan), engine.runtime.refresh(engine.tensors())
+    ask(engine)
+    stale = engine.runtime.begin(params, rows, stale=True)
+    fresh = engine.runtime.begin(params, rows)
+    assert all(leaf.committed for state in (stale, fresh) for leaf in jax.tree.leaves(state))
