@@ -10,6 +10,7 @@ import torch
 from support.scripted import Scripted, own_text, run
 from support.states import look
 from support.tiny import make_pair
+from support.widths import mix
 
 import torch_dflash as td
 from torch_dflash.checks import check_width
@@ -23,17 +24,9 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
 MIXED = (1, 6, 1, 1, 4, 6, 1, 1, 1, 1, 1, 1, 1, 1, 6, 4, 1)
 
 
-class Mixed(Widths):
-    """Rounds of these widths, one a chunk, over and over."""
-
-    def next(self, pace: Pace) -> Turn:
-        self.used = [*getattr(self, "used", []), MIXED[len(getattr(self, "used", [])) % len(MIXED)]]
-        return Turn(self.used[-1], 1)
-
-
 def mixed(pair, where: str, **options):
     engine = td.compile(*pair, runtime=where, max_length=96, verify_width="auto", **options)
-    engine._widths = Mixed(engine._widths.widths, 1)
+    mix(engine, MIXED)
     return engine
 
 

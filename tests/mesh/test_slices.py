@@ -37,6 +37,8 @@ TOLD = {"output_logprobs": True, "top_logprobs": 3, "output_scores": True}
 OTHERS = [
     Case("qwen3", "static", "odd", "greedy", "v1"),
     Case("qwen3", "paged", "whole", "greedy", "v1"),
+    Case("llama", "static", "2x2", "greedy", "v1", {"verify_width": "auto"}),
+    Case("qwen3", "paged", "4x1", "sampled", "dflash2", {"verify_width": "auto"}),
     Case("qwen3", "static", "4x1", "greedy", "plain"),
     Case("llama", "paged", "2x2", "sampled", "ngram"),
     Case("qwen3", "paged", "2x2", "sampled", "v1", {"processors": [*PENALTIES]}, PENALTIES),

@@ -1,0 +1,28 @@
+"""Rounds whose widths a test prescribes."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.width import Pace, Widths
+from torch_dflash.runtime import Turn
+
+
+class Mixed(Widths):
+    """Rounds of the widths ``order``, one a chunk, over and over; ``used`` are those so far."""
+
+    def __init__(self, widths: tuple[int, ...], order: tuple[int, ...]):
+        super().__init__(widths, 1)
+        self.used: list[int] = []
+        self._order = cycle(order)
+
+    def next(self, pace: Pace) -> Turn:
+        self.used.append(next(self._order))
+        return Turn(self.used[-1], 1)
+
+
+def mix(engine: Engine, order: tuple[int, ...]) -> Mixed:
+    """Have ``engine``, of ``verify_width="auto"``, take these widths in turn."""
+    engine._widths = mixed = Mixed(engine._widths.widths, order)
+    return mixed
