@@ -30,10 +30,15 @@ class Spare:
     def rest(self, state: Any) -> None:
         """Keep the caches of ``state``, which is not used again; after an error it may have none left."""
         layers = dense_layers(state)
-        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(layers)):
-            with Spare._lock:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(layers)):
+            return
+        # Python may end a stream that was left while this very thread has the lock: then nothing is kept.
+        if Spare._lock.acquire(blocking=False):
+            try:
                 Spare._empty()
                 self._layers, Spare._holder = layers, weakref.ref(self)
+            finally:
+                Spare._lock.release()
 
     def take(self) -> list[StaticLayer]:
         """The caches that rest here, if any do. Those of another runtime are freed: a state begins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import jax
@@ -13,7 +14,7 @@ from support.authors import SECOND
 from support.tiny import make_pair, ragged_prompts
 
 import torch_dflash as td
-from jax_bridge.spare import dense_layers
+from jax_bridge.spare import Spare, dense_layers
 from torch_dflash.cache.dense import LatentLayer, StaticLayer
 from torch_dflash.decode import RowRequests
 
@@ -157,6 +158,18 @@ def test_a_consumed_state_leaves_nothing(engine):
     layers[0].key.delete()
     engine.runtime._spare.rest(layers)
     assert not engine.runtime._spare._layers
+
+
+def test_a_stream_that_ends_while_caches_are_given_waits_for_nobody(engine, fresh):
+    """Python collects garbage anywhere, in the thread that has the lock, too."""
+    ask(engine)
+    layers = engine.runtime._spare.take()
+    resting = threading.Thread(target=engine.runtime._spare.rest, args=(layers,), daemon=True)
+    with Spare._lock:
+        resting.start()
+        resting.join(20)
+        assert not resting.is_alive() and not engine.runtime._spare._layers
+    assert ask(engine) == fresh
 
 
 def test_one_rests_in_a_process_until_another_begins(pair, engine, fresh):
