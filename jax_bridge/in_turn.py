@@ -23,7 +23,7 @@ def run_in_turn(
     Args:
         programs: that compiles them.
         steps: what each is called in the bar, and ``state -> (name, step, args, donate)`` of `Programs.get`,
-            where ``args`` hold the state and the step makes the next one.
+            where ``args`` hold the state and the step makes the next one. Called twice, to trace and to run.
         state: consumed.
         bar: moves on with each step that runs.
     """
@@ -31,15 +31,16 @@ def run_in_turn(
 
     def run_next() -> Any:
         called, step, _ = waiting.popleft()
-        bar.set_description(called)
+        bar.set_description(called)  # maybe for long: it may still be compiled
         name, function, args, donate = step(state)
         following = programs.get(name, function, args, donate)(*args)
         bar.update()
         return following
 
     for called, step in steps:
+        bar.set_description(called)
         waiting.append((called, step, programs.start(*step(state))))
-        while waiting and (waiting[0][2].done() or len(waiting) > AHEAD):
+        while waiting and (waiting[0][2].done() or len(waiting) >= AHEAD):
             state = run_next()
     while waiting:
         state = run_next()

@@ -150,13 +150,14 @@ class XlaRuntime:
         args = params, self._place.put(rows)
         if self._spare is None:
             return self._run("begin", self._border.begin, args)
-        layers = self._spare.take() if stale else []
+        layers = self._spare.take()
+        if not stale:
+            layers = []
         state = self._run("begin", self._bare, args)
         if not fit(state, layers):
             del layers
-            layers = self._place.send(
-                self._run("caches", self._caches, args)
-            )  # bound there as all of a state
+            # Bound to the device, as other arrays of a state are: what is not makes another program.
+            layers = self._place.send(self._run("caches", self._caches, args))
         return with_caches(state, layers)
 
     def retire(self, state: DecodeState) -> None:
@@ -239,11 +240,11 @@ class XlaRuntime:
             bar.set_description("read")
             zeros = np.zeros(self.plan.batch_size, np.int32)
             self.read(state, zeros, zeros)
+            self.retire(state)
             bar.update()
 
     def _every_step(self, params: Arrays, table: np.ndarray | None, buckets: list[int]) -> list[tuple]:
         """Prompts that hold nothing, of every width, and a round of every width, for `run_in_turn`."""
-        self._rounds_started = True
         live = np.zeros(self.plan.batch_size, bool)  # a round of rows that rest would do nothing
 
         def piece(state: DecodeState, chunk: PromptChunk) -> tuple:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
 
 from torch_dflash.cache.dense import StaticLayer
+from torch_dflash.state import DecodeState
 
 
 class Spare:
-    """Dense caches that no state uses; of one runtime at most in a process, until any other begins.
+    """A target's dense caches that no state uses; of one runtime at most in a process, until a state begins.
 
     What lies in them is stale, like what lies behind a row's length, and hidden by the same masks. Its values
     are finite, as `torch_dflash.ops.attention.finite_values` keeps all.
@@ -27,7 +29,7 @@ class Spare:
     def __init__(self):
         self._layers: list[StaticLayer] = []
 
-    def rest(self, state: Any) -> None:
+    def rest(self, state: DecodeState) -> None:
         """Keep the caches of ``state``, which is not used again; after an error it may have none left."""
         layers = dense_layers(state)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(layers)):
@@ -41,7 +43,7 @@ class Spare:
                 Spare._lock.release()
 
     def take(self) -> list[StaticLayer]:
-        """The caches that rest here, if any do. Those of another runtime are freed: a state begins."""
+        """The caches that rest here, if any do, for a state that begins; another runtime's are freed."""
         with Spare._lock:
             layers = self._layers
             Spare._empty()
@@ -55,32 +57,32 @@ class Spare:
         cls._holder = None
 
 
-def without_caches(state: Any) -> Any:
+def without_caches(state: DecodeState) -> DecodeState:
     """``state``, its dense caches of no length. To be traced: they are not made then."""
 
-    def cut(node: Any) -> Any:
-        return StaticLayer(node.key[:, :, :0], node.value[:, :, :0]) if _dense(node) else node
+    def cut(layer: Any) -> Any:
+        return StaticLayer(layer.key[:, :, :0], layer.value[:, :, :0]) if _dense(layer) else layer
 
-    return jax.tree.map(cut, state, is_leaf=_dense)
-
-
-def dense_layers(state: Any) -> list[StaticLayer]:
-    """The dense caches of ``state``, in their order."""
-    return [node for node in jax.tree.leaves(state, is_leaf=_dense) if _dense(node)]
+    return replace(state, cache=tuple(map(cut, state.cache)))
 
 
-def with_caches(state: Any, layers: list[StaticLayer]) -> Any:
+def dense_layers(state: DecodeState) -> list[StaticLayer]:
+    """The target's dense caches. A proposer's state is its own matter: it may count on what it began with."""
+    return [layer for layer in state.cache if _dense(layer)]
+
+
+def with_caches(state: DecodeState, layers: list[StaticLayer]) -> DecodeState:
     """What `without_caches` made, with ``layers`` in their places."""
     given = iter(layers)
-    return jax.tree.map(lambda node: next(given) if _dense(node) else node, state, is_leaf=_dense)
+    return replace(state, cache=tuple(next(given) if _dense(layer) else layer for layer in state.cache))
 
 
-def fit(state: Any, layers: list[StaticLayer]) -> bool:
+def fit(state: DecodeState, layers: list[StaticLayer]) -> bool:
     """Whether ``layers`` are of the types that `without_caches` left: a model may have been cast."""
     wanted = [leaf.dtype for leaf in jax.tree.leaves(dense_layers(state))]
     return wanted == [leaf.dtype for leaf in jax.tree.leaves(layers)]
 
 
-def _dense(node: Any) -> bool:
+def _dense(layer: Any) -> bool:
     # Others are not for stale memory: a latent layer's model computes from all of it.
-    return type(node) is StaticLayer
+    return type(layer) is StaticLayer

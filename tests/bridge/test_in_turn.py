@@ -5,9 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
+from support.tiny import make_pair
 
+import torch_dflash as td
 from jax_bridge.in_turn import AHEAD, run_in_turn
-from torch_dflash.progress import progress_bar
 
 NAMES = list("abcdef")
 
@@ -33,6 +34,19 @@ class Scripted:
         return step
 
 
+class Bar:
+    """Notes what it says beside what the programs do."""
+
+    def __init__(self, noted: list[str]):
+        self.noted, self.moved = noted, 0
+
+    def set_description(self, said: str) -> None:
+        self.noted.append(said)
+
+    def update(self) -> None:
+        self.moved += 1
+
+
 def all_steps():
     def step(name: str):
         return lambda state: (name, lambda state: state + name, (state,), (0,))
@@ -41,7 +55,7 @@ def all_steps():
 
 
 def run(programs: Scripted) -> str:
-    return run_in_turn(programs, all_steps(), "", progress_bar(False, total=len(NAMES)))  # pyright: ignore
+    return run_in_turn(programs, all_steps(), "", Bar([]))  # pyright: ignore
 
 
 def test_each_runs_once_in_order_on_what_the_one_before_made():
@@ -60,9 +74,35 @@ def test_one_that_is_there_runs_before_more_is_traced():
 def test_no_more_are_compiled_at_once_than_it_says():
     programs = Scripted()
     run(programs)
-    assert programs.noted[: AHEAD + 2] == [*(f"trace {name}" for name in NAMES[: AHEAD + 1]), "run a"]
+    assert programs.noted[: AHEAD + 1] == [*(f"trace {name}" for name in NAMES[:AHEAD]), "run a"]
 
 
 def test_one_that_fails_is_told():
     with pytest.raises(ValueError, match="c"):
         run(Scripted(broken="c"))
+
+
+def test_the_bar_says_what_is_waited_for():
+    for at_once in ("", "abcdef"):
+        programs = Scripted(at_once)
+        bar = Bar(programs.noted)
+        run_in_turn(programs, all_steps(), "", bar)  # pyright: ignore
+        assert bar.moved == len(NAMES)
+        said = [
+            note for note in zip(programs.noted, programs.noted[1:], strict=False) if note[0][:4] == "step"
+        ]
+        assert all(before[-1] == after[-1] for before, after in said)
+        assert len(said) == 2 * len(NAMES)
+
+
+def test_a_warm_up_runs_a_round_of_every_width(monkeypatch):
+    """XLA prepares products when a program first runs: a round of rows that rest prepares none."""
+    engine = td.compile(*make_pair("llama"), runtime="xla", max_length=48, verify_width="auto")
+    seen, read = [], engine.runtime.read
+    monkeypatch.setattr(
+        engine.runtime, "read", lambda state, *rest: seen.append(state.rounds) or read(state, *rest)
+    )
+    monkeypatch.setattr(engine, "_measure_widths", lambda params: None)
+    engine.warmup(progress=False)
+    (rounds,) = seen
+    assert rounds.tolist() == [len(engine._widths.widths)] and rounds[0] > 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,11 @@ def spoil(engine) -> None:
     ]
 
 
+def with_cache(*layers) -> Any:
+    """As much of a state as `Spare` looks at."""
+    return SimpleNamespace(cache=layers)
+
+
 def noted(engine, monkeypatch) -> list[str]:
     """The names of the programs that run from here on."""
     names, run = [], engine.runtime._run
@@ -127,9 +134,27 @@ def test_what_is_handed_out_begins_with_zeros(engine):
     spoil(engine)
     ids, mask = ragged_prompts()
     state = engine.start(ids[:3], mask[:3], max_new_tokens=20, do_sample=False)
+    assert not engine.runtime._spare._layers  # or there would be two of them
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(dense_layers(state)))
     last = dense_layers(state)[0].key[0, :, -8:]
     assert not last.any()
+
+
+def test_a_proposer_begins_with_what_it_made(engine, monkeypatch):
+    ask(engine)
+    spoil(engine)
+    begun, begin = [], engine.runtime.begin
+
+    def note(*args, **options):
+        begun.append(begin(*args, **options))
+        assert all(
+            bool((leaf == 0).all()) for layer in begun[-1].proposer.layers for leaf in jax.tree.leaves(layer)
+        )
+        assert bool(jnp.isnan(dense_layers(begun[-1])[0].key).all())
+        return begun.pop()
+
+    monkeypatch.setattr(engine.runtime, "begin", note)
+    ask(engine)
 
 
 def test_a_session_keeps_its_own(pair):
@@ -156,7 +181,7 @@ def test_a_consumed_state_leaves_nothing(engine):
     ask(engine)
     layers = engine.runtime._spare.take()
     layers[0].key.delete()
-    engine.runtime._spare.rest(layers)
+    engine.runtime._spare.rest(with_cache(*layers))
     assert not engine.runtime._spare._layers
 
 
@@ -164,7 +189,7 @@ def test_a_stream_that_ends_while_caches_are_given_waits_for_nobody(engine, fres
     """Python collects garbage anywhere, in the thread that has the lock, too."""
     ask(engine)
     layers = engine.runtime._spare.take()
-    resting = threading.Thread(target=engine.runtime._spare.rest, args=(layers,), daemon=True)
+    resting = threading.Thread(target=engine.runtime._spare.rest, args=(with_cache(*layers),), daemon=True)
     with Spare._lock:
         resting.start()
         resting.join(20)
@@ -197,8 +222,8 @@ def test_caches_of_another_type_are_not_taken(engine, fresh, monkeypatch):
 def test_latent_layers_begin_anew():
     """Their model computes from all that it has cached, before a mask."""
     rows = jnp.zeros((1, 1, 4, 2))
-    assert dense_layers({"latent": LatentLayer(rows, rows)}) == []
-    assert len(dense_layers({"dense": StaticLayer(rows, rows)})) == 1
+    latent, dense = LatentLayer(rows, rows), StaticLayer(rows, rows)
+    assert dense_layers(with_cache(latent, dense)) == [dense]
 
 
 def test_no_later_call_compiles(engine):
