@@ -10,13 +10,13 @@ from typing import Any
 from jax_bridge.lower import Programs
 
 AHEAD = 3
-"""Programs that may be compiled at once: each takes memory of the host meanwhile."""
+"""Programs of a runtime that may be compiled at once: each takes memory of the host meanwhile."""
 
 
 def run_in_turn(
     programs: Programs, steps: Sequence[tuple[str, Callable[[Any], tuple]]], state: Any, bar: Any
 ) -> Any:
-    """What the last of ``steps`` makes of ``state``. They run beside this thread, which traces.
+    """What the last of ``steps`` makes of ``state``. While some are compiled or run, the next is traced.
 
     A program's first run takes long, too: XLA's CPU runtime prepares its products then, one by one.
 

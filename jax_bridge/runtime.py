@@ -161,7 +161,7 @@ class XlaRuntime:
         return with_caches(state, layers)
 
     def retire(self, state: DecodeState) -> None:
-        """On a CPU the next stale one has its dense caches."""
+        """Keep its dense caches, on one CPU device, for the next state that may begin stale."""
         if self._spare is not None:
             self._spare.rest(state)
 

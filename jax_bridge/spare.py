@@ -1,6 +1,6 @@
-"""The caches of a generation that has ended: the next one takes them, so that no memory is zeroed for it.
+"""The target's caches of a generation that has ended: the next one takes them, so no new ones are zeroed.
 
-On a CPU zeros for the largest text cost more than a short prompt does: 0.1 s at 8,192 positions.
+On a CPU, zeros for a large ``max_length`` can take longer than a short prompt.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch_dflash.state import DecodeState
 
 
 class Spare:
-    """A target's dense caches that no state uses; of one runtime at most in a process, until a state begins.
+    """A target's dense caches that no state uses: of one runtime at most, until a state begins on any.
 
-    What lies in them is stale, like what lies behind a row's length, and hidden by the same masks. Its values
-    are finite, as `torch_dflash.ops.attention.finite_values` keeps all.
+    What lies in them is stale, like what lies behind a row's length, and hidden by the same masks. The values
+    are finite, and keys may be NaN, as `torch_dflash.ops.attention.finite_values` leaves both.
     """
 
     _lock = threading.Lock()
@@ -67,7 +67,7 @@ def without_caches(state: DecodeState) -> DecodeState:
 
 
 def dense_layers(state: DecodeState) -> list[StaticLayer]:
-    """The target's dense caches. A proposer's state is its own matter: it may count on what it began with."""
+    """The target's dense caches. A proposer may count on what its `start` made, so it keeps its state."""
     return [layer for layer in state.cache if _dense(layer)]
 
 

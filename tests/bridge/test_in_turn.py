@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from itertools import accumulate
 
 import pytest
 from support.tiny import make_pair
@@ -74,7 +75,8 @@ def test_one_that_is_there_runs_before_more_is_traced():
 def test_no_more_are_compiled_at_once_than_it_says():
     programs = Scripted()
     run(programs)
-    assert programs.noted[: AHEAD + 1] == [*(f"trace {name}" for name in NAMES[:AHEAD]), "run a"]
+    ahead = list(accumulate(1 if note.startswith("trace") else -1 for note in programs.noted))
+    assert max(ahead) == AHEAD
 
 
 def test_one_that_fails_is_told():
@@ -104,5 +106,6 @@ def test_a_warm_up_runs_a_round_of_every_width(monkeypatch):
     )
     monkeypatch.setattr(engine, "_measure_widths", lambda params: None)
     engine.warmup(progress=False)
-    (rounds,) = seen
-    assert rounds.tolist() == [len(engine._widths.widths)] and rounds[0] > 1
+    (rounds,), widths = seen, engine._widths.widths
+    compiled = {key[0] for key in engine.runtime._programs._compiled}
+    assert rounds.tolist() == [len(widths)] and compiled >= {f"rounds of {width}" for width in widths}

@@ -143,18 +143,17 @@ def test_what_is_handed_out_begins_with_zeros(engine):
 def test_a_proposer_begins_with_what_it_made(engine, monkeypatch):
     ask(engine)
     spoil(engine)
-    begun, begin = [], engine.runtime.begin
+    seen, begin = [], engine.runtime.begin
 
     def note(*args, **options):
-        begun.append(begin(*args, **options))
-        assert all(
-            bool((leaf == 0).all()) for layer in begun[-1].proposer.layers for leaf in jax.tree.leaves(layer)
-        )
-        assert bool(jnp.isnan(dense_layers(begun[-1])[0].key).all())
-        return begun.pop()
+        state = begin(*args, **options)
+        seen.extend(leaf for layer in state.proposer.layers for leaf in (layer.key.any(), layer.value.any()))
+        assert bool(jnp.isnan(dense_layers(state)[0].key).all())
+        return state
 
     monkeypatch.setattr(engine.runtime, "begin", note)
     ask(engine)
+    assert seen and not any(seen)
 
 
 def test_a_session_keeps_its_own(pair):
@@ -201,11 +200,16 @@ def test_one_rests_in_a_process_until_another_begins(pair, engine, fresh):
     other = engine_of((pair[0], None))
     ask(engine)
     held = weakref.ref(engine.runtime._spare._layers[0].key)
-    ask(other)
+    state = other.runtime.begin(other.runtime.refresh(other.tensors()), RowRequests.idle(other.plan))
     gc.collect()
-    assert held() is None and not engine.runtime._spare._layers and other.runtime._spare._layers
+    assert held() is None and not engine.runtime._spare._layers
+    ask(engine)
+    held = weakref.ref(engine.runtime._spare._layers[0].key)
+    other.runtime.retire(state)
+    gc.collect()
+    assert held() is None and other.runtime._spare._layers
     held = weakref.ref(other.runtime._spare._layers[0].key)
-    del other
+    del other, state
     gc.collect()
     assert held() is None
     assert ask(engine) == fresh
@@ -226,7 +230,8 @@ def test_latent_layers_begin_anew():
     assert dense_layers(with_cache(latent, dense)) == [dense]
 
 
-def test_no_later_call_compiles(engine):
+def test_no_later_call_compiles(pair):
+    engine = engine_of(pair)
     engine.warmup()
     compiled = engine.runtime.compilations
     for _ in range(2):

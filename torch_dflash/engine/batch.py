@@ -124,7 +124,7 @@ class Generation:
         self.state = self.runtime.advance(self.params, self.state, turn)
 
     def steps(self, largest_chunk: int, widths: Widths) -> Iterator[Progress]:
-        """Every `step`. When nobody reads on, a stale state is gone: its memory serves the next."""
+        """Every `step`, to the end. A stale state is retired then, or when its reader leaves."""
         try:
             while not self.over:
                 yield self.step(largest_chunk, widths)
