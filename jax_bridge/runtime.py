@@ -150,14 +150,21 @@ class XlaRuntime:
         args = params, self._place.put(rows)
         if self._spare is None:
             return self._run("begin", self._border.begin, args)
+
+        def begin(*args: Any) -> DecodeState:
+            return without_caches(self._border.begin(*args))
+
+        def caches(*args: Any) -> list:
+            return dense_layers(self._border.begin(*args))
+
         layers = self._spare.take()
         if not stale:
             layers = []
-        state = self._run("begin", self._bare, args)
+        state = self._run("begin", begin, args)
         if not fit(state, layers):
             del layers
             # Bound to the device, as other arrays of a state are: what is not makes another program.
-            layers = self._place.send(self._run("caches", self._caches, args))
+            layers = self._place.send(self._run("caches", caches, args))
         return with_caches(state, layers)
 
     def retire(self, state: DecodeState) -> None:
@@ -257,12 +264,6 @@ class XlaRuntime:
             (f"prefill {width}", partial(piece, chunk=idle_chunk(self.plan, width))) for width in buckets
         ]
         return chunks + [(self._name(width), partial(rounds, width=width)) for width in self._rounds]
-
-    def _bare(self, *args: Any) -> DecodeState:
-        return without_caches(self._border.begin(*args))
-
-    def _caches(self, *args: Any) -> list:
-        return dense_layers(self._border.begin(*args))
 
     def _piece(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> tuple:
         """What `Programs` needs to know of a piece of the prompts."""

@@ -59,7 +59,7 @@ def test_a_second_process_finds_the_programs(tmp_path, monkeypatch):
     assert int(second[1]) >= 4 and float(second[2]) < float(first[2])
     folder = tmp_path / "torch-dflash" / "xla"
     assert first[3] == second[3] == str(folder)
-    for step in ("begin", "prefill", "rounds"):
+    for step in ("begin", "caches", "prefill", "rounds"):
         assert list(folder.glob(f"jit_{step}-*")), step
 
 
