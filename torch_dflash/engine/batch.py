@@ -33,6 +33,7 @@ class Generation:
         halts: what ends rows between chunks.
         grammars: of each row, its own or None: what is read is held against it once more.
         kept: of each prompt, the tokens that the state holds already; unset: none.
+        stale: whether ``state`` began so, as in `Runtime.begin`.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class Generation:
         halts=(),
         grammars=(),
         kept=None,
+        stale=False,
     ):
         self.runtime, self.plan, self.params = runtime, plan, params
         self.state: Any = state
         self.scheduler, self.rows = scheduler, rows
         self._halts, self._ends, self._grammars = halts, {}, grammars
         self._kept = [0] * len(rows) if kept is None else kept
-        self.pace, self.prefilled, self._stale = Pace(), 0, False
+        self.pace, self.prefilled, self._stale = Pace(), 0, stale
         self._progress: Progress | None = None
 
     @classmethod
@@ -62,11 +64,8 @@ class Generation:
         """An empty state and every prompt still to be read; ``stale`` as in `Runtime.begin`."""
         state = runtime.begin(params, row_requests(request, plan), stale)
         scheduler = Scheduler(plan, request.lengths, request.limits)
-        generation = cls(
-            runtime, plan, params, state, scheduler, request.rows, request.halts, request.grammars
-        )
-        generation._stale = stale
-        return generation
+        given = request.rows, request.halts, request.grammars
+        return cls(runtime, plan, params, state, scheduler, *given, stale=stale)
 
     @classmethod
     def resume(cls, runtime: Runtime, plan: DecodePlan, params: Any, state: DecodeState) -> Generation:
