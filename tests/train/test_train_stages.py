@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,16 @@ def test_a_sequence_as_long_as_the_context_has_features(world):
     assert eager.shape == xla.shape == (2, CONTEXT, 3 * 32)
     # Nothing that is trained sees the last token's: a block's context ends before its anchor.
     assert torch.allclose(eager[0, :-1], xla[0, :-1], atol=5e-4)
+
+
+def test_threads_that_share_an_extractor_get_their_own_features(world):
+    """A fit validates in one thread while it makes its next batch in another."""
+    extract = FeatureExtractor(world.target, TAPS, torch.float32, "eager")
+    rows = [[[number + place for place in range(20 + number)]] for number in range(1, 41)]
+    alone = [extract(one) for one in rows]
+    with ThreadPoolExecutor(4) as pool:
+        for mine, theirs in zip(alone, pool.map(extract, rows), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 def test_cached_and_computed_features_make_the_same_batches(world):

@@ -5,6 +5,7 @@ On XLA they come from the engine's own prefill; eagerly, from a plain forward in
 
 from __future__ import annotations
 
+import threading
 import zlib
 from array import array
 from collections.abc import Iterable
@@ -120,6 +121,7 @@ class FeatureExtractor:
 
     "xla" takes them from the engine's prefill. "eager" is a plain forward of the decoder in the attention
     implementation that the target was loaded with (flash or SDPA, where the engine's is exact and slower).
+    Threads may share one: a fit makes its next batch in one while it validates in another.
 
     Args:
         target: a live causal LM. taps: 0-based block indices, outputs before the final norm.
@@ -141,6 +143,7 @@ class FeatureExtractor:
         self._recorder = FeatureRecorder(self.taps, target.get_input_embeddings().weight.shape[1], dtype)
         self._engines: dict[tuple[int, int], Engine] = {}
         self._skeleton = None
+        self._lock = threading.Lock()  # a forward's weights and hooks are the skeleton's while it runs
         if runtime == "eager":
             self._blocks = blocks_of(target)
             check_tappable(target, self._blocks)
@@ -148,6 +151,10 @@ class FeatureExtractor:
 
     def __call__(self, rows: list[list[int]]) -> Float[Tensor, "B T nH"]:
         """Features of ``rows``, padded at the end to the longest."""
+        with self._lock:
+            return self._extract(rows)
+
+    def _extract(self, rows: list[list[int]]) -> Float[Tensor, "B T nH"]:
         ids, mask = pad_rows(rows)
         width = ids.shape[1]
         if self._skeleton is not None:
