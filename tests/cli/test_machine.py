@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from torch_dflash.cli import provenance
 from torch_dflash.storage import machine
 
 
@@ -20,3 +22,10 @@ def test_processors_of_one_name_are_told_apart_by_what_they_multiply_with(monkey
     values = {"model name": ["AMD EPYC"], "flags": [flags]}
     monkeypatch.setattr(machine, "_values", values.__getitem__)
     assert machine.processor.__wrapped__() == said
+
+
+def test_figures_name_the_gpu_that_torch_runs_on(monkeypatch):
+    assert provenance.hardware().startswith("CPU: ")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert provenance.hardware().startswith("NVIDIA H200; CPU: ")

@@ -91,6 +91,8 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
         "demo",
         "--runtime",
         "eager",
+        "--device",
+        "cpu",
         "--max-new-tokens",
         "12",
         "--dtype",
@@ -143,6 +145,8 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--draw", "-1"), "--draw -1: must be"),
         (("--draw", "2", "--prompts", "/nonexistent"), "--draw 2: /nonexistent: 0 prompts in its *.jsonl"),
         (("--quantize", "int8"), "--quantize int8: --runtime eager has no such products"),
+        (("--device", "meta"), "--device meta: tensors there hold no values"),
+        (("--device", "cpu", "--runtime", "xla"), "--device cpu with --runtime xla: XLA runs on JAX's"),
         (("--png", "/nonexistent/x.png"), "--png /nonexistent/x.png: its folder does not exist"),
     ],
 )

@@ -11,10 +11,11 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.checks import check_arithmetic, context_of
-from torch_dflash.cli.arguments import check_room, number_or_word, prompt_room
+from torch_dflash.cli.arguments import check_device, check_room, number_or_word, prompt_room
 from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, fail
+from torch_dflash.cli.loading import place_of
 from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
 from torch_dflash.cli.writable import check_outputs
@@ -48,6 +49,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the pair's weights")
     parser.add_argument("--quantize", choices=("int8",), help="keep linear weights in 8 bits")
     parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
+    parser.add_argument("--device", help="torch device of --runtime eager, such as cuda")
     parser.add_argument("--repeats", type=int, default=1, help="times each question is asked; medians")
     parser.add_argument("--json", metavar="FILE", help="write the figures with their provenance")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw the acceptance length of every round")
@@ -73,6 +75,7 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             raise UserError(f"{option} {getattr(arguments, name)}: must be an integer of at least 1.")
     if arguments.draw < 0:
         raise UserError(f"--draw {arguments.draw}: must be an integer of at least 0.")
+    check_device(arguments)
     rows = arguments.verify_width
     if rows != "auto" and (isinstance(rows, str) or rows < 2):
         raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
@@ -95,9 +98,12 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) -> int:
-    parts, dtype = Parts(), getattr(torch, arguments.dtype)
+    parts, dtype, place = Parts(), getattr(torch, arguments.dtype), place_of(arguments.device)
+    if place.type != "cpu" and place.index is not None:
+        torch.accelerator.set_device_index(place.index)  # the one that figures name
     with parts.timed("load"):
         target, drafter, tokenizer = load_demo_pair(dtype)
+        target, drafter = (model.to(place) for model in (target, drafter))
     block = drafter.config.block_size
     if isinstance(arguments.verify_width, int) and arguments.verify_width > block:
         raise UserError(
@@ -107,7 +113,7 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     for kind, question in questions:
         ids = encode(tokenizer, [{"role": "user", "content": question}])
         check_room(ids, room)
-        asked.append(Asked(kind, question, torch.tensor([ids])))
+        asked.append(Asked(kind, question, torch.tensor([ids], device=place)))
     names = f"{type(target).__name__} and its drafter, {arguments.dtype}"
     form = names + (f", products in {arguments.quantize}" if arguments.quantize else "")
     print(f"{form}; runtime {arguments.runtime}; {hardware()}\n", flush=True)
@@ -120,6 +126,7 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     same = report(asked, arguments.dtype, parts)
     if arguments.json:
         options = {"dtype": arguments.dtype, "quantize": arguments.quantize, "runtime": arguments.runtime}
+        options |= {"device": str(target.device)}
         options |= {"verify_width": arguments.verify_width, "repeats": arguments.repeats}
         options |= {"draft_vocabulary": len(load_demo_draft_ids())}
         write_json(arguments.json, options | {"threads": torch.get_num_threads()} | as_json(asked, parts))
@@ -156,7 +163,7 @@ def _methods(
     }
     if arguments.dtype != "float32":
         with parts.timed("load"):
-            exact = load_demo_target(torch.float32, progress=False)[0]
+            exact = load_demo_target(torch.float32, progress=False)[0].to(target.device)
         methods[TRANSFORMERS.format("float32")] = transformers_own(exact, stops)
     if ends_in_blocks():
         native = {"assistant_model": drafter, "speculation_type": "dflash"}

@@ -11,6 +11,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from torch_dflash.storage.machine import processor
 
 LOAD = getattr(os, "getloadavg", lambda: (None,))()[0]
@@ -43,8 +45,10 @@ def _version(name: str) -> str | None:
 
 
 def hardware() -> str:
-    """The accelerators of JAX, if it runs on some, or the processor by its name."""
+    """The accelerators of JAX or torch, if this process runs on some, or the processor by its name."""
     jax = sys.modules.get("jax")  # only if this process decodes with it
     if jax is not None and jax.devices()[0].platform != "cpu":
         return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+    if torch.cuda.is_initialized():
+        return f"{torch.cuda.get_device_name()}; CPU: {processor()}"
     return f"CPU: {processor()}"
