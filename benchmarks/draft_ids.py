@@ -2,8 +2,8 @@
 
     python benchmarks/draft_ids.py --json docs/results/draft_ids.json
 
-Counts the answers under data/train, once by the ids that are frequent in the same answers and once, for every
-second answer, by those of the others. Writes the ids of ``--rows`` beside the bundled drafter.
+Counts the answers under data/train/regenerated, once by the ids that are frequent in the same answers and
+once, for every second answer, by those of the others. Writes the ids of ``--rows`` beside the drafter.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
-    files = sorted((ROOT / "data/train").glob("*/**/*smollm2*.jsonl.gz"))
-    files += sorted((ROOT / "data/train/regenerated").glob("*/*.jsonl.gz"))
+    files = sorted((ROOT / "data/train/regenerated").glob("*/*.jsonl.gz"))
     texts = [answer.response_ids for answer in read_answers(files)]
     learned, held_out = texts[::2], texts[1::2]
     rows = []

@@ -100,14 +100,14 @@ def test_the_quickstart_was_run_as_printed():
 
 
 def test_the_acceptance_figures_are_of_this_drafter_and_these_prompts():
+    drafter = checksum_of(load_demo_drafter(torch.bfloat16).state_dict())
     for name in ("acceptance_cpu", "acceptance_shuffled_cpu"):
+        assert result(name)["options"]["drafter_checksum"] == drafter
         _, sets = read_figures(ROOT / f"docs/results/{name}.json")
         for key, row in sets.items():
             prompts = read_prompts([ROOT / f"data/eval/{key}.jsonl"])
             assert row["prompts_checksum"] == prompts_checksum(prompts, 100)
             assert row["prompts"] >= 80 and row["left_out"] == 0
-    drafter = checksum_of(load_demo_drafter(torch.bfloat16).state_dict())
-    assert result("acceptance_cpu")["options"]["drafter_checksum"] == drafter
     assert result("acceptance_shuffled_cpu")["options"]["shuffled"]
 
 
@@ -121,8 +121,8 @@ def test_the_card_tells_what_the_log_and_the_answers_say():
     card = CARD.read_text()
     held = [line for line in read_log(ROOT / "docs/results/embedded_fit.jsonl") if line["kind"] == "held_out"]
     assert ", ".join(f"{rate:.3f}" for rate in held[-1]["accuracy"]) in card
-    folder = ROOT / "data/train/answers"
-    section = data_section(describe(read_answers([folder]), [folder]))
+    files = sorted((ROOT / "data/train/regenerated").glob("*/*.gz"))
+    section = data_section(describe(read_answers(files), files))
     assert section.partition("\n\n")[2] in card and section.partition(" tokens")[0] in card
 
 

@@ -45,7 +45,7 @@ def _version(name: str) -> str | None:
 
 
 def hardware() -> str:
-    """The accelerators of JAX or torch, if this process runs on some, or the processor by its name."""
+    """The accelerators of JAX or the CUDA device of torch, if this process runs on one, or the processor."""
     jax = sys.modules.get("jax")  # only if this process decodes with it
     if jax is not None and jax.devices()[0].platform != "cpu":
         return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
