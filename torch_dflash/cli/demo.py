@@ -102,8 +102,8 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     if place.type != "cpu" and place.index is not None:
         torch.accelerator.set_device_index(place.index)  # the one that figures name
     with parts.timed("load"):
-        target, drafter, tokenizer = load_demo_pair(dtype)
-        target, drafter = (model.to(place) for model in (target, drafter))
+        loaded: Any = load_demo_pair(dtype)
+        target, drafter, tokenizer = loaded[0].to(place), loaded[1].to(place), loaded[2]
     block = drafter.config.block_size
     if isinstance(arguments.verify_width, int) and arguments.verify_width > block:
         raise UserError(
@@ -163,7 +163,8 @@ def _methods(
     }
     if arguments.dtype != "float32":
         with parts.timed("load"):
-            exact = load_demo_target(torch.float32, progress=False)[0].to(target.device)
+            exact: Any = load_demo_target(torch.float32, progress=False)[0]
+            exact = exact.to(target.device)
         methods[TRANSFORMERS.format("float32")] = transformers_own(exact, stops)
     if ends_in_blocks():
         native = {"assistant_model": drafter, "speculation_type": "dflash"}
