@@ -126,9 +126,8 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     same = report(asked, arguments.dtype, parts)
     if arguments.json:
         options = {"dtype": arguments.dtype, "quantize": arguments.quantize, "runtime": arguments.runtime}
-        options |= {"device": str(target.device)}
         options |= {"verify_width": arguments.verify_width, "repeats": arguments.repeats}
-        options |= {"draft_vocabulary": len(load_demo_draft_ids())}
+        options |= {"draft_vocabulary": len(load_demo_draft_ids()), "device": str(place)}
         write_json(arguments.json, options | {"threads": torch.get_num_threads()} | as_json(asked, parts))
     if arguments.png:
         pieces = asked[0].answers[DFLASH][0].pieces[1:]
