@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -92,10 +93,22 @@ def tracing(matmul_precision: str) -> Iterator[None]:
     """
     # In inference mode torch decomposes composite operators out of torchax's sight.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
-    with _tracing, plain, precise, sharing(), warnings.catch_warnings():
+    with _tracing, plain, precise, sharing(), _uncollected(), warnings.catch_warnings():
         # torch indexes with int64, which JAX narrows; every index here fits int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         yield
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cyclic garbage, which would go through all that torch and JAX hold each time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Programs:

@@ -1,9 +1,13 @@
-"""A step that every layer takes is traced once a program, and again in the next."""
+"""Tracing: a step that every layer takes is traced once a program, and garbage is left for later."""
 
 from __future__ import annotations
 
+import gc
+from contextlib import suppress
+
 import jax
 import jax.numpy as jnp
+import pytest
 from support.tiny import make_target
 
 import torch_dflash as td
@@ -47,3 +51,20 @@ def test_more_layers_are_no_more_writes_to_trace():
             text = jax.jit(engine.runtime._rounds[1]).lower(params, state).as_text()
         writes.append(text.count("stablehlo.dynamic_update_slice"))
     assert writes[0] == writes[1] > 0
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_no_garbage_is_looked_for_while_a_program_is_traced(was_on):
+    """Each look would go through all that torch and JAX hold; what the user has set comes back after it."""
+    seen, before = [], gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        for error in (None, MemoryError()):
+            with suppress(MemoryError), lower.tracing("highest"):
+                seen.append(gc.isenabled())
+                if error:
+                    raise error
+            seen.append(gc.isenabled())
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [False, was_on] * 2

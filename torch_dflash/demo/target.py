@@ -19,6 +19,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -240,6 +241,13 @@ def _require_sha256(path: Path, expected: str) -> None:
 
 
 def _sha256(path: Path) -> str:
+    about = path.stat()
+    return _read_sha256(path, about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _read_sha256(path: Path, size: int, changed_ns: int) -> str:
+    """A file is read once a process, as long as it is the same one."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
