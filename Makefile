@@ -95,6 +95,7 @@ docs: $(WITH_DOCS)
 
 clean:
 	rm -rf $(VENV) build/site .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
