@@ -93,22 +93,10 @@ def tracing(matmul_precision: str) -> Iterator[None]:
     """
     # In inference mode torch decomposes composite operators out of torchax's sight.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
-    with _tracing, plain, precise, sharing(), _uncollected(), warnings.catch_warnings():
+    with _tracing, plain, precise, sharing(), warnings.catch_warnings():
         # torch indexes with int64, which JAX narrows; every index here fits int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         yield
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector of cyclic garbage, which would go through all that torch and JAX hold each time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Programs:
@@ -155,7 +143,7 @@ class Programs:
             if key not in self._started:
                 said = announce(None if self._sizes is None else f"compiling {key[0]} for {self._sizes}")
                 try:
-                    with tracing(self._precision):
+                    with tracing(self._precision), _uncollected():
                         lowered = jax.jit(step, donate_argnums=donate).lower(*args)
                 except BaseException as error:
                     said.cancel()
@@ -179,6 +167,21 @@ class Programs:
             started.set_exception(error)
         else:
             started.set_result(program)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cyclic garbage, which would go through all that torch and JAX hold each time.
+
+    It is the process's, so garbage of other threads waits, too: a second or so.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _of_lowering(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -101,13 +102,27 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
         "1 2",
     ]
     more = ["--png", str(picture), "--json", str(figures), "--draw", "2", "--prompts", str(tmp_path)]
-    assert main([*arguments, *more]) == 0
+    order, ask = [], demo._ask
+
+    def noted(one, *rest, **how):
+        order.append(one.ids)
+        ask(one, *rest, **how)
+
+    monkeypatch.setattr(demo, "_ask", noted)
+    assert main([*arguments, *more, "--repeats", "2"]) == 0
+    # An engine learns from what it has just drafted: the same question is not asked twice in a row.
+    assert len(order) == 6 and all(map(torch.equal, order[:3], order[3:])) and len({*map(str, order)}) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert "same text" in said and "tokens per target pass" in said and "(median)" in said
     found = json.loads(figures.read_text())
     assert [one["kind"] for one in found["questions"]] == ["yours", "set", "set"]
     rows = {row["method"]: row for row in found["rows"]}
+    for one in found["questions"]:
+        each, ratio = one["token_seconds"], {row["method"]: row["speedup"] for row in one["rows"]}
+        assert set(each) == set(rows) and {*map(len, each.values())} == {2}
+        plain, drafted = (statistics.median(each[name]) for name in ("plain decoding", "DFlash"))
+        assert ratio["DFlash"] == pytest.approx(plain / drafted)
     assert rows["plain decoding"]["speedup"] == 1.0 and rows["DFlash"]["acceptance_length"] >= 1
     assert all(row["same_text"] and row["new_tokens"] == 36 for row in rows.values())
     assert "transformers' generate, float32" in rows and set(found["seconds"]) >= {

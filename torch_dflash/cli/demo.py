@@ -50,7 +50,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--quantize", choices=("int8",), help="keep linear weights in 8 bits")
     parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
     parser.add_argument("--device", help="torch device of --runtime eager, such as cuda")
-    parser.add_argument("--repeats", type=int, default=1, help="times each question is asked; medians")
+    parser.add_argument("--repeats", type=int, default=1, help="times that all questions are asked; medians")
     parser.add_argument("--json", metavar="FILE", help="write the figures with their provenance")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw the acceptance length of every round")
     parser.set_defaults(run=run)
@@ -118,10 +118,11 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     form = names + (f", products in {arguments.quantize}" if arguments.quantize else "")
     print(f"{form}; runtime {arguments.runtime}; {hardware()}\n", flush=True)
     methods = _methods(arguments, target, drafter, tokenizer, asked, parts)
-    for number, one in enumerate(asked):
-        print(f"Q ({one.kind}): {one.question}\n", flush=True)
-        with parts.timed("decode"):
-            for _ in range(arguments.repeats):
+    for turn in range(arguments.repeats):  # of all questions: an engine learns from what it has just drafted
+        for number, one in enumerate(asked):
+            if turn == 0:
+                print(f"Q ({one.kind}): {one.question}\n", flush=True)
+            with parts.timed("decode"):
                 _ask(one, methods, tokenizer, arguments.max_new_tokens, show=number < len(QUESTIONS))
     same = report(asked, arguments.dtype, parts)
     if arguments.json:

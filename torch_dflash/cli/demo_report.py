@@ -92,7 +92,18 @@ def as_json(asked: list[Asked], parts: Parts) -> dict[str, Any]:
     return {
         "seconds": parts.seconds,
         "rows": _rows(asked),
-        "questions": [{"kind": one.kind, "question": one.question, "rows": _rows([one])} for one in asked],
+        "questions": [
+            {"kind": one.kind, "question": one.question, "rows": _rows([one]), "token_seconds": _each(one)}
+            for one in asked
+        ],
+    }
+
+
+def _each(one: Asked) -> dict[str, list[float]]:
+    """Of each method the time per output token, answer by answer."""
+    return {
+        name: [answer.time_per_output_token for answer in answers if len(answer.pieces) > 1]
+        for name, answers in one.answers.items()
     }
 
 

@@ -242,12 +242,12 @@ def _require_sha256(path: Path, expected: str) -> None:
 
 def _sha256(path: Path) -> str:
     about = path.stat()
-    return _read_sha256(path, about.st_size, about.st_mtime_ns)
+    return _read_sha256(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 
 
 @cache
-def _read_sha256(path: Path, size: int, changed_ns: int) -> str:
-    """A file is read once a process, as long as it is the same one."""
+def _read_sha256(path: Path, *_: int) -> str:
+    """A file is read once a process, as long as it is the same one and nobody has written to it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
