@@ -173,7 +173,7 @@ class Programs:
 def _uncollected() -> Iterator[None]:
     """Without the collector of cyclic garbage, which would go through all that torch and JAX hold each time.
 
-    It is the process's, so garbage of other threads waits, too: a second or so.
+    It is the process's, so such garbage of other threads waits, too.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -133,19 +133,27 @@ def flip_a_bit(folder):
     path.write_bytes(data)
 
 
+def flip_a_bit_in_secret(folder):
+    about = (folder / "model.safetensors").stat()
+    flip_a_bit(folder)
+    os.utime(folder / "model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         truncate,
         flip_a_bit,
+        flip_a_bit_in_secret,
         lambda folder: (folder / "tokenizer.json").unlink(),
         lambda folder: (folder / demo_model.MANIFEST).unlink(),
         lambda folder: (folder / demo_model.MANIFEST).write_text("[]x"),
     ],
-    ids=["truncated", "bit flipped", "file missing", "manifest missing", "manifest unreadable"],
+    ids=["truncated", "bit flipped", "time kept", "file missing", "manifest missing", "manifest unreadable"],
 )
 def test_damaged_copy_is_built_again(pip, cache, damage):
     load_demo_target(progress=False)
+    load_demo_target(progress=False)  # the stored files have been read by this process
     damage(cache / demo_model.CACHE_NAME)
     load_demo_target(progress=False)
     load_demo_target(progress=False)

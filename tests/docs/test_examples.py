@@ -18,6 +18,8 @@ from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
 from torch_dflash.cli import demo, main
+from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json
+from torch_dflash.demo.contest import Answer
 from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -105,13 +107,13 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
     order, ask = [], demo._ask
 
     def noted(one, *rest, **how):
-        order.append(one.ids)
+        order.append(one.question)
         ask(one, *rest, **how)
 
     monkeypatch.setattr(demo, "_ask", noted)
     assert main([*arguments, *more, "--repeats", "2"]) == 0
     # An engine learns from what it has just drafted: the same question is not asked twice in a row.
-    assert len(order) == 6 and all(map(torch.equal, order[:3], order[3:])) and len({*map(str, order)}) == 3
+    assert len(order) == 6 and order[:3] == order[3:] and len({*order}) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert "same text" in said and "tokens per target pass" in said and "(median)" in said
@@ -140,6 +142,18 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
     monkeypatch.setattr(td.Engine, "stream", wrong)
     assert main(arguments) == 1
     assert "OTHER TEXT" in capsys.readouterr().out
+
+
+def test_answers_of_one_token_have_no_speed():
+    """It comes with the prompt's pass: of such answers no time is known, and none is made up."""
+    asked = Asked("a", "?", torch.zeros(1, 1))
+    wanted = {PLAIN: [0.5], DFLASH: [], "transformers' generate, float32": [0.5]}
+    for name, lengths in zip(wanted, ((1, 3), (1, 1), (3, 1)), strict=True):
+        answers = [Answer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
+        asked.answers[name] = answers
+    found = json.loads(json.dumps(as_json([asked], Parts()), allow_nan=False))
+    assert found["questions"][0]["token_seconds"] == wanted
+    assert [row["speedup"] for row in found["rows"]] == [1.0, None, 1.0]
 
 
 def test_questions_of_like_lengths_share_their_programs():

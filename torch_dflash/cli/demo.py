@@ -50,7 +50,7 @@ def add_parser(commands) -> None:
     parser.add_argument("--quantize", choices=("int8",), help="keep linear weights in 8 bits")
     parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
     parser.add_argument("--device", help="torch device of --runtime eager, such as cuda")
-    parser.add_argument("--repeats", type=int, default=1, help="times that all questions are asked; medians")
+    parser.add_argument("--repeats", type=int, default=1, help="ask all questions so often; median times")
     parser.add_argument("--json", metavar="FILE", help="write the figures with their provenance")
     parser.add_argument("--png", metavar="FILE", type=Path, help="draw the acceptance length of every round")
     parser.set_defaults(run=run)

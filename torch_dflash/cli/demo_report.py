@@ -26,9 +26,13 @@ class Asked:
     ids: torch.Tensor
     answers: dict[str, list[Answer]] = field(default_factory=dict)
 
+    def times(self, name: str) -> list[float]:
+        """Seconds per output token of each answer. One token alone comes with the prompt's pass."""
+        return [answer.time_per_output_token for answer in self.answers[name] if len(answer.pieces) > 1]
+
     def seconds(self, name: str) -> float:
-        """Time per output token of a method, the median."""
-        return statistics.median(answer.time_per_output_token for answer in self.answers[name])
+        """The median of `times`."""
+        return statistics.median(self.times(name))
 
     def same(self, name: str) -> bool:
         """Whether a method said what its own kind of plain decoding says, each time."""
@@ -75,7 +79,7 @@ def _sentence(rows: list[dict[str, Any]], ours: dict[str, Any], median: str) -> 
     text = "same text" if ours["same_text"] else "OTHER TEXT"
     if ours["speedup"] is None:
         return f"DFlash: {text}; answers of one token come with the prompt's pass, so there is no speed."
-    best = max((row for row in rows if "generate" in row["method"]), key=lambda row: row["speedup"])
+    best = max((row for row in rows if "generate" in row["method"]), key=lambda row: row["speedup"] or 0)
     return (
         f"DFlash: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
         f"{ours['acceptance_length']:.1f} tokens per target pass;\n"
@@ -93,29 +97,26 @@ def as_json(asked: list[Asked], parts: Parts) -> dict[str, Any]:
         "seconds": parts.seconds,
         "rows": _rows(asked),
         "questions": [
-            {"kind": one.kind, "question": one.question, "rows": _rows([one]), "token_seconds": _each(one)}
+            {
+                "kind": one.kind,
+                "question": one.question,
+                "rows": _rows([one]),
+                "token_seconds": {name: one.times(name) for name in one.answers},
+            }
             for one in asked
         ],
     }
 
 
-def _each(one: Asked) -> dict[str, list[float]]:
-    """Of each method the time per output token, answer by answer."""
-    return {
-        name: [answer.time_per_output_token for answer in answers if len(answer.pieces) > 1]
-        for name, answers in one.answers.items()
-    }
-
-
 def _rows(asked: list[Asked]) -> list[dict[str, Any]]:
-    """A method each: tokens a pass and tokens a second of all questions, the median of what is gained.
+    """A method each: tokens a pass (of first answers), tokens a second, the median of what is gained.
 
     None: all answers were of one token, which comes with the prompt's pass.
     """
     rows = []
     for name in asked[0].answers:
         answers = [one.answers[name][0] for one in asked]
-        timed = [one for one in asked if len(one.answers[name][0].pieces) > 1]
+        timed = [one for one in asked if one.times(name) and one.times(PLAIN)]
         gained = sorted(one.seconds(PLAIN) / one.seconds(name) for one in timed)
         quartiles = statistics.quantiles(gained, n=4, method="inclusive") if len(gained) > 1 else gained * 3
         later = [len(piece) for answer in answers for piece in answer.pieces[1:]]

@@ -247,7 +247,7 @@ def _sha256(path: Path) -> str:
 
 @cache
 def _read_sha256(path: Path, *_: int) -> str:
-    """A file is read once a process, as long as it is the same one and nobody has written to it."""
+    """A file is read once a process, as long as its inode, size and times stay."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
