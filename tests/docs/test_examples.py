@@ -18,7 +18,7 @@ from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
 from torch_dflash.cli import demo, main
-from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json
+from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json, report
 from torch_dflash.demo.contest import Answer
 from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
 
@@ -154,6 +154,17 @@ def test_answers_of_one_token_have_no_speed():
     found = json.loads(json.dumps(as_json([asked], Parts()), allow_nan=False))
     assert found["questions"][0]["token_seconds"] == wanted
     assert [row["speedup"] for row in found["rows"]] == [1.0, None, 1.0]
+
+
+def test_a_speed_that_only_a_later_answer_has_is_told(capsys):
+    """Tokens a pass are the first answer's, which had none; of transformers' no speed is known."""
+    asked = Asked("a", "?", torch.zeros(1, 1))
+    for name, lengths in {PLAIN: (3, 3), DFLASH: (1, 3), "transformers' generate, float32": (1, 1)}.items():
+        answers = [Answer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
+        asked.answers[name] = answers
+    assert not report([asked], "float32", Parts())  # the texts differ
+    said = capsys.readouterr().out
+    assert "1.00 times as fast as plain decoding, OTHER TEXT, - tokens per target pass." in said
 
 
 def test_questions_of_like_lengths_share_their_programs():

@@ -79,12 +79,15 @@ def _sentence(rows: list[dict[str, Any]], ours: dict[str, Any], median: str) -> 
     text = "same text" if ours["same_text"] else "OTHER TEXT"
     if ours["speedup"] is None:
         return f"DFlash: {text}; answers of one token come with the prompt's pass, so there is no speed."
-    best = max((row for row in rows if "generate" in row["method"]), key=lambda row: row["speedup"] or 0)
-    return (
+    said = (
         f"DFlash: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
-        f"{ours['acceptance_length']:.1f} tokens per target pass;\n"
-        f"{ours['speedup'] / best['speedup']:.2f} times as fast as {best['method']}."
+        f"{_told(ours['acceptance_length'], 1, 1)} tokens per target pass"
     )
+    others = [row for row in rows if "generate" in row["method"] and row["speedup"] is not None]
+    if not others:
+        return said + "."
+    best = max(others, key=lambda row: row["speedup"])
+    return f"{said};\n{ours['speedup'] / best['speedup']:.2f} times as fast as {best['method']}."
 
 
 def _told(value: float | None, width: int, digits: int = 2) -> str:
