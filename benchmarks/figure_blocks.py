@@ -236,6 +236,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "demo-int8": lambda: demo("demo_cpu_int8"),
     "demo-avx2": lambda: demo("demo_cpu_avx2"),
+    "demo-vnni": lambda: demo("demo_cpu_vnni"),
+    "demo-vnni-int8": lambda: demo("demo_cpu_vnni_int8"),
     "demo-xeon": lambda: demo("demo_cpu_xeon"),
     "demo-xeon-int8": lambda: demo("demo_cpu_xeon_int8"),
     "acceptance": lambda: acceptance_table(result("acceptance_cpu")["sets"]),
