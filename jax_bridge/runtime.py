@@ -237,7 +237,9 @@ class XlaRuntime:
     def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         count = len(buckets) + len(self._rounds) + 2
-        with quiet(), progress_bar(progress, total=count, unit="program", desc="begin") as bar:
+        bar = progress_bar(progress, total=count, unit="program", desc="begin")
+        # Lines take the place of a bar that no terminal shows; the user has asked for no silence then.
+        with bar, quiet(progress is not None or not bar.disable):
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))

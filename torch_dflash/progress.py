@@ -35,9 +35,12 @@ def announce(what: str | None) -> threading.Timer:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """While open, what this thread starts is not announced: a bar says it, or the user wants no word."""
-    token = _quiet.set(True)
+def quiet(wanted: bool) -> Iterator[None]:
+    """While open, if ``wanted``, what this thread starts is not announced.
+
+    A bar says it, or the user wants no word.
+    """
+    token = _quiet.set(wanted or _quiet.get())
     try:
         yield
     finally:

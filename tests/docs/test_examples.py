@@ -177,9 +177,11 @@ def test_questions_of_like_lengths_share_their_programs():
     [
         (("--max-new-tokens", "0"), "--max-new-tokens 0: must be"),
         (("--max-new-tokens", "100000"), "--max-new-tokens 100000: the target's max_position_embeddings"),
-        (("--question", ""), "prompt='': it is empty"),
+        (("--question", " "), "--question ' ': it is empty"),
+        (("--question", "1 2", "--kind", "maths"), "--kind maths: --question asks one of your own"),
+        (("--prompts", "data/eval"), "--prompts data/eval: nothing is drawn from it"),
         (("--verify-width", "0"), "--verify-width 0: the anchor and a draft need at least 2"),
-        (("--verify-width", "99"), "--verify-width 99: the drafter's blocks have 6 rows"),
+        (("--verify-width", "99"), "--verify-width 99: the drafter's blocks have 8 rows"),
         (("--json", "/nonexistent/x.json"), "--json /nonexistent/x.json: its folder does not exist"),
         (("--repeats", "0"), "--repeats 0: must be"),
         (("--draw", "-1"), "--draw -1: must be"),

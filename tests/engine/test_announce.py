@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,19 @@ def test_a_slow_compilation_is_one_line(lines):
 def test_warmup_has_its_bar_instead(lines):
     td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup(progress=False)
     assert not messages(lines)
+
+
+def test_warmup_without_a_terminal_says_in_lines_what_its_bar_would(lines, monkeypatch):
+    engine = td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    engine.warmup()
+    assert f"torch-dflash: compiling rounds for {ROOM} positions, batch 1 ..." in messages(lines)
+
+
+def test_warmup_at_a_terminal_has_its_bar_alone(lines, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup()
+    assert not messages(lines) and "rounds" in capsys.readouterr().err
 
 
 def test_a_quick_compilation_is_not_said(caplog):

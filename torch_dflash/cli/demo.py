@@ -20,7 +20,7 @@ from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.demo.contest import Method, Show, ours, transformers_own
-from torch_dflash.demo.pair import load_demo_draft_ids, load_demo_pair
+from torch_dflash.demo.pair import demo_block_size, load_demo_draft_ids, load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS, draw
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.engine.defaults import default_stop_ids
@@ -30,6 +30,7 @@ from torch_dflash.proposers.dflash.native import ends_in_blocks
 from torch_dflash.proposers.narrow import with_draft_vocabulary
 
 DTYPES = ("bfloat16", "float32")
+KIND, PROMPTS = "maths", Path("data/eval")
 ROOM = 256
 
 
@@ -37,11 +38,9 @@ def add_parser(commands) -> None:
     """Declare the subcommand."""
     parser = commands.add_parser("demo", help="ask the pair that comes with the library a question")
     parser.add_argument("--question", help="a question of your own, instead of those of --kind")
-    parser.add_argument(
-        "--kind", choices=(*QUESTIONS, "all"), default="maths", help="the fixed questions asked"
-    )
+    parser.add_argument("--kind", choices=(*QUESTIONS, "all"), help=f"the fixed questions asked ({KIND})")
     parser.add_argument("--draw", type=int, default=0, metavar="N", help="and N drawn from --prompts")
-    parser.add_argument("--prompts", type=Path, default=Path("data/eval"), metavar="DIR")
+    parser.add_argument("--prompts", type=Path, metavar="DIR", help=f"of --draw ({PROMPTS})")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument(
         "--verify-width", type=number_or_word, default="auto", help="rows verified, or auto (default)"
@@ -79,6 +78,8 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     rows = arguments.verify_width
     if rows != "auto" and (isinstance(rows, str) or rows < 2):
         raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
+    if rows != "auto" and rows > (block := demo_block_size()):
+        raise UserError(f"--verify-width {rows}: the drafter's blocks have {block} rows; lower it.")
     try:
         check_arithmetic("auto", arguments.quantize, arguments.runtime)
     except ValueError:
@@ -87,14 +88,25 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             "leave one of the two out."
         ) from None
     check_outputs(json=arguments.json, png=arguments.png)
-    kinds = list(QUESTIONS) if arguments.kind == "all" else [arguments.kind]
-    questions = [(kind, QUESTIONS[kind]) for kind in kinds]
-    if arguments.question is not None:
-        questions = [("yours", arguments.question)]
+    if arguments.prompts is not None and not arguments.draw:
+        raise UserError(f"--prompts {arguments.prompts}: nothing is drawn from it; give --draw too.")
     try:
-        return questions + (draw(arguments.prompts, arguments.draw) if arguments.draw else [])
+        drawn = draw(arguments.prompts or PROMPTS, arguments.draw) if arguments.draw else []
     except ValueError as error:
         raise UserError(f"--draw {arguments.draw}: {error}") from None
+    return _fixed(arguments) + drawn
+
+
+def _fixed(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """The user's question, or those of the kind asked for."""
+    kind, own = arguments.kind, arguments.question
+    if own is None:
+        return [(name, QUESTIONS[name]) for name in (QUESTIONS if kind == "all" else [kind or KIND])]
+    if kind is not None:
+        raise UserError(f"--kind {kind}: --question asks one of your own; leave one of the two out.")
+    if not own.strip():
+        raise UserError(f"--question {own!r}: it is empty; give at least one word.")
+    return [("yours", own)]
 
 
 def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) -> int:
@@ -104,11 +116,6 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
     with parts.timed("load"):
         loaded: Any = load_demo_pair(dtype)
         target, drafter, tokenizer = loaded[0].to(place), loaded[1].to(place), loaded[2]
-    block = drafter.config.block_size
-    if isinstance(arguments.verify_width, int) and arguments.verify_width > block:
-        raise UserError(
-            f"--verify-width {arguments.verify_width}: the drafter's blocks have {block} rows; lower it."
-        )
     room, asked = prompt_room(arguments.max_new_tokens, target), []
     for kind, question in questions:
         ids = encode(tokenizer, [{"role": "user", "content": question}])
@@ -132,7 +139,7 @@ def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) ->
         write_json(arguments.json, options | {"threads": torch.get_num_threads()} | as_json(asked, parts))
     if arguments.png:
         pieces = asked[0].answers[DFLASH][0].pieces[1:]
-        draw_timeline(arguments.png, {DFLASH: list(map(len, pieces))}, block)
+        draw_timeline(arguments.png, {DFLASH: list(map(len, pieces))}, drafter.config.block_size)
     return 0 if same else 1
 
 
@@ -183,7 +190,8 @@ def _ask(one: Asked, methods: dict[str, Method], tokenizer: Any, new: int, show:
         if shown:
             legend = " (green: drafted and accepted)" if sys.stdout.isatty() and name == DFLASH else ""
             print(f"{name}{legend}:", flush=True)
-        with progress_bar(False if shown else None, total=new, desc=name, unit="token", leave=False) as bar:
+        called = f"{one.kind}: {name}"
+        with progress_bar(False if shown else None, total=new, desc=called, unit="token", leave=False) as bar:
             one.answers.setdefault(name, []).append(method(one.ids, new, printer if shown else _count(bar)))
         if shown:
             printer.end()

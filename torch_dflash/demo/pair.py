@@ -43,6 +43,11 @@ def load_demo_drafter(dtype: torch.dtype = torch.float32) -> DFlashDraftModel:
     return drafter.eval()
 
 
+def demo_block_size() -> int:
+    """Rows of its blocks, without its weights."""
+    return json.loads((files("torch_dflash") / "assets" / DRAFTER / "config.json").read_text())["block_size"]
+
+
 def load_demo_draft_ids() -> list[int]:
     """The ids that the target of `load_demo_pair` says most often, for `with_draft_vocabulary`.
 

@@ -104,7 +104,8 @@ class Engine:
         With ``verify_width="auto"`` a few rounds of each width also show what it costs on this machine, as
         far as ``max_length`` has room for them.
 
-        ``progress``: show a bar with the name of what is compiled; None: where stderr is a terminal.
+        ``progress``: show a bar with the name of what is compiled; None: where stderr is a terminal, and
+        elsewhere a line for each program that takes long.
         """
         buckets, width = [], MIN_BUCKET
         while width <= min(self.options.prefill_chunk_size, self.plan.slots):  # as `chunk_widths` chooses
