@@ -295,7 +295,8 @@ def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]
         hidden, drafts = engine.pair.run(_drafting, tensors, _in_torch(state))
         if lowered:
             found, same = lowered(params, state)
-            assert (found - hidden).abs().max() < EXACT and torch.equal(same, drafts)
+            apart, size = (found - hidden).abs().max(), hidden.abs().max()  # XLA's sums have another order
+            assert apart < EXACT * size and torch.equal(same, drafts)
             hidden = found
         for row, run in enumerate(runs):
             if not before.done[row]:
