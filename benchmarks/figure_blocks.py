@@ -261,6 +261,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu-products": cpu_products,
     "cpu-steps": cpu_steps,
     "cpu-first-token": cpu_first_token,
+    "cpu-first-token-vnni": lambda: cpu_first_token("cpu_steps_vnni"),
     "weight-layout": weight_layout,
     "weight-layout-products": weight_layout_products,
     "scan-aot": scan_aot,

@@ -33,11 +33,11 @@ def cpu_steps() -> str:
     return table(["type", "method", "`max_length`", "step or round", "token"], *rows)
 
 
-def cpu_first_token() -> str:
+def cpu_first_token(name: str = "cpu_steps") -> str:
     """Time to the first token by length of the prompt."""
     cells: dict[tuple[str, str], list[str]] = {}
     sizes = []
-    for one in result("cpu_steps")["rows"]:
+    for one in result(name)["rows"]:
         if "first token" in one["method"]:
             whose = "transformers" if "transformers" in one["method"] else "torch-dflash"
             cells.setdefault((one["dtype"], whose), []).append(f"{one['first_token_ms']:.0f}")

@@ -238,7 +238,7 @@ class XlaRuntime:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         count = len(buckets) + len(self._rounds) + 2
         bar = progress_bar(progress, total=count, unit="program", desc="begin")
-        # Lines take the place of a bar that no terminal shows; the user has asked for no silence then.
+        # Lines take the place of a bar that no terminal shows, unless silence was asked for.
         with bar, quiet(progress is not None or not bar.disable):
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)

@@ -1,5 +1,6 @@
 """transformers makes the same model of a GGUF file that is parsed once."""
 
+import threading
 from functools import partial
 
 import gguf
@@ -63,6 +64,25 @@ def test_the_model_is_the_same_and_the_file_is_parsed_once(folder, monkeypatch):
     assert calls == dict.fromkeys(MADE, 1)
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert wanted["model.layers.0.mlp.down_proj.weight"].abs().sum() > 0
+
+
+def test_a_second_thread_waits_for_the_first():
+    own, within, inside = gguf.GGUFReader, threading.Event(), []
+
+    def second():
+        within.set()
+        with parsed_once():
+            inside.append(gguf.GGUFReader)
+
+    thread = threading.Thread(target=second)
+    with parsed_once():
+        first = gguf.GGUFReader
+        thread.start()
+        within.wait(20)
+        thread.join(0.2)
+        assert thread.is_alive() and gguf.GGUFReader is first
+    thread.join(20)
+    assert len(inside) == 1 and inside[0].__wrapped__ is own and gguf.GGUFReader is own
 
 
 def test_gguf_is_as_before_after_an_error():

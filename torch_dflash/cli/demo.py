@@ -14,7 +14,7 @@ from torch_dflash.checks import check_arithmetic, context_of
 from torch_dflash.cli.arguments import check_device, check_room, number_or_word, prompt_room
 from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
-from torch_dflash.cli.errors import UserError, fail
+from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
 from torch_dflash.cli.loading import place_of
 from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _contest(arguments, questions)
     except (UserError, DemoModelError) as error:
         return fail("demo", error)
+    except BrokenPipeError:
+        return hang_up()
     except KeyboardInterrupt:
         return 130
 
@@ -75,11 +77,9 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     if arguments.draw < 0:
         raise UserError(f"--draw {arguments.draw}: must be an integer of at least 0.")
     check_device(arguments)
-    rows = arguments.verify_width
-    if rows != "auto" and (isinstance(rows, str) or rows < 2):
-        raise UserError(f"--verify-width {rows}: the anchor and a draft need at least 2; or give auto.")
-    if rows != "auto" and rows > (block := demo_block_size()):
-        raise UserError(f"--verify-width {rows}: the drafter's blocks have {block} rows; lower it.")
+    rows, block = arguments.verify_width, demo_block_size()
+    if rows != "auto" and (isinstance(rows, str) or not 2 <= rows <= block):
+        raise UserError(f"--verify-width {rows}: must be an integer from 2 to {block}, or auto.")
     try:
         check_arithmetic("auto", arguments.quantize, arguments.runtime)
     except ValueError:
@@ -93,7 +93,7 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     try:
         drawn = draw(arguments.prompts or PROMPTS, arguments.draw) if arguments.draw else []
     except ValueError as error:
-        raise UserError(f"--draw {arguments.draw}: {error}") from None
+        raise UserError(f"--draw {arguments.draw}: {one_line(error)} Name a folder with --prompts.") from None
     return _fixed(arguments) + drawn
 
 

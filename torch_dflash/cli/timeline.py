@@ -45,9 +45,11 @@ def draw_timeline(path: Path, timelines: dict[str, list[int]], width: int) -> No
     figure = Figure(figsize=(10, 2.2 * len(timelines)), layout="constrained")
     rows = figure.subplots(len(timelines), 1, squeeze=False, sharex=True)[:, 0]
     for axes, (name, lengths) in zip(rows, timelines.items(), strict=True):
-        mean = sum(lengths) / max(len(lengths), 1)
         axes.bar(range(1, len(lengths) + 1), lengths, width=0.9, color="tab:green")
-        axes.axhline(mean, color="black", linewidth=1, linestyle="--")
-        axes.set(ylim=(0, width + 0.5), ylabel="tokens", title=f"{name}: mean acceptance length {mean:.2f}")
+        axes.set(ylim=(0, width + 0.5), ylabel="tokens", title=f"{name}: no round")
+        if lengths:
+            mean = sum(lengths) / len(lengths)
+            axes.axhline(mean, color="black", linewidth=1, linestyle="--")
+            axes.set_title(f"{name}: mean acceptance length {mean:.2f}")
     rows[-1].set_xlabel("round")
     write_atomically(path, lambda part: figure.savefig(part, format="png", dpi=120))

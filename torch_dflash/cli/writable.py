@@ -12,10 +12,13 @@ from torch_dflash.cli.errors import UserError
 
 def check_outputs(**files: str | Path | None) -> None:
     """Raise `UserError` unless every file, by the name of its option, can be written; None is unset."""
+    taken: dict[Path, str] = {}
     for option, given in files.items():
         if given is None:
             continue
         path, field = Path(given).absolute(), f"--{option} {given}"
+        if (other := taken.setdefault(path.resolve(), option)) != option:
+            raise UserError(f"{field}: --{other} is written there too; name another file.")
         if not path.parent.is_dir():
             raise UserError(f"{field}: its folder does not exist; make it first.")
         if path.is_dir():

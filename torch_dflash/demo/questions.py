@@ -20,15 +20,13 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
     Returns the file's name and the question of each. As many come from each file as can be.
 
     Raises:
-        ValueError: there are fewer, or a line is something else.
+        ValueError: there is no such folder, there are fewer in it, or a line is something else.
     """
-    files = sorted(directory.glob("*.jsonl"))
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: there is no such folder.")
     generator, decks = random.Random(seed), []
-    for path in files:
-        try:
-            turns = [json.loads(line)["turns"][0] for line in path.read_text().splitlines()]
-        except (ValueError, KeyError, IndexError, TypeError, OSError) as error:
-            raise ValueError(f"{path}: each line must be an object with `turns` ({error}).") from error
+    for path in sorted(directory.glob("*.jsonl")):
+        turns = _first_turns(path)
         decks.append([(path.stem, turn) for turn in generator.sample(turns, len(turns))])
     drawn = [
         deck[place] for place in range(max(map(len, decks), default=0)) for deck in decks if place < len(deck)
@@ -36,3 +34,23 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
     if len(drawn) < count:
         raise ValueError(f"{directory}: {len(drawn)} prompts in its *.jsonl, {count} are asked for.")
     return drawn[:count]
+
+
+def _first_turns(path: Path) -> list[str]:
+    """Of each line that is not blank."""
+    try:
+        lines = path.read_text().splitlines()
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}).") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            first = json.loads(line)["turns"][:1]
+        except (ValueError, KeyError, TypeError) as error:
+            first = error
+        if not (isinstance(first, list) and first and isinstance(first[0], str) and first[0].strip()):
+            raise ValueError(f'{path}:{number}: must be an object like {{"turns": ["a question"]}}.')
+        found.append(first[0])
+    return found
