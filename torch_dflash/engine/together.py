@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.utils import _pytree as pytree
 
@@ -32,6 +32,7 @@ _NUMBER = re.compile(r"<\d+>")
 """How `torch_dflash.target.origins.Same` shows an object: by a number of this process's own."""
 
 
+@runtime_checkable
 class Hosts(Protocol):
     """This process among the others of a mesh."""
 
