@@ -200,6 +200,15 @@ def test_the_demo_refuses_in_one_line(line, words, tiny_demo, capsys):
     assert out == "" and err.startswith(f"torch-dflash demo: {words}") and err.count("\n") == 1
 
 
+def test_the_demo_ends_when_nobody_reads_it(monkeypatch):
+    def printing(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(demo, "_contest", printing)
+    monkeypatch.setattr(demo, "hang_up", lambda: 7)
+    assert main(["demo"]) == 7
+
+
 @pytest.mark.slow
 @pytest.mark.network
 def test_the_quickstart_prints_what_the_readme_says(capsys):
