@@ -74,11 +74,11 @@ def test_a_second_thread_waits_for_the_first():
         with parsed_once():
             inside.append(gguf.GGUFReader)
 
-    thread = threading.Thread(target=second)
+    thread = threading.Thread(target=second, daemon=True)
     with parsed_once():
         first = gguf.GGUFReader
         thread.start()
-        within.wait(20)
+        assert within.wait(20)
         thread.join(0.2)
         assert thread.is_alive() and gguf.GGUFReader is first
     thread.join(20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import runpy
@@ -186,7 +187,7 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--json", "/nonexistent/x.json"), "--json /nonexistent/x.json: its folder does not exist"),
         (("--repeats", "0"), "--repeats 0: must be"),
         (("--draw", "-1"), "--draw -1: must be"),
-        (("--draw", "2", "--prompts", "/nonexistent"), "--draw 2: /nonexistent: there is no such folder."),
+        (("--draw", "2", "--prompts", "/nonexistent"), "--draw 2: /nonexistent: there is no such folder; name one with"),
         (("--json", "same", "--png", "same"), "--png same: --json is written there too"),
         (("--quantize", "int8"), "--quantize int8: --runtime eager has no such products"),
         (("--device", "meta"), "--device meta: tensors there hold no values"),
@@ -201,11 +202,15 @@ def test_the_demo_refuses_in_one_line(line, words, tiny_demo, capsys):
 
 
 def test_the_demo_ends_when_nobody_reads_it(monkeypatch):
-    def printing(*_):
-        raise BrokenPipeError
+    """Noticed at the latest when all is printed, not when the interpreter ends."""
 
-    monkeypatch.setattr(demo, "_contest", printing)
+    class Left(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(demo, "_contest", lambda *_: 0)
     monkeypatch.setattr(demo, "hang_up", lambda: 7)
+    monkeypatch.setattr(sys, "stdout", Left())
     assert main(["demo"]) == 7
 
 

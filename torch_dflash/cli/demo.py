@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer, compare, print. Exit status 1 if our text differs from plain decoding, 2 on wrong usage."""
     try:
         questions = _check_arguments(arguments)
-        return _contest(arguments, questions)
+        status = _contest(arguments, questions)
+        sys.stdout.flush()  # a reader that has left is noticed here, not when the interpreter ends
+        return status
     except (UserError, DemoModelError) as error:
         return fail("demo", error)
     except BrokenPipeError:
@@ -93,7 +95,7 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     try:
         drawn = draw(arguments.prompts or PROMPTS, arguments.draw) if arguments.draw else []
     except ValueError as error:
-        raise UserError(f"--draw {arguments.draw}: {one_line(error)} Name a folder with --prompts.") from None
+        raise UserError(f"--draw {arguments.draw}: {one_line(error)}") from None
     return _fixed(arguments) + drawn
 
 

@@ -12,12 +12,12 @@ from torch_dflash.cli.errors import UserError
 
 def check_outputs(**files: str | Path | None) -> None:
     """Raise `UserError` unless every file, by the name of its option, can be written; None is unset."""
-    taken: dict[Path, str] = {}
+    taken: dict[str, str] = {}
     for option, given in files.items():
         if given is None:
             continue
         path, field = Path(given).absolute(), f"--{option} {given}"
-        if (other := taken.setdefault(path.resolve(), option)) != option:
+        if (other := taken.setdefault(os.path.realpath(path), option)) != option:
             raise UserError(f"{field}: --{other} is written there too; name another file.")
         if not path.parent.is_dir():
             raise UserError(f"{field}: its folder does not exist; make it first.")

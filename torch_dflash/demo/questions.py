@@ -23,7 +23,7 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
         ValueError: there is no such folder, there are fewer in it, or a line is something else.
     """
     if not directory.is_dir():
-        raise ValueError(f"{directory}: there is no such folder.")
+        raise ValueError(f"{directory}: there is no such folder; name one with --prompts.")
     generator, decks = random.Random(seed), []
     for path in sorted(directory.glob("*.jsonl")):
         turns = _first_turns(path)
@@ -32,24 +32,27 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
         deck[place] for place in range(max(map(len, decks), default=0)) for deck in decks if place < len(deck)
     ]
     if len(drawn) < count:
-        raise ValueError(f"{directory}: {len(drawn)} prompts in its *.jsonl, {count} are asked for.")
+        raise ValueError(
+            f"{directory}: {len(drawn)} prompts in its *.jsonl, {count} are asked for; ask for fewer."
+        )
     return drawn[:count]
 
 
 def _first_turns(path: Path) -> list[str]:
     """Of each line that is not blank."""
     try:
-        lines = path.read_text().splitlines()
+        with path.open(encoding="utf-8-sig") as file:
+            lines = list(file)  # not `splitlines`: a question may hold U+2028
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}).") from error
+        raise ValueError(f"{path}: cannot be read ({error}); is it a text file in UTF-8?") from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             first = json.loads(line)["turns"][:1]
-        except (ValueError, KeyError, TypeError) as error:
-            first = error
+        except (ValueError, KeyError, TypeError, RecursionError):
+            first = None
         if not (isinstance(first, list) and first and isinstance(first[0], str) and first[0].strip()):
             raise ValueError(f'{path}:{number}: must be an object like {{"turns": ["a question"]}}.')
         found.append(first[0])

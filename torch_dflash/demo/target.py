@@ -116,7 +116,7 @@ def _build(directory: Path, progress: bool) -> None:
             built = work / "built"
             # The reader of GGUF files has a progress bar that no switch turns off.
             quiet = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
-            with quiet, _progress_bars(progress), parsed_once():
+            with parsed_once(), quiet, _progress_bars(progress):  # the lock of the first guards all
                 _convert(gguf, built)
             files = sorted(path for path in built.iterdir() if path.is_file())
             manifest = {path.name: _sha256(path) for path in files}

@@ -57,9 +57,11 @@ class Replicas(Engine):
         ):
             unseen = others and progress is None and bar.disable
             said = announce(f"compiling for {len(others)} other replicas" if unseen else None)
-            for _ in pool.map(lambda engine: engine.warmup(progress=False), others):
-                bar.update()
-            said.cancel()
+            try:
+                for _ in pool.map(lambda engine: engine.warmup(progress=False), others):
+                    bar.update()
+            finally:
+                said.cancel()
         return self
 
     def run(self, request: Request, input_ids: Tensor, streamer=None) -> GenerateOutput:
