@@ -187,7 +187,10 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--json", "/nonexistent/x.json"), "--json /nonexistent/x.json: its folder does not exist"),
         (("--repeats", "0"), "--repeats 0: must be"),
         (("--draw", "-1"), "--draw -1: must be"),
-        (("--draw", "2", "--prompts", "/nonexistent"), "--draw 2: /nonexistent: there is no such folder; name one with"),
+        (
+            ("--draw", "2", "--prompts", "/nonexistent"),
+            "--draw 2: /nonexistent: there is no such folder; name one with",
+        ),
         (("--json", "same", "--png", "same"), "--png same: --json is written there too"),
         (("--quantize", "int8"), "--quantize int8: --runtime eager has no such products"),
         (("--device", "meta"), "--device meta: tensors there hold no values"),
