@@ -22,6 +22,11 @@ def progress_bar(progress: bool | None, **options: Any) -> tqdm:
     return tqdm(disable=None if progress is None else not progress, **options)
 
 
+def unseen(progress: bool | None, bar: tqdm) -> bool:
+    """Whether lines take the place of a ``bar`` that no terminal shows; not where silence was asked for."""
+    return progress is None and bar.disable
+
+
 def announce(what: str | None) -> threading.Timer:
     """Log ``what`` as a warning of the logger "torch_dflash", unless it is cancelled within a second.
 

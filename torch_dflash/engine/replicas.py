@@ -22,7 +22,7 @@ from torch_dflash.engine.read import check_each_fits
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.session import Session
 from torch_dflash.engine.stats import Share
-from torch_dflash.progress import announce, progress_bar
+from torch_dflash.progress import announce, progress_bar, unseen
 from torch_dflash.runtime import Gain, Runtime
 from torch_dflash.state import DecodeState
 
@@ -55,8 +55,8 @@ class Replicas(Engine):
             ThreadPoolExecutor(max(1, len(others))) as pool,
             progress_bar(progress, total=len(others), unit="replica", desc="other replicas") as bar,
         ):
-            unseen = others and progress is None and bar.disable
-            said = announce(f"compiling for {len(others)} other replicas" if unseen else None)
+            lasting = others and unseen(progress, bar)
+            said = announce(f"compiling for {len(others)} other replicas" if lasting else None)
             try:
                 for _ in pool.map(lambda engine: engine.warmup(progress=False), others):
                     bar.update()
