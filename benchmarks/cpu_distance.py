@@ -26,8 +26,8 @@ from jax_bridge.lower import lower, tracing
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.decode import RowRequests
-from torch_dflash.demo.questions import draw
 from torch_dflash.demo.target import load_demo_target
+from torch_dflash.train.answers.draw import draw
 
 PROMPTS = Path(__file__).parents[1] / "data" / "eval"
 ROOM, NEW = 512, 128

@@ -6,6 +6,7 @@ Both replicas are on one device here, each with its thread; `test_replicas_on_de
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from support.threads import in_threads
 from support.tiny import make_pair
 
 import torch_dflash as td
+from torch_dflash import progress
 from torch_dflash.engine import call as call_module
 from torch_dflash.engine.call import Call
 from torch_dflash.engine.desk import Desk
@@ -316,6 +318,19 @@ def test_nothing_compiles_after_warmup(pair):
     engine = td.compile(*pair, mesh=TWICE, replicas=2, **FIXED).warmup(progress=False)
     assert decode(engine, prompts(4), **GREEDY).stats.compilations == 0
     assert decode(engine, prompts(4), **SAMPLED).stats.compilations == 0
+
+
+def test_warmup_without_a_terminal_says_that_other_replicas_compile(pair, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    line, fresh = (
+        "torch-dflash: compiling for the other replicas ...",
+        td.compile(*pair, mesh=TWICE, replicas=2, **FIXED),
+    )
+    fresh.warmup(progress=False)
+    assert line not in caplog.messages
+    fresh.warmup()
+    assert caplog.messages.count(line) == 1
 
 
 def test_what_replicas_cannot_be_is_refused(pair, front):

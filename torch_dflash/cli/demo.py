@@ -21,13 +21,15 @@ from torch_dflash.cli.timeline import Printer, draw_timeline
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.demo.contest import Method, Show, ours, transformers_own
 from torch_dflash.demo.pair import demo_block_size, load_demo_draft_ids, load_demo_pair
-from torch_dflash.demo.questions import QUESTIONS, draw
+from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.native import ends_in_blocks
 from torch_dflash.proposers.narrow import with_draft_vocabulary
+from torch_dflash.storage.files import StageError
+from torch_dflash.train.answers.draw import draw
 
 DTYPES = ("bfloat16", "float32")
 KIND, PROMPTS = "maths", Path("data/eval")
@@ -94,7 +96,7 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         raise UserError(f"--prompts {arguments.prompts}: nothing is drawn from it; give --draw too.")
     try:
         drawn = draw(arguments.prompts or PROMPTS, arguments.draw) if arguments.draw else []
-    except ValueError as error:
+    except StageError as error:
         raise UserError(f"--draw {arguments.draw}: {one_line(error)}") from None
     return _fixed(arguments) + drawn
 
@@ -178,9 +180,12 @@ def _methods(
     if ends_in_blocks():
         native = {"assistant_model": drafter, "speculation_type": "dflash"}
         methods[NATIVE.format(arguments.dtype)] = transformers_own(target, stops, **native)
-    with parts.timed("warm up"):
+    bar = progress_bar(None, total=len(methods), unit="method", leave=False)
+    with parts.timed("warm up"), bar:
         for name, method in methods.items():
+            bar.set_description(f"warm up: {name}")
             method(asked[0].ids, min(new, 16 if name == DFLASH else 3), lambda piece: None)
+            bar.update()
     return methods
 
 

@@ -56,7 +56,7 @@ class Replicas(Engine):
             progress_bar(progress, total=len(others), unit="replica", desc="other replicas") as bar,
         ):
             lasting = others and unseen(progress, bar)
-            said = announce(f"compiling for {len(others)} other replicas" if lasting else None)
+            said = announce("compiling for the other replicas" if lasting else None)
             try:
                 for _ in pool.map(lambda engine: engine.warmup(progress=False), others):
                     bar.update()

@@ -125,7 +125,7 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield path, number, json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise StageError(f"{path}:{number} is not JSON ({error}); write one object on each line.") from error
     except UnicodeDecodeError as error:
         raise StageError(
@@ -144,7 +144,7 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
 def _prompt(path: Path, number: int, line: Any) -> Prompt:
     fields = line if isinstance(line, dict) else {}
     turns: Any = fields.get("turns") or [fields.get("prompt")]
-    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn for turn in turns):
+    if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise StageError(
             f'{path}:{number} has no text to answer ({str(line)[:80]}): write {{"turns": ["..."]}} or '
             '{"prompt": "..."} on each line.'

@@ -1,0 +1,12 @@
+"""The picture of a decoding's rounds."""
+
+import pytest
+
+from torch_dflash.cli.timeline import draw_timeline
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 1, 4]])
+def test_rounds_are_drawn_and_an_answer_without_any_too(tmp_path, lengths):
+    path = tmp_path / "rounds.png"
+    draw_timeline(path, {"DFlash": lengths, "plain": [1]}, width=8)
+    assert path.read_bytes().startswith(b"\x89PNG")
