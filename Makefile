@@ -22,8 +22,9 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 QUIETLY := $(BIN)/python make/quietly.py
-# Stamps: empty files whose age says when a part of the environment was installed.
-WITH_DEMO := $(VENV)/.installed-demo
+# Stamps: empty files whose age says when a part of the environment was installed. With other versions than those
+# that the first is named for, all is installed anew.
+WITH_DEMO := $(VENV)/.installed-demo-$(firstword $(shell echo "$(TORCH) $(TRANSFORMERS)" | cksum))
 INSTALLED := $(VENV)/.installed
 WITH_REFERENCE := $(VENV)/.installed-$(REFERENCE)
 WITH_DOCS := $(VENV)/.installed-docs
@@ -102,8 +103,9 @@ $(BIN)/python:
 
 # Order-only: the age of the interpreter's link says nothing about what is installed.
 $(WITH_DEMO): pyproject.toml | $(BIN)/python
+	@rm -f $(VENV)/.installed*
 	@$(QUIETLY) "install torch" $(INSTALL) "$(TORCH)"
-	@$(QUIETLY) "install torch-dflash" $(INSTALL) -e ".[demo]" "$(TRANSFORMERS)"
+	@$(QUIETLY) "install torch-dflash" $(INSTALL) --upgrade -e ".[demo]" "$(TRANSFORMERS)"
 	@touch $@
 
 $(INSTALLED): $(WITH_DEMO)
