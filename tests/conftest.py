@@ -29,13 +29,14 @@ def pytest_unconfigure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(session, config, items):
     found = {item.nodeid.removeprefix("tests/"): item for item in items}
     heavy, unmatched = heavy_cases(set(found))
     for case in heavy:
         found[case].add_marker(pytest.mark.heavy)
     files = {case.partition("::")[0] for case in found}
     whole = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
+    whole = whole and not session.testsfailed  # a file that cannot be read has no cases, and says why itself
     if config.args == config.getini("testpaths"):
         files |= {pattern.partition("::")[0] for pattern in unmatched}  # those of many files, too
     lost = [pattern for pattern in unmatched if whole and pattern.partition("::")[0] in files]
