@@ -114,7 +114,7 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
 
 RAGGED = [[3, 1, 4, 1, 5, 2], [2, 7, 1]]
 SHARP = {
-    "SequenceBias": {"sequence_bias": [[[first, (first * 5 + 3) % 9], 30.0] for first in range(9)]},
+    "SequenceBias": {"sequence_bias": [[[first, (first * 5 + 3) % 8 + 1], 30.0] for first in range(1, 9)]},
     "NoRepeatNgram": {"no_repeat_ngram_size": 2},
     "Bans": {"bad_words_ids": [[first, last] for first in range(9) for last in (first, (first + 4) % 9, 8)]},
     "ForcedTokens": {"forced_eos_token_id": 7},

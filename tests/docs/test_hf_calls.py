@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from support import ROOT
+from support.versions import COUNTS_PADDING
 
 # Of transformers, about calls that it does not mean to be made.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -68,4 +69,5 @@ def test_another_text_would_show(module, monkeypatch):
     monkeypatch.setattr(module, "CALLS", {name: module.CALLS[name] for name in ["`repetition_penalty`"]})
     penalty = module.td.processors.RepetitionPenalty
     monkeypatch.setattr(penalty, "__call__", lambda self, memory, text, logits: logits)
-    assert set(module.run()["`repetition_penalty`"].values()) == {module.OTHER}
+    found = module.run()["`repetition_penalty`"].values()
+    assert {said for said in found if not (COUNTS_PADDING and said.startswith("refused"))} == {module.OTHER}

@@ -118,7 +118,7 @@ OPTIONS = [
     (
         {"forced_eos_token_id": 3, "suppress_tokens": [3]},
         ValueError,
-        ["forced_eos_token_id", "3", "suppress_tokens"],  # transformers' own words, where it has some
+        ["forced_eos_token_id", "suppress_tokens"],  # transformers' own words, where it has some
     ),
     (
         {"exponential_decay_length_penalty": 3},

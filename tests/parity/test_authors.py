@@ -25,6 +25,7 @@ from support.authors import (
     whole,
 )
 from support.scripted import own_text
+from support.versions import needs_native
 
 import jax_bridge.reference
 import torch_dflash as td
@@ -99,6 +100,7 @@ def test_these_runs_tell_something(case):
         assert all(len(set(run.text)) > 1 for run in case(name).runs), name
 
 
+@needs_native
 @pytest.mark.parametrize("name", ["full, tied head", "mixed", "sliding, symmetric", "yarn"])
 def test_transformers_own_loop_equals_ours_in_every_round(case, name):
     built = case(name)

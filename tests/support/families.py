@@ -9,7 +9,7 @@ MORE = {
     "gemma2": (
         hf.Gemma2ForCausalLM,
         hf.Gemma2Config,
-        {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
+        {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
     ),
     "gemma3": (
         hf.Gemma3ForCausalLM,

@@ -6,6 +6,7 @@ import runpy
 from types import SimpleNamespace
 
 import torch
+from torch import nn
 
 from support import ROOT
 from support.tiny import make_drafter, randomise
@@ -13,6 +14,7 @@ from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.target.adapter import Target
+from torch_dflash.target.final_norm import final_norm
 from torch_dflash.target.weights import collect_tensors
 
 CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
@@ -61,9 +63,13 @@ def own_states(target):
     for module in target.modules():
         if hasattr(module, "config"):
             module.config.tie_last_hidden_states = False
-    with torch.no_grad():
+    norm, passed = final_norm(target) or nn.Identity(), []
+    hook = norm.register_forward_hook(lambda module, args, result: passed.append((args[0], result)))
+    with torch.no_grad(), hook:
         out = target(input_ids=ids_for(target), output_hidden_states=True, use_cache=False)
-    return out.hidden_states
+    *states, last = out.hidden_states
+    normed = bool(passed) and torch.equal(last, passed[-1][1])  # older versions know no other way
+    return *states, passed[-1][0] if normed else last
 
 
 def gap(target, taps=None):

@@ -27,7 +27,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 OTHERS = {
     "Mistral": {"sliding_window": 6},
     "Gemma": {"head_dim": 8},
-    "Gemma2": {"head_dim": 8, "sliding_window": 6},
+    "Gemma2": {"head_dim": 8, "sliding_window": 6, "attn_implementation": "eager"},
     "Gemma3Text": {"head_dim": 8, "sliding_window": 6},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},

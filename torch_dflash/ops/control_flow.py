@@ -13,8 +13,8 @@ from torch_dflash.ops.lowerable import lowerable
 
 
 @lowerable
-def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: Tensor) -> Any:
-    """``then(*operands)`` if the scalar ``condition`` holds, else ``otherwise(*operands)``.
+def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: Any) -> Any:
+    """``then(*operands)`` if the scalar ``condition`` holds, else ``otherwise(*operands)``: pytrees of tensors.
 
     Eagerly this reads one scalar. Under XLA `jax_bridge.ops` makes it a device-side conditional, of
     which only the chosen side runs; both sides must return tensors of the same shapes and dtypes.

@@ -15,6 +15,7 @@ _OF_ANY = {"_attn_implementation_autoset", "_name_or_path", "attn_implementation
 _OF_ANY |= {"finetuning_task", "prefix", "rope_scaling", "rope_theta", "task_specific_params", "torch_dtype"}
 _OF_ANY |= {"is_decoder", "sep_token_id", "tie_encoder_decoder", "tokenizer_class", "torchscript"}
 _OF_ANY |= {"add_cross_attention", "cross_attention_hidden_size", "use_bfloat16"}
+_OF_ANY |= {"_commit_hash"}  # 5.15 adds it to what it reads from a hub's cache
 _OF_ANY |= set(PreTrainedConfig().to_dict()) | set(GenerationConfig().to_dict()) | {"tie_word_embeddings"}
 _NETWORKS = {one.name for one in fields(Qwen3Config)} | _OF_ANY
 _ABSENT = (None, False, {}, [])
