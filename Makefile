@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
 # and made again only when pyproject.toml changes.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-full lint format hooks figures docs clean
+.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-full lint format hooks figures docs clean
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 # Installed before everything else, so that no dependency brings in another build of torch.
@@ -42,7 +42,8 @@ help:
 	@echo "make test-transformers run what transformers' own generation tests ask, of more families"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
-	@echo "make test-full all four; two hours or so"
+	@echo "make test-oldest run make test with the oldest transformers that is supported"
+	@echo "make test-full all five; two hours or so"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"
@@ -74,7 +75,11 @@ test-typed: $(WITH_REFERENCE)
 		-m "not aot" --jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype \
 		--ignore=tests/decoding/test_lossless_layouts.py $(TYPED) $(PYTEST_ARGS)
 
-test-full: test test-heavy test-aot test-typed
+# In an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest TRANSFORMERS="transformers==5.15.*"
+
+test-full: test test-heavy test-aot test-typed test-oldest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -95,7 +100,7 @@ docs: $(WITH_DOCS)
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build/site .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest build/site .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

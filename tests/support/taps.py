@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import runpy
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import torch
-from torch import nn
 
 from support import ROOT
 from support.tiny import make_drafter, randomise
@@ -14,7 +14,7 @@ from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.target.adapter import Target
-from torch_dflash.target.final_norm import final_norm
+from torch_dflash.target.trace import blocks_of
 from torch_dflash.target.weights import collect_tensors
 
 CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
@@ -25,6 +25,8 @@ def build(case, seed=0):
     """The tiny random model of a case of `benchmarks/family_configs.py`."""
     torch.manual_seed(seed)
     target = randomise(CONFIGS["build"](case), seed)
+    if case == "gemma2":
+        target.set_attn_implementation("eager")  # sdpa drops its softcap in some versions
     with torch.no_grad():
         for module in target.modules():  # norms that `randomise` does not know by name
             weight = getattr(module, "weight", None)
@@ -63,13 +65,17 @@ def own_states(target):
     for module in target.modules():
         if hasattr(module, "config"):
             module.config.tie_last_hidden_states = False
-    norm, passed = final_norm(target) or nn.Identity(), []
-    hook = norm.register_forward_hook(lambda module, args, result: passed.append((args[0], result)))
-    with torch.no_grad(), hook:
+    passed, within = [], tuple(f"{path}." for path in blocks_of(target).paths)
+    with torch.no_grad(), ExitStack() as hooks:
+        for name, module in target.named_modules():
+            if "Norm" in type(module).__name__ and not name.startswith(within):
+                hooks.enter_context(
+                    module.register_forward_hook(lambda _, args, out: passed.append((args[0], out)))
+                )
         out = target(input_ids=ids_for(target), output_hidden_states=True, use_cache=False)
     *states, last = out.hidden_states
-    normed = bool(passed) and torch.equal(last, passed[-1][1])  # older versions know no other way
-    return *states, passed[-1][0] if normed else last
+    # Versions without that setting give the last state normed.
+    return *states, next((given for given, normed in passed if torch.equal(normed, last)), last)
 
 
 def gap(target, taps=None):
