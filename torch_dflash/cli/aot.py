@@ -46,8 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     except UserError as error:
         return fail("aot", error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _results(arguments: argparse.Namespace) -> dict[str, Any]:

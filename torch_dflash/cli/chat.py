@@ -66,8 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
         return Conversation(chat, job).talk()
     except UserError as error:
         return fail("chat", error)
-    except KeyboardInterrupt:
-        return 130
 
 
 class Conversation:

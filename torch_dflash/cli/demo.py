@@ -14,7 +14,7 @@ from torch_dflash.checks import check_arithmetic, context_of
 from torch_dflash.cli.arguments import check_device, check_room, number_or_word, prompt_room
 from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
-from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
+from torch_dflash.cli.errors import UserError, fail, hang_up, one_line, unwritten
 from torch_dflash.cli.loading import place_of
 from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         return fail("demo", error)
     except BrokenPipeError:
         return hang_up()
-    except KeyboardInterrupt:
-        return 130
+    except (OSError, StageError) as error:  # a full disk: the figures, the picture or stdout itself
+        return unwritten("demo", error)
 
 
 def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
@@ -110,6 +110,8 @@ def _fixed(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         raise UserError(f"--kind {kind}: --question asks one of your own; leave one of the two out.")
     if not own.strip():
         raise UserError(f"--question {own!r}: it is empty; give at least one word.")
+    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in own):  # a byte that the shell gave as it was
+        raise UserError(f"--question {own!a}: it is not UTF-8; check the terminal's encoding.")
     return [("yours", own)]
 
 

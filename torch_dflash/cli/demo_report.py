@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torch_dflash.cli.provenance import LOAD
 from torch_dflash.demo.contest import Answer
 
 PLAIN, DFLASH = "plain decoding", "DFlash"
@@ -71,6 +73,8 @@ def report(asked: list[Asked], dtype: str, parts: Parts) -> bool:
             f"{_told(row['speedup'], 9)}{'x' if row['speedup'] else ' '}{spread:>14}"
             f"  {'yes' if row['same_text'] else 'NO'}"
         )
+    if LOAD is not None and LOAD > (cores := os.cpu_count() or 1):
+        print(f"\nThe machine was busy (load {LOAD:.1f}, {cores} cores): these speeds say little.")
     print("\ntime: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     return bool(ours["same_text"])
 

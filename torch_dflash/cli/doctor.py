@@ -81,8 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
         return BROKEN if found.verdict == "broken" else 0
     except UserError as error:
         return fail("doctor", error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str] | None:

@@ -23,6 +23,16 @@ def fail(command: str, error: BaseException | str) -> int:
     return USAGE
 
 
+def unwritten(command: str, error: OSError | RuntimeError) -> int:
+    """As `fail`, where something could not be written: stdout may be what cannot."""
+    status = fail(command, error)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        hang_up()
+    return status
+
+
 def hang_up() -> int:
     """The reader of stdout has seen enough: the interpreter must not flush into it again. An exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

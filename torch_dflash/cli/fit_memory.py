@@ -75,8 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if results["fits"] else 1
     except UserError as error:
         return fail("fit-memory", error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _results(arguments: argparse.Namespace) -> dict[str, Any]:

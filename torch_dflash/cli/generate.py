@@ -72,8 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         return fail("generate", error)
     except BrokenPipeError:
         return hang_up()
-    except KeyboardInterrupt:
-        return 130
 
 
 def _grammar(arguments: argparse.Namespace, schema: str | None, tokenizer: Any) -> dict[str, Any]:

@@ -47,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _all_checks(_backend(arguments), arguments)
     except UserError as error:
         return fail("selftest", error)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _all_checks(backend: Backend, arguments: argparse.Namespace) -> int:

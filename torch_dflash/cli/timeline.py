@@ -52,4 +52,4 @@ def draw_timeline(path: Path, timelines: dict[str, list[int]], width: int) -> No
             axes.axhline(mean, color="black", linewidth=1, linestyle="--")
             axes.set_title(f"{name}: mean acceptance length {mean:.2f}")
     rows[-1].set_xlabel("round")
-    write_atomically(path, lambda part: figure.savefig(part, format="png", dpi=120))
+    write_atomically(path.resolve(), lambda part: figure.savefig(part, format="png", dpi=120))

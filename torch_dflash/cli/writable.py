@@ -14,19 +14,27 @@ def check_outputs(**files: str | Path | None) -> None:
     """Raise `UserError` unless every file, by the name of its option, can be written; None is unset."""
     taken: dict[str, str] = {}
     for option, given in files.items():
-        if given is None:
-            continue
-        path, field = Path(given).absolute(), f"--{option} {given}"
-        if (other := taken.setdefault(os.path.realpath(path), option)) != option:
-            raise UserError(f"{field}: --{other} is written there too; name another file.")
-        if not path.parent.is_dir():
-            raise UserError(f"{field}: its folder does not exist; make it first.")
-        if path.is_dir():
-            raise UserError(f"{field}: is a directory; name a file.")
-        if not (os.access(path, os.W_OK) if path.exists() else _holds_new_files(path.parent)):
-            raise UserError(f"{field}: may not be written; choose another place.")
-        if option == "png" and importlib.util.find_spec("matplotlib") is None:
-            raise UserError(f"{field}: needs matplotlib; install it with: pip install 'torch-dflash[demo]'")
+        if given is not None:
+            try:
+                _check_output(option, given, taken)
+            except OSError as error:  # a name that is too long, say
+                raise UserError(f"--{option} {given}: {error.strerror}; name another file.") from None
+
+
+def _check_output(option: str, given: str | Path, taken: dict[str, str]) -> None:
+    path, field = Path(given).absolute(), f"--{option} {given}"
+    if (other := taken.setdefault(os.path.realpath(path), option)) != option:
+        raise UserError(f"{field}: --{other} is written there too; name another file.")
+    if not path.parent.is_dir():
+        raise UserError(f"{field}: its folder does not exist; make it first.")
+    if path.is_dir():
+        raise UserError(f"{field}: is a directory; name a file.")
+    if option == "png" and path.exists() and not path.is_file():  # it is written beside and put in its place
+        raise UserError(f"{field}: is no common file; name another.")
+    if not (os.access(path, os.W_OK) if path.exists() else _holds_new_files(path.parent)):
+        raise UserError(f"{field}: may not be written; choose another place.")
+    if option == "png" and importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{field}: needs matplotlib; install it with: pip install 'torch-dflash[demo]'")
 
 
 def check_folder(out: Path) -> None:

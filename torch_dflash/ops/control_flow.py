@@ -14,10 +14,11 @@ from torch_dflash.ops.lowerable import lowerable
 
 @lowerable
 def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: Any) -> Any:
-    """``then(*operands)`` if the scalar ``condition`` holds, else ``otherwise(*operands)``: pytrees of tensors.
+    """``then(*operands)`` if the scalar ``condition`` holds, else ``otherwise(*operands)``.
 
-    Eagerly this reads one scalar. Under XLA `jax_bridge.ops` makes it a device-side conditional, of
-    which only the chosen side runs; both sides must return tensors of the same shapes and dtypes.
+    Operands are tensors or pytrees of them. Eagerly this reads one scalar. Under XLA `jax_bridge.ops` makes
+    it a device-side conditional, of which only the chosen side runs; both sides must return tensors of the
+    same shapes and dtypes.
     """
     return then(*operands) if bool(condition) else otherwise(*operands)
 

@@ -125,13 +125,13 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield path, number, json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise StageError(f"{path}:{number} is not JSON ({error}); write one object on each line.") from error
     except UnicodeDecodeError as error:
         raise StageError(
             f"{path} is not UTF-8 after line {number} ({error}); convert it. If a stage wrote it, delete it "
             "and run that stage again: only this file is made anew."
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise StageError(f"{path}:{number} is not JSON ({error}); write one object on each line.") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise StageError(
             f"{path} is damaged after line {number} ({error}); delete it and run the stage that wrote it "
@@ -150,7 +150,7 @@ def _prompt(path: Path, number: int, line: Any) -> Prompt:
             '{"prompt": "..."} on each line.'
         )
     _check_text(path, number, turns)
-    return Prompt(fields.get("source") or path.name.split(".")[0], turns)
+    return Prompt(_source(path, number, fields), turns)
 
 
 def _answer(path: Path, number: int, line: Any) -> Answer:
@@ -169,7 +169,16 @@ def _answer(path: Path, number: int, line: Any) -> Answer:
     template = fields.get("chat_template_kwargs")
     if template is not None and not isinstance(template, dict):
         raise StageError(f"{path}:{number} has chat_template_kwargs={template!r}: must be a JSON object.")
-    return Answer(fields.get("source") or path.name.split(".")[0], messages, ids, template)
+    return Answer(_source(path, number, fields), messages, ids, template)
+
+
+def _source(path: Path, number: int, fields: dict) -> str:
+    """Where a line says it is from, or the file's name."""
+    source = fields.get("source") or path.name.split(".")[0]
+    if not isinstance(source, str):
+        raise StageError(f"{path}:{number} has source={source!r}: must be a text, or left out.")
+    _check_text(path, number, [source])
+    return source
 
 
 def _check_text(path: Path, number: int, texts: list[str]) -> None:

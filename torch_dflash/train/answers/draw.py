@@ -18,16 +18,18 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
         StageError: there is no such folder, there are fewer in it, or what `read_prompts` raises.
     """
     if not directory.is_dir():
-        raise StageError(f"{directory}: there is no such folder; name one with --prompts.")
+        raise StageError(f"{directory}: is no folder; name one that holds *.jsonl or *.jsonl.gz.")
     generator, decks = random.Random(seed), []
-    for path in sorted(directory.glob("*.jsonl")):
+    for path in sorted(directory.glob("[!.]*.jsonl*")):
         prompts = read_prompts([path])
-        decks.append([(path.stem, one.turns[0]) for one in generator.sample(prompts, len(prompts))])
+        name = path.name.split(".")[0]
+        decks.append([(name, one.turns[0]) for one in generator.sample(prompts, len(prompts))])
     drawn = [
         deck[place] for place in range(max(map(len, decks), default=0)) for deck in decks if place < len(deck)
     ]
     if len(drawn) < count:
         raise StageError(
-            f"{directory}: {len(drawn)} prompts in its *.jsonl, {count} are asked for; ask for fewer."
+            f"{directory}: {len(drawn)} prompts in its *.jsonl and *.jsonl.gz, {count} are asked for; "
+            "ask for fewer, or name another folder."
         )
     return drawn[:count]
