@@ -43,7 +43,7 @@ help:
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
 	@echo "make test-oldest run make test with the oldest transformers that is supported"
-	@echo "make test-full all five; two hours or so"
+	@echo "make test-full all five; two and a half hours or so"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"

@@ -20,7 +20,7 @@ from support.tiny import VOCAB, make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
-from torch_dflash.cli import demo, demo_report, main
+from torch_dflash.cli import demo, demo_report, errors, main
 from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json, report
 from torch_dflash.demo.contest import Answer
 from torch_dflash.demo.questions import QUESTIONS
@@ -184,7 +184,7 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--question", " "), "--question ' ': it is empty"),
         (("--question", "a\udcff"), "--question 'a\\udcff': it is not UTF-8"),
         (("--json", "x" * 300), f"--json {'x' * 300}: File name too long"),
-        (("--png", os.devnull), f"--png {os.devnull}: is no common file"),
+        (("--png", os.devnull), f"--png {os.devnull}: is not a regular file"),
         (("--question", "1 2", "--kind", "maths"), "--kind maths: --question asks one of your own"),
         (("--prompts", "data/eval"), "--prompts data/eval: nothing is drawn from it"),
         (("--verify-width", "0"), "--verify-width 0: must be an integer from 2 to 8, or auto"),
@@ -195,7 +195,7 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--draw", "-1"), "--draw -1: must be"),
         (
             ("--draw", "2", "--prompts", "/nonexistent"),
-            "--draw 2: /nonexistent: is no folder; name one that holds",
+            "--draw 2: /nonexistent: is not a folder; name one that holds",
         ),
         (("--json", "same", "--png", "same"), "--png same: --json is written there too"),
         (("--quantize", "int8"), "--quantize int8: --runtime eager has no such products"),
@@ -234,18 +234,51 @@ def test_the_demo_says_in_a_line_that_something_cannot_be_written(monkeypatch, c
     )
 
 
+def test_the_demo_ends_in_a_line_where_stdout_has_no_room(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    left = []
+    monkeypatch.setattr(demo, "_contest", lambda *_: 0)
+    monkeypatch.setattr(errors, "hang_up", lambda: left.append(True))
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["demo"]) == 2 and left == [True]
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_an_error_of_the_programs_own_is_not_taken_for_a_full_disk(monkeypatch):
+    def broken(*_):
+        raise FileNotFoundError(errno.ENOENT, "no compiler")
+
+    monkeypatch.setattr(demo, "_contest", broken)
+    with pytest.raises(FileNotFoundError):
+        main(["demo"])
+
+
+def test_closed_streams_are_no_error(monkeypatch):
+    monkeypatch.setattr(demo, "_contest", lambda *_: print("said", sys.stdout.isatty(), file=sys.stderr) or 0)
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["demo"]) == 0
+    assert main(["demo", "--json", "q\udcff/x"]) == 2
+    sys.stdout.close()
+    sys.stderr.close()
+
+
 def test_a_kind_is_asked():
     asked = [demo._fixed(argparse.Namespace(kind=kind, question=None)) for kind in (None, "chat", "all")]
     assert asked == [[("maths", QUESTIONS["maths"])], [("chat", QUESTIONS["chat"])], [*QUESTIONS.items()]]
 
 
-@pytest.mark.parametrize(("load", "told"), [(None, False), (0.5, False), (99.5, True)])
+@pytest.mark.parametrize(("load", "told"), [(None, False), (4.0, False), (4.1, True)])
 def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
     monkeypatch.setattr(demo_report, "LOAD", load)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     asked = Asked("a", "?", torch.zeros(1, 1))
     asked.answers = {name: [Answer(0.0, [[7], [7]], [0.5, 1.0])] for name in (PLAIN, DFLASH)}
     report([asked], "float32", Parts())
-    assert ("The machine was busy (load 99.5" in capsys.readouterr().out) == told
+    assert ("The machine was busy before (load 4.1" in capsys.readouterr().out) == told
 
 
 @pytest.mark.slow

@@ -45,6 +45,11 @@ def test_dtypes(tmp_path, asked, expected):
     same_tensors(drafter, {name: tensor.to(expected) for name, tensor in tensors.items()})
 
 
+def test_what_transformers_5_15_adds_as_it_reads_a_cache_is_no_field_of_a_network(tmp_path):
+    tensors = publish(tmp_path, _commit_hash="0" * 40)
+    same_tensors(td.DFlashDraftModel.from_pretrained(tmp_path), tensors)
+
+
 @pytest.mark.parametrize("nested", [True, False])
 def test_fields_nested_or_at_the_top(tmp_path, nested):
     layout = {"dflash_config": FIELDS, "block_size": ...} if nested else {"dflash_config": ..., **FIELDS}

@@ -25,7 +25,8 @@ def test_a_seed_draws_the_same_each_time_and_another_others(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     drawn = [draw(tmp_path, 10, seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] and len({*drawn[0]}) == 10
-    assert {*drawn[0]} != {*drawn[2]} and drawn[0] != draw(tmp_path, 50)[40:]
+    assert {*drawn[0]} != {*drawn[2]}
+    assert drawn[0] != draw(tmp_path, 50)[40:]
 
 
 def test_the_demos_questions_are_those_that_its_figures_are_of():
@@ -34,17 +35,22 @@ def test_the_demos_questions_are_those_that_its_figures_are_of():
     assert draw(ROOT / "data/eval", len(asked)) == asked and len(asked) == 10
 
 
-def test_packed_files_are_read_and_hidden_ones_are_not(tmp_path):
+def test_packed_files_are_read_and_hidden_ones_or_copies_are_not(tmp_path):
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write('{"prompt": "two"}\n')
-    (tmp_path / ".a.jsonl").write_text('{"prompt": "one"}\n')
+    for name in (".a.jsonl", "a.jsonl.bak", "a.jsonl~"):
+        (tmp_path / name).write_text('{"prompt": "one"}\n')
     assert draw(tmp_path, 1) == [("b", "two")]
-    with pytest.raises(StageError, match="1 prompts"):
+    with pytest.raises(StageError, match=re.escape("1 prompt(s)")):
         draw(tmp_path, 2)
 
 
 BAD = ['{"turns": "hello"}', '{"turns": [5]}', '{"turns": [" "]}', '{"turns": []}', "{", "[" * 99999]
-BAD += ['{"prompt": "a", "source": 5}', '{"prompt": "a", "source": "\\ud800"}']
+BAD += [
+    '{"prompt": "a", "source": 5}',
+    '{"prompt": "a", "source": []}',
+    '{"prompt": "a", "source": "\\ud800"}',
+]
 BAD += [f'{{"prompt": "a", "n": {"1" * 9999}}}']
 
 
@@ -57,7 +63,7 @@ def test_a_line_without_a_question_is_named(tmp_path, line):
 
 
 def test_a_folder_that_is_not_there_and_one_with_too_few_are_named(tmp_path):
-    with pytest.raises(StageError, match="none: is no folder"):
+    with pytest.raises(StageError, match="none: is not a folder"):
         draw(tmp_path / "none", 1)
-    with pytest.raises(StageError, match=re.escape(f"{tmp_path}: 0 prompts")):
+    with pytest.raises(StageError, match=re.escape(f"{tmp_path}: 0 prompt(s)")):
         draw(tmp_path, 1)

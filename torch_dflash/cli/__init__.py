@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the process's exit status."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who called: what is said goes nowhere
-            setattr(sys, name, Path(os.devnull).open("w"))
+            setattr(sys, name, Path(os.devnull).open("w", errors="backslashreplace"))
     try:
         arguments = main_parser().parse_args(argv)
         atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second

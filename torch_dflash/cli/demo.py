@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from torch_dflash.train.answers.draw import draw
 DTYPES = ("bfloat16", "float32")
 KIND, PROMPTS = "maths", Path("data/eval")
 ROOM = 256
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
+"""Why the figures, the picture or stdout itself may not be written, through no fault of the program."""
 
 
 def add_parser(commands) -> None:
@@ -68,7 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         return fail("demo", error)
     except BrokenPipeError:
         return hang_up()
-    except (OSError, StageError) as error:  # a full disk: the figures, the picture or stdout itself
+    except StageError as error:
+        return unwritten("demo", error)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
         return unwritten("demo", error)
 
 

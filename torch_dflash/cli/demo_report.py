@@ -74,7 +74,7 @@ def report(asked: list[Asked], dtype: str, parts: Parts) -> bool:
             f"  {'yes' if row['same_text'] else 'NO'}"
         )
     if LOAD is not None and LOAD > (cores := os.cpu_count() or 1):
-        print(f"\nThe machine was busy (load {LOAD:.1f}, {cores} cores): these speeds say little.")
+        print(f"\nThe machine was busy before (load {LOAD:.1f}, {cores} cores): these speeds may say little.")
     print("\ntime: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
     return bool(ours["same_text"])
 

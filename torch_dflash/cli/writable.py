@@ -29,9 +29,11 @@ def _check_output(option: str, given: str | Path, taken: dict[str, str]) -> None
         raise UserError(f"{field}: its folder does not exist; make it first.")
     if path.is_dir():
         raise UserError(f"{field}: is a directory; name a file.")
-    if option == "png" and path.exists() and not path.is_file():  # it is written beside and put in its place
-        raise UserError(f"{field}: is no common file; name another.")
-    if not (os.access(path, os.W_OK) if path.exists() else _holds_new_files(path.parent)):
+    beside = option == "png"  # it is written there and put in its place
+    if beside and path.exists() and not path.is_file():
+        raise UserError(f"{field}: is not a regular file; name another.")
+    ready = path.exists() and not beside
+    if not (os.access(path, os.W_OK) if ready else _holds_new_files(path.resolve().parent)):
         raise UserError(f"{field}: may not be written; choose another place.")
     if option == "png" and importlib.util.find_spec("matplotlib") is None:
         raise UserError(f"{field}: needs matplotlib; install it with: pip install 'torch-dflash[demo]'")

@@ -174,7 +174,9 @@ def _answer(path: Path, number: int, line: Any) -> Answer:
 
 def _source(path: Path, number: int, fields: dict) -> str:
     """Where a line says it is from, or the file's name."""
-    source = fields.get("source") or path.name.split(".")[0]
+    source = fields.get("source")
+    if source is None or source == "":
+        source = path.name.split(".")[0]
     if not isinstance(source, str):
         raise StageError(f"{path}:{number} has source={source!r}: must be a text, or left out.")
     _check_text(path, number, [source])

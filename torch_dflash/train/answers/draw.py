@@ -18,9 +18,11 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
         StageError: there is no such folder, there are fewer in it, or what `read_prompts` raises.
     """
     if not directory.is_dir():
-        raise StageError(f"{directory}: is no folder; name one that holds *.jsonl or *.jsonl.gz.")
+        raise StageError(f"{directory}: is not a folder; name one that holds *.jsonl or *.jsonl.gz.")
     generator, decks = random.Random(seed), []
-    for path in sorted(directory.glob("[!.]*.jsonl*")):
+    for path in sorted(directory.glob("[!.]*")):
+        if not path.name.endswith((".jsonl", ".jsonl.gz")):
+            continue
         prompts = read_prompts([path])
         name = path.name.split(".")[0]
         decks.append([(name, one.turns[0]) for one in generator.sample(prompts, len(prompts))])
@@ -29,7 +31,7 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
     ]
     if len(drawn) < count:
         raise StageError(
-            f"{directory}: {len(drawn)} prompts in its *.jsonl and *.jsonl.gz, {count} are asked for; "
+            f"{directory}: {len(drawn)} prompt(s) in its *.jsonl and *.jsonl.gz, {count} are asked for; "
             "ask for fewer, or name another folder."
         )
     return drawn[:count]
