@@ -1,5 +1,5 @@
 # Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
-# and made again only when pyproject.toml changes.
+# and made again only when pyproject.toml changes, or other versions are asked for.
 .DELETE_ON_ERROR:
 .PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-full lint format hooks figures docs clean
 

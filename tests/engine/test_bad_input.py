@@ -115,10 +115,12 @@ OPTIONS = [
     ({"suppress_tokens": [[5]]}, ValueError, ["suppress_tokens holds [5]", "token ids"]),
     ({"suppress_tokens": [1.5]}, ValueError, ["suppress_tokens holds 1.5", "token ids"]),
     ({"forced_eos_token_id": -1}, ValueError, ["forced_eos_token_id holds -1", "token ids"]),
+    # transformers' own words, where it has some: the id stands before the second name there, after it here
+    ({"forced_eos_token_id": 3, "suppress_tokens": [3]}, ValueError, ["forced_eos_token_id", "3"]),
     (
         {"forced_eos_token_id": 3, "suppress_tokens": [3]},
         ValueError,
-        ["forced_eos_token_id", "suppress_tokens"],  # transformers' own words, where it has some
+        ["forced_eos_token_id", "suppress_tokens"],
     ),
     (
         {"exponential_decay_length_penalty": 3},

@@ -323,10 +323,8 @@ def test_nothing_compiles_after_warmup(pair):
 def test_warmup_without_a_terminal_says_that_other_replicas_compile(pair, monkeypatch, caplog):
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    line, fresh = (
-        "torch-dflash: compiling for the other replicas ...",
-        td.compile(*pair, mesh=TWICE, replicas=2, **FIXED),
-    )
+    line = "torch-dflash: compiling for the other replicas ..."
+    fresh = td.compile(*pair, mesh=TWICE, replicas=2, **FIXED)
     fresh.warmup(progress=False)
     assert line not in caplog.messages
     fresh.warmup()

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_dflash.cli.errors import INTERRUPTED
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the process's exit status."""
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second
         return arguments.run(arguments)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def main_parser() -> argparse.ArgumentParser:

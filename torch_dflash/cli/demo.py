@@ -117,8 +117,10 @@ def _fixed(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         raise UserError(f"--kind {kind}: --question asks one of your own; leave one of the two out.")
     if not own.strip():
         raise UserError(f"--question {own!r}: it is empty; give at least one word.")
-    if any(0xD800 <= ord(letter) <= 0xDFFF for letter in own):  # a byte that the shell gave as it was
-        raise UserError(f"--question {own!a}: it is not UTF-8; check the terminal's encoding.")
+    try:
+        own.encode()
+    except UnicodeEncodeError:  # a byte that the shell gave as it was
+        raise UserError(f"--question {own!a}: it is not UTF-8; check the terminal's encoding.") from None
     return [("yours", own)]
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 
 USAGE = 2  # the exit status of argparse, too
+INTERRUPTED = 130  # the exit status of Ctrl-C
 
 
 class UserError(Exception):

@@ -18,7 +18,7 @@ from torch_dflash.cli import train_evaluate as judge
 from torch_dflash.cli import train_vocabulary
 from torch_dflash.cli.arguments import check_device, tell_penalty, template_options
 from torch_dflash.cli.dataclass_options import add_options, read_options
-from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.errors import INTERRUPTED, UserError, fail, one_line
 from torch_dflash.cli.fit_command import MAX_LENGTH, fit_command, target_name
 from torch_dflash.cli.fit_drafter import drafter_to_fit
 from torch_dflash.cli.loading import load_pair, place_of
@@ -40,8 +40,6 @@ from torch_dflash.train.fit.objective import Objective
 from torch_dflash.train.fit.options import FitOptions
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import fit
-
-INTERRUPTED = 130  # the exit status of Ctrl-C
 
 
 def add_parser(commands) -> None:

@@ -35,7 +35,7 @@ def _check_output(option: str, given: str | Path, taken: dict[str, str]) -> None
     ready = path.exists() and not beside
     if not (os.access(path, os.W_OK) if ready else _holds_new_files(path.resolve().parent)):
         raise UserError(f"{field}: may not be written; choose another place.")
-    if option == "png" and importlib.util.find_spec("matplotlib") is None:
+    if beside and importlib.util.find_spec("matplotlib") is None:
         raise UserError(f"{field}: needs matplotlib; install it with: pip install 'torch-dflash[demo]'")
 
 
