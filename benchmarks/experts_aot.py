@@ -25,7 +25,7 @@ from jax_bridge import aot  # noqa: E402
 from jax_bridge.aot.floor import floor_of  # noqa: E402
 from torch_dflash.cli.configs import load_configs  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402
-from torch_dflash.target import skeleton  # noqa: E402
+from torch_dflash.targets import skeleton  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs/qwen3-coder-30b-a3b"
 CONTEXT, TOPOLOGY = 4096, "v5p:2x2x1"

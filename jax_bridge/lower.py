@@ -22,7 +22,7 @@ from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.progress import announce
-from torch_dflash.target.forgetting import forgetting
+from torch_dflash.targets.forgetting import forgetting
 
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
 _tracing = threading.RLock()

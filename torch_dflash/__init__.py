@@ -6,8 +6,6 @@ This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is 
 """
 
 from torch_dflash._version import __version__ as __version__
-from torch_dflash.agreement.check import check as check
-from torch_dflash.agreement.result import Agreement as Agreement
 from torch_dflash.chat import Chat as Chat
 from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
 from torch_dflash.demo.target import load_demo_target as load_demo_target
@@ -45,3 +43,5 @@ from torch_dflash.state import DecodeState as DecodeState
 from torch_dflash.state import Draft as Draft
 from torch_dflash.stream import Piece as Piece
 from torch_dflash.stream import stream as stream
+from torch_dflash.verify.check import check as check
+from torch_dflash.verify.result import Agreement as Agreement

@@ -25,7 +25,7 @@ from torch_dflash.pytrees import register_state
 from torch_dflash.record import note_picks, start_record
 from torch_dflash.sampling import pick_tokens, warped_logits
 from torch_dflash.state import DecodeState, Draft, PromptChunk, Sampling
-from torch_dflash.target.adapter import Target
+from torch_dflash.targets.adapter import Target
 
 Params = dict[str, Tensor]
 

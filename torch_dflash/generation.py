@@ -31,7 +31,7 @@ from torch_dflash.engine.rules import arranged, check_processors
 from torch_dflash.engine.together import digest_of, read_together, said_of
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
-from torch_dflash.target.weights import LoadedTarget, mesh_of, model_of
+from torch_dflash.targets.weights import LoadedTarget, mesh_of, model_of
 
 
 def compile(

@@ -38,8 +38,8 @@ from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.state import DecodeState, PromptChunk
-from torch_dflash.target.adapter import Target
-from torch_dflash.target.auto import auto_class
+from torch_dflash.targets.adapter import Target
+from torch_dflash.targets.auto import auto_class
 
 
 @dataclass(frozen=True)

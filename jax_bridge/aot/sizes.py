@@ -17,7 +17,7 @@ from jax_bridge.room import bytes_of
 from torch_dflash.engine.options import LARGEST_CHUNK
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.plan import DecodePlan
-from torch_dflash.target.fewer import keep_layers
+from torch_dflash.targets.fewer import keep_layers
 
 PROGRAMS = ("chunk", "prefill")
 """Those that need most: the loop over rounds, and a prompt's largest chunk."""

@@ -30,7 +30,7 @@ from torch_dflash.engine.together import read_alike
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
-from torch_dflash.target.auto import auto_class
+from torch_dflash.targets.auto import auto_class
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What classes raise over fields that make no sense to them.

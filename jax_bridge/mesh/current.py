@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_bridge.mesh.shape import ALL, KV
-from torch_dflash.target.experts import all_together
+from torch_dflash.targets.experts import all_together
 
 P = PartitionSpec
 WHOLE = P()

@@ -39,7 +39,7 @@ def check_pair_on_mesh(
 
 
 def check_target_on_mesh(target: Any) -> None:
-    """Raise ``ValueError`` for a `torch_dflash.target.adapter.Target` of a kind that was not tried."""
+    """Raise ``ValueError`` for a `torch_dflash.targets.adapter.Target` of a kind that was not tried."""
     config = target.config
     check_family(config)
     groups = heads_of(config).groups

@@ -31,7 +31,7 @@ from torch_dflash.ops.block_attention import Past, block_attention
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
-from torch_dflash.target.experts import static_experts
+from torch_dflash.targets.experts import static_experts
 
 BAD, FINE = [torch.nan, torch.inf, -torch.inf], [0.5]
 BATCH, HEADS, GROUPS, WIDTH = 2, 4, 2, 6

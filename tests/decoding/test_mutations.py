@@ -17,8 +17,8 @@ from torch_dflash.ops import block_attention
 from torch_dflash.proposers import DFlashProposer
 from torch_dflash.proposers.dflash import model as drafter
 from torch_dflash.proposers.dflash.model import DFlashDraftModel, DFlashLayer
-from torch_dflash.target import blocks
-from torch_dflash.target.adapter import Target
+from torch_dflash.targets import blocks
+from torch_dflash.targets.adapter import Target
 
 SEEN = 1e-3
 

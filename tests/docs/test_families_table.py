@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import ROOT
 
-from torch_dflash.target import tested
+from torch_dflash.targets import tested
 
 TABLES = runpy.run_path(str(ROOT / "benchmarks/family_tables.py"))
 RESULTS = json.loads((ROOT / "docs/results/families.json").read_text())

@@ -265,7 +265,7 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
 
 def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models, monkeypatch):
     numbers = iter(range(100))
-    monkeypatch.setattr("torch_dflash.target.origins.Same.__repr__", lambda self: f"<{next(numbers)}>")
+    monkeypatch.setattr("torch_dflash.targets.origins.Same.__repr__", lambda self: f"<{next(numbers)}>")
     model = copy.deepcopy(models[0])
     said = []
     for value in ({"kind": torch.bfloat16}, {"kind": torch.bfloat16}, {"kind": torch.float16}):

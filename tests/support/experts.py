@@ -8,7 +8,7 @@ from torch import nn
 from transformers.integrations.moe import _default_apply_gate
 
 from support.versions import needs_post_expert_norm
-from torch_dflash.target.experts import static_experts
+from torch_dflash.targets.experts import static_experts
 
 COUNT = 20
 HIDDEN = 12

@@ -13,9 +13,9 @@ from support.tiny import make_drafter, randomise
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.plain import PlainProposer
-from torch_dflash.target.adapter import Target
-from torch_dflash.target.trace import blocks_of
-from torch_dflash.target.weights import collect_tensors
+from torch_dflash.targets.adapter import Target
+from torch_dflash.targets.trace import blocks_of
+from torch_dflash.targets.weights import collect_tensors
 
 CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
 ROWS = 9

@@ -24,11 +24,11 @@ from support.tiny import BASE, make_target, randomise
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
-from torch_dflash.target import code
-from torch_dflash.target.code import code_of
-from torch_dflash.target.describe import describe, is_plain
-from torch_dflash.target.origins import at_home, links
-from torch_dflash.target.tested import is_tested
+from torch_dflash.targets import code
+from torch_dflash.targets.code import code_of
+from torch_dflash.targets.describe import describe, is_plain
+from torch_dflash.targets.origins import at_home, links
+from torch_dflash.targets.tested import is_tested
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 WHOLE = modeling_llama.eager_attention_forward
@@ -439,7 +439,7 @@ def test_a_table_of_a_vocabulary_is_looked_at_whole(monkeypatch, size):
 
 
 def test_a_value_larger_than_what_is_looked_at_stays_the_same_one(monkeypatch):
-    monkeypatch.setattr("torch_dflash.target.describe.MOST", 10)
+    monkeypatch.setattr("torch_dflash.targets.describe.MOST", 10)
     for value in ({"a": dict.fromkeys(range(4)), "b": dict.fromkeys(range(40))}, [SPACE, {1: {2: CHANGES}}]):
         assert describe(value) == describe(value)
 
@@ -832,7 +832,7 @@ def test_what_transformers_notes_in_a_class_is_no_change():
 
 
 def test_values_of_any_size_are_described_in_time(monkeypatch):
-    monkeypatch.setattr("torch_dflash.target.describe.MOST", 10_000)
+    monkeypatch.setattr("torch_dflash.targets.describe.MOST", 10_000)
     nested: list = [1]
     for _ in range(40):
         nested = [nested] * 3

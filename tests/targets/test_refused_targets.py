@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import torch_dflash as td
-from torch_dflash.target.masks import read_window
+from torch_dflash.targets.masks import read_window
 
 SMALL = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
 IN_THE_MASK = {

@@ -16,10 +16,10 @@ from support.tiny import BASE, correlate, make_target, randomise
 from torch import nn
 
 import torch_dflash as td
-from torch_dflash.target import blocks as blocks_module
-from torch_dflash.target import trace
-from torch_dflash.target.final_norm import final_norm
-from torch_dflash.target.trace import blocks_of
+from torch_dflash.targets import blocks as blocks_module
+from torch_dflash.targets import trace
+from torch_dflash.targets.final_norm import final_norm
+from torch_dflash.targets.trace import blocks_of
 from torch_dflash.train.features.extract import FeatureExtractor
 
 EXACT = 2e-5

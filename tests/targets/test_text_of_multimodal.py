@@ -18,7 +18,7 @@ from jax_bridge.aot.compile import abstract_pair
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.forms import unwrap
 from torch_dflash.engine.text_alone import media_tokens
-from torch_dflash.target.auto import auto_class
+from torch_dflash.targets.auto import auto_class
 
 IMAGE = 94  # every id of the tiny configs that stands for an image, a video or sound
 PROMPT = torch.tensor([[5, 8, 13, 21, 34, 55]])

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
-from torch_dflash.target.skeleton import build_skeleton
-from torch_dflash.target.unmodified import check_unmodified
+from torch_dflash.targets.skeleton import build_skeleton
+from torch_dflash.targets.unmodified import check_unmodified
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 OTHERS = {

@@ -16,9 +16,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
-from torch_dflash.agreement import check, twin
 from torch_dflash.cache.argument import CACHE
-from torch_dflash.target.tested import is_tested
+from torch_dflash.targets.tested import is_tested
+from torch_dflash.verify import check, twin
 
 FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
 
@@ -406,7 +406,7 @@ def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeyp
 def test_a_later_transformers_is_not_trusted(monkeypatch):
     target = make_target("llama")
     assert is_tested(target)
-    monkeypatch.setattr("torch_dflash.target.tested.transformers.__version__", "5.99.0")
+    monkeypatch.setattr("torch_dflash.targets.tested.transformers.__version__", "5.99.0")
     assert not is_tested(target)
 
 

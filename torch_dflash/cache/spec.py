@@ -15,7 +15,7 @@ Layer = TypeVar("Layer", bound="CacheLayer")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One target layer's cache needs, as seen in a traced forward (`torch_dflash.target.trace`).
+    """One target layer's cache needs, as seen in a traced forward (`torch_dflash.targets.trace`).
 
     ``kind``: "attention" where the cached rows are what is attended to, "latent" where the model expands
     what it has cached (multi-head latent attention).

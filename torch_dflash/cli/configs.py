@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import DRAFTERS, existing, reading
 from torch_dflash.proposers.checkpoints import load_drafter_config
-from torch_dflash.target.fewer import keep_layers
+from torch_dflash.targets.fewer import keep_layers
 
 WITHOUT_WEIGHTS = ("none", "ngram")
 

@@ -10,7 +10,7 @@ import torch
 
 from torch_dflash.doctor.convention import Convention, as_text
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.target.final_norm import final_norm
+from torch_dflash.targets.final_norm import final_norm
 
 MOST_MASKS = 12
 WINDOWS = (512, 1024, 2048, 4096)

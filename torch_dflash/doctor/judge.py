@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.recorded import Recorded
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.target.final_norm import final_norm
+from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows
 
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from torch_dflash.target.blocks import block_of, check_tappable, tapped
-from torch_dflash.target.trace import blocks_of
+from torch_dflash.targets.blocks import block_of, check_tappable, tapped
+from torch_dflash.targets.trace import blocks_of
 
 
 @dataclass(frozen=True)

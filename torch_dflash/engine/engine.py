@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_dflash.agreement.check import verify_class
 from torch_dflash.checks import check_autocast, check_context, check_streamer, check_target
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
@@ -45,9 +44,10 @@ from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
 from torch_dflash.runtime import Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
-from torch_dflash.target.adapter import Target
-from torch_dflash.target.code import noting_writes
-from torch_dflash.target.weights import arrays_of, mesh_of, model_of
+from torch_dflash.targets.adapter import Target
+from torch_dflash.targets.code import noting_writes
+from torch_dflash.targets.weights import arrays_of, mesh_of, model_of
+from torch_dflash.verify.check import verify_class
 
 
 class Engine:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from torch_dflash.decode import Pair
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.target.code import code_of, written_by
-from torch_dflash.target.weights import collect_tensors, named_arrays
+from torch_dflash.targets.code import code_of, written_by
+from torch_dflash.targets.weights import collect_tensors, named_arrays
 
 
 class Models:

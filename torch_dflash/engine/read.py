@@ -20,7 +20,7 @@ from torch_dflash.engine.told import check_told
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Processor
 from torch_dflash.state import Sampling
-from torch_dflash.target.weights import model_of
+from torch_dflash.targets.weights import model_of
 
 
 def read_request(

@@ -12,9 +12,9 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.replicas import engine_of
 from torch_dflash.proposers.choose import check_drafter
-from torch_dflash.target.code import code_of
-from torch_dflash.target.unmodified import settings
-from torch_dflash.target.weights import model_of
+from torch_dflash.targets.code import code_of
+from torch_dflash.targets.unmodified import settings
+from torch_dflash.targets.weights import model_of
 
 # As many as a chat of 32,768 positions comes to need (`capacity.py`), and some for other options.
 # Engines share the weights: one more is its programs and a model without tensors.

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from torch_dflash.proposers.checkpoints import load_drafter
 from torch_dflash.proposers.notes import mask_in_texts
 from torch_dflash.published.rows import Checkpoint, checkpoints
-from torch_dflash.target.auto import auto_class
+from torch_dflash.targets.auto import auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -21,7 +21,7 @@ from torch_dflash.proposers.base import Cost, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.pytrees import register_state
 from torch_dflash.state import Draft
-from torch_dflash.target.skeleton import build_skeleton
+from torch_dflash.targets.skeleton import build_skeleton
 
 
 @register_state

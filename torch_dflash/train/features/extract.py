@@ -27,10 +27,10 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import PlainProposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.storage.files import StageError
-from torch_dflash.target.blocks import check_tappable, tapped
-from torch_dflash.target.skeleton import build_skeleton
-from torch_dflash.target.trace import blocks_of
-from torch_dflash.target.weights import collect_tensors
+from torch_dflash.targets.blocks import check_tappable, tapped
+from torch_dflash.targets.skeleton import build_skeleton
+from torch_dflash.targets.trace import blocks_of
+from torch_dflash.targets.weights import collect_tensors
 from torch_dflash.train.answers.data import Answer, encode_conversation
 from torch_dflash.train.features.fingerprint import TargetFingerprint
 from torch_dflash.train.features.tensorfiles import write_tensors

@@ -10,7 +10,7 @@ import torch
 from torch_dflash.checks import check_counts
 from torch_dflash.proposers.dflash.config import DFlashConfig, default_target_layer_ids
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.target.final_norm import final_norm
+from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.extract import Layers, check_layers
 from torch_dflash.train.fit.heads import SIZES_OF_HEADS, check_head, with_head
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch_dflash.proposers.dflash.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair
-from torch_dflash.target.final_norm import final_norm
+from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
 from torch_dflash.train.fit.chain import Chain

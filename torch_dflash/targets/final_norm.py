@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_dflash.target.trace import blocks_of
+from torch_dflash.targets.trace import blocks_of
 
 
 def final_norm(target: Any) -> nn.Module | None:

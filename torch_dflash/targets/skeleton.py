@@ -16,10 +16,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.target.describe import describe, digest
-from torch_dflash.target.experts import EXPERTS
-from torch_dflash.target.forgetting import TORCHS
-from torch_dflash.target.origins import is_authors
+from torch_dflash.targets.describe import describe, digest
+from torch_dflash.targets.experts import EXPERTS
+from torch_dflash.targets.forgetting import TORCHS
+from torch_dflash.targets.origins import is_authors
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 _memory: ContextVar[Any] = ContextVar("memory")
@@ -40,7 +40,7 @@ def remembered_in(cache: Any) -> Iterator[None]:
 def _attention(module, query, key, value, attention_mask=None, scaling=None, **more):
     """transformers' attention interface: [B, Q, M, D] -> [B, M, Q, Dv].
 
-    The mask is read while a target is traced (`torch_dflash.target.trace`); after that the cache knows
+    The mask is read while a target is traced (`torch_dflash.targets.trace`); after that the cache knows
     what it said. Windows too are taken from there: some models put theirs into the mask alone.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_dflash.target.origins import Same, is_authors
+from torch_dflash.targets.origins import Same, is_authors
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 MEMORY = (np.ndarray, np.generic, bytearray, array)

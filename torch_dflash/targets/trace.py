@@ -18,9 +18,9 @@ from torch_dflash.cache.dense import attend_densely
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import context_of, field_of
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.target.blocks import Blocks, CallRecorder, find_blocks
-from torch_dflash.target.masks import read_window
-from torch_dflash.target.skeleton import build_skeleton, remembered_in
+from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
+from torch_dflash.targets.masks import read_window
+from torch_dflash.targets.skeleton import build_skeleton, remembered_in
 
 SUPPORTED = "supported are decoders of causal attention alone, such as Llama, Qwen3, Gemma 3 and gpt-oss"
 # What models hand to their attention and what changes no score: a round gives positions and cache itself.

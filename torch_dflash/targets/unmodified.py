@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from torch_dflash.target.attributes import (
+from torch_dflash.targets.attributes import (
     ABSENT,
     IGNORED,
     attributes,
@@ -21,10 +21,10 @@ from torch_dflash.target.attributes import (
     says_something,
     written_in,
 )
-from torch_dflash.target.code import names_read
-from torch_dflash.target.describe import PLAIN, describe, is_plain, state_of
-from torch_dflash.target.origins import at_home, links, of_transformers, own_bases
-from torch_dflash.target.tested import check_implementations
+from torch_dflash.targets.code import names_read
+from torch_dflash.targets.describe import PLAIN, describe, is_plain, state_of
+from torch_dflash.targets.origins import at_home, links, of_transformers, own_bases
+from torch_dflash.targets.tested import check_implementations
 
 _OF_EVERY_CONFIG = frozenset(name for name in dir(PreTrainedConfig()) if name.startswith("_"))
 

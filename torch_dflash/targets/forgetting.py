@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_dflash.target.describe import PLAIN, parts, state_of
+from torch_dflash.targets.describe import PLAIN, parts, state_of
 
 _DEEP = 8
 

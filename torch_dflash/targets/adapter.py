@@ -22,11 +22,11 @@ from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
 from torch_dflash.ops.windows import positions, take_row
 from torch_dflash.plan import DecodePlan
-from torch_dflash.target.blocks import check_tappable, tapped
-from torch_dflash.target.skeleton import build_skeleton, remembered_in
-from torch_dflash.target.tested import check_implementations
-from torch_dflash.target.trace import trace_layers
-from torch_dflash.target.unmodified import remember
+from torch_dflash.targets.blocks import check_tappable, tapped
+from torch_dflash.targets.skeleton import build_skeleton, remembered_in
+from torch_dflash.targets.tested import check_implementations
+from torch_dflash.targets.trace import trace_layers
+from torch_dflash.targets.unmodified import remember
 
 
 @dataclass(frozen=True)

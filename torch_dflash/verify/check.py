@@ -14,21 +14,21 @@ from transformers import TemperatureLogitsWarper as Temperature
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
-from torch_dflash.agreement.inplace import WritesToViews
-from torch_dflash.agreement.result import Agreement
-from torch_dflash.agreement.twin import PROMPT, SPECIAL, VOCAB, build_twin
 from torch_dflash.cache.argument import CACHE
 from torch_dflash.checks import check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
-from torch_dflash.target.adapter import Target
-from torch_dflash.target.code import code_of
-from torch_dflash.target.forgetting import forgetting
-from torch_dflash.target.tested import is_tested
-from torch_dflash.target.trace import trace_layers
-from torch_dflash.target.weights import collect_tensors
+from torch_dflash.targets.adapter import Target
+from torch_dflash.targets.code import code_of
+from torch_dflash.targets.forgetting import forgetting
+from torch_dflash.targets.tested import is_tested
+from torch_dflash.targets.trace import trace_layers
+from torch_dflash.targets.weights import collect_tensors
+from torch_dflash.verify.inplace import WritesToViews
+from torch_dflash.verify.result import Agreement
+from torch_dflash.verify.twin import PROMPT, SPECIAL, VOCAB, build_twin
 
 BLOCK = 4
 WIDEST = 32

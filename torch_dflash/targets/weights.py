@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from torch_dflash.target.unmodified import check_unmodified
+from torch_dflash.targets.unmodified import check_unmodified
 
 
 @runtime_checkable

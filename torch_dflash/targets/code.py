@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, activations, masking_utils, modeling_rope_utils
 
-from torch_dflash.target.describe import MEMORY, PLAIN, describe, digest, is_plain, parts, vars_of
-from torch_dflash.target.origins import (
+from torch_dflash.targets.describe import MEMORY, PLAIN, describe, digest, is_plain, parts, vars_of
+from torch_dflash.targets.origins import (
     Same,
     at_home,
     is_authors,

@@ -13,8 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_dflash.target.code import functions_of
-from torch_dflash.target.origins import at_home, links
+from torch_dflash.targets.code import functions_of
+from torch_dflash.targets.origins import at_home, links
 
 WITH = "5.24"
 """The newest transformers they were tested with: what a later one changed is not known."""

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from torch_dflash.target.describe import describe, digest
-from torch_dflash.target.origins import is_authors
-from torch_dflash.target.trace import run_otherwise
+from torch_dflash.targets.describe import describe, digest
+from torch_dflash.targets.origins import is_authors
+from torch_dflash.targets.trace import run_otherwise
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
 # defaults of `generate`, which outputs a forward returns, what a model card or a loader reads. What a
