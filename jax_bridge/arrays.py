@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from torch_dflash.guards.processes import check_process
+
 _NARROW = {torch.int64: torch.int32, torch.float64: None}
 
 
 def default_device() -> Any:
     """Where JAX puts what names no device: of several processes each has its own."""
+    check_process("xla")
     return jax.local_devices()[0]
 
 
@@ -100,6 +103,7 @@ def _dtype(tensor: torch.Tensor) -> np.dtype:
 
 
 def _array_to_torch(array: jax.Array, copy: bool) -> torch.Tensor:
+    check_process("xla")
     host = jax.device_put(array, jax.local_devices(backend="cpu")[0])
     if not host.size:
         return torch.empty(host.shape, dtype=getattr(torch, host.dtype.name))

@@ -21,11 +21,17 @@ from jax_bridge.counting import compilations, count
 from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
+from torch_dflash.guards.processes import check_process
+from torch_dflash.guards.reentry import check_outside, holding, inside
 from torch_dflash.progress import announce
 from torch_dflash.targets.forgetting import forgetting
 
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
 _tracing = threading.RLock()
+_TRACED = (
+    "calls an engine with runtime='xla' while JAX traces a step, in which no other program can run; call one "
+    "with runtime='eager'."
+)
 EXACT = {"xla_allow_excess_precision": False}
 """Every half-precision value is rounded, as in torch. XLA may leave roundings out where it fuses operations,
 and what it fuses depends on the number of rows: a step would decide near-ties otherwise than a block."""
@@ -93,7 +99,7 @@ def tracing(matmul_precision: str) -> Iterator[None]:
     """
     # In inference mode torch decomposes composite operators out of torchax's sight.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
-    with _tracing, plain, precise, sharing(), warnings.catch_warnings():
+    with _tracing, inside(_tracing), plain, precise, sharing(), warnings.catch_warnings():
         # torch indexes with int64, which JAX narrows; every index here fits int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         yield
@@ -116,6 +122,8 @@ class Programs:
 
     def get(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Callable:
         """The program of ``step`` for arguments shaped like ``args``; arguments ``donate`` are consumed."""
+        check_process("xla")
+        check_outside(_tracing, why=_TRACED)
         key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
         program = self._compiled.get(key)
         if program is None:
@@ -130,7 +138,7 @@ class Programs:
 
     def shapes(self, step: Callable, args: tuple) -> Any:
         """Shapes and types of what ``step`` makes of arguments shaped like ``args``."""
-        with self._lock, tracing(self._precision):
+        with holding(self._lock), tracing(self._precision):
             return jax.eval_shape(step, *args)
 
     def start(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Future:
@@ -139,7 +147,7 @@ class Programs:
         return self._start(key, step, args, donate)
 
     def _start(self, key: tuple, step: Callable, args: tuple, donate: tuple[int, ...]) -> Future:
-        with self._lock:  # tracing swaps weights in and out of the shared skeleton
+        with holding(self._lock):  # tracing swaps weights in and out of the shared skeleton
             if key not in self._started:
                 said = announce(None if self._sizes is None else f"compiling {key[0]} for {self._sizes}")
                 try:

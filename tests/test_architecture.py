@@ -20,7 +20,7 @@ ONE_DOOR = "torch_dflash.engine.bridge"
 
 # The rooms of torch_dflash, from the ground up: each may import those above its own line.
 FLOORS = [
-    "checks ops progress pytrees storage",
+    "checks guards ops progress pytrees storage",
     "grammars",
     "processors",
     "plan state",

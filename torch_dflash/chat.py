@@ -9,6 +9,7 @@ from typing import Any
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.stats import DecodeStats
 from torch_dflash.engine.text import TextStream
+from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.stream import Piece, pieces
 
 Message = dict[str, Any]
@@ -17,7 +18,7 @@ OURS = ("tokenize", "return_tensors", "return_dict", "add_generation_prompt", "c
 """Arguments of ``apply_chat_template`` that are no variables of a template."""
 
 
-class Chat:
+class Chat(OfOneProcess):
     """Answers conversations, of which each begins as the last one did.
 
     Every call is given the whole conversation. What its tokens share with those that the state holds is not

@@ -5,7 +5,6 @@ Run eagerly they are the reference; `jax_bridge` lowers these same functions to 
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
 from torch_dflash.cache.allocate import check_specs, no_pages
+from torch_dflash.guards.reentry import check_outside
 from torch_dflash.ops.windows import clear_rows, positions, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text, process
@@ -26,15 +26,13 @@ from torch_dflash.record import note_picks, start_record
 from torch_dflash.sampling import pick_tokens, warped_logits
 from torch_dflash.state import DecodeState, Draft, PromptChunk, Sampling
 from torch_dflash.targets.adapter import Target
+from torch_dflash.targets.swapped import Swapped
 
 Params = dict[str, Tensor]
 
 
 class Pair(nn.Module):
-    """Target and proposer under one root, so that one functional call binds all weights.
-
-    The modules hold no weights of their own (meta tensors); ``plan`` holds what is static.
-    """
+    """Target and proposer under one root without weights: one call binds all. ``plan`` is static."""
 
     def __init__(self, target: Target, proposer: Proposer, plan: DecodePlan):
         super().__init__()
@@ -43,15 +41,18 @@ class Pair(nn.Module):
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan
-        self._lock = threading.Lock()  # functional_call swaps weights in and out of these modules
+        self._swapped = Swapped(self)
 
     def forward(self, step, *args):
         return step(self, *args)
 
     def run(self, step, params: Params, *args):
         """``step(self, *args)`` with ``params`` in place of the weights; one thread at a time."""
-        with self._lock, torch.no_grad():
-            return torch.func.functional_call(self, params, (step, *args))
+        return self._swapped.call(self, params, (step, *args))
+
+    def check_free(self) -> None:
+        """Raise ``RuntimeError`` if this thread is inside of a step of this pair."""
+        check_outside(self, self._swapped.lock)
 
 
 @register_state
@@ -292,8 +293,7 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
 
 def memories(pair: Pair, rows: RowRequests) -> tuple:
     """The memories of rows that have no token yet."""
-    size = pair.target.vocab_size
     return tuple(
-        processor.start(values, size)
+        processor.start(values, pair.target.vocab_size)
         for processor, values in zip(pair.plan.processors, rows.rules, strict=True)
     )

@@ -27,6 +27,7 @@ from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_me
 from jax_bridge.room import bytes_of, check_room, room_of
 from torch_dflash.checks import check_mesh
 from torch_dflash.engine.together import read_alike
+from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
@@ -128,8 +129,9 @@ def load(
             missing, unexpected or of another shape, before any is read; a mesh that ``compile`` refuses, or
             a kind of model that is not decoded on one; or a device that tells how much memory it has, and
             has less than its part of the weights takes. RuntimeError: another process has read another
-            checkpoint.
+            checkpoint, or this one was forked after JAX had started.
     """
+    check_process("xla")
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: pass one of {', '.join(map(str, DTYPES))}, or None.")
     check_mesh(mesh, "xla")

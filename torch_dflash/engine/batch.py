@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -122,7 +122,7 @@ class Generation:
         """One chunk of rounds, without a host read."""
         self.state = self.runtime.advance(self.params, self.state, turn)
 
-    def steps(self, largest_chunk: int, widths: Widths) -> Iterator[Progress]:
+    def steps(self, largest_chunk: int, widths: Widths) -> Generator[Progress, None, None]:
         """Every `step`, to the end. A stale state is retired then, or when its reader leaves."""
         try:
             while not self.over:

@@ -12,6 +12,7 @@ from torch_dflash.eager import EagerRuntime
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.together import Hosts
 from torch_dflash.engine.width import Widths
+from torch_dflash.guards.processes import check_process
 from torch_dflash.runtime import Runtime
 
 
@@ -20,7 +21,9 @@ def hosts_of(runtime: str, mesh: Any, replicas: int) -> Hosts | None:
 
     Raises:
         TypeError, ValueError: it is no mesh, or of some processes alone, or ``replicas`` cannot share it.
+        RuntimeError: this process was forked after JAX had started.
     """
+    check_process(runtime)
     if runtime != "xla" or mesh is None:
         return None
     from jax_bridge.hosts.hosts import spanning

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_dflash.checks import check_autocast, check_context, check_streamer, check_target
+from torch_dflash.checks import check_context, check_streamer, check_target
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.bridge import hosts_of, make_runtimes
+from torch_dflash.engine.entry import check_entry, marked
 from torch_dflash.engine.gained import Gained, tokens_of
 from torch_dflash.engine.models import Models
 from torch_dflash.engine.options import EngineOptions
@@ -38,6 +39,7 @@ from torch_dflash.engine.together import (
 )
 from torch_dflash.engine.told import check_top
 from torch_dflash.engine.width import UNLIMITED, Pace
+from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import make_proposer
@@ -50,11 +52,8 @@ from torch_dflash.targets.weights import arrays_of, mesh_of, model_of
 from torch_dflash.verify.check import verify_class
 
 
-class Engine:
-    """Built once for a pair and a capacity: any thread may call it, each call has its state.
-
-    Made by `torch_dflash.compile`; see there for the arguments.
-    """
+class Engine(OfOneProcess):
+    """Built by `torch_dflash.compile` for a pair and a capacity. Any thread may call it."""
 
     def __init__(self, target: Any, drafter: Any, options: EngineOptions | None = None):
         self.options = options = options or EngineOptions()
@@ -171,6 +170,7 @@ class Engine:
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
+        check_entry(self.pair, self.options.runtime)
         check_alone(self.hosts, "a session")
         read = lambda *given: self._read("session", *given)[0]  # noqa: E731
         return Session(self.runtime, self.pair, read, self._params, self._steps)
@@ -262,7 +262,7 @@ class Engine:
 
     def _live(self) -> dict[str, Any]:
         """The weights that a call is to use."""
-        check_autocast(self.options.runtime)
+        check_entry(self.pair, self.options.runtime)
         return self.tensors()
 
     def _read(
@@ -276,6 +276,7 @@ class Engine:
             check_streamer(streamer, len(request.rows))
             return request, input_ids
 
+        check_entry(self.pair, self.options.runtime)
         digest = lambda found: digest_of(found[0]) | self.bits()  # noqa: E731
         return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
 
@@ -283,7 +284,7 @@ class Engine:
         return Generation.begin(self.runtime, self.plan, params, request, stale)
 
     def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
-        steps = generation.steps(self.options.prefill_chunk_size, self._widths)
+        steps = marked(self.pair, generation.steps(self.options.prefill_chunk_size, self._widths))
         return together(self.hosts, steps, lambda: generation.over, streamed)
 
     def _measure_widths(self, params: Any) -> None:

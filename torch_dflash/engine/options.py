@@ -19,6 +19,7 @@ from torch_dflash.engine.prompts import bucket
 from torch_dflash.engine.rules import check_processors
 from torch_dflash.engine.told import check_outputs
 from torch_dflash.engine.width import Widths, ladder
+from torch_dflash.guards.processes import check_process
 from torch_dflash.plan import OUTPUTS, DecodePlan
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
@@ -36,7 +37,8 @@ class EngineOptions:
     """Options of `torch_dflash.compile`; see there for what they mean.
 
     Raises:
-        ValueError: a value is of the wrong type or out of range, whatever the models are.
+        ValueError: a value is of the wrong type or out of range, whatever the models are. RuntimeError: this
+            process was forked from one that JAX runs in.
     """
 
     runtime: str = _of_a_call("xla")
@@ -63,6 +65,7 @@ class EngineOptions:
 
     def __post_init__(self):
         check_runtime(self.runtime)
+        check_process(self.runtime)
         for name in ("max_length", "batch_size", "block_size", "rounds_per_chunk"):
             check_counts(**{name: getattr(self, name)})
         check_width(self.verify_width)

@@ -11,6 +11,7 @@ from torch_dflash.checks import check_target
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.replicas import engine_of
+from torch_dflash.guards.reentry import holding
 from torch_dflash.proposers.choose import check_drafter
 from torch_dflash.targets.code import code_of
 from torch_dflash.targets.unmodified import settings
@@ -41,7 +42,7 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     check_target(model)
     key = _key(model, drafter, options)
     value = None if drafter is None else getattr(drafter, "key", None)
-    with _lock:
+    with holding(_lock):  # proposers of the user's own run while an engine is built
         known = drafter if drafter is not None and value is None else _values.setdefault(value, _Value())
         by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())

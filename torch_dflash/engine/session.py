@@ -20,13 +20,14 @@ from torch_dflash.engine.outputs import stats_of
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.stats import DecodeStats
 from torch_dflash.engine.told import check_streamed
+from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.runtime import Gain, Progress, Runtime
 
 SNAPSHOTS = 8
 """The latest that a session keeps, on the host: each may be as large as a drafter's window."""
 
 
-class Session:
+class Session(OfOneProcess):
     """Keeps the state of its last request; each text is that of a fresh one. Made by `Engine.session`.
 
     A prompt goes on behind what it shares with the text that is held. Where the proposer cannot go back so
