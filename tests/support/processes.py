@@ -95,4 +95,3 @@ def main() -> None:
 
 def _generate(target, **options):
     return td.generate(target, None, IDS, **ASKED, **options)
-

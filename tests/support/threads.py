@@ -21,3 +21,23 @@ def in_threads(*jobs):
     for thread in threads:
         thread.join()
     return errors
+
+
+def in_time(job, seconds=60):
+    """What ``job`` returns or raises; a job that waits for ever is a failure, not a test that never ends."""
+    done = []
+
+    def run():
+        try:
+            done.append((job(), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert done, f"still waiting after {seconds} s"
+    result, error = done[0]
+    if error is not None:
+        raise error
+    return result
