@@ -38,6 +38,21 @@ def trim_at_stop(
     return torch.where(stopped, first + 1, count), stopped
 
 
+def drafted_by(proposer: Any, proposed: Any) -> tuple[Any, Any]:
+    """The draft and the state that ``proposer`` has ``proposed``.
+
+    Raises:
+        TypeError: they are not two.
+    """
+    if isinstance(proposed, tuple | list) and len(proposed) == 2:
+        return proposed[0], proposed[1]
+    count = f" of {len(proposed)}" if isinstance(proposed, tuple | list) else ""
+    raise TypeError(
+        f"{type(proposer).__name__}.propose() returned {type(proposed).__name__}{count}: return two values, "
+        "a Draft and the proposer's state (return torch_dflash.Draft(tokens, valid), pstate)."
+    )
+
+
 def known_chain(draft: Any, plan: DecodePlan, vocab_size: int) -> Draft:
     """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch_dflash.checks import check_loaded
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.stats import DecodeStats
 from torch_dflash.engine.text import TextStream
@@ -38,7 +39,8 @@ class Chat(OfOneProcess):
         stats: its `DecodeStats`.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or ``template_options`` holds what is none of it.
+        TypeError: what stands for the engine or the tokenizer is none. ValueError: the tokenizer has no chat
+            template, or ``template_options`` holds what is none of it.
 
     >>> # chat = td.Chat(engine, tokenizer, do_sample=False)
     >>> # messages = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -53,6 +55,11 @@ class Chat(OfOneProcess):
         template_options: Mapping[str, Any] | None = None,
         **options: Any,
     ):
+        check_loaded("tokenizer", tokenizer, "AutoTokenizer.from_pretrained({})")
+        if not isinstance(engine, Engine):
+            raise TypeError(
+                f"engine={type(engine).__name__}: pass what torch_dflash.compile(target, drafter) gives."
+            )
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"tokenizer={type(tokenizer).__name__} has no chat template; set tokenizer.chat_template, or "

@@ -186,8 +186,16 @@ def check_there(name: str, source: Any) -> None:
         raise FileNotFoundError(f"{name}={path!r}: no such directory; pass one that is there, or a hub id.")
 
 
+def check_loaded(field: str, value: Any, call: str) -> None:
+    """Raise ``TypeError`` for a name or a path in the place of what ``call`` loads from it."""
+    if isinstance(value, str | os.PathLike):
+        name = os.fspath(value)
+        raise TypeError(f"{field}={name!r}: a name or a path; load it first: {call.format(repr(name))}.")
+
+
 def check_target(target: Any) -> None:
     """Raise ``TypeError`` unless ``target`` is a causal LM that decodes on its own."""
+    check_loaded("target", target, "AutoModelForCausalLM.from_pretrained({0}), or jax_bridge.load({0})")
     name, config = type(target).__name__, getattr(target, "config", None)
     if hasattr(target, "_orig_mod"):
         raise TypeError(

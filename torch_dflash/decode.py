@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_dflash.accept import accept_chain, known_chain, trim_at_stop
+from torch_dflash.accept import accept_chain, drafted_by, known_chain, trim_at_stop
 from torch_dflash.cache.allocate import check_specs, no_pages
 from torch_dflash.guards.reentry import check_outside
 from torch_dflash.ops.windows import clear_rows, positions, write_rows
@@ -132,7 +132,8 @@ def draft(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
     """The proposer's pass: (a draft after each row's anchor, the proposer's state)."""
     target, proposer = pair.target, pair.proposer
     own = state.anchor.clone(), state.length.clone()  # the proposer's: it may write into them
-    drafted, pstate = proposer.propose(state.proposer, *own, target.embed, target.head)
+    proposed = proposer.propose(state.proposer, *own, target.embed, target.head)
+    drafted, pstate = drafted_by(proposer, proposed)
     return known_chain(drafted, pair.plan, target.vocab_size), pstate
 
 

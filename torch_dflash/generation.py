@@ -31,12 +31,13 @@ from torch_dflash.engine.rules import arranged, check_processors
 from torch_dflash.engine.together import digest_of, read_together, said_of
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
+from torch_dflash.proposers.choose import Missing, check_models
 from torch_dflash.targets.weights import LoadedTarget, mesh_of, model_of
 
 
 def compile(
     target: PreTrainedModel | LoadedTarget,
-    drafter: Any,
+    drafter: Any = Missing,
     *,
     runtime: str = "xla",
     max_length: int = 1024,
@@ -98,8 +99,10 @@ def compile(
 
     Raises:
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
+        RuntimeError: ``runtime="xla"`` in a process that was forked after JAX had started.
     """
     given = {name: value for name, value in locals().items() if name not in ("target", "drafter")}
+    check_models(target, drafter)
     check_blocks(drafter, block_size=block_size, verify_width=verify_width)
     options = EngineOptions(**given)
     check_compiled(processors)
@@ -110,7 +113,7 @@ def compile(
 
 def generate(
     target: PreTrainedModel | LoadedTarget,
-    drafter,
+    drafter: Any = Missing,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
@@ -165,7 +168,8 @@ def generate(
         LongTensor [B, T + new]: prompt, new tokens (stop id included), padding; or `GenerateOutput`.
 
     Raises:
-        TypeError, ValueError: bad input, before any generation starts.
+        TypeError, ValueError: bad input, before any generation starts. RuntimeError: ``runtime="xla"`` in a
+            process that was forked after JAX had started.
     """
     options |= {
         "max_new_tokens": max_new_tokens,
@@ -224,6 +228,7 @@ def read_call(
         check_streamer(streamer, len(call.request.rows))
         return call
 
+    check_models(target, drafter)
     asked, replicas = given[2].get("mesh"), given[2].get("replicas", 1)
     check_mesh(asked, runtime, replicas)
     mesh = mesh_of(target, asked, replicas)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_dflash.engine.text import TextStream
 from torch_dflash.engine.told import check_streamed
 from torch_dflash.generation import read_call
+from torch_dflash.proposers.choose import Missing
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Piece:
 
 def stream(
     target: Any,
-    drafter: Any,
+    drafter: Any = Missing,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,

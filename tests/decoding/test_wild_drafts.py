@@ -102,6 +102,11 @@ JUNK = {
     "numpy": (lambda d: (Draft(d.tokens.numpy(), d.valid), ()), r"Draft\.tokens is int32 \[1, 3\]"),
     "valid": (lambda d: (Draft(d.tokens, None), ()), r"Draft\.valid is NoneType"),
     "tokens alone": (lambda d: (d.tokens, ()), "propose.. drafted Tensor: return a Draft"),
+    "nothing": (lambda d: None, r"Scripted\.propose\(\) returned NoneType: return two values, a Draft"),
+    "a draft alone": (lambda d: d, r"Scripted\.propose\(\) returned Draft: return two values"),
+    "three": (lambda d: (d, (), 0), r"propose\(\) returned tuple of 3: .*the proposer's state"),
+    "a tuple of one": (lambda d: (d,), r"propose\(\) returned tuple of 1: "),
+    "a tensor": (lambda d: d.tokens, r"propose\(\) returned Tensor: "),
 }
 
 
@@ -122,6 +127,35 @@ def test_taps_that_are_no_layers_are_named(taps):
     drafter.taps = taps
     with pytest.raises(ValueError, match=r"taps=\(.*no layers of the target, which has 0 to 3"):
         td.compile(target()[0], drafter, runtime="eager", **SIZES)
+
+
+@pytest.mark.parametrize("taps", [None, 2])
+def test_taps_that_are_no_tuple_are_named(taps):
+    drafter = Scripted(1, 80, WIDTH)
+    drafter.taps = taps
+    with pytest.raises(ValueError, match=f"taps={taps}: must be a tuple of layers, 0 to 3; .. for none"):
+        td.compile(target()[0], drafter, runtime="eager", **SIZES)
+
+
+@pytest.mark.parametrize("key", [[1], {"width": 4}, (1, [2])])
+def test_a_key_without_a_hash_is_named(key):
+    drafter = Scripted(1, 80, WIDTH)
+    drafter.key = key
+    for call in (
+        lambda: td.compile(target()[0], drafter, runtime="eager", **SIZES),
+        lambda: td.generate(target()[0], drafter, torch.tensor([PROMPT]), runtime="eager", max_new_tokens=2),
+        lambda: td.dflash(drafter),
+    ):
+        with pytest.raises(TypeError, match=r"drafter=Scripted: key=.* must be hashable .*make it a tuple"):
+            call()
+
+
+def test_a_round_that_skips_a_wrong_proposal_names_it():
+    """With nothing drafted the state alone is taken."""
+    drafter = Scripted(1, 80, WIDTH)
+    drafter.propose = lambda *given: None
+    with pytest.raises(TypeError, match=r"Scripted\.propose\(\) returned NoneType"):
+        drafter.skip((), None, None, None, None)
 
 
 @pytest.mark.parametrize("width", [2.5, "4", 0, True])

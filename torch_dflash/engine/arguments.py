@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from transformers.generation import GenerationMixin
 
+from torch_dflash.checks import check_loaded
 from torch_dflash.engine.answers import RESPONSE_FORMAT
-from torch_dflash.engine.options import OF_AN_ENGINE
+from torch_dflash.engine.foreign import meant
+from torch_dflash.engine.options import OF_A_CALL, OF_AN_ENGINE
 from torch_dflash.engine.refusals import config_fields
 from torch_dflash.engine.rules import OURS
 from torch_dflash.engine.text_alone import MEDIA
@@ -84,6 +86,7 @@ def take_arguments(options: dict[str, Any], target: Any) -> None:
     """
     own = *OURS, RESPONSE_FORMAT, *OF_LOGITS
     fields = config_fields() | {"seed", "tokenizer", *own}
+    check_loaded("tokenizer", options.get("tokenizer"), "AutoTokenizer.from_pretrained({})")
     for name in [name for name in options if name not in fields or name in COMPILED]:
         value = options.pop(name)
         if value is None and name not in COMPILED and _known(name, target):
@@ -93,7 +96,7 @@ def take_arguments(options: dict[str, Any], target: Any) -> None:
         if not _known(name, target):
             raise TypeError(
                 f"unknown option {name!r}; options are seed, {', '.join(own)} and the "
-                "fields of transformers' GenerationConfig."
+                "fields of transformers' GenerationConfig." + meant(name, [*fields, *OF_A_CALL])
             )
         if name not in _IGNORED and not _NOTHING.get(name, lambda _: False)(value):
             fix = _OPTIONS.get(name, _TEXT if MEDIA.search(name) else _ALONE)

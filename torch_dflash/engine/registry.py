@@ -12,7 +12,7 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.replicas import engine_of
 from torch_dflash.guards.reentry import holding
-from torch_dflash.proposers.choose import check_drafter
+from torch_dflash.proposers.choose import check_drafter, holds_tensors
 from torch_dflash.targets.code import code_of
 from torch_dflash.targets.unmodified import settings
 from torch_dflash.targets.weights import model_of
@@ -23,10 +23,10 @@ ENGINES_PER_PAIR = 24
 
 
 class _Value:
-    """Stands in the weak keys for a drafter that is known by value: None, or a proposer with a ``key``."""
+    """Stands in the weak keys for drafters that are known by value."""
 
 
-_values: dict[Any, _Value] = {}
+_plain, _keyed = _Value(), _Value()  # no drafter; all proposers with a ``key``, together
 _lock = threading.Lock()
 # target -> drafter -> options -> engine. An engine refers to its models weakly, so no value here leads
 # back to its key, and deleting a model frees the engine and its device arrays.
@@ -40,20 +40,25 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     check_drafter(drafter)
     model = model_of(target)
     check_target(model)
-    key = _key(model, drafter, options)
-    value = None if drafter is None else getattr(drafter, "key", None)
-    with holding(_lock):  # proposers of the user's own run while an engine is built
-        known = drafter if drafter is not None and value is None else _values.setdefault(value, _Value())
+    key, value = _key(model, drafter, options), _value(drafter)
+    with holding(_lock):  # a user's proposer may run while an engine is built
+        known = _plain if drafter is None else drafter if value is None else _keyed
         by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())
-        if key not in entries:
+        if (key, value) not in entries:
             engine = engine_of(target, drafter, options)
             key = _key(model, drafter, options)  # without what the forward was seen to write itself
-            entries[key] = engine
+            entries[key, value] = engine
             while len(entries) > ENGINES_PER_PAIR:
                 entries.popitem(last=False)
-        entries.move_to_end(key)
-        return entries[key]
+        entries.move_to_end((key, value))
+        return entries[key, value]
+
+
+def _value(drafter: Any) -> Any:
+    """What stands for equal drafters; None for one that holds tensors, which an engine refers to."""
+    key = getattr(drafter, "key", None)
+    return None if key is None or holds_tensors(drafter) else (type(drafter), key)
 
 
 def _key(model: Any, drafter: Any, options: EngineOptions) -> tuple:

@@ -11,6 +11,7 @@ from transformers import ForcedBOSTokenLogitsProcessor, GenerationConfig, PreTra
 
 from torch_dflash.checks import check_blocks
 from torch_dflash.engine.arguments import set_aside_cache
+from torch_dflash.engine.foreign import meant
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.refusals import refuse_unsupported
@@ -24,7 +25,7 @@ from torch_dflash.integrations.prepared_rules import OFF, Call
 from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.own import BlockProcessor
-from torch_dflash.proposers.choose import check_drafter
+from torch_dflash.proposers.choose import Missing, check_drafter
 
 _BOUND = (*OF_A_CALL, "seed", "streamer", "tokenizer", *OF_LOGITS)
 
@@ -49,13 +50,14 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             a bound value that no call could honour.
     """
 
-    def __init__(self, drafter, *called: Any, **bound: Any):
+    def __init__(self, drafter: Any = Missing, *called: Any, **bound: Any):
         if called:  # as transformers calls what it is given
             raise TypeError("custom_generate=dflash: pass what it makes, dflash(drafter).")
         unknown = [name for name in bound if name not in _BOUND]
         if unknown:
             raise TypeError(
                 f"dflash() takes {', '.join(_BOUND)}, not {unknown[0]!r}; pass it to target.generate."
+                + meant(unknown[0])
             )
         check_drafter(drafter)
         engine = {name: value for name, value in bound.items() if name in OF_A_CALL}

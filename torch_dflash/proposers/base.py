@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torch_dflash.accept import drafted_by
 from torch_dflash.ops.windows import clear_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.state import Draft
@@ -101,7 +102,7 @@ class Proposer(nn.Module):
 
     def skip(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> Any:
         """``pstate`` ready for `observe`, in a round that verifies no draft; arguments as in `propose`."""
-        return self.propose(pstate, anchor, length, embed, head)[1]
+        return drafted_by(self, self.propose(pstate, anchor, length, embed, head))[1]
 
     def cost(self, plan: DecodePlan, context: int) -> Cost:
         """What a draft costs with ``context`` committed tokens in every row."""

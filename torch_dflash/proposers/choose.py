@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import copy
-from typing import cast
+from itertools import chain
+from typing import Any, cast
 
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torch_dflash.checks import check_counts
+from torch_dflash.checks import check_counts, check_loaded, check_target
 from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair
+from torch_dflash.targets.weights import model_of
+
+
+class Missing:
+    """Stands for a drafter that was not given, for None asks for plain decoding."""
 
 
 def check_drafter(drafter) -> None:
-    """Raise ``TypeError`` unless ``drafter`` is a drafter model, a proposer, or None."""
+    """Raise ``TypeError`` unless ``drafter`` is a drafter model, a proposer with a hashable key, or None."""
+    check_loaded("drafter", drafter, "torch_dflash.load_drafter({}, target)")
+    if drafter is Missing:
+        raise TypeError(
+            "drafter is missing: pass torch_dflash.load_drafter(path_or_id, target), a Proposer such as "
+            "NGramProposer(), or None for plain decoding."
+        )
     if isinstance(drafter, PreTrainedModel) and not isinstance(drafter, DFlashDraftModel):
         if hasattr(drafter.config, "dflash_config"):
             raise TypeError(
@@ -22,10 +35,29 @@ def check_drafter(drafter) -> None:
                 "missing; load them with torch_dflash.DFlashDraftModel.from_pretrained."
             )
     if not (drafter is None or isinstance(drafter, Proposer | DFlashDraftModel)):
+        order = " input_ids come third." if isinstance(drafter, Tensor) else ""
         raise TypeError(
-            f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (see its from_pretrained), a "
-            "Proposer such as NGramProposer(), or None for plain decoding."
+            f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (of torch_dflash.load_drafter), a "
+            f"Proposer such as NGramProposer(), or None for plain decoding.{order}"
         )
+    try:
+        hash(getattr(drafter, "key", None))
+    except TypeError as error:
+        raise TypeError(
+            f"drafter={type(drafter).__name__}: key={getattr(drafter, 'key', None)!r}: it must be hashable "
+            f"({error}); make it a tuple of numbers and words."
+        ) from error
+
+
+def check_models(target: Any, drafter: Any) -> None:
+    """Raise ``TypeError`` unless ``target`` is a causal LM, and ``drafter`` as in `check_drafter`."""
+    check_target(model_of(target))
+    check_drafter(drafter)
+
+
+def holds_tensors(drafter: nn.Module) -> bool:
+    """Whether ``drafter`` has parameters or buffers, which are one object's own."""
+    return next(chain(drafter.parameters(), drafter.buffers()), None) is not None
 
 
 def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> Proposer:

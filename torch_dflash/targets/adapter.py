@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +87,8 @@ class Target(nn.Module):
     def check_taps(self, taps: Any) -> None:
         """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""
         layers = len(self.specs)
+        if not isinstance(taps, Iterable):
+            raise ValueError(f"taps={taps!r}: must be a tuple of layers, 0 to {layers - 1}; () for none.")
         odd = [tap for tap in taps if not is_count(tap) or not 0 <= tap < layers]
         if odd:
             raise ValueError(
