@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from support.scripted import own_text, pad
 from support.tiny import VOCAB, make_pair, make_target
 from torch import nn
+from torch.nn.utils import stateless
 from transformers import LlamaForCausalLM
 
 import torch_dflash as td
@@ -123,6 +125,67 @@ def test_proposers_without_weights_are_known_by_value(pair, used):
     assert used[0] is used[1] is used[5]
     assert len(set(map(id, used))) == 4
     assert [engine.plan.block_size for engine in used] == [6, 6, 7, 6, 1, 6]
+
+
+class Keyed(td.Proposer):
+    """Drafts the anchor again; ``token``, if any, is a buffer of its own."""
+
+    name, width = "keyed", 4
+
+    def __init__(self, key, token=None):
+        super().__init__()
+        self.key = key
+        if token is not None:
+            self.register_buffer("token", torch.tensor(token, dtype=torch.int32))
+
+    def propose(self, pstate, anchor, length, embed, head):
+        drafts = anchor if getattr(self, "token", None) is None else self.token.expand(len(anchor))
+        return td.Draft(drafts[:, None].expand(-1, self.width - 1), length * 0 + self.width - 1), pstate
+
+
+class Other(Keyed):
+    width = 3
+
+
+@pytest.mark.parametrize(
+    "make", [Keyed, lambda at: td.NGramProposer(4 + at), lambda at: type("New", (Keyed,), {})(1)]
+)
+def test_engines_of_ever_new_keys_are_bounded(used, monkeypatch, make):
+    monkeypatch.setattr(engine_cache, "ENGINES_PER_PAIR", 3)
+    target = make_target("llama")
+    for at in range(6):
+        say(target, make(at), runtime="eager", new=1)
+    say(target, None, runtime="eager", new=1)  # plain decoding has room of its own
+    kept = [engine for entries in engine_cache._engines[target].values() for engine in entries.values()]
+    assert kept == [*used[3:6], used[6]]
+    known = weakref.ref(used[0])
+    used.clear()
+    gc.collect()
+    assert known() is None
+
+
+def test_proposers_of_equal_keys_share_engines_unless_they_hold_tensors(pair, used):
+    target, own = pair[0], own_text(pair[0], PROMPT, NEW)
+
+    def drafted(drafter):
+        options = {
+            "runtime": "eager",
+            "do_sample": False,
+            "eos_token_id": None,
+            "return_dict_in_generate": True,
+        }
+        out = td.generate(target, drafter, torch.tensor([PROMPT]), max_new_tokens=NEW, **options)
+        assert out.sequences[0, len(PROMPT) :].tolist() == own
+        return out.stats.acceptance_lengths
+
+    drafted(Keyed("a")), drafted(Keyed("a")), drafted(Other("a"))
+    assert used[0] is used[1] and used[2] is not used[0] and used[2].plan.block_size == 3
+    first, second = Keyed("b", (own[0] + 1) % VOCAB), Keyed("b", own[1])
+    assert drafted(first) != drafted(second)  # each drafts by its own buffer
+    del first
+    gc.collect()
+    drafted(second)
+    assert used[-1] is used[-2]
 
 
 def test_a_row_that_ends_early_is_padded(pair):
@@ -243,3 +306,34 @@ def test_a_dropped_target_leaves_nothing(tried):
         say(target, None, runtime="eager")
         del target
     assert models() == before
+
+
+@pytest.mark.parametrize("place", ["before", "within", "after"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_an_interrupted_swap_leaves_no_weight_in_the_skeleton(monkeypatch, place, error):
+    """The user's tensors would stay alive there, whatever becomes of the model."""
+    target = make_target("llama", seed=5)
+    engine = td.compile(target, None, runtime="eager", max_length=32)
+    own, swap, count = (
+        own_text(target, PROMPT, 2),
+        stateless.NamedMemberAccessor.swap_tensor,
+        iter(range(999)),
+    )
+    stop = {"before": 5, "within": None, "after": len(engine.tensors()) + 5}[place]
+
+    def interrupted(*args, **kwargs):
+        if next(count) == stop:
+            raise error
+        return swap(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        if stop is None:
+            patch.setattr(type(engine.pair), "forward", lambda *args: (_ for _ in ()).throw(error()))
+        else:
+            patch.setattr(stateless.NamedMemberAccessor, "swap_tensor", interrupted)
+        engine.generate(torch.tensor([PROMPT]), max_new_tokens=2)
+    left = [*engine.pair.parameters(), *engine.pair.buffers()]
+    live = {leaf.data_ptr() for leaf in engine.tensors().values()}
+    assert left and not {leaf.data_ptr() for leaf in left if leaf.device.type != "meta"} & live
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+    assert engine.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist() == own
