@@ -77,7 +77,7 @@ class Grammar:
 
         Raises:
             ValueError: no pattern, one that matches nothing, or one with no such table. TypeError: a
-                tokenizer that is not a fast one. ImportError: llguidance or interegular is missing.
+                tokenizer that is not a fast one. ImportError: llguidance is missing.
         """
         if not isinstance(pattern, str):
             raise ValueError(f"pattern={_short(pattern)}: must be a regular expression, as text.")

@@ -1,100 +1,198 @@
-"""A regular expression as an automaton of bytes: interegular's, of characters, each written in UTF-8."""
+"""A regular expression as an automaton of bytes, whose size is bounded while it is built."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from bisect import bisect_left
+from collections.abc import Iterator
 
 import numpy as np
 
-from torch_dflash.grammars.vocabulary import library
+from torch_dflash.grammars.pattern import Chars, Either, Join, Node, Repeat, read_pattern
 
 DEAD, FIRST = 0, 1
 """States: behind what may not stand there; before the first byte."""
-# Of each first byte: how many follow, and the bounds of the next (RFC 3629, section 4).
-_LEADS = dict.fromkeys(range(128), (0, 0, 0))
-_LEADS |= dict.fromkeys(range(194, 224), (1, 128, 191))
-_LEADS |= dict.fromkeys(range(224, 240), (2, 128, 191)) | {
-    0xE0: (2, 0xA0, 0xBF),
-    0xED: (2, 0x80, 0x9F),
-}
-_LEADS |= dict.fromkeys(range(240, 245), (3, 128, 191)) | {
-    0xF0: (3, 0x90, 0xBF),
-    0xF4: (3, 0x80, 0x8F),
-}
+MOST_EDGES = 1 << 16
+"""Edges of the automaton that may be in several states at once: a few MB."""
+MOST_STEPS = 1 << 21
+"""Edges followed while its sets of states are listed: a few seconds."""
 
 
-class _Place(NamedTuple):
-    """In the middle of a character, or before one: ``prefix`` are its bytes so far, as long as they matter.
-
-    Where no character that the pattern names begins so, only what must follow counts: ``left`` bytes, the
-    next of them between ``low`` and ``high``, and ``state`` is the one behind the character.
-    """
-
-    state: Any
-    prefix: bytes = b""
-    left: int = 0
-    low: int = 0
-    high: int = 0
+class _TooLarge(Exception):
+    """A bound was reached."""
 
 
 def byte_automaton(pattern: str, most: int) -> tuple[np.ndarray, np.ndarray]:
     """(next states int16 [states, 256], whether a text may end in each): `DEAD`, `FIRST` and the others.
 
     Raises:
-        ValueError: no regular expression that interegular knows, or one of more than ``most`` states.
-            ImportError: interegular is missing.
+        ValueError: no regular expression that is read here, or one of more than ``most`` states.
     """
     said = f"Grammar.regex({pattern!r}, device=True)"
-    patterns = library("interegular.patterns")
     try:
-        letters = patterns.parse_pattern(pattern).to_fsm().reduce()
-    except (patterns.InvalidSyntax, patterns.Unsupported) as error:
-        raise ValueError(f"{said}: interegular refuses it ({error}); pass device=False.") from None
-    named = {str(one).encode() for one in letters.alphabet if isinstance(one, str)}
-    begun = {text[:end] for text in named for end in range(1, len(text))}
-    places = {_Place(letters.initial): FIRST}
-    rows, waiting = [np.zeros(256, np.int16)], [_Place(letters.initial)]
-    for place in waiting:  # which grows
-        row = np.zeros(256, np.int16)
-        for byte in range(256):
-            to = _after(letters, begun, place, byte)
-            if to is not None and to not in places:
-                places[to] = len(places) + 1
-                waiting.append(to)
-            row[byte] = DEAD if to is None else places[to]
-        rows.append(row)
-        if len(places) >= most:
-            raise ValueError(
-                f"{said}: it has {most} states of bytes or more; pass device=False, or a simpler pattern."
-            )
-    ends = [not place.prefix and not place.left and place.state in letters.finals for place in waiting]
-    return np.stack(rows), np.array([False, *ends])
+        tree = read_pattern(pattern)
+        return _Sets(_Edges(tree)).listed(most)
+    except ValueError as error:
+        raise ValueError(f"{said}: {error}; pass device=False.") from None
+    except RecursionError:
+        raise ValueError(f"{said}: its groups are nested too deeply; pass device=False.") from None
+    except _TooLarge:
+        raise ValueError(
+            f"{said}: it has {most} states of bytes or more, or would take too long to build; pass "
+            "device=False, or a simpler pattern."
+        ) from None
 
 
-def _after(letters: Any, begun: set[bytes], place: _Place, byte: int) -> _Place | None:
-    """Where a byte leads, None if it may not stand there."""
-    if place.left:
-        if not place.low <= byte <= place.high:
-            return None
-        more = place.left > 1
-        return _Place(place.state, left=place.left - 1, low=0x80, high=0xBF) if more else _Place(place.state)
-    text = place.prefix + bytes([byte])
-    lead = _LEADS.get(text[0])
-    if lead is None:
-        return None
-    left, low, high = lead
-    if len(text) > 1:
-        if not (low if len(text) == 2 else 0x80) <= byte <= (high if len(text) == 2 else 0xBF):
-            return None
-        left, low, high = left - len(text) + 1, 0x80, 0xBF
-    moves = letters.map.get(place.state, {})
-    if left and text in begun:
-        return _Place(place.state, prefix=text)
-    # Beside the named characters a pattern knows "anything else" alone, whatever character that is.
-    state = moves.get(letters.alphabet[text.decode()] if not left else letters.alphabet[_OTHER])
-    if state is None:
-        return None
-    return _Place(state, left=left, low=low, high=high) if left else _Place(state)
+class _Edges:
+    """An automaton that may be in several states at once, built from the end of a pattern to its beginning.
+
+    Attributes:
+        reads: of each state, bytes and where they lead: (low, high, state).
+        skips: of each state, those that it is in as well.
+        first, last: its states before and behind a text.
+    """
+
+    def __init__(self, tree: Node):
+        self.reads: list[tuple[tuple[int, int, int], ...]] = []
+        self.skips: list[tuple[int, ...]] = []
+        self._known: dict[tuple[tuple[int, int, int], ...], int] = {}
+        self._count = 0
+        self.last = self._state()
+        self.first = self._before(tree, self.last)
+
+    def _state(self, reads: tuple[tuple[int, int, int], ...] = (), skips: tuple[int, ...] = ()) -> int:
+        self._count += 1 + len(reads) + len(skips)
+        if self._count > MOST_EDGES:
+            raise _TooLarge
+        self.reads.append(reads)
+        self.skips.append(skips)
+        return len(self.reads) - 1
+
+    def _reading(self, reads: tuple[tuple[int, int, int], ...]) -> int:
+        """The state with these edges; the ends of words and of characters share theirs."""
+        if reads not in self._known:
+            self._known[reads] = self._state(reads)
+        return self._known[reads]
+
+    def _before(self, node: Node, after: int) -> int:
+        """The state from which ``node`` leads to ``after``."""
+        match node:
+            case Chars(ranges):
+                return self._character(ranges, after)
+            case Join(parts):
+                for part in reversed(parts):
+                    after = self._before(part, after)
+                return after
+            case Either(parts):
+                return self._state(skips=tuple(self._before(part, after) for part in parts))
+            case Repeat(part, least, most):
+                return self._repeat(part, least, most, after)
+
+    def _character(self, ranges: tuple[tuple[int, int], ...], after: int) -> int:
+        found = []
+        for low, high in ranges:
+            for (begin, end), *others in _written(low, high):
+                to = after
+                for bounds in reversed(others):
+                    to = self._reading(((*bounds, to),))
+                found.append((begin, end, to))
+        return self._reading(tuple(found))
+
+    def _repeat(self, part: Node, least: int, most: int | None, after: int) -> int:
+        if most is None:
+            again = self._state()
+            self.skips[again] = (self._before(part, again), after)
+            start = again
+        else:
+            start = after
+            for _ in range(most - least):
+                start = self._state(skips=(self._before(part, start), after))
+        for _ in range(least):
+            before = self._before(part, start)
+            if before == start:  # an empty part
+                break
+            start = before
+        return start
 
 
-_OTHER = "\U0010ffff"  # a noncharacter: no text has it, and no pattern names it
+class _Sets:
+    """The sets of states that the bytes of a text lead to: each is a state of the automaton of bytes."""
+
+    def __init__(self, edges: _Edges):
+        self._edges = edges
+        self._steps = 0
+
+    def listed(self, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `byte_automaton`; `_TooLarge` for more than ``most`` states, or too much work."""
+        numbers: dict[tuple[int, ...], int] = {}
+        waiting: list[tuple[int, ...]] = []
+        known: dict[frozenset[int], int] = {}
+
+        def number(states: frozenset[int]) -> int:
+            if states not in known:
+                found = self._with_skips(states)
+                if found not in numbers:
+                    numbers[found] = len(numbers) + 1
+                    waiting.append(found)
+                known[states] = numbers[found]
+            return known[states]
+
+        number(frozenset([self._edges.first]))
+        rows = [np.zeros(256, np.int16)]
+        for found in waiting:  # which grows
+            row = np.zeros(256, np.int16)
+            for low, high, states in self._after(found):
+                row[low:high] = number(states)
+            rows.append(row)
+            if len(numbers) >= most:
+                raise _TooLarge
+        ends = [self._edges.last in found for found in waiting]
+        return np.stack(rows), np.array([False, *ends])
+
+    def _with_skips(self, states: frozenset[int]) -> tuple[int, ...]:
+        """Those that read a byte or end a text, of ``states`` and those that they are in as well."""
+        seen, waiting = set(states), list(states)
+        for state in waiting:  # which grows
+            more = [one for one in self._edges.skips[state] if one not in seen]
+            seen.update(more)
+            waiting += more
+        self._count(len(waiting))
+        return tuple(sorted(one for one in seen if self._edges.reads[one] or one == self._edges.last))
+
+    def _after(self, found: tuple[int, ...]) -> Iterator[tuple[int, int, frozenset[int]]]:
+        """(first byte, the one behind the last, states that these bytes lead to)."""
+        edges = [edge for state in found for edge in self._edges.reads[state]]
+        bounds = sorted({bound for low, high, _ in edges for bound in (low, high + 1)})
+        lead: list[set[int]] = [set() for _ in bounds]
+        for low, high, to in edges:
+            between = range(bisect_left(bounds, low), bisect_left(bounds, high + 1))
+            self._count(1 + len(between))
+            for at in between:
+                lead[at].add(to)
+        for at, states in enumerate(lead):
+            if states:
+                yield bounds[at], bounds[at + 1], frozenset(states)
+
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > MOST_STEPS:
+            raise _TooLarge
+
+
+def _written(low: int, high: int) -> Iterator[list[tuple[int, int]]]:
+    """The characters from ``low`` to ``high`` in UTF-8: bounds of the first byte, the second and so on."""
+    for last in (0x7F, 0x7FF, 0xFFFF):
+        if low <= last < high:
+            yield from _written(low, last)
+            low = last + 1
+    for bits in (6, 12, 18):
+        rest = (1 << bits) - 1
+        if low >> bits != high >> bits and low > 0x7F:
+            if low & rest:
+                yield from _written(low, low | rest)
+                yield from _written((low | rest) + 1, high)
+                return
+            if high & rest != rest:
+                yield from _written(low, (high & ~rest) - 1)
+                yield from _written(high & ~rest, high)
+                return
+    yield list(zip(chr(low).encode(), chr(high).encode(), strict=True))

@@ -80,19 +80,23 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
     """The automaton of ``pattern`` (Rust's regex syntax) over tokens with these bytes; b"" is no text.
 
     Raises:
-        ValueError: no regular expression that interegular knows, or its tables are too large.
-            ImportError: interegular is missing.
+        ValueError: no regular expression that is read here, or its tables are too large.
     """
     step, accepts = byte_automaton(pattern, MOST_STATES)
-    ends = _walk(step, spelt)  # [states, V]
-    columns = np.ascontiguousarray(ends.T)
+    letters, letter_of = np.unique(step, axis=1, return_inverse=True)  # of bytes that lead alike
+    alike = bytes(letter_of.reshape(-1).tolist())
+    never = bytes(np.flatnonzero((step == DEAD).all(axis=0)).tolist())
+    texts = [text.translate(alike, never) for text in spelt]
+    texts = [b"" if len(text) < len(given) else text for text, given in zip(texts, spelt, strict=True)]
+    words = {text: at for at, text in enumerate(dict.fromkeys(texts))}
+    columns = np.ascontiguousarray(_walk(letters, list(words)).T)  # [words, states]
     columns = np.concatenate([np.zeros_like(columns[:1]), columns])  # the class that may never follow
     whole = columns.view(np.dtype((np.void, columns.dtype.itemsize * columns.shape[1]))).ravel()
     _, first, class_of = np.unique(whole, return_index=True, return_inverse=True)
     class_of = class_of.reshape(-1)
     order = np.argsort(class_of[0] != np.arange(len(first)), kind="stable")  # the dead class comes first
     following = columns[first[order]].T.astype(np.int32)
-    class_of = np.argsort(order)[class_of[1:]].astype(np.int32)
+    class_of = np.argsort(order)[class_of[1:]].astype(np.int32)[[words[text] for text in texts]]
     alive = accepts.copy()
     while True:  # states from which the end can be spelt
         more = alive | (alive[following] & (following != DEAD)).any(axis=1)
@@ -101,7 +105,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
         alive = more
     following = np.where(alive[following], following, DEAD)
     check_size(pattern, following.shape[0], following.shape[1], len(spelt))
-    allowed = packed((following != DEAD)[:, class_of])
+    allowed = np.stack([packed(row[class_of]) for row in following != DEAD])
     allowed[DEAD] = ALL
     return TokenTable(following, class_of, accepts, allowed)
 
@@ -109,7 +113,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
 def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str) -> None:
     """Raise ``ValueError`` unless each state of ``table`` allows what the matcher of ``source`` does there.
 
-    Two libraries read the pattern; a state is compared behind the first text that leads to it.
+    Two readers read the pattern; a state is compared behind the first text that leads to it.
     """
     ends = (min(vocabulary.eos),)
     matched = MatcherRow(source, vocabulary, ends)
@@ -120,7 +124,7 @@ def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str
     for state in waiting:  # which grows
         if not np.array_equal(matched.allowed(texts[state], [], allowed.shape[1])[0], allowed[state]):
             raise ValueError(
-                f"{said}: after ids {texts[state]} interegular and llguidance read it differently; write out "
+                f"{said}: after ids {texts[state]} the table and llguidance read it differently; write out "
                 "what they do ([0-9] for a digit, [a-z] for a letter), or pass device=False."
             )
         for kind, to in enumerate(table.following[state].tolist()):
@@ -141,7 +145,7 @@ def check_size(pattern: str, states: int, classes: int, vocab_size: int) -> None
 
 
 def _walk(step: np.ndarray, spelt: Sequence[bytes]) -> np.ndarray:
-    """Where each token leads from each state, int16 [states, V]: all its bytes, one after another."""
+    """Where each text leads from each state, int16 [states, texts]: all its letters, one after another."""
     lengths = np.array([len(text) for text in spelt])
     longest_first = np.argsort(-lengths, kind="stable")
     letters = np.zeros((len(spelt), max(int(lengths.max(initial=0)), 1)), np.uint8)
@@ -151,7 +155,8 @@ def _walk(step: np.ndarray, spelt: Sequence[bytes]) -> np.ndarray:
     ends = np.repeat(np.arange(len(step), dtype=np.int16)[:, None], len(spelt), axis=1)
     for at in range(letters.shape[1]):
         count = int((lengths > at).sum())
-        ends[:, :count] = step[ends[:, :count], letters[None, :count, at]]
+        for row in ends:  # numpy takes eight bytes for each index
+            row[:count] = step[row[:count], letters[:count, at]]
     ends[:, lengths == 0] = DEAD
     found = np.empty_like(ends)
     found[:, longest_first] = ends

@@ -1,0 +1,199 @@
+"""Reads a regular expression: the part of Rust's syntax that every dialect reads alike."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import NamedTuple
+
+_LAST = 0x10FFFF
+_CHARACTERS = ((0, 0xD7FF), (0xE000, _LAST))
+"""Every character that text can hold: surrogates are none."""
+_CONTROLS = {"a": 7, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
+_NUMBERED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}")
+_GROUP = re.compile(r"\(\?(?:P?<[A-Za-z_][A-Za-z0-9_]*>|([is]*)([:)]))")
+_REPEAT = re.compile(r"([*+?]|\{(\d+)(?:(,)(\d*))?\})\??")
+_OPERATORS = ("[", "&&", "--", "~~")
+# Beside their other case, what these letters match in any case: LONG S and KELVIN SIGN.
+_FOLDED = {"s": "\u017f", "S": "\u017f", "k": "\u212a", "K": "\u212a"}
+_MOST_FOLDED = 1000
+
+
+class Chars(NamedTuple):
+    """One character: of one of these ranges, which are sorted and do not touch."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+class Join(NamedTuple):
+    """One part after another."""
+
+    parts: tuple[Node, ...]
+
+
+class Either(NamedTuple):
+    """One of the parts."""
+
+    parts: tuple[Node, ...]
+
+
+class Repeat(NamedTuple):
+    """A part, ``least`` to ``most`` times; None: any number of times."""
+
+    part: Node
+    least: int
+    most: int | None
+
+
+Node = Chars | Join | Either | Repeat
+
+
+class Unread(ValueError):
+    """The pattern has what this reader does not know; the message says what, and where."""
+
+
+def read_pattern(text: str) -> Node:
+    """The tree of a pattern.
+
+    Raises:
+        Unread: for what is no regular expression or what dialects read differently. RecursionError: groups
+            are nested too deeply.
+    """
+    reader = _Reader(text)
+    found = reader.choice(frozenset())
+    if reader.at < len(text):
+        raise reader.unread(")")
+    return found
+
+
+class _Reader:
+    def __init__(self, text: str):
+        self.text, self.at = text, 0
+
+    def unread(self, what: str, hint: str = "") -> Unread:
+        return Unread(f"{what!r} before character {self.at} is not read here{hint}")
+
+    def take(self, what: str) -> bool:
+        found = self.text.startswith(what, self.at)
+        self.at += len(what) * found
+        return found
+
+    def match(self, kind: re.Pattern[str]) -> re.Match[str] | None:
+        found = kind.match(self.text, self.at)
+        self.at = self.at if found is None else found.end()
+        return found
+
+    def next(self) -> str:
+        if self.at == len(self.text):
+            raise self.unread("the end")
+        self.at += 1
+        return self.text[self.at - 1]
+
+    def choice(self, flags: frozenset[str]) -> Node:
+        """Alternatives, up to the end of their group."""
+        options: list[Node] = []
+        parts: list[Node] = []
+        while self.at < len(self.text) and self.text[self.at] != ")":
+            if self.take("|"):
+                options.append(Join(tuple(parts)))
+                parts = []
+                continue
+            group = self.match(_GROUP)
+            if group and group[2] == ")":
+                flags |= {*group[1]}  # up to the end of this group
+                continue
+            if group or self.take("("):
+                part = self.choice(flags | {*(group and group[1] or "")})
+                if not self.take(")"):
+                    raise self.unread("the end")
+            else:
+                part = self.character(flags)
+            while repeat := self.match(_REPEAT):
+                part = _repeated(part, repeat)
+            parts.append(part)
+        options.append(Join(tuple(parts)))
+        return options[0] if len(options) == 1 else Either(tuple(options))
+
+    def character(self, flags: frozenset[str]) -> Chars:
+        first = self.next()
+        if first == "[":
+            return self.set(flags)
+        if first == ".":
+            return Chars(_CHARACTERS if "s" in flags else _others([(10, 10)]))
+        if first in "^$":
+            raise self.unread(first, ": a pattern matches an answer as a whole, so leave it out")
+        if first in "*+?{(":
+            raise self.unread(first)
+        code = self.escape() if first == "\\" else ord(first)
+        return Chars(_sorted(_in_any_case([(code, code)], flags)))
+
+    def escape(self) -> int:
+        if found := self.match(_NUMBERED):
+            code = int(next(filter(None, found.groups())), 16)
+            if not any(low <= code <= high for low, high in _CHARACTERS):
+                raise self.unread(found[0])
+            return code
+        letter = self.next()
+        if letter in _CONTROLS:
+            return _CONTROLS[letter]
+        if letter in "dDwWsSpP":
+            hint = ": libraries read it differently, so write out what it stands for ([0-9] for a digit)"
+            raise self.unread(f"\\{letter}", hint)
+        if letter not in string.punctuation + " " or letter in "<>":
+            raise self.unread(f"\\{letter}")
+        return ord(letter)
+
+    def set(self, flags: frozenset[str]) -> Chars:
+        """A class, behind its bracket."""
+        without, found = self.take("^"), []
+        while not found or not self.take("]"):
+            for operator in _OPERATORS:
+                if self.take(operator):
+                    raise self.unread(operator, " within a class: write \\ before it")
+            low = high = self.member()
+            if self.text.startswith("-", self.at) and self.text[self.at + 1 : self.at + 2] not in ("]", "-"):
+                self.at += 1
+                high = self.member()
+            if low > high:
+                raise self.unread(f"{chr(low)}-{chr(high)}")
+            found.append((low, high))
+        found = _in_any_case(found, flags)
+        return Chars(_others(found) if without else _sorted(found))
+
+    def member(self) -> int:
+        letter = self.next()
+        return self.escape() if letter == "\\" else ord(letter)
+
+
+def _repeated(part: Node, repeat: re.Match[str]) -> Node:
+    kind, least, comma, most = repeat.groups()
+    if kind in "*+?":
+        return Repeat(part, int(kind == "+"), 1 if kind == "?" else None)
+    return Repeat(part, int(least), int(least) if not comma else int(most) if most else None)
+
+
+def _in_any_case(ranges: list[tuple[int, int]], flags: frozenset[str]) -> list[tuple[int, int]]:
+    """The ranges and, with flag i, their characters' other case."""
+    if "i" not in flags:
+        return ranges
+    if sum(high - low for low, high in ranges) > _MOST_FOLDED:
+        raise Unread("a class of many characters with the flag i is not read here")
+    letters = {chr(code) for low, high in ranges for code in range(low, high + 1)}
+    others = {case(letter) for letter in letters for case in (str.lower, str.upper)}
+    others |= {_FOLDED[letter] for letter in letters if letter in _FOLDED}
+    return ranges + [(ord(one), ord(one)) for one in others if len(one) == 1]
+
+
+def _sorted(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same characters, in ranges that are sorted and do not touch."""
+    return _others(_others(ranges))
+
+
+def _others(ranges: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """The characters of no range, in ranges that are sorted and do not touch."""
+    found, begin = [], 0
+    for low, high in sorted([*ranges, (0xD800, 0xDFFF), (_LAST + 1, _LAST + 1)]):
+        if begin < low:
+            found.append((begin, low - 1))
+        begin = max(begin, high + 1)
+    return tuple(found)
