@@ -30,6 +30,7 @@ from torch_dflash.engine.together import read_alike
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
+from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
 from torch_dflash.targets.auto import auto_class
 
@@ -233,7 +234,8 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTr
         ) from error
     model.tie_weights()  # the empty init makes parameters of its own out of tied ones
     try:
-        model.generation_config = GenerationConfig.from_pretrained(path_or_id, **hub)
+        with naming_deep_json(path_or_id):
+            model.generation_config = GenerationConfig.from_pretrained(path_or_id, **hub)
     except OSError:
         pass  # the checkpoint has none: what the model made from its config stays
     return model.eval().requires_grad_(False)
@@ -241,7 +243,8 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTr
 
 def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
     """config.json as it is: building a config of it may take as long as it asks for."""
-    fields, _ = PreTrainedConfig.get_config_dict(source, **hub)
+    with naming_deep_json(source):
+        fields, _ = PreTrainedConfig.get_config_dict(source, **hub)
     check_types(fields, source)
     method = (fields.get("quantization_config") or {}).get("quant_method")
     if method is not None:

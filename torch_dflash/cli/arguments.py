@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,11 @@ from torch_dflash.checks import CACHES, check_mesh, context_of
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded
 from torch_dflash.engine.defaults import default_stop_ids, penalty_of
+from torch_dflash.storage.json_text import parse_json
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+SHOWN = 60
+"""Characters of a value that an error repeats."""
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 
 
@@ -67,10 +69,10 @@ def read_schema(arguments: argparse.Namespace) -> str | None:
         return None
     if arguments.regex is not None:
         raise UserError("--json-schema and --regex both say what an answer may be; give one of them.")
-    text = _read_file("--json-schema", arguments.json_schema)
     try:
-        json.loads(text)
-        return text.decode()
+        text = _read_file("--json-schema", arguments.json_schema).decode("utf-8-sig")
+        parse_json(text)
+        return text
     except ValueError as error:
         raise UserError(f"--json-schema {arguments.json_schema}: no JSON ({error}); mend the file.") from None
 
@@ -139,12 +141,13 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
     given = arguments.chat_template_kwargs
     if given is None:
         return None
+    shown = given if len(given) <= SHOWN else f"{given[:SHOWN]}..."
     try:
-        parsed = json.loads(given)
-    except ValueError:
-        parsed = None
+        parsed = parse_json(given)
+    except ValueError as error:
+        raise UserError(f"--chat-template-kwargs {shown}: must be one JSON object ({error}).") from None
     if not isinstance(parsed, dict):
-        raise UserError(f"--chat-template-kwargs {given}: must be one JSON object.")
+        raise UserError(f"--chat-template-kwargs {shown}: must be one JSON object.")
     return parsed
 
 

@@ -18,6 +18,7 @@ from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
 from torch_dflash.cli.job import Job
 from torch_dflash.cli.timeline import Printer
 from torch_dflash.storage.files import write_whole
+from torch_dflash.storage.json_text import parse_json
 
 LONGEST = 4096
 HELP = """/stats       what the last answer cost, and the conversation
@@ -178,9 +179,9 @@ class Conversation:
     def load(self, path: Path) -> None:
         """Take the messages of a file of `save` in place of these."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))["messages"]
+            found = parse_json(path.read_text(encoding="utf-8"))["messages"]
             good = isinstance(found, list) and all({"role", "content"} <= one.keys() for one in found)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             good = False
         if not good:
             raise UserError(

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dflash.cli.arguments import check_room
+from torch_dflash.cli.arguments import SHOWN, check_room
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import pad_rows
+from torch_dflash.storage.json_text import parse_json
 
 FIELDS = ("prompt", "turns", "messages")
 
@@ -53,13 +54,13 @@ def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int
 
 
 def _record(line: bytes) -> dict[str, Any]:
+    shown = line[:SHOWN].decode("utf-8", "replace")
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
-        shown = line[:60].decode("utf-8", "replace")
         raise UserError(f"{shown!r} is not JSON ({error}); write one object per line.") from None
     if not isinstance(record, dict):
-        raise UserError(f'{line[:60].decode()!r} is no JSON object; write {{"prompt": "..."}}.')
+        raise UserError(f'{shown!r} is no JSON object; write {{"prompt": "..."}}.')
     return record
 
 
@@ -90,7 +91,7 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         "turns": "a list of strings",
         "messages": 'a list of {"role": ..., "content": ...} with strings',
     }
-    raise UserError(f"{given[0]}={json.dumps(value)[:60]}: must be {wanted[given[0]]}.")
+    raise UserError(f"{given[0]}={json.dumps(value)[:SHOWN]}: must be {wanted[given[0]]}.")
 
 
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
@@ -106,9 +107,9 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def decode_items(engine: Engine, items: list[Item], seed: int, options: dict[str, Any]) -> GenerateOutput:
-    """Decode the good ones of a batch; line n draws from ``seed + n - 1`` whatever batch it is in."""
+    """Decode the good ones of a batch; line n draws from ``seed + n - 1``, modulo 2**64, in any batch."""
     ids, mask = pad_rows([item.ids for item in items])
-    seeds = [seed + item.number - 1 for item in items]
+    seeds = [(seed + item.number - 1) % 2**64 for item in items]
     output = engine.generate(ids, mask, seed=seeds, return_dict_in_generate=True, **options)
     assert isinstance(output, GenerateOutput)
     return output
@@ -171,5 +172,10 @@ def _logprobs(output: GenerateOutput, row: int, new: list[int]) -> dict[str, Any
 
 
 def _write(record: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+    line = json.dumps(record, ensure_ascii=False)
+    try:
+        line.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # standard output is ASCII, say
+        line = json.dumps(record)
+    sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -9,6 +9,7 @@ from typing import Any
 from torch_dflash.grammars.matcher import MatcherRow
 from torch_dflash.grammars.table import TableRow, TokenTable, check_same, token_table
 from torch_dflash.grammars.vocabulary import Vocabulary, library
+from torch_dflash.storage.json_text import parse_json
 
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
 
@@ -53,9 +54,9 @@ class Grammar:
                 that is not a fast one. ImportError: llguidance is missing.
         """
         try:
-            parsed = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps(parsed)
-        except (TypeError, ValueError) as error:
+            parsed = parse_json(schema) if isinstance(schema, str) else schema
+            text = json.dumps(parsed, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"schema={_short(schema)}: must be a JSON schema, a dict or text ({error})."
             ) from None
@@ -79,8 +80,7 @@ class Grammar:
             ValueError: no pattern, one that matches nothing, or one with no such table. TypeError: a
                 tokenizer that is not a fast one. ImportError: llguidance is missing.
         """
-        if not isinstance(pattern, str):
-            raise ValueError(f"pattern={_short(pattern)}: must be a regular expression, as text.")
+        _check_text("pattern", pattern, "a regular expression")
         said = f"Grammar.regex({_short(pattern)})"
         source = library("llguidance").LLMatcher.grammar_from_regex(pattern)
         plain = cls(source, tokenizer, said)
@@ -98,8 +98,7 @@ class Grammar:
             ValueError: it is refused, or no token begins it. TypeError: a tokenizer that is not a fast one.
                 ImportError: llguidance is missing.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"text={_short(text)}: must be a Lark grammar, as text.")
+        _check_text("text", text, "a Lark grammar")
         return cls(
             library("llguidance").LLMatcher.grammar_from_lark(text),
             tokenizer,
@@ -148,6 +147,16 @@ class Grammar:
         return MatcherRow(self._source, self.vocabulary, stop_ids, number)
 
 
+def _check_text(name: str, value: Any, kind: str) -> None:
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):  # half a surrogate pair is no character
+        raise ValueError(f"{name}={_short(value)}: must be {kind}, as text.") from None
+
+
 def _short(value: object) -> str:
-    said = repr(value)
+    try:
+        said = repr(value)
+    except RecursionError:
+        said = f"{type(value).__name__} nested too deeply to be shown"
     return said if len(said) <= 80 else f"{said[:77]}..."

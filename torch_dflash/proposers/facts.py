@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from torch_dflash.checks import check_there, is_count, positions_of
+from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 CHOSEN = ("revision", "subfolder")
@@ -52,7 +53,9 @@ def facts_of(target: Any, **hub: Any) -> TargetFacts:
     """
     if isinstance(target, str | os.PathLike):
         check_there("target", target)
-        return _of_config(AutoConfig.from_pretrained(target, **elsewhere(hub)), str(target))
+        with naming_deep_json(target):
+            config = AutoConfig.from_pretrained(target, **elsewhere(hub))
+        return _of_config(config, str(target))
     if isinstance(target, PreTrainedConfig):
         return _of_config(target, type(target).__name__)
     _refuse_drafter(getattr(target, "config", None), type(target).__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
+
+from torch_dflash.storage.json_text import parse_json
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
@@ -121,7 +122,7 @@ def named_files(file: Path) -> dict[str, str]:
     """Tensors and their files by an index; ``ValueError`` unless it is what transformers reads as one."""
     fix = "fetch it again, or save_pretrained() the model anew."
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))
+        index = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:  # no JSON, or not even text
         raise ValueError(f"{file} is damaged ({error}); {fix}") from error
     names = index.get("weight_map") if isinstance(index, dict) else None

@@ -58,7 +58,7 @@ def read_config(source: str | os.PathLike[str], given: dict[str, Any]) -> Fields
     try:
         read, _ = PreTrainedConfig.get_config_dict(source, **_hub(given))
         check_layout(read, source)
-    except (AttributeError, TypeError) as error:  # a list, a word: transformers takes it for an object
+    except (AttributeError, TypeError, RecursionError) as error:  # transformers takes a list for an object
         raise ValueError(f"config.json in {source} is no JSON object ({error}); fetch it again.") from error
     return read
 

@@ -1,0 +1,130 @@
+"""``generate --jsonl``: whatever stands in a line is that line's error, and no decoded line is lost."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from support.tiny import make_target
+from support.tokenizers import TEMPLATE, byte_tokenizer
+
+from torch_dflash.cli import main
+from torch_dflash.engine.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    make_target("llama", vocab_size=257, eos_token_id=0, pad_token_id=0).save_pretrained(folder)
+    byte_tokenizer(TEMPLATE).save_pretrained(folder)
+    return str(folder)
+
+
+def generate(target, *options):
+    options = [
+        "--target",
+        target,
+        "--drafter",
+        "ngram",
+        "--runtime",
+        "eager",
+        "--max-new-tokens",
+        "3",
+        *options,
+    ]
+    return main(["generate", *options])
+
+
+def decode(target, monkeypatch, lines, *options):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"\n".join(lines))))
+    return generate(target, "-", "--jsonl", *options)
+
+
+def refuse(word):
+    pytest.fail(f"{word} is no JSON")
+
+
+def read(out):
+    return [json.loads(line, parse_constant=refuse) for line in out.splitlines()]
+
+
+BAD = {
+    b'{"prompt": "x", "id": "\\ud800"}': "'\\ud800' is half a surrogate pair",
+    b'{"prompt": "\\udfff"}': "half a surrogate pair",
+    b'{"messages": [{"role": "\\ud800", "content": "x"}]}': "half a surrogate pair",
+    b'{"prompt": "x", "\\ud800": 1}': "half a surrogate pair",
+    b'{"prompt": "\xed\xa0\x80"}': "invalid continuation byte",
+    b"[" * 100_000: "nested more than 200 levels deep",
+    b'{"prompt": "x", "id": ' + b"[" * 300 + b"]" * 300 + b"}": "nested more than 200 levels deep",
+    b'{"prompt": "x", "id": NaN}': "NaN is no JSON",
+    b'{"prompt": "x", "id": -Infinity}': "-Infinity is no JSON",
+    b'{"prompt": "x", "id": 1e999}': "1e999 is beyond the largest float",
+    b'{"prompt": "x", "id": ' + b"9" * 5000 + b"}": "a number of 5000 digits",
+    b'{"prompt": "x", "prompt": "y"}': "an object has 'prompt' twice",
+    '["{}"]'.format("é" * 40).encode(): "is no JSON object",
+    b'{"turns": [null]}': "must be a list of strings",
+}
+
+
+def test_a_bad_line_is_that_lines_error_whatever_stands_in_it(target, monkeypatch, capsys):
+    good = b'{"prompt": "x", "id": ["\\ud83d\\ude00", 12345678901234567890]}'
+    assert decode(target, monkeypatch, [good, *BAD, good]) == 1
+    out, err = capsys.readouterr()
+    first, *found, last = read(out)
+    assert first["text"] == last["text"] and first["id"] == last["id"] == ["😀", 12345678901234567890]
+    for number, (line, words) in enumerate(zip(found, BAD.values(), strict=True), 2):
+        assert line["line"] == number and line["error"].startswith(f"line {number}: ")
+        assert words in line["error"] and len(line["error"]) < 250
+    assert f"{len(BAD)} of {len(BAD) + 2} lines failed" in err
+
+
+def test_the_last_seeds_are_counted_on_from_0(target, monkeypatch, capsys):
+    found = []
+    for seed in (2**64 - 1, -1):  # the same, modulo 2**64
+        assert (
+            decode(target, monkeypatch, [b'{"prompt": "x"}'] * 3, "--temperature", "1", "--seed", str(seed))
+            == 0
+        )
+        found.append([line["text"] for line in read(capsys.readouterr().out)])
+    assert found[0] == found[1] and len({*found[0]}) > 1
+
+
+def test_an_output_that_holds_ascii_alone(target, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert decode(target, monkeypatch, ['{"prompt": "é", "id": "€"}'.encode()]) == 0
+    (line,) = read(out.buffer.getvalue().decode())
+    assert (line["prompt"], line["id"]) == ("é", "€") and line["text"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, RecursionError, ValueError])
+def test_an_error_of_the_programs_own_comes_after_what_was_decoded(target, monkeypatch, capsys, error):
+    once, calls = Engine.generate, []
+
+    def broken(self, *args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise error("of the program")
+        return once(self, *args, **options)
+
+    monkeypatch.setattr(Engine, "generate", broken)
+    lines = [b'{"prompt": "a"}', b"[" * 2000, b'{"prompt": "b"}', b'{"prompt": "c"}', b'{"prompt": "d"}']
+    with pytest.raises(error, match="of the program"):
+        decode(target, monkeypatch, lines, "--batch-size", "1")
+    found = read(capsys.readouterr().out)
+    assert [line["line"] for line in found] == [1, 2, 3] and "text" in found[0] and "text" in found[2]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"type": NaN}', '{"a": 1, "a": 2}', '["\\ud800"]'])
+@pytest.mark.parametrize("option", ["--json-schema", "--chat-template-kwargs"])
+def test_options_that_are_no_json(target, capsys, tmp_path, option, text):
+    if option == "--json-schema":
+        file = tmp_path / "schema.json"
+        file.write_text(text)
+        text = str(file)
+    assert generate(target, "--prompt", "x", option, text) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"torch-dflash generate: {option} ") and "JSON" in line and len(line) < 400

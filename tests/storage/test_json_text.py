@@ -1,0 +1,120 @@
+"""JSON from users: what is none of it is an error by name at every door, and never one of Python's own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.refusals import refuses
+from support.tiny import make_drafter, make_target
+from support.tokenizers import byte_tokenizer
+
+import torch_dflash as td
+from torch_dflash.storage.json_text import MOST_DEPTH, parse_json
+
+DEEP = "[" * 100_000
+BAD = {
+    "{": "Expecting property name",
+    DEEP: "nested more than 200 levels",
+    '{"a": ' * 300 + "1" + "}" * 300: "nested more than 200 levels",
+    '{"a": NaN}': "NaN is no JSON",
+    "[-Infinity]": "-Infinity is no JSON",
+    "[1, -1e999]": "-1e999 is beyond the largest float",
+    "[" + "9" * 5000 + "]": "a number of 5000 digits",
+    '{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}': "an object has 'c' twice",
+    '["\\ud83d"]': "'\\ud83d' is half a surrogate pair",
+    '{"\\udc00 is no name": 1}': "'\\udc00' is half a surrogate pair",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_no_json(text):
+    with refuses(ValueError, BAD[text]):
+        parse_json(text)
+
+
+def test_what_is_json():
+    for text in (
+        '{"a": ["\\ud83d\\ude00", "é", -0.5e-400, 12345678901234567890, null]}',
+        '"[[["',
+        "[" * 99 + "]" * 99,
+    ):
+        assert parse_json(text) == json.loads(text)
+    level = "[" * MOST_DEPTH
+    assert parse_json(level + "]" * MOST_DEPTH)
+    with refuses(ValueError, "levels deep"):
+        parse_json(f"[{level}1{']' * MOST_DEPTH}]")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    target = make_target("llama", vocab_size=257)
+    target.save_pretrained(folder / "target", max_shard_size="20KB")
+    make_drafter(target).save_pretrained(folder / "drafter")
+    return folder
+
+
+def load_by_jax(folder):
+    import jax_bridge as jb
+
+    return jb.load(folder / "target")
+
+
+DOORS = {
+    "target/config.json": load_by_jax,
+    "target/generation_config.json": load_by_jax,
+    "target/model.safetensors.index.json": load_by_jax,
+    "drafter/config.json": lambda folder: td.load_drafter(folder / "drafter"),
+    "drafter/config.json of from_pretrained": lambda folder: td.DFlashDraftModel.from_pretrained(
+        folder / "drafter"
+    ),
+    "target/config.json of a drafter": lambda folder: td.load_drafter(folder / "drafter", folder / "target"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_files_that_are_nested_too_deeply(saved, door):
+    file = saved / door.partition(" of ")[0]
+    before = file.read_text()
+    file.write_text(DEEP)
+    try:
+        with refuses(ValueError, str(file.parent), "fetch it again"):
+            DOORS[door](saved)
+    finally:
+        file.write_text(before)
+
+
+def nested(depth):
+    found = {}
+    for _ in range(depth):
+        found = {"not": found}
+    return found
+
+
+def as_format(schema):
+    return td.Grammar.of_response_format(
+        {"type": "json_schema", "json_schema": {"schema": schema}}, byte_tokenizer()
+    )
+
+
+@pytest.mark.parametrize("make", [lambda one: td.Grammar.json_schema(one, byte_tokenizer()), as_format])
+@pytest.mark.parametrize("schema", [nested(3000), nested(200), {"const": float("nan")}, {"const": "\ud800"}])
+def test_schemas_that_are_no_json(make, schema):
+    with refuses(ValueError, "schema"):
+        make(schema)
+
+
+@pytest.mark.parametrize(
+    "given", [nested(3000), {"type": nested(3000)}, {"type": "json_schema", "json_schema": nested(3000)}]
+)
+def test_a_response_format_that_is_nested_too_deeply(given):
+    with refuses(ValueError, "response_format=dict nested too deeply to be shown"):
+        td.Grammar.of_response_format(given, byte_tokenizer())
+
+
+@pytest.mark.parametrize("make", [td.Grammar.json_schema, td.Grammar.regex, td.Grammar.lark])
+@pytest.mark.parametrize("text", ['"\ud800"', b"a", None])
+def test_texts_of_grammars_that_are_none(make, text):
+    with refuses(ValueError, "="):
+        make(text, byte_tokenizer())
