@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_dflash._version import __version__
 from torch_dflash.cli.errors import INTERRUPTED
+from torch_dflash.cli.parser import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def main_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="torch-dflash", description="DFlash: block-diffusion speculative decoding for PyTorch."
     )
+    parser.add_argument("--version", action="version", version=f"torch-dflash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     from torch_dflash.cli import aot, chat, demo, doctor, fit_memory, generate, list, selftest, train

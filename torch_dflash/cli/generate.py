@@ -34,7 +34,7 @@ def add_parser(commands) -> None:
     )
     add = parser.add_argument
     add_call_options(parser)
-    add("stdin", nargs="?", choices=["-"], metavar="-", help="read the prompt (or the JSON lines) from stdin")
+    add("stdin", nargs="?", type=_dash, metavar="-", help="read the prompt (or the JSON lines) from stdin")
     add("--prompt", metavar="TEXT")
     add("--file", metavar="PATH", help="the whole file is one prompt; with --jsonl, one prompt per line")
     add(
@@ -57,6 +57,12 @@ def add_parser(commands) -> None:
     text = "with --jsonl: so many copies of the pair, each on its part of --mesh, share the lines"
     add("--replicas", type=int, default=1, metavar="N", help=text)
     parser.set_defaults(run=run)
+
+
+def _dash(word: str) -> str:
+    if word != "-":
+        raise argparse.ArgumentTypeError(f"{word!r} has no option before it; a prompt is --prompt TEXT")
+    return word
 
 
 def run(arguments: argparse.Namespace) -> int:
