@@ -28,7 +28,7 @@ from jax_bridge.spare import Spare, dense_layers, fit, with_caches, without_cach
 from jax_bridge.state import check_alive, register_states
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
-from torch_dflash.progress import progress_bar, quiet, unseen
+from torch_dflash.progress import announced, progress_bar, quiet, unseen
 from torch_dflash.rewind import rewind
 from torch_dflash.runtime import News, Turn, news
 from torch_dflash.state import DecodeState, PromptChunk
@@ -90,8 +90,8 @@ class XlaRuntime:
         register_states()
         keep_programs()
         self.plan, self.fewest_rows = plan, fewest_rows
-        sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
-        self._programs = Programs(plan.matmul_precision, sizes, platform)
+        self._sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
+        self._programs = Programs(plan.matmul_precision, self._sizes, platform)
         self._steps = Steps.of(pair, widths, fewest_rows)
         self._settle(here)
 
@@ -238,7 +238,8 @@ class XlaRuntime:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         count = len(buckets) + len(self._rounds) + 2
         bar = progress_bar(progress, total=count, unit="program", desc="begin")
-        with bar, quiet(not unseen(progress, bar)):
+        lasting = f"compiling {count} programs for {self._sizes}" if unseen(progress, bar) else None
+        with bar, announced(lasting), quiet(True):
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))

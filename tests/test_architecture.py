@@ -82,6 +82,11 @@ def test_torch_dflash_never_imports_jax():
             assert not roots(name) & {"jax", "jaxlib", "torchax", "flax"}, name
 
 
+def test_no_module_needs_a_system_that_has_fcntl():
+    for name in [name for name in MODULES if name.startswith("torch_dflash")]:
+        assert not roots(name) & {"fcntl", "grp", "pwd", "resource", "termios"}, name
+
+
 def test_one_lazy_door_from_torch_dflash_to_the_bridge():
     doors = {
         (name, module, lazy)

@@ -40,6 +40,16 @@ def announce(what: str | None) -> threading.Timer:
 
 
 @contextmanager
+def announced(what: str | None) -> Iterator[None]:
+    """`announce` for as long as this is open."""
+    timer = announce(what)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
     """While open, if ``wanted``, what this thread starts is not announced.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from support.refusals import refuses
 from support.stages import CACHED, SAID, cached
@@ -76,7 +77,7 @@ def test_a_stage_needs_its_manifest_and_its_directory_to_itself(world, tmp_path,
     for path in tmp_path.glob(MADE[stage]):
         path.unlink()
     run(world, tmp_path)
-    assert manifest.read_text() == before and not (tmp_path / ".lock").exists()
+    assert manifest.read_text() == before and not (tmp_path / ".lock.holder").exists()
 
 
 HOLDS = """
@@ -94,31 +95,13 @@ def test_the_lock_of_a_killed_process_is_nobodys(tmp_path, monkeypatch):
             pass
         os.kill(process.pid, signal.SIGKILL)
     with open_stage(tmp_path, {}, "x-*"):
-        assert (tmp_path / ".lock").read_text().startswith(f"pid {os.getpid()} on")
+        assert (tmp_path / ".lock.holder").read_text().startswith(f"pid {os.getpid()} on")
 
-    def unsupported(*args):
-        raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+@pytest.mark.parametrize("error", [OSError(38, "Function not implemented"), NotImplementedError("no flock")])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(FileLock, "_acquire", Mock(side_effect=error))
     with refuses(StageError, str(tmp_path), "cannot lock", "another"), open_stage(tmp_path, {}, "x-*"):
-        pass
-
-
-def test_a_lock_removed_while_waiting_for_it_is_taken_anew(tmp_path, monkeypatch):
-    """Its holder may end between our opening of the file and our lock on it."""
-    lock, removed = fcntl.flock, []
-
-    def late(file, how):
-        if not removed:
-            removed.append((tmp_path / ".lock").unlink())
-        lock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with (
-        open_stage(tmp_path, {}, "x-*"),
-        refuses(StageError, "at work"),
-        open_stage(tmp_path, {}, "x-*"),
-    ):
         pass
 
 

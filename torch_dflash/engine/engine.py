@@ -104,7 +104,7 @@ class Engine(OfOneProcess):
         far as ``max_length`` has room for them.
 
         ``progress``: show a bar with the name of what is compiled; None: where stderr is a terminal, and
-        elsewhere a line for each program that takes long.
+        elsewhere one line, if all of it takes longer than a second.
         """
         buckets, width = [], MIN_BUCKET
         while width <= min(self.options.prefill_chunk_size, self.plan.slots):  # as `chunk_widths` chooses

@@ -22,7 +22,7 @@ from torch_dflash.engine.read import check_each_fits
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.session import Session
 from torch_dflash.engine.stats import Share
-from torch_dflash.progress import announce, progress_bar, unseen
+from torch_dflash.progress import announced, progress_bar, unseen
 from torch_dflash.runtime import Gain, Runtime
 from torch_dflash.state import DecodeState
 
@@ -56,12 +56,9 @@ class Replicas(Engine):
             progress_bar(progress, total=len(others), unit="replica", desc="other replicas") as bar,
         ):
             lasting = others and unseen(progress, bar)
-            said = announce("compiling for the other replicas" if lasting else None)
-            try:
+            with announced("compiling for the other replicas" if lasting else None):
                 for _ in pool.map(lambda engine: engine.warmup(progress=False), others):
                     bar.update()
-            finally:
-                said.cancel()
         return self
 
     def run(self, request: Request, input_ids: Tensor, streamer=None) -> GenerateOutput:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from torch_dflash.storage.files import StageError, naming_a_full_disk, write_json
 from torch_dflash.train.files import MANIFEST
 
-LOCK = ".lock"
+LOCK, HOLDER = ".lock", ".lock.holder"
+"""The file that is locked, which stays, and who holds it: Windows lets nobody read a locked file."""
 
 
 @contextmanager
@@ -38,42 +40,26 @@ def open_stage(directory: Path, settings: dict[str, Any], made: str) -> Iterator
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    path = directory / LOCK
-    file = _locked(path)
+    holder, lock = directory / HOLDER, FileLock(directory / LOCK)
     try:
-        with naming_a_full_disk(path):
-            file.write(f"pid {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+        lock.acquire(timeout=0)
+    except Timeout:
+        named = holder.read_text() if holder.exists() else "just started"
+        raise StageError(
+            f"another process ({named}) is at work in {directory}; wait for it or choose another directory."
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        raise StageError(
+            f"{directory}: its file system cannot lock files ({error}), so two runs could mix there "
+            "unnoticed; choose a directory on another one."
+        ) from error
+    try:
+        with naming_a_full_disk(holder):
+            holder.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
         yield
     finally:
-        path.unlink(missing_ok=True)  # first: who opens it now waits for nobody
-        file.close()
-
-
-def _locked(path: Path) -> Any:
-    """The open file at ``path``, locked; the lock ends with the process, however that ends."""
-    while True:
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            holder = file.read() or "just started"
-            file.close()
-            if not isinstance(error, BlockingIOError):
-                raise StageError(
-                    f"{path.parent}: its file system cannot lock files ({error.strerror}), so two runs could "
-                    "mix there unnoticed; choose a directory on another one."
-                ) from error
-            raise StageError(
-                f"another process ({holder}) is at work in {path.parent}; wait for it or choose another "
-                "directory."
-            ) from None
-        with suppress(FileNotFoundError):  # removed by the one before, between opening and locking
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                file.truncate(0)  # what a killed process left
-                return file
-        file.close()
+        holder.unlink(missing_ok=True)
+        lock.release()
 
 
 def _check_settings(directory: Path, settings: dict[str, Any], made: str) -> None:
