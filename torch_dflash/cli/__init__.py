@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_dflash._version import __version__
+from torch_dflash import __version__
 from torch_dflash.cli.errors import INTERRUPTED
 from torch_dflash.cli.parser import Parser
 
