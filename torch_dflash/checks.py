@@ -248,3 +248,21 @@ def check_static_rope(config) -> None:
 
 # Rope types whose frequencies depend on data seen at run time cannot be traced once and reused.
 DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
+
+
+def check_types(config: dict[str, Any], where: Any) -> None:
+    """Raise ``ValueError`` for a ``dtype`` or ``quantization_config`` of no known kind."""
+    for name in ("dtype", "torch_dtype"):
+        value = config.get(name)
+        known = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+        if value is not None and not known:
+            raise ValueError(
+                f"{name}={value!r} in {where}/config.json: torch has no such type; name the one the weights "
+                'are stored in, such as "bfloat16".'
+            )
+    quantized = config.get("quantization_config")
+    if quantized is not None and not isinstance(quantized, dict):
+        raise ValueError(
+            f"quantization_config={quantized!r} in {where}/config.json: must be an object; remove it if the "
+            "weights are plain."
+        )

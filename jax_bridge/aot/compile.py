@@ -113,7 +113,7 @@ def abstract_pair(
     with torch.device("meta"):
         model = auto_class(target).from_config(target)
         if isinstance(drafter, PreTrainedConfig):
-            drafter = drafter_of(drafter)
+            drafter = drafter_of(drafter).to(model.dtype)
     proposer = make_proposer(model, drafter, block_size)
     width = proposer.width
     fixed = DecodePlan(batch_size, capacity, width, verify_width or width, **plan)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from jax_bridge.arrays import default_device, shape_of, to_jax
+from jax_bridge.checkpoints.check_config import check_sizes
 from jax_bridge.checkpoints.experts import Stacked
 from jax_bridge.checkpoints.files import find_source, fingerprint_of, match, renamed
 from jax_bridge.forms import Weight
@@ -25,11 +26,10 @@ from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, ways_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
 from jax_bridge.room import bytes_of, check_room, room_of
-from torch_dflash.checks import check_mesh
+from torch_dflash.checks import check_mesh, check_types
 from torch_dflash.engine.together import read_alike
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
-from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
 from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
 from torch_dflash.targets.auto import auto_class

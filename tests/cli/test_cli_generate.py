@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -74,6 +75,15 @@ def test_text_is_the_targets_own_through_the_chat_template(pair, capsys, drafter
     assert out == wanted(pair, chat("naïve €5")) + "\n"
     for word in ("acceptance length", "TTFT", "TPOT", "tokens/s", f"{NEW} tokens"):
         assert word in err.strip().splitlines()[-1]
+
+
+def test_what_is_odd_about_a_pair_is_said_once(pair, tmp_path):
+    shutil.copytree(pair.drafter, tmp_path / "odd")
+    config = json.loads((tmp_path / "odd/config.json").read_text())
+    (tmp_path / "odd/config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    with pytest.warns(UserWarning, match="note: max_position_embeddings=100") as heard:
+        assert generate(pair, "--prompt", "a", drafter=str(tmp_path / "odd")) == 0
+    assert len(heard) == 1
 
 
 def test_xla_gives_the_same_text(pair, capsys):

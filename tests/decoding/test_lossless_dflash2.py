@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.authors import MIXED, SECOND
+from support.layouts import with_more_ids
 from support.resumed import ends
 from support.tiny import make_pair, ragged_prompts
 
@@ -16,6 +17,7 @@ PAIRS = {
     "rings": ("gpt_oss", SECOND | MIXED | {"is_causal": False}),
 }
 KEPT = {name: make_pair(family, agree=8.0, **fields) for name, (family, fields) in PAIRS.items()}
+with_more_ids(KEPT["full"][0])  # than the codebooks have rows
 SAMPLED = {"do_sample": True, "temperature": [9.0, 0.0, 4.0, 2.0], "top_k": 30, "seed": [5, 6, 7, 8]}
 
 

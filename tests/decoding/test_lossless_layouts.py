@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layouts import LAYOUTS, pair, publish
+from support.layouts import LAYOUTS, pair, publish, with_more_ids
 from support.resumed import ends
 from support.tiny import ragged_prompts
 
@@ -34,6 +34,7 @@ def loaded(tmp_path_factory):
     kept = {}
     for name in LAYOUTS:
         target, own = pair(name)
+        target = with_more_ids(target) if name == IN_SHORT else target
         kept[name] = target, td.load_drafter(publish(tmp_path_factory.mktemp(name), name, own)), own
     return kept
 

@@ -29,7 +29,6 @@ WRONG = [
     ("speculators", {"mask_token_id": 97}, ["mask_token_id=97", "drafter's own embedding (97 rows)"]),
     ("speculators_dflash2", {"conv_group_size": None}, ["conv_group_size=None", "trained with"]),
     ("speculators_dflash2", {"selector_rank": None}, ["selector_rank=None", "trained with"]),
-    ("zlab_flat", {"rope_scaling": {"rope_type": "default", "alpha": 9.0}}, ["alpha=9.0 in rope_parameters"]),
     ("zlab_flat", {"tensors": {"fc.weight": torch.ones(32, 64, dtype=torch.int8)}},
      ["fc.weight in", "stored as torch.int8", "plain weights"]),
 ]  # fmt: skip

@@ -36,7 +36,6 @@ def nothing_is_read(monkeypatch):
 
 MISFITS = [
     ({"hidden_size": 64}, ["hidden_size=64 of the drafter", "target's is 32", "trained for this target"]),
-    ({"vocab_size": 90}, ["vocab_size=90", "is 97", "share the vocabulary", "for this target"]),
     ({"num_target_layers": 5}, ["num_target_layers=5", "has 4 layers", "trained for this target"]),
     ({"num_target_layers": None, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 4]}},
      ["target_layer_ids=[0, 4]", "[4] lie outside", "4 layers", "one higher"]),
@@ -62,8 +61,8 @@ def test_a_misfit_is_refused_before_any_weight_is_read(
 
 
 def test_an_engine_says_the_same_of_a_drafter_that_was_loaded_without_its_target(tmp_path, target):
-    publish(tmp_path, vocab_size=90)
-    with refuses(ValueError, "vocab_size=90", "share the vocabulary"):
+    publish(tmp_path, num_target_layers=5)
+    with refuses(ValueError, "num_target_layers=5", "trained for this target"):
         td.compile(target, td.load_drafter(tmp_path), runtime="eager", max_length=32)
 
 
@@ -116,6 +115,7 @@ ODD = [
      ["max_position_embeddings=16", "no engine is built for more", "raise it"]),
     ({"dtype": "bfloat16"},
      ["dtype=torch.bfloat16", "target is in torch.float32", "cast", "pass dtype=torch.float32"]),
+    ({"vocab_size": 90}, ["vocab_size=90", "the target's is 97", "no table of ids", "same tokenizer"]),
     ({"dtype": "float16"}, ["dtype=torch.float16", "overflows", "pass dtype=torch.bfloat16"]),
     ({"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2, "layer_types": None},
      ["sliding_window=6", "not heeded", "name those layers sliding_attention"]),
@@ -135,6 +135,35 @@ def test_what_is_odd_is_warned_of_and_loaded(tmp_path, target, changes, words):
     for word in words:
         assert word in said[0]
     assert not heard(lambda: td.load_drafter(folder))
+
+
+def test_every_door_says_what_is_odd_once_for_a_pair(tmp_path, target):
+    folder = fitting(tmp_path, target, rope_theta=777, max_position_embeddings=16)
+    ids = torch.tensor([[5, 6, 7]])
+    asked = {"max_new_tokens": 2, "do_sample": False}
+    built = {"runtime": "eager", "verify": False}
+    doors = {
+        "load_drafter": lambda drafter: None,
+        "compile": lambda drafter: td.compile(target, drafter, max_length=16, **built),
+        "generate": lambda drafter: td.generate(target, drafter, ids, **asked, **built),
+        "custom_generate": lambda drafter: target.generate(
+            ids, custom_generate=td.dflash(drafter, **built), **asked
+        ),
+    }
+    for door, ask in doors.items():
+        given = target if door == "load_drafter" else None
+        drafter = []
+        said = heard(lambda: drafter.append(td.load_drafter(folder, given)))  # noqa: B023
+        assert len(said) == 2 * (given is not None)
+        said += heard(lambda: ask(drafter[0]))  # noqa: B023
+        assert ["rope_parameters" in said[0], "max_position_embeddings" in said[1], len(said)] == [1, 1, 2], (
+            door
+        )
+        for again in list(doors.values())[1:]:
+            assert not heard(lambda: again(drafter[0])), door  # noqa: B023
+    other = make_target("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    (said,) = heard(lambda: td.compile(other, drafter[0], max_length=16, **built))
+    assert "5.0" in said
 
 
 def test_a_type_that_is_asked_for_counts_and_not_the_stored_one(tmp_path, target):
@@ -213,6 +242,6 @@ def test_hub_options_that_choose_the_drafters_place_are_not_asked_of_the_target(
     said = heard(lambda: td.load_drafter(tmp_path / "both", tmp_path / "target", subfolder="drafter"))
     assert len(said) == 1 and "not compared with the tokenizer" in said[0]
     config = json.loads((tmp_path / "target/config.json").read_text())
-    (tmp_path / "target/config.json").write_text(json.dumps(config | {"vocab_size": 98}))
-    with refuses(ValueError, "vocab_size=97", "98"):
+    (tmp_path / "target/config.json").write_text(json.dumps(config | {"hidden_size": 48}))
+    with refuses(ValueError, "hidden_size=32", "48"):
         td.load_drafter(tmp_path / "both", tmp_path / "target", subfolder="drafter")

@@ -73,6 +73,15 @@ def pair(name):
     return target, drafter
 
 
+def with_more_ids(target, rows=VOCAB + 15):
+    """``target``, resized in place: it says its last id often, which no drafter knows."""
+    target.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        head = target.get_output_embeddings().weight
+        head[-1] = head[head[:VOCAB].norm(dim=1).argmax()] * 1.05
+    return target
+
+
 def said_ids(head):
     """40 ids in order, among them those that `correlate` lets both networks choose; far from 0, 1, 2, ..."""
     loudest = head.norm(dim=1).argsort(descending=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_dflash.checks import check_counts, is_count
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.pair import check_pair
+from torch_dflash.proposers.pair import check_pair, tables_of_ids
 
 
 def count_ids(texts: Iterable[Sequence[int] | Tensor]) -> Counter[int]:
@@ -71,9 +71,12 @@ def with_draft_vocabulary(drafter: DFlashDraftModel, target: Any, ids: Sequence[
             "already; give the drafter that has the whole one."
         )
     head = _head(target) if drafter.lm_head is None else drafter.lm_head
-    kept = _checked(ids, head.weight.shape[0], getattr(drafter.config, "selector_top_k", 1))
-    config = copy.deepcopy(drafter.config)
-    config.vocab_size = config.vocab_size or head.weight.shape[0]
+    config, size = copy.deepcopy(drafter.config), head.weight.shape[0]
+    if tables_of_ids(config):  # of so many ids; the target may have more
+        size = min(size, config.vocab_size)
+    else:
+        config.vocab_size = size
+    kept = _checked(ids, size, getattr(config, "selector_top_k", 1))
     config.own_head, config.draft_vocab_size = True, len(kept)
     with init_empty_weights(include_buffers=False):
         narrow: Any = type(drafter)(config)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,10 @@ from transformers.utils import cached_file
 from torch_dflash.checks import INT32_MAX
 from torch_dflash.proposers.dflash.config import default_target_layer_ids
 from torch_dflash.proposers.facts import TargetFacts, elsewhere, facts_of
-from torch_dflash.proposers.pair import check_pair
+from torch_dflash.proposers.pair import tables_of_ids
 
+# Of each drafter the notes that were given: one engine is built after another for the same pair.
+_told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -33,39 +35,52 @@ class Finding:
 
 
 def findings(target: Any, drafter: Any) -> list[Finding]:
-    """Odd fields of a pair that fits; arguments as `check_pair` takes them."""
+    """Odd fields of a pair that fits; arguments as `pair.check_pair` takes them."""
     config = getattr(drafter, "config", drafter)
     return _findings(facts_of(target), config, None if config is drafter else drafter.dtype)
 
 
-def check_and_tell(target: Any, config: Any, dtype: torch.dtype | None, **hub: Any) -> None:
-    """Check a drafter that is about to be loaded against its target, and warn of what is odd.
+def tell(target: Any, drafter: Any) -> None:
+    """Warn of what is odd about a pair that fits; of each drafter nothing is said twice.
 
     Args:
-        target: as `facts_of` takes it. Of a path or a hub id the tokenizer is read too.
-        config: of the drafter. dtype: its weights' type once they are loaded.
-        hub: how files are fetched.
-
-    Raises:
-        ValueError, TypeError, OSError: as `check_pair` and `facts_of`.
+        target: as `facts_of` takes it, or its facts. drafter: a `DFlashDraftModel`.
     """
-    facts = facts_of(target, **hub)
-    check_pair(facts, config)
-    odd = [one for one in _findings(facts, config, dtype) if one.value is not None]
-    if isinstance(target, str | os.PathLike):
-        odd += _of_tokenizer(str(target), config.mask_token_id, elsewhere(hub))
-    for one in odd:
-        warnings.warn(str(one), stacklevel=2)
+    facts = target if isinstance(target, TargetFacts) else facts_of(target)
+    _say(drafter, [one for one in _findings(facts, drafter.config, drafter.dtype) if one.value is not None])
+
+
+def tell_of_tokenizer(source: str, drafter: Any, hub: dict[str, Any]) -> None:
+    """The same of the mask token and the tokenizer of the target in ``source``, fetched as ``hub`` says."""
+    _say(drafter, _of_tokenizer(source, drafter.config.mask_token_id, elsewhere(hub)))
+
+
+def _say(drafter: Any, odd: list[Finding]) -> None:
+    said = _told.setdefault(drafter, set())
+    for note in map(str, odd):
+        if note not in said:
+            said.add(note)
+            warnings.warn(note, stacklevel=2)
 
 
 def _findings(facts: TargetFacts, config: Any, dtype: torch.dtype | None) -> list[Finding]:
     return [
+        *_vocabulary(facts, config),
         *_taps(facts, config),
         *_positions(facts, config),
         *_window(config),
         *_dtype(facts, dtype),
         *_mask(facts, config),
     ]
+
+
+def _vocabulary(facts: TargetFacts, config: Any) -> Iterator[Finding]:
+    if config.vocab_size not in (None, 0, facts.vocab):
+        tables = ", ".join(tables_of_ids(config))
+        drafts = f"by the drafter's {tables} no id that only one of the two has is drafted"
+        drafts = drafts if tables else "the drafter has no table of ids, so it drafts all the same"
+        words = f"the target's is {facts.vocab}; {drafts}. Check that both have the same tokenizer."
+        yield Finding("vocab_size", config.vocab_size, words)
 
 
 def _taps(facts: TargetFacts, config: Any) -> Iterator[Finding]:

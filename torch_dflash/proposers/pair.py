@@ -57,21 +57,28 @@ def _check_layers(config: Any, facts: TargetFacts) -> None:
 
 
 def _check_ids(config: Any, facts: TargetFacts) -> None:
-    if config.vocab_size not in (None, 0, facts.vocab):
-        raise ValueError(
-            f"vocab_size={config.vocab_size} of the drafter, but the target's is {facts.vocab}; the two must "
-            "share the vocabulary: use the drafter trained for this target."
-        )
     if config.mask_token_id is None:
         raise ValueError(
             "mask_token_id is missing from the drafter's config; set the id it was trained with "
             "(config.mask_token_id = ...)."
         )
-    if not 0 <= config.mask_token_id < facts.rows:
+    rows_needed = not (config.own_embedding or config.mask_embedding)
+    if rows_needed and not 0 <= config.mask_token_id < facts.rows:
         raise ValueError(
             f"mask_token_id={config.mask_token_id} has no row in the target's embedding ({facts.rows} rows); "
             "set the id the drafter was trained with."
         )
+
+
+def tables_of_ids(config: Any) -> list[str]:
+    """The parts of a drafter that have a row for each id; a drafter without any takes every vocabulary."""
+    parts = {
+        "embed_tokens": config.own_embedding,
+        "lm_head": config.own_head,
+        "markov_head": config.markov_rank,
+        "candidate_selector": config.second,
+    }
+    return [name for name, there in parts.items() if there]
 
 
 def _check_devices(target: Any, drafter: Any) -> None:

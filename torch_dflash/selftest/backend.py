@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.proposers import NGramProposer
-from torch_dflash.selftest.pairs import make_drafter, make_pair
+from torch_dflash.selftest.pairs import make_drafter, make_pair, rope_of
 
 WIDTH = 6
 CAPACITY = 96
@@ -142,7 +142,7 @@ class Case:
 
     def __init__(self, backend: Backend, family: str):
         self.backend, self.family = backend, family
-        self.target, self.drafter = make_pair(family, agree=8.0)
+        self.target, self.drafter = make_pair(family, agree=8.0, **rope_of(family))
         self._live = backend.place(copy.deepcopy(self.target)), backend.place(copy.deepcopy(self.drafter))
         self._engines: dict[tuple[str, int], Engine] = {}
         self._random = make_drafter(self.target, seed=77).state_dict()

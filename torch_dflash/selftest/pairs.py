@@ -103,6 +103,12 @@ def make_target(family: str = "qwen3", seed: int = 0, **overrides):
     return randomise(cls(config(**(BASE | extra | overrides))), seed)
 
 
+def rope_of(family: str) -> dict[str, Any]:
+    """The field with which a drafter turns as a target of ``family`` does, where that is not the default."""
+    fields = FAMILIES[family][2]
+    return {name: dict(fields[name]) for name in ("rope_parameters",) if name in fields}
+
+
 def make_drafter(target, seed: int = 1, **overrides):
     """A random drafter that fits ``target``: see `drafter_config`."""
     torch.manual_seed(seed)

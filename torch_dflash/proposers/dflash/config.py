@@ -16,9 +16,10 @@ from torch_dflash.proposers.dflash.fields import (
     check_rotation,
     check_window,
 )
-from torch_dflash.proposers.dflash.unknown import check_known
+from torch_dflash.proposers.dflash.unknown import known_fields, warn_of
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.proposers.layouts.layout import Fields
+from torch_dflash.proposers.layouts.zlab import CLASSES, SECOND
 
 NESTED_FIELDS = (
     "block_size",
@@ -43,8 +44,8 @@ def default_target_layer_ids(num_target_layers: int, taps: int) -> list[int]:
 def is_second(config: dict[str, Any]) -> bool:
     """Whether a ``config.json`` is a DFlash2 drafter's: by its class, or by the selector's rank."""
     nested = config.get("dflash_config") or {}
-    named = "DFlash2DraftModel" in (config.get("architectures") or [])
-    return named or "selector_rank" in nested or "selector_rank" in config
+    named = set(SECOND) & set(config.get("architectures") or [])
+    return bool(named) or "selector_rank" in nested or "selector_rank" in config
 
 
 class DFlashConfig(Qwen3Config):
@@ -130,13 +131,12 @@ class DFlashConfig(Qwen3Config):
         """What a config.json of any layout says, in this class's fields.
 
         Raises:
-            ValueError: it is not of a drafter of this kind, or says what is not known here.
+            ValueError: it is not of a drafter of this kind, or says what cannot be honoured.
         """
         check_layout(read, where)
         if read.get("vocab_size") == 0:  # which is ours for a layout that does not say it
             raise ValueError(f"vocab_size=0 in {where}: set the target's.")
-        config = dict(in_zlabs_fields(read, where))
-        check_rotation(config, where)
+        config = in_zlabs_fields(read, where)
         architectures = config.get("architectures") or []
         if is_second(config) != cls.second:
             own, other = ("DFlash v1", "DFlash2") if cls.second else ("DFlash2", "DFlash v1")
@@ -145,12 +145,15 @@ class DFlashConfig(Qwen3Config):
                 "torch_dflash.load_drafter."
             )
         if config and "dflash_config" not in config and "target_layer_ids" not in config:
-            if not {"DFlashDraftModel", "DFlash2DraftModel"} & set(architectures):
+            if not set(CLASSES) & set(architectures):
                 raise ValueError(
                     f"architectures={architectures} in {where}: not a DFlash drafter (no dflash_config, no "
                     "target_layer_ids); pass the drafter's directory or id."
                 )
-        check_known(read, cls, where)
+        known, unread = known_fields(read, cls, where)
+        config = dict(in_zlabs_fields(known, where))
+        check_rotation(config, where)
+        warn_of(unread, where)
         config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
         if config.get("pad_token_id") == config.get("vocab_size"):
             config.pop("pad_token_id", None)  # as `to_diff_dict` wrote it

@@ -23,11 +23,13 @@ _ROPE_FLAGS = ("truncate",)
 _ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "mscale")
 _ROPE_NUMBERS += ("mscale_all_dim", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 _ROPE_NUMBERS += ("partial_rotary_factor",)
-_OTHER_ROPES = {
+ROTATIONS = {
     "partial_rotary_factor": (None, 1),
     "is_neox_style": (None, True),
     "rope_is_neox_style": (None, True),
 }
+"""Fields that say which part of a head turns, with the values that are known here."""
+READ_IN_ROPE = ("rope_type", "type", "short_factor", "long_factor", *_ROPE_FLAGS, *_ROPE_NUMBERS, *ROTATIONS)
 
 
 def check_fields(config: Any) -> None:
@@ -70,7 +72,7 @@ def check_rotation(config: dict[str, Any], where: Any) -> None:
     """Raise ``ValueError`` for a config.json whose rotary embedding turns part of a head, or other pairs."""
     rope = config.get("rope_parameters")
     for fields in (config, rope if isinstance(rope, dict) else {}):
-        for name, known in _OTHER_ROPES.items():
+        for name, known in ROTATIONS.items():
             if fields.get(name) not in known:
                 raise ValueError(
                     f"{name}={fields[name]!r} in {where}: the drafters known here turn all of a head, its "
@@ -79,7 +81,7 @@ def check_rotation(config: dict[str, Any], where: Any) -> None:
 
 
 def check_rope(parameters: Any) -> None:
-    """Raise ``ValueError`` unless each name in ``rope_parameters`` is known, and its value what it says."""
+    """Raise ``ValueError`` unless the values in ``rope_parameters`` are what their names say."""
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters={parameters!r}: must be an object with rope_type and rope_theta.")
     for name, value in parameters.items():
@@ -90,11 +92,7 @@ def check_rope(parameters: Any) -> None:
         elif name in _ROPE_FLAGS:
             if not isinstance(value, bool):
                 raise ValueError(f"{said}: must be true or false.")
-        elif value is not None and name not in _ROPE_NUMBERS:
-            raise ValueError(
-                f"{said}: no rope_type that is known here reads it; remove it if it does nothing."
-            )
-        elif value is not None or name == "rope_theta":  # else unset
+        elif name in _ROPE_NUMBERS and (value is not None or name == "rope_theta"):  # else unset
             positive = name in ("rope_theta", "factor")
             if not _is_number(value) or value < 0 or (positive and value == 0):
                 raise ValueError(

@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from torch_dflash.checks import check_there
-from torch_dflash.proposers.dflash.check_config import check_sizes, check_types
+from torch_dflash.checks import check_there, check_types
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.fields import check_layout
 from torch_dflash.proposers.dflash.mask import MASK, MASK_FILE, read_mask
 from torch_dflash.proposers.dflash.tensors import check_tensors
+from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, Layout
 from torch_dflash.proposers.layouts.pieces import OWN, Piece, in_zlabs_names
-from torch_dflash.proposers.notes import check_and_tell
+from torch_dflash.proposers.pair import check_pair
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, beside, read_checkpoint, read_headers
 
 # Weights from elsewhere than the plain files.
@@ -56,21 +56,22 @@ def read_config(source: str | os.PathLike[str], given: dict[str, Any]) -> Fields
     """
     check_there("source", source)
     try:
-        read, _ = PreTrainedConfig.get_config_dict(source, **_hub(given))
+        read, _ = PreTrainedConfig.get_config_dict(source, **hub_of(given))
         check_layout(read, source)
     except (AttributeError, TypeError, RecursionError) as error:  # transformers takes a list for an object
         raise ValueError(f"config.json in {source} is no JSON object ({error}); fetch it again.") from error
     return read
 
 
-def check_files(source: str | os.PathLike[str], given: dict[str, Any], kind: Any) -> Files | None:
+def check_files(
+    source: str | os.PathLike[str], given: dict[str, Any], kind: Any, target: TargetFacts | None = None
+) -> Files | None:
     """Refuse a checkpoint whose config does not fit its files, before anything is allocated.
 
     Args:
         source: a directory or a hub id.
-        given: what ``from_pretrained`` was called with besides. ``target``, which transformers does not know,
-            is taken out: the drafter is checked against it. ``config`` may be what `read_config` gave.
-        kind: the class of drafter.
+        given: what ``from_pretrained`` was called with besides; ``config`` may be what `read_config` gave.
+        kind: the class of drafter. target: what the drafter is checked against.
 
     Returns:
         What was read; None where the weights come from elsewhere.
@@ -78,7 +79,7 @@ def check_files(source: str | os.PathLike[str], given: dict[str, Any], kind: Any
     Raises:
         OSError: no such checkpoint. ValueError: names the field or tensor, the value and the file.
     """
-    target, chosen = given.pop("target", None), given.get("config")
+    chosen = given.get("config")
     _check_dtype(given)
     _require_safetensors(source, given)
     others = [name for name in _OTHER_SOURCES if given.get(name) is not None]
@@ -89,7 +90,7 @@ def check_files(source: str | os.PathLike[str], given: dict[str, Any], kind: Any
             del given["config"]
         return None
     read = chosen if isinstance(chosen, dict) else read_config(source, given)
-    layout, hub = layout_of(read), _hub(given)
+    layout, hub = layout_of(read), hub_of(given)
     fields = _fields(read, chosen, kind.config_class, source, hub)
     stored = read_checkpoint(source, **hub)
     _check_rest(stored, source)
@@ -98,15 +99,13 @@ def check_files(source: str | os.PathLike[str], given: dict[str, Any], kind: Any
     if isinstance(chosen, DFlashConfig):
         config: Any = copy.deepcopy(chosen)
     else:
-        sizes = {name: fields[name] for name in fields if name != "vocab_size"}  # no embedding
-        check_sizes(sizes, pieces, source)
         kept = {name: left.pop(name) for name in (*HUB_OPTIONS, *_DTYPES) if name in left}
         config, left = kind.config_class.from_dict(dict(fields), return_unused_kwargs=True, **left)
         left |= kept
     files = Files(layout, config, pieces, read_mask(source, hub, config), left)
     _check_parts(files, kind, source)
     if target is not None:
-        check_and_tell(target, config, _dtype(given, fields, pieces), **hub)
+        check_pair(target, config)
     return files
 
 
@@ -143,7 +142,8 @@ def _fields(read: Fields, chosen: Any, config_class: type[DFlashConfig], source:
     return fields
 
 
-def _hub(given: dict[str, Any]) -> dict[str, Any]:
+def hub_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The options of ``given`` that say how files are fetched."""
     return {name: given[name] for name in HUB_OPTIONS if name in given}
 
 
@@ -156,14 +156,6 @@ def _check_rest(stored: dict[str, Stored], source: Any) -> None:
                 f"{file.name} in {source} holds {unread[:3]}, which neither model.safetensors nor an index "
                 "names, so they are not read; merge them in, or move the file away."
             )
-
-
-def _dtype(given: dict[str, Any], written: dict[str, Any], stored: dict[str, Piece]) -> torch.dtype | None:
-    """The type that the weights will have, as transformers chooses it."""
-    named = [fields.get(name) for fields in (given, written) for name in _DTYPES]
-    own = next((part.dtype for part in stored.values() if part.dtype.is_floating_point), None)
-    asked = next((one for one in named if one not in (None, "auto")), own)
-    return getattr(torch, asked) if isinstance(asked, str) else asked
 
 
 def _check_dtype(given: dict[str, Any]) -> None:

@@ -10,12 +10,15 @@ from torch import Tensor
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.files import check_files
 from torch_dflash.proposers.dflash.mask import MASK
+from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.pieces import OWN
 from torch_dflash.proposers.layouts.zlab import ZLAB
 from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 
-def in_our_names(source: Any, given: dict[str, Any], kind: Any) -> tuple[tuple[Any], dict[str, Any]]:
+def in_our_names(
+    source: Any, given: dict[str, Any], kind: Any, target: TargetFacts | None
+) -> tuple[tuple[Any], dict[str, Any]]:
     """The arguments with which ``from_pretrained`` loads ``source``, checked before anything is allocated.
 
     A checkpoint in z-lab's layout is left to transformers. Of any other, and of one with an embedding, a head
@@ -24,10 +27,11 @@ def in_our_names(source: Any, given: dict[str, Any], kind: Any) -> tuple[tuple[A
     Raises:
         OSError, ValueError: as `check_files`; or the tensors contradict each other.
     """
-    files = check_files(source, given, kind)
+    files = check_files(source, given, kind, target)
     if files is None:
         return (source,), given
-    if files.layout is ZLAB and not any(getattr(files.config, field) for field in OWN):
+    alike = all(piece.stored.name == name for name, piece in files.pieces.items())
+    if files.layout is ZLAB and alike and not any(getattr(files.config, field) for field in OWN):
         return (source,), files.left | {"config": files.config}
     tensors = {name: piece.read() for name, piece in files.pieces.items()}
     if files.mask is not None:
@@ -49,17 +53,22 @@ def _check_ids(tensors: dict[str, Tensor], config: Any, source: Any) -> None:
                 f"d2t in {source} maps ids to others, but the config names no smaller draft_vocab_size."
             )
         return
-    if offsets is None or offsets.shape != (config.draft_vocab_size,):
+    size, ids_known = config.draft_vocab_size, max(config.draft_vocab_size, config.vocab_size)
+    if offsets is None and size == ids_known:  # a padded head, whose ids are the target's
+        offsets = tensors["d2t"] = torch.zeros(size, dtype=torch.int64)
+    if offsets is None or offsets.shape != (size,):
         shape = None if offsets is None else tuple(offsets.shape)
         raise ValueError(
-            f"d2t in {source} should have shape ({config.draft_vocab_size},) by draft_vocab_size, it has "
+            f"d2t in {source} should have shape ({size},) by draft_vocab_size, it has "
             f"{shape}; without it no draft can be said in the target's ids."
         )
     ids = torch.arange(len(offsets)) + offsets
-    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+    if ids.min() < 0 or ids.max() >= ids_known or len(ids.unique()) < len(ids):
         raise ValueError(
-            f"d2t in {source} maps two ids to one, or beyond the target's vocab_size={config.vocab_size}: it "
+            f"d2t in {source} maps two ids to one, or beyond the target's vocab_size={ids_known}: it "
             "must hold offsets, target id = draft id + d2t[draft id]."
         )
-    if marked is not None and not torch.equal(marked.bool().nonzero()[:, 0], ids.sort().values):
+    if marked is not None and not torch.equal(
+        marked.bool().nonzero()[:, 0], ids[ids < len(marked)].sort().values
+    ):
         raise ValueError(f"t2d in {source} marks other ids than d2t maps to; one of the two is damaged.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -26,4 +27,9 @@ class MarkovHead(nn.Module):
 
     def forward(self, before: Int[Tensor, "*R"]) -> Float[Tensor, "*R V"]:
         """What is added to the logits after the tokens ``before``, the target's ids."""
-        return self.markov_w2(self.markov_w1(before))
+        return self.markov_w2(look_up(before, self.markov_w1.weight))
+
+
+def look_up(ids: Int[Tensor, "*R"], table: Float[Tensor, "V K"]) -> Float[Tensor, "*R K"]:
+    """The rows ``ids`` of a drafter's table; an id of the target's beyond the table reads its last row."""
+    return F.embedding(ids.clamp(max=table.shape[0] - 1), table)

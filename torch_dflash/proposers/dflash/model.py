@@ -6,6 +6,7 @@ query, no input norm, no MLP. The block's rows see the context and (unless causa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -25,11 +26,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from torch_dflash.ops.attention import Attend, KeyValue, attend_to, finite_values, visible
 from torch_dflash.proposers.dflash.config import DFlashConfig
+from torch_dflash.proposers.dflash.files import hub_of
 from torch_dflash.proposers.dflash.hub import OnHub
 from torch_dflash.proposers.dflash.loading import in_our_names
 from torch_dflash.proposers.dflash.native import check_loop
 from torch_dflash.proposers.dflash.tensors import refuse_weights
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
+from torch_dflash.proposers.facts import facts_of
+from torch_dflash.proposers.notes import tell, tell_of_tokenizer
 
 
 class DFlashAttention(nn.Module):
@@ -160,22 +164,29 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
         """Load a drafter; as ``PreTrainedModel.from_pretrained``, but a missing weight is an error.
 
         Weights are read from safetensors only, and ``auto_map`` is ignored: no code of the checkpoint runs.
+        ``target=`` checks the drafter against its target first, as `torch_dflash.load_drafter` does.
 
         Raises:
             ValueError: not a checkpoint of this kind of drafter, or weights missing or of another shape.
             OSError: no such checkpoint.
         """
-        wants_info = kwargs.pop("output_loading_info", False)
+        wants_info, target = kwargs.pop("output_loading_info", False), kwargs.pop("target", None)
+        hub = hub_of(kwargs)
+        facts = None if target is None else facts_of(target, **hub)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the tensor's name
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         if source is not None:  # else a state_dict is given
-            args, kwargs = in_our_names(source, kwargs, cls)
+            args, kwargs = in_our_names(source, kwargs, cls, facts)
         model, info = cast(Any, super().from_pretrained(*args, output_loading_info=True, **kwargs))
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             if info.get(problem):
                 refuse_weights(problem, info[problem], source or "the state_dict", cls.kind)
         if source is not None:
             model.name_or_path = model.config.name_or_path = str(source)  # of tensors transformers knows none
+        if facts is not None:
+            tell(facts, model)
+        if isinstance(target, str | os.PathLike):
+            tell_of_tokenizer(str(target), model, hub)
         return (model, info) if wants_info else model
 
     def project(self, features: Float[Tensor, "B R nH"]) -> Float[Tensor, "B R H"]:

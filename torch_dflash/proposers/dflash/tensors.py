@@ -37,8 +37,12 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], kind: Any, config: Any, 
             f"num_hidden_layers={config.num_hidden_layers} in {source}: its weights have {len(layers)} "
             f"layers; {wrong}"
         )
-    with torch.device("meta"):
-        own = {name: tuple(one.shape) for name, one in kind(config).state_dict().items() if name != "d2t"}
+    try:
+        with torch.device("meta"):
+            own = {name: tuple(one.shape) for name, one in kind(config).state_dict().items() if name != "d2t"}
+    except RuntimeError as error:  # a product of sizes that no tensor has
+        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in list(SAID_BY)[:4])
+        raise ValueError(f"{sizes} in {source}: no tensor is so large; {wrong}") from error
     others = {name: shape for name, shape in own.items() if name in found and found[name] != shape}
     for field, name in SAID_BY.items():
         if name in others:

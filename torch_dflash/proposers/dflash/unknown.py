@@ -1,14 +1,17 @@
-"""Fields that a drafter's config.json may have. Any other may mean another network: it is refused by name."""
+"""Fields of a drafter's config.json, judged one by one: what no draft reads is left out, and named."""
 
 from __future__ import annotations
 
+import reprlib
+import warnings
 from dataclasses import fields
 from typing import Any
 
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, Qwen3Config
 
+from torch_dflash.proposers.dflash.fields import READ_IN_ROPE, ROTATIONS
 from torch_dflash.proposers.layouts.known import layout_of
-from torch_dflash.proposers.layouts.layout import Fields, architectures, nested
+from torch_dflash.proposers.layouts.layout import Fields, architectures
 
 # What transformers writes, or wrote, beside a config class's own fields.
 _OF_ANY = {"_attn_implementation_autoset", "_name_or_path", "attn_implementation", "auto_map", "model_type"}
@@ -17,52 +20,73 @@ _OF_ANY |= {"is_decoder", "sep_token_id", "tie_encoder_decoder", "tokenizer_clas
 _OF_ANY |= {"add_cross_attention", "cross_attention_hidden_size", "use_bfloat16"}
 _OF_ANY |= {"_commit_hash"}  # 5.15 adds it to what it reads from a hub's cache
 _OF_ANY |= set(PreTrainedConfig().to_dict()) | set(GenerationConfig().to_dict()) | {"tie_word_embeddings"}
-_NETWORKS = {one.name for one in fields(Qwen3Config)} | _OF_ANY
-_ABSENT = (None, False, {}, [])
+_OF_ANY |= set(ROTATIONS)
+# Of training, by the names in public recipes; and positions of pictures, which a text does not have.
+_NO_DRAFT_READS = {"num_anchors", "loss_decay_gamma", "loss_type", "ce_loss_alpha", "l1_loss_alpha"}
+_NO_DRAFT_READS |= {"selector_loss_alpha", "selector_loss_decay_gamma", "confidence_head_alpha"}
+_NO_DRAFT_READS |= {"attention_backend", "gradient_checkpointing", "mrope_section", "mrope_interleaved"}
+_ROPES = ("rope_parameters", "rope_scaling", "swa_rope_parameters", "full_attention", "sliding_attention")
+_ABSENT = (None, False, "", {}, [])
 
 
-def check_known(config: Fields, config_class: Any, where: Any) -> None:
-    """Raise ``ValueError`` for a field, or a class in ``architectures``, that is not known here.
+def known_fields(read: Fields, config_class: Any, where: Any) -> tuple[Fields, list[str]]:
+    """(``read`` without the fields that are not known here, those of them that may matter as "name=value").
 
-    A field that is false, null or empty says that something is not there, and passes.
+    These may not: a field of training, one whose value says that something is absent (false, null, empty),
+    one that has the default of its name, and one that says what the object around it says.
 
     Args:
-        config: config.json as it was read, of any layout.
+        read: config.json as it was read, of any layout.
         config_class: ours, of that kind of drafter. where: the checkpoint, for the message.
+
+    Raises:
+        ValueError: the drafter is quantised.
     """
-    layout = layout_of(config)
-    others = sorted(set(architectures(config)) - set(layout.classes)) if layout.classes else []
-    if others:
-        raise ValueError(
-            f"architectures={architectures(config)} in {where}: {others[0]} is not known here; it may draft "
-            "otherwise from tensors of the same names."
-        )
-    known = _OF_ANY | set(layout.top) | _of_kinds(layout.kinds)
-    known |= set() if layout.whole else {one.name for one in fields(config_class)}
-    _check(config, known, f"{where}/config.json", layout.name)
-    if not layout.whole:
-        within = nested(config)
-        twice = {name for name in known & set(within) if within[name] == config.get(name)}
-        _check(
-            within,
-            {*config_class.nested_fields, *layout.nested} | twice,
-            f"dflash_config of {where}",
-            layout.name,
-        )
+    layout = layout_of(read)
+    own = {one.name: one.default for one in fields(config_class)}
+    known = _OF_ANY | set(layout.top) | _of_kinds(layout.kinds) | (set() if layout.whole else set(own))
+    within = dict.fromkeys(_ROPES, {*READ_IN_ROPE, *_ROPES})
+    within |= {"dflash_config": {*config_class.nested_fields, *layout.nested}}
     if layout.network is not None:
-        network = config[layout.network]
-        inner = _NETWORKS | _of_kinds([network.get("model_type")])
-        _check(network, inner, f"{layout.network} of {where}", layout.name)
+        network = read.get(layout.network)
+        kind = network.get("model_type") if isinstance(network, dict) else None
+        within[layout.network] = _OF_ANY | {one.name for one in fields(Qwen3Config)} | _of_kinds([kind])
+    others = sorted(set(architectures(read)) - set(layout.classes)) if layout.classes else []
+    kept, unread = _judged(read, known, within, own, where)
+    return kept, ([f"architectures={others}"] if others else []) + unread
+
+
+def warn_of(unread: list[str], where: Any) -> None:
+    """Name the fields that are not read, all in one warning."""
+    if unread:
+        warnings.warn(
+            f"note: {', '.join(unread)} in {where}/config.json: not known here, and not read. The text stays "
+            "the target's own; if few drafts are accepted, ask `torch-dflash doctor`.",
+            stacklevel=2,
+        )
+
+
+def _judged(
+    given: Fields, known: set[str], within: dict[str, set[str]], neutral: Fields, where: Any
+) -> tuple[Fields, list[str]]:
+    """`known_fields` of one object and of the objects in it; ``within``: what is known in those, by name."""
+    kept, unread = {}, []
+    for name, value in given.items():
+        if name == "quantization_config" and value not in _ABSENT:
+            raise ValueError(
+                f"{name}={value!r} in {where}/config.json: quantised drafters are not read; load the drafter "
+                "that this one was made of, with plain weights."
+            )
+        if name in known:
+            if name in within and isinstance(value, dict):
+                value, more = _judged(value, within[name], within, neutral | given, where)
+                unread += [f"{name}.{one}" for one in more]
+            kept[name] = value
+        elif name not in _NO_DRAFT_READS and value not in (*_ABSENT, neutral.get(name)):
+            unread.append(f"{name}={reprlib.repr(value)}")
+    return kept, unread
 
 
 def _of_kinds(kinds: Any) -> set[str]:
-    return {one.name for kind in kinds if kind in CONFIG_MAPPING for one in fields(CONFIG_MAPPING[kind])}
-
-
-def _check(given: Fields, known: set[str], where: str, layout: str) -> None:
-    for name in sorted(set(given) - known):
-        if given[name] not in _ABSENT:
-            raise ValueError(
-                f"{name}={given[name]!r} in {where}: known drafters in the {layout} layout have no "
-                "such field, so this may be another network; remove the field if no draft depends on it."
-            )
+    known = [CONFIG_MAPPING[kind] for kind in kinds if isinstance(kind, str) and kind in CONFIG_MAPPING]
+    return {one.name for kind in known for one in fields(kind)}

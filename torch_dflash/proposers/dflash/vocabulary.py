@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
-from torch_dflash.proposers.dflash.markov import MarkovHead
+from torch_dflash.proposers.dflash.markov import MarkovHead, look_up
 
 
 class DraftVocabulary:
@@ -44,10 +44,11 @@ class DraftVocabulary:
 
     def embed(self, ids: Int[Tensor, "B W"], embed: Any, dtype: torch.dtype) -> Float[Tensor, "B W H"]:
         """A block's rows: ``embed(ids)``, or the drafter's own, times ``input_embedding_scale``."""
-        rows = (embed if self.embed_tokens is None else self.embed_tokens)(ids).to(dtype)
-        if self.mask_embedding is not None:
-            masked = (ids == self.config.mask_token_id)[..., None]
-            rows = torch.where(masked, self.mask_embedding.to(dtype), rows)
+        mask, table, masked = self.mask_embedding, self.embed_tokens, ids == self.config.mask_token_id
+        known = ids if mask is None else torch.where(masked, 0, ids)  # the mask id may have no row
+        rows = (embed(known) if table is None else look_up(known, table.weight)).to(dtype)
+        if mask is not None:
+            rows = torch.where(masked[..., None], mask.to(dtype), rows)
         return rows * self.config.input_embedding_scale
 
     def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
@@ -57,7 +58,9 @@ class DraftVocabulary:
             return self._likeliest(logits)
         before, drafts = anchor, []
         for at in range(hidden.shape[1]):
-            before = self._likeliest(logits[:, at] + self.markov_head(before))
+            added = self.markov_head(before)
+            both = min(logits.shape[-1], added.shape[-1])  # ids that one of the two lacks are not drafted
+            before = self._likeliest(logits[:, at, :both] + added[:, :both])
             drafts.append(before)
         return torch.stack(drafts, dim=1)
 

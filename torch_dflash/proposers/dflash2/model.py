@@ -93,4 +93,6 @@ class DFlash2DraftModel(DFlashDraftModel):
 
     def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
         logits = self.logits(hidden, head)
+        if self.d2t is None:  # ids that the codebooks lack are not drafted
+            logits = logits[..., : self.config.vocab_size]
         return self.candidate_selector(hidden, logits, anchor, self.targets_ids).to(torch.int32)

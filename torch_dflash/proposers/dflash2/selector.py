@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+
+from torch_dflash.proposers.dflash.markov import look_up
 
 
 class CandidateSelector(nn.Module):
@@ -43,8 +44,8 @@ class CandidateSelector(nn.Module):
         self, hidden: Float[Tensor, "R H"], previous: Int[Tensor, " R"], candidates: Int[Tensor, "R K"]
     ) -> Float[Tensor, "R K"]:
         """What follows ``previous`` adds to each candidate's logit: the bilinear term, of any rows."""
-        key = F.embedding(previous, self.predecessor_codebook) * self.hidden_projection(hidden)
-        return torch.matmul(F.embedding(candidates, self.successor_codebook), key[..., None])[..., 0]
+        key = look_up(previous, self.predecessor_codebook) * self.hidden_projection(hidden)
+        return torch.matmul(look_up(candidates, self.successor_codebook), key[..., None])[..., 0]
 
     def forward(
         self,
@@ -57,13 +58,13 @@ class CandidateSelector(nn.Module):
 
         ``name``: from the places of ``logits`` to ids, where these have places of their own.
         """
-        unary, places = torch.topk(logits, self.candidates, dim=-1)
+        unary, places = torch.topk(logits, min(self.candidates, logits.shape[-1]), dim=-1)
         candidates = name(places)
         state = self.hidden_projection(hidden)
-        successors = F.embedding(candidates, self.successor_codebook)
+        successors = look_up(candidates, self.successor_codebook)
         chosen, drafts = anchor.to(candidates.dtype), []
         for at in range(hidden.shape[1]):
-            key = F.embedding(chosen, self.predecessor_codebook) * state[:, at]
+            key = look_up(chosen, self.predecessor_codebook) * state[:, at]
             scores = unary[:, at] + torch.einsum("br,bkr->bk", key, successors[:, at])
             best = torch.argmax(scores, dim=-1, keepdim=True)
             chosen = candidates[:, at].gather(-1, best)[:, 0]

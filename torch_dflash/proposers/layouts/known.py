@@ -7,12 +7,10 @@ from typing import Any
 from torch_dflash.proposers.layouts.assistant import ASSISTANT
 from torch_dflash.proposers.layouts.laguna import LAGUNA
 from torch_dflash.proposers.layouts.layout import Fields, Layout
-from torch_dflash.proposers.layouts.mimo import MIMO
-from torch_dflash.proposers.layouts.specforge import SPECFORGE
 from torch_dflash.proposers.layouts.speculators import SPECULATORS
 from torch_dflash.proposers.layouts.zlab import ZLAB
 
-LAYOUTS = (SPECULATORS, ASSISTANT, LAGUNA, MIMO, SPECFORGE, ZLAB)
+LAYOUTS = (SPECULATORS, ASSISTANT, LAGUNA, ZLAB)
 """The first that claims a config.json is its layout; z-lab's claims all."""
 
 

@@ -1,6 +1,6 @@
-"""Xiaomi MiMo's drafter: z-lab's tensors, windows by ``use_swa``, and a sink in every head.
+"""Xiaomi MiMo's fields within z-lab's: windows by ``use_swa``, a sink in every head, and ``causal``.
 
-Its mask embedding lies beside the weights, in ``mask_embedding.pt``.
+Its mask embedding lies beside the weights, in ``mask_embedding.pt``. Model-Optimizer writes some of them.
 
 Source: vLLM, ``qwen3_dflash.py`` (``_resolve_layer_attention``).
 """
@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, count, nested
-from torch_dflash.proposers.layouts.zlab import NESTED
+from torch_dflash.proposers.layouts.layout import Fields, count, nested
 
 SLIDING = "sliding_attention"
-_OWN = ("use_swa", "swa_window_size", "attention_sink_bias", "causal")
+NESTED = ("use_swa", "swa_window_size", "attention_sink_bias", "causal")
+TOP = ("add_swa_attention_sink_bias",)
 
 
-def _claims(config: Fields) -> bool:
-    return bool(set(_OWN) & set(nested(config))) or "add_swa_attention_sink_bias" in config
+def windows(config: Fields, where: Any) -> Fields:
+    """``config`` with these fields in ours.
 
-
-def _fields(config: Fields, where: Any) -> Fields:
+    Raises:
+        ValueError: one is of another type.
+    """
     own, kinds = nested(config), config.get("layer_types")
+    if not set(NESTED) & set(own) and TOP[0] not in config:
+        return config
     for name in ("use_swa", "attention_sink_bias", "causal"):
         if not isinstance(own.get(name, False), bool | None):
             raise ValueError(f"{name}={own[name]!r} in dflash_config of {where}: must be true or false.")
@@ -33,22 +36,13 @@ def _fields(config: Fields, where: Any) -> Fields:
         causal = False
     if forced:
         kinds = [SLIDING] * count(config, "num_hidden_layers", where)
-    sinks = own.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
+    sinks = own.get("attention_sink_bias", config.get(TOP[0], config.get("attention_sink_bias", False)))
     window = own.get("swa_window_size", config.get("sliding_window"))
-    read = {name: config[name] for name in config if name != "add_swa_attention_sink_bias"}
-    read |= {"dflash_config": {name: own[name] for name in own if name not in _OWN}}
+    read = {name: config[name] for name in config if name not in TOP}
+    read |= {"dflash_config": {name: own[name] for name in own if name not in NESTED}}
     read |= {"attention_sink_bias": bool(sinks), "is_causal": causal}
     return (
         read
         | ({} if kinds is None else {"layer_types": kinds})
         | ({"sliding_window": window} if SLIDING in (kinds or []) else {})
     )
-
-
-MIMO = Layout(
-    "MiMo",
-    claims=_claims,
-    fields=_fields,
-    top=("add_swa_attention_sink_bias",),
-    nested=(*_OWN, *NESTED),
-)

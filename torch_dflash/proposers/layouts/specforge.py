@@ -1,37 +1,38 @@
-"""SpecForge's output: z-lab's layout, with the head it was trained with named in ``dflash_config``.
+"""SpecForge's and Model-Optimizer's fields within z-lab's: the head that a drafter was trained with.
 
-Source: SpecForge, ``specforge/modeling/draft/dflash.py`` and ``scripts/gates/normalize_dflash_export.py``.
+Sources: SpecForge, ``specforge/modeling/draft/dflash.py`` and ``scripts/gates/normalize_dflash_export.py``;
+Model-Optimizer, ``modelopt/torch/export/plugins/hf_spec_export.py``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.layout import Fields, Layout, nested
-from torch_dflash.proposers.layouts.zlab import NESTED
+from torch_dflash.proposers.layouts.layout import Fields, nested
 
-_OF_TRAINING = ("projector_type", "shift_label", "pure_draft_prefix_len")
+_HEADS: dict[Any, list[str]] = {None: [], "": [], "dflash": [], "dflash2": ["DFlash2DraftModel"]}
+NESTED = ("projector_type", "shift_label", "pure_draft_prefix_len")
 
 
-def _fields(config: Fields, where: Any) -> Fields:
+def head(config: Fields, where: Any) -> Fields:
+    """``config`` without these fields; the class of a DFlash2 drafter is named.
+
+    Raises:
+        ValueError: the drafter has another head.
+    """
     own = nested(config)
-    head = own.get("projector_type") or "dflash"
-    if head != "dflash":
+    kind = own.get("projector_type")
+    if not isinstance(kind, str | None) or kind not in _HEADS:
         raise ValueError(
-            f"projector_type={head!r} in {where}: of SpecForge's heads only 'dflash' is known here; its "
-            "Domino and DSpark heads draft by further weights."
+            f"projector_type={kind!r} in {where}: of the heads in this layout 'dflash' and 'dflash2' are "
+            "known here; Domino and DSpark heads draft by further weights."
         )
-    for name in _OF_TRAINING[1:]:  # SpecForge reads both for its other heads alone
+    for name in NESTED[1:]:  # SpecForge reads both for its other heads alone
         if own.get(name):
             raise ValueError(
                 f"{name}={own[name]!r} in {where}: that is of a Domino head; it is not known here."
             )
-    return config | {"dflash_config": {name: own[name] for name in own if name not in _OF_TRAINING}}
-
-
-SPECFORGE = Layout(
-    "SpecForge",
-    claims=lambda config: bool(set(_OF_TRAINING) & set(nested(config))),
-    fields=_fields,
-    nested=(*_OF_TRAINING, *NESTED),
-)
+    if not set(NESTED) & set(own):
+        return config
+    named = {"architectures": [*(config.get("architectures") or []), *_HEADS[kind]]} if _HEADS[kind] else {}
+    return config | named | {"dflash_config": {name: own[name] for name in own if name not in NESTED}}

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_dflash.proposers.dflash.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.pair import check_pair
+from torch_dflash.proposers.pair import check_pair, tables_of_ids
 from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
@@ -51,6 +51,7 @@ class Student(nn.Module):
         super().__init__()
         refuse_extras(drafter.config, "training", "train one with the target's embedding and head.", KNOWN)
         check_pair(target, drafter)
+        _check_tables(drafter.config, target)
         self.drafter = drafter
         self.objective = objective
         self.target = TargetFingerprint.of(target)
@@ -102,6 +103,16 @@ class Student(nn.Module):
         if drafter.markov_head is None:
             return None
         return Chain(drafter.markov_head, previous_tokens(batch, self.width))
+
+
+def _check_tables(config: Any, target: Any) -> None:
+    """A draft of an id without a row would have no loss."""
+    tables, rows = tables_of_ids(config), target.get_output_embeddings().weight.shape[0]
+    if tables and config.vocab_size != rows:
+        raise ValueError(
+            f"vocab_size={config.vocab_size} of the drafter, whose {tables[0]} has a row for each id, but "
+            f"the target has {rows}: a fit needs both alike; begin a drafter for this target."
+        )
 
 
 def _frozen_norm(target) -> nn.Module:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING
 
 from torch_dflash.checks import is_count
-from torch_dflash.proposers.layouts.pieces import Piece
 from torch_dflash.storage.weight_files import Stored
 
 _LAYERS = ("num_hidden_layers", "decoder_layers")  # each stores at least one tensor
@@ -25,25 +23,7 @@ _ALWAYS_FITS: dict[Any, int] = {**dict.fromkeys(_WIDTHS, 2**20), **dict.fromkeys
 _MAY_BE_ZERO = ("intermediate_size", *_EXPERTS)  # of classes that have none
 
 
-def check_types(config: Mapping[str, Any], where: Any) -> None:
-    """Raise ``ValueError`` for a ``dtype`` or ``quantization_config`` of no known kind."""
-    for name in ("dtype", "torch_dtype"):
-        value = config.get(name)
-        known = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
-        if value is not None and not known:
-            raise ValueError(
-                f"{name}={value!r} in {where}/config.json: torch has no such type; name the one the weights "
-                'are stored in, such as "bfloat16".'
-            )
-    quantized = config.get("quantization_config")
-    if quantized is not None and not isinstance(quantized, dict):
-        raise ValueError(
-            f"quantization_config={quantized!r} in {where}/config.json: must be an object; remove it if the "
-            "weights are plain."
-        )
-
-
-def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored | Piece], where: Any) -> None:
+def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: Any) -> None:
     """Refuse sizes in an unbuilt config that no model of these files can have.
 
     Args:
