@@ -101,7 +101,7 @@ class Chat(OfOneProcess):
 
         Raises:
             TypeError, ValueError: something cannot be honoured, or does not fit into ``max_length``, at once;
-            the chat goes on as if it had not been asked.
+                the chat goes on as if it had not been asked.
         """
         prompt = self._render(messages, tools, add_generation_prompt=True)
         options = self._options | options

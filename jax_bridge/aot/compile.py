@@ -164,7 +164,7 @@ def compile_step(
 
     Raises:
         ModuleNotFoundError: libtpu is not installed. ValueError: no such topology, fewer chips in it, a pair
-        that is not decoded on several, or ``prompt_rows`` that no prompt is fed in.
+            that is not decoded on several, or ``prompt_rows`` that no prompt is fed in.
         jax.errors.JaxRuntimeError: the program does not fit the chip's HBM or VMEM.
     """
     function, args = STEPS[step](model.pair), _arguments(model, step, prompt_rows)

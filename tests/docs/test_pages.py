@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import shlex
@@ -149,3 +150,16 @@ def test_the_api_page_names_what_is_public_and_no_link_leaves_the_site():
     for page in PAGES:
         if page.startswith("docs/"):
             assert "](../" not in hooks["on_page_markdown"](TEXT[page]), page
+
+
+def test_every_line_of_a_docstrings_section_names_something_or_is_indented():
+    """Else the API page cannot be built: a second line needs four spaces more than the first."""
+    section = r"^(?:Args|Attributes|Raises):\n((?:(?:    .*)?\n?)+)"
+    for package in (td, jb):
+        for path in (ROOT / package.__name__).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    continue
+                for lines in re.findall(section, ast.get_docstring(node) or "", flags=re.M):
+                    for line in re.findall(r"^    \S.*", lines, flags=re.M):
+                        assert re.match(r"    [\w*., ()-]+:", line), f"{path.name}, {node.name}: {line}"

@@ -73,7 +73,7 @@ class Session(OfOneProcess):
 
         Raises:
             TypeError, ValueError: something cannot be honoured; nothing has changed. RuntimeError, later on:
-            another request has begun.
+                another request has begun.
         """
         ids = torch.tensor([prompt])
         request = self._read(ids, torch.ones_like(ids), options | {"return_dict_in_generate": True})
