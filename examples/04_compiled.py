@@ -6,7 +6,7 @@ import torch_dflash as td
 
 target, drafter, tokenizer = td.load_demo_pair(dtype=torch.bfloat16, progress=False)
 engine = td.compile(target, drafter, max_length=256, quantize="int8", verify_width="auto").warmup()
-for text in ("What is the capital of Italy?", "Write a haiku about rain."):
+for text in ("What is the capital of France?", "Write a haiku about rain."):
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": text}],
         add_generation_prompt=True,

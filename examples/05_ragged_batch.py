@@ -4,7 +4,11 @@ import torch_dflash as td
 
 target, tokenizer = td.load_demo_target(progress=False)
 tokenizer.padding_side = "left"
-prompts = ["The capital of France is", "One, two, three, four, five, six, seven,", "Roses are red,"]
+prompts = [  # lookup drafts what has been said before
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11,",
+    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
+    "The dog says woof, the cat says meow, the cow says",
+]
 inputs = tokenizer(prompts, return_tensors="pt", padding=True)
 
 engine = td.compile(target, td.NGramProposer(width=4), runtime="eager", max_length=128, batch_size=4)

@@ -15,7 +15,7 @@ def ask(text):
     print(f"   {chat.stats.prefilled} tokens read, acceptance length {chat.stats.mean_acceptance_length:.2f}")
 
 
-ask("What is the capital of Italy?")
-ask("What can one eat there?")
+ask("What is the capital of France?")
+ask("Which river flows through Paris?")
 del messages[2:]  # the second turn is taken back
-ask("And what can one see?")
+ask("Name a famous museum in Paris.")

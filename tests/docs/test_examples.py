@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import runpy
 import statistics
 import subprocess
@@ -43,7 +44,11 @@ def run_example(name, capsys):
     "example", [pytest.param(name, marks=[pytest.mark.aot] if name == AOT else []) for name in EXAMPLES]
 )
 def test_examples_run(example, capsys):
-    run_example(example, capsys)
+    said = run_example(example, capsys)
+    assert "<|" not in said  # no special token
+    found = [json.loads(line) for line in re.findall(r"acceptance lengths: (.*)", said)]
+    assert all(max(lengths) > 1 for lengths in found)
+    assert example not in ("04_compiled.py", "07_chat.py") or "The capital of France is Paris." in said
 
 
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name != AOT])

@@ -152,6 +152,15 @@ def test_the_api_page_names_what_is_public_and_no_link_leaves_the_site():
             assert "](../" not in hooks["on_page_markdown"](TEXT[page]), page
 
 
+def test_what_is_printed_after_a_stream_begins_a_line():
+    """Pieces end no line: a number after them would be read as the answer's."""
+    code = [*sum(BLOCKS.values(), []), *(path.read_text() for path in (ROOT / "examples").glob("*.py"))]
+    after = [
+        re.search(r"^print\(.*", text.partition('end=""')[2], flags=re.M) for text in code if 'end=""' in text
+    ]
+    assert len(after) > 2 and all(line and re.search(r'"\\n|final=True', line[0]) for line in after)
+
+
 def test_every_line_of_a_docstrings_section_names_something_or_is_indented():
     """Else the API page cannot be built: a second line needs four spaces more than the first."""
     section = r"^(?:Args|Attributes|Raises):\n((?:(?:    .*)?\n?)+)"
