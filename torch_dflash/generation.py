@@ -130,7 +130,7 @@ def generate(
     stopping_criteria: Any = None,
     **options: Any,
 ) -> torch.LongTensor | GenerateOutput:
-    """Generate exactly the target's own tokens, drafted in blocks.
+    """Generate the target's own tokens, drafted in blocks; in half precision, up to ties.
 
     Options left unset come from ``target.generation_config``, as in transformers' ``generate``. Those that
     may differ per row (``max_new_tokens``, ``temperature``, ``top_k``, ``top_p``, ``min_p``, ``typical_p``,

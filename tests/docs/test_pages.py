@@ -152,6 +152,14 @@ def test_the_api_page_names_what_is_public_and_no_link_leaves_the_site():
             assert "](../" not in hooks["on_page_markdown"](TEXT[page]), page
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/index.md", "docs/doctor.md", CARD, "examples/dflash.ipynb"]
+)
+def test_a_text_is_the_targets_own_up_to_ties(page):
+    text = re.sub(r'[\s\\n",]+', " ", (ROOT / page).read_text())
+    assert "up to ties in half precision" in text
+
+
 def test_what_is_printed_after_a_stream_begins_a_line():
     """Pieces end no line: a number after them would be read as the answer's."""
     code = [*sum(BLOCKS.values(), []), *(path.read_text() for path in (ROOT / "examples").glob("*.py"))]

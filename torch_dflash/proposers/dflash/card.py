@@ -60,7 +60,8 @@ def hub_card(
 
 # DFlash drafter for {named}
 
-Drafts blocks of tokens for {named}, which checks them: the text of speculative decoding is the target's own.
+Drafts blocks of tokens for {named}, which checks them: the text of speculative decoding is the target's
+own, up to ties in half precision.
 {_tables(config)}
 
 | | |

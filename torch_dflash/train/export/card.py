@@ -42,7 +42,8 @@ tags: [dflash, speculative-decoding]
 
 Drafts blocks of {config.block_size} rows ({drafts} drafts) for {name}: {weights / 1e6:.2f} M weights in
 {layers}, taps {config.target_layer_ids}, mask id {config.mask_token_id}. It has no
-embedding and no head: both are the target's. The output of speculative decoding is the target's own.
+embedding and no head: both are the target's. The output of speculative decoding is the target's own,
+up to ties in half precision.
 
 ```python
 import torch_dflash as td
