@@ -199,7 +199,7 @@ def test_no_circle():
 def test_proposers_see_neither_the_loop_nor_the_target():
     for name in MODULES:
         if name.startswith("torch_dflash.proposers"):
-            hidden = {"decode", "runtime", "engine", "generation", "target.adapter", "target.trace"}
+            hidden = {"decode", "runtime", "engine", "generation", "targets.adapter", "targets.trace"}
             assert not any(other.startswith(tuple(hidden)) for other in ours(name)), name
             # The target's cache: its view and its commit. A proposer has layers of its own.
             used = {module for module, _ in imports(MODULES[name])}
@@ -207,7 +207,7 @@ def test_proposers_see_neither_the_loop_nor_the_target():
 
 
 def test_the_round_names_no_proposer():
-    for name in ("decode", "runtime", "accept", "target.adapter", "cache.view", "state"):
+    for name in ("decode", "runtime", "accept", "targets.adapter", "cache.view", "state"):
         assert {module for module in ours(f"torch_dflash.{name}") if "proposers" in module} <= {
             "proposers.base",
             "proposers",
