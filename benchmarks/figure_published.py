@@ -9,7 +9,7 @@ import torch_dflash as td
 DECODED = {True: "yes", False: "no: {}", None: "not compared"}
 HEADS = [
     "name",
-    "targets",
+    "target",
     "drafter",
     "kind, layout",
     "block",
