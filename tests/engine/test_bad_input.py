@@ -175,7 +175,6 @@ def with_three_taps(target):
 PAIRS = [
     (with_three_taps, ["target_layer_ids names 3 taps, but fc takes 2", "different drafters"]),
     ({"hidden_size": 24}, ["hidden_size=24", "is 32", "trained for this target"]),
-    ({"vocab_size": 90}, ["vocab_size=90", "is 97", "share the vocabulary"]),
     ({"mask_token_id": None}, ["mask_token_id is missing", "config.mask_token_id ="]),
     ({"mask_token_id": 97}, ["mask_token_id=97", "97 rows", "trained with"]),
     ({"target_layer_ids": [0, 4]}, ["target_layer_ids=[0, 4]", "[4]", "4 layers", "0-based"]),

@@ -35,7 +35,7 @@ def test_a_failure_in_mid_write_leaves_nothing(world, tmp_path, monkeypatch):
     monkeypatch.setattr(data.gzip, "compress", compress)
     with pytest.raises(KeyboardInterrupt):
         regenerate(world.target, world.tokenizer, world.prompts, tmp_path, SAID)
-    assert [path.name for path in tmp_path.iterdir()] == ["stage.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "stage.json"]
 
 
 KILLED = """
@@ -73,7 +73,9 @@ def test_a_full_disk_says_what_is_kept_and_what_to_do(world, tmp_path, monkeypat
     with refuses(StageError, str(tmp_path / "f"), *words):
         cache_features(world.target, world.sequences, tmp_path / "f", CACHED)
     monkeypatch.undo()
-    assert len(checksums(tmp_path / "f")) == 2 and not list((tmp_path / "f").glob(".*"))
+    assert len(checksums(tmp_path / "f")) == 2 and [one.name for one in (tmp_path / "f").glob(".*")] == [
+        ".lock"
+    ]
     cache_features(world.target, world.sequences, tmp_path / "f", CACHED)
     assert checksums(tmp_path / "f") == kept
     log = TrainLog(tmp_path, 0)
@@ -91,7 +93,7 @@ def test_a_real_limit_on_the_size_of_files_says_the_same(world, tmp_path):
             cache_features(world.target, world.sequences, tmp_path, CACHED)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in tmp_path.iterdir()] == ["stage.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "stage.json"]
     cache_features(world.target, world.sequences, tmp_path, CACHED)
 
 
@@ -192,4 +194,4 @@ def test_a_stage_goes_on_with_its_settings_alone(tmp_path):
     ):
         with refuses(StageError, str(folder), words):
             opened(folder, **settings)
-    assert [path.name for path in folder.iterdir()] == ["stage.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "stage.json"]
