@@ -17,6 +17,7 @@ from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.storage.json_text import parse_json
 
 FIELDS = ("prompt", "turns", "messages")
+ECHOED = ("id", *FIELDS)
 
 
 @dataclass
@@ -45,7 +46,7 @@ def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int
         items.append(item)
         try:
             record = _record(line.strip())
-            item.echo = {key: record[key] for key in ("id", *FIELDS) if key in record}
+            item.echo = {key: record[key] for key in ECHOED if key in record}
             item.ids = encode(_messages(record))
             check_room(item.ids, room)
         except UserError as error:
@@ -56,7 +57,7 @@ def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int
 def _record(line: bytes) -> dict[str, Any]:
     shown = line[:SHOWN].decode("utf-8", "replace")
     try:
-        record = parse_json(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"), used=ECHOED)
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
         raise UserError(f"{shown!r} is not JSON ({error}); write one object per line.") from None
     if not isinstance(record, dict):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +13,25 @@ MOST_DEPTH = 200
 _DEEP = f"it is nested more than {MOST_DEPTH} levels deep"
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+def parse_json(text: str, used: Iterable[str] | None = None) -> Any:
+    """The value of a JSON text; of a name that an object has twice, the last value counts.
+
+    Args:
+        text: what a user wrote.
+        used: the fields of an object that are read at all; None: every field.
 
     Raises:
-        ValueError: no JSON; NaN, Infinity or a number that Python does not hold; a name that an object has
-            twice; half a surrogate pair, which is no character; or deeper than `MOST_DEPTH`.
+        ValueError: no JSON; NaN, Infinity or a number that Python does not hold; half a surrogate pair, which
+            is no character, in what is used; or deeper than `MOST_DEPTH`.
     """
     try:
         found = json.loads(text, **_HOOKS)
         if text.count("[") + text.count("{") > MOST_DEPTH:
             _check_depth(found)
         if "\\u" in text or not text.isascii():
-            json.dumps(found, ensure_ascii=False).encode()
+            partly = used is not None and isinstance(found, dict)
+            read = {name: found[name] for name in used if name in found} if partly else found
+            json.dumps(read, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(_DEEP) from None
     except UnicodeEncodeError as error:
@@ -68,19 +73,10 @@ def _whole(text: str) -> int:
         raise ValueError(f"a number of {len(text)} digits is too long") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"an object has {name!r} twice: keep one")
-    return found
-
-
 _HOOKS: dict[str, Any] = {
     "parse_constant": _refuse,
     "parse_float": _number,
     "parse_int": _whole,
-    "object_pairs_hook": _object,
 }
 
 
