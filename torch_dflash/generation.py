@@ -19,9 +19,10 @@ from torch_dflash.engine.arguments import set_aside_cache
 from torch_dflash.engine.bridge import hosts_of
 from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.foreign import check_compiled_options
 from torch_dflash.engine.halts import read_criteria
 from torch_dflash.engine.one_by_one import check_compiled, one_by_one
-from torch_dflash.engine.options import OF_A_CALL, EngineOptions
+from torch_dflash.engine.options import OF_A_CALL, OF_AN_ENGINE, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.read import read_request, repeated
 from torch_dflash.engine.registry import cached_engine
@@ -60,6 +61,7 @@ def compile(
     page_size: int = 64,
     pool_pages: int | None = None,
     verify: bool = True,
+    **unknown: Any,
 ) -> Engine:
     """A reusable engine for ``target`` and ``drafter``. It keeps both alive.
 
@@ -101,7 +103,8 @@ def compile(
         TypeError, ValueError: something does not fit; the message names the field, the value and the fix.
         RuntimeError: ``runtime="xla"`` in a process that was forked after JAX had started.
     """
-    given = {name: value for name, value in locals().items() if name not in ("target", "drafter")}
+    given = {name: value for name, value in locals().items() if name in OF_AN_ENGINE}
+    check_compiled_options(unknown, OF_AN_ENGINE)
     check_models(target, drafter)
     check_blocks(drafter, block_size=block_size, verify_width=verify_width)
     options = EngineOptions(**given)

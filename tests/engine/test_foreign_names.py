@@ -40,6 +40,8 @@ NAMES = {
     "max_new_token": "Did you mean max_new_tokens?",
     "tempurature": "Did you mean temperature?",
     "topk": "Did you mean top_k?",
+    "top_K": "Did you mean top_k?",
+    "Max_Tokens": "Here Max_Tokens is max_new_tokens.",
     "verify_widht": "Did you mean verify_width?",
 }
 
@@ -53,6 +55,23 @@ def test_an_option_by_another_name(pair, engine, name):
     ):
         with refuses(TypeError, f"unknown option {name!r}", NAMES[name]):
             call(**{name: 5})
+
+
+COMPILED = {
+    "max_tokens": "Here max_tokens is max_new_tokens.",
+    "device": "target.to(device)",
+    "dtype": "from_pretrained",
+    "max_model_len": "Here max_model_len is max_length of torch_dflash.compile.",
+    "Batch_Size": "Did you mean batch_size?",
+    "temperature": "the calls of its engine take options of a request",
+    "colour": "torch_dflash.compile takes runtime, max_length,",
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_an_option_of_compile_by_another_name(pair, name):
+    with refuses(TypeError, f"unknown option {name!r}", COMPILED[name]):
+        td.compile(*pair, **{name: 3})
 
 
 def test_an_option_of_no_meaning_gets_no_advice(engine):

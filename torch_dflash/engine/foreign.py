@@ -56,7 +56,17 @@ _HERE = {
 
 def meant(name: str, known: Iterable[str] = ()) -> str:
     """A sentence that says how ``name`` is called here, or which of ``known`` is spelt like it; else ""."""
-    if name in _HERE:
-        return f" Here {name} is {_HERE[name]}."
-    close = get_close_matches(name, known, n=1, cutoff=0.8)
+    spelt = name.lower()
+    if spelt in _HERE:
+        return f" Here {name} is {_HERE[spelt]}."
+    close = get_close_matches(spelt, known, n=1, cutoff=0.8)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def check_compiled_options(unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ``TypeError`` for a keyword that `torch_dflash.compile` does not take; ``known`` are its own."""
+    for name in unknown:
+        raise TypeError(
+            f"unknown option {name!r}; torch_dflash.compile takes {', '.join(known)}, and the calls of its "
+            "engine take options of a request, such as max_new_tokens." + meant(name, known)
+        )
