@@ -21,7 +21,10 @@ WRONG = {
     "list --jsn qwen": "unknown option --jsn; did you mean --json?",
     "train fit --answer a --outs b": "unknown option --outs; did you mean --out?",
     "train --quiet fit": "unknown option --quiet; see torch-dflash train --help.",
-    "--verbose generate --prompt hi": "unknown option --verbose; did you mean --version?",
+    "--verbose generate --prompt hi": "unknown option --verbose; see torch-dflash --help.",
+    f"generate {PAIR} --Top_K 3": "unknown option --Top_K; did you mean --top-k?",
+    "generate --version": "unknown option --version; see torch-dflash generate --help.",
+    "list --device cpu": "unknown option --device; see torch-dflash list --help.",
     "genrate --prompt hi": "invalid choice: 'genrate'",
 }
 

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             meant = [known[option] for option in known if option.startswith(name)]
             if _OPTION.fullmatch(name) and not meant and not value:
-                near = get_close_matches(name, known, 1)
+                near = get_close_matches(name.lower(), known, 1, cutoff=0.8)
                 self.error(
                     f"unknown option {name}; "
                     + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help.")
