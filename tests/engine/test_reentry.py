@@ -81,6 +81,7 @@ ENGINE = {
     "session": lambda engine: engine.session(),
     "start": lambda engine: engine.start(IDS, **ASKED),
     "warmup": lambda engine: engine.warmup(progress=False),
+    "refresh": lambda engine: engine.refresh(),
 }
 
 
@@ -118,6 +119,22 @@ def test_a_criterion_that_asks_for_itself_is_named(target):
         say(stopping_criteria=[stop])
     other = lambda ids, scores: say() is None  # noqa: E731 - of another engine
     assert say(stopping_criteria=[other]).tolist() == say().tolist()
+
+
+@pytest.mark.parametrize("pure", [True, False])
+def test_a_processor_that_asks_for_itself_is_named(target, pure):
+    def bias(ids, scores):
+        say(processors=asked)
+        return scores
+
+    def say(**options):
+        return td.generate(target, None, IDS, runtime="eager", **ASKED, **options)
+
+    asked = (td.HostProcessor(bias, pure),)
+    with pytest.raises(RuntimeError, match="a HostProcessor, .*bias,? .*makes a call with itself"):
+        say(processors=asked)
+    own, asked = asked, (td.HostProcessor(lambda ids, scores: scores, pure),)
+    assert say(processors=own + asked).tolist() == say().tolist()  # a call without itself
 
 
 @pytest.mark.parametrize("kind", ["host", "proposer"])

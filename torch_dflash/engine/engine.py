@@ -95,7 +95,7 @@ class Engine(OfOneProcess):
         The XLA runtime keeps copies. It sees each write that torch counts, and whole weights that a fused
         optimiser, ``.data`` or a numpy view wrote. A few rows written so may go unseen: call this then.
         """
-        self.runtime.forget(self.tensors())
+        self.runtime.forget(self._live())
 
     def warmup(self, progress: bool | None = None) -> Engine:
         """Compile every prompt bucket and the decoding loop, so that no later call compiles.

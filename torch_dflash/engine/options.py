@@ -20,6 +20,7 @@ from torch_dflash.engine.rules import check_processors
 from torch_dflash.engine.told import check_outputs
 from torch_dflash.engine.width import Widths, ladder
 from torch_dflash.guards.processes import check_process
+from torch_dflash.guards.reentry import OWN_STEP, check_outside
 from torch_dflash.plan import OUTPUTS, DecodePlan
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
@@ -38,7 +39,7 @@ class EngineOptions:
 
     Raises:
         ValueError: a value is of the wrong type or out of range, whatever the models are. RuntimeError: this
-            process was forked from one that JAX runs in.
+            process was forked from one that JAX runs in, or a `HostProcessor` asks for itself.
     """
 
     runtime: str = _of_a_call("xla")
@@ -92,6 +93,7 @@ class EngineOptions:
                 f"processors holds {own[0].name}, which runs on the host: pass runtime='eager', or write "
                 "it as a td.BlockProcessor."
             )
+        check_outside(*(one.function for one in own), why=OWN_STEP)
         impure = [one.name for one in own if not one.pure]
         if impure and self.verify_width != 1:
             raise ValueError(

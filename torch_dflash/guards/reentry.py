@@ -14,6 +14,10 @@ SAME_ENGINE = (
     "for ever. Call another engine (torch_dflash.compile), or call this one from outside of its steps, as a "
     "streamer or the reader of a stream may."
 )
+OWN_STEP = (
+    "makes a call with itself among the processors: from inside of its own step that call would ask it "
+    "again, without end. Leave it out of that call's processors, or call from outside of the steps."
+)
 _here = threading.local()
 _OURS = ("torch_dflash", "jax_bridge")
 _BETWEEN = ("torch", "jaxtyping", "contextlib")  # frames between the round and a user's function
