@@ -11,7 +11,9 @@ _CHARACTERS = ((0, 0xD7FF), (0xE000, _LAST))
 """Every character that text can hold: surrogates are none."""
 _CONTROLS = {"a": 7, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 _NUMBERED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}")
-_GROUP = re.compile(r"\(\?(?:P?<[A-Za-z_][A-Za-z0-9_]*>|([is]*)([:)]))")
+# Flags that are switched off are off already, but for i and s.
+_GROUP = re.compile(r"\(\?(?:P?<[A-Za-z_][A-Za-z0-9_]*>|([is]*)(?:-([imsxU]+))?([:)]))")
+_OTHER_GROUP = re.compile(r"\(\?(?:[A-Za-z-]*[:)]|P?<[=!]|P?<[^>]*>|P?.)?", re.DOTALL)
 _REPEAT = re.compile(r"([*+?]|\{(\d+)(?:(,)(\d*))?\})\??")
 _OPERATORS = ("[", "&&", "--", "~~")
 # Beside their other case, what these letters match in any case: LONG S and KELVIN SIGN.
@@ -62,7 +64,7 @@ def read_pattern(text: str) -> Node:
     reader = _Reader(text)
     found = reader.choice(frozenset())
     if reader.at < len(text):
-        raise reader.unread(")")
+        raise Unread(f"')' at character {reader.at + 1} closes nothing")
     return found
 
 
@@ -70,8 +72,13 @@ class _Reader:
     def __init__(self, text: str):
         self.text, self.at = text, 0
 
-    def unread(self, what: str, hint: str = "") -> Unread:
-        return Unread(f"{what!r} before character {self.at} is not read here{hint}")
+    def unread(self, start: int, hint: str = "") -> Unread:
+        """What stands from ``start`` to here is not read."""
+        what = self.text[start : self.at]
+        return Unread(f"{what!r} at character {start + 1} is not read here{hint}")
+
+    def open(self, start: int) -> Unread:
+        return Unread(f"{self.text[start]!r} at character {start + 1} is never closed")
 
     def take(self, what: str) -> bool:
         found = self.text.startswith(what, self.at)
@@ -84,10 +91,9 @@ class _Reader:
         return found
 
     def next(self) -> str:
-        if self.at == len(self.text):
-            raise self.unread("the end")
+        """The next character; "" at the end."""
         self.at += 1
-        return self.text[self.at - 1]
+        return self.text[self.at - 1 : self.at]
 
     def choice(self, flags: frozenset[str]) -> Node:
         """Alternatives, up to the end of their group."""
@@ -98,14 +104,17 @@ class _Reader:
                 options.append(Join(tuple(parts)))
                 parts = []
                 continue
-            group = self.match(_GROUP)
-            if group and group[2] == ")":
-                flags |= {*group[1]}  # up to the end of this group
+            start, group = self.at, self.match(_GROUP)
+            within = (flags | {*(group[1] or "")}) - {*(group[2] or "")} if group else flags
+            if group and group[3] == ")":
+                flags = within  # up to the end of this group
                 continue
+            if not group and self.match(_OTHER_GROUP):
+                raise self.unread(start)
             if group or self.take("("):
-                part = self.choice(flags | {*(group and group[1] or "")})
+                part = self.choice(within)
                 if not self.take(")"):
-                    raise self.unread("the end")
+                    raise self.open(start)
             else:
                 part = self.character(flags)
             while repeat := self.match(_REPEAT):
@@ -115,54 +124,75 @@ class _Reader:
         return options[0] if len(options) == 1 else Either(tuple(options))
 
     def character(self, flags: frozenset[str]) -> Chars:
-        first = self.next()
+        start, first = self.at, self.next()
         if first == "[":
             return self.set(flags)
         if first == ".":
             return Chars(_CHARACTERS if "s" in flags else _others([(10, 10)]))
         if first in "^$":
-            raise self.unread(first, ": a pattern matches an answer as a whole, so leave it out")
-        if first in "*+?{(":
-            raise self.unread(first)
+            raise self.unread(start, ": a pattern matches an answer as a whole, so leave it out")
+        if first in "*+?{":
+            raise self.unread(start)
         code = self.escape() if first == "\\" else ord(first)
-        return Chars(_sorted(_in_any_case([(code, code)], flags)))
+        return Chars(_sorted(self.in_any_case([(code, code)], flags, start)))
 
     def escape(self) -> int:
+        """The character that is meant by what stands behind a backslash."""
+        start = self.at - 1
         if found := self.match(_NUMBERED):
             code = int(next(filter(None, found.groups())), 16)
             if not any(low <= code <= high for low, high in _CHARACTERS):
-                raise self.unread(found[0])
+                raise self.unread(start)
             return code
         letter = self.next()
+        if not letter:
+            raise Unread(f"the backslash at character {start + 1} has nothing behind it")
         if letter in _CONTROLS:
             return _CONTROLS[letter]
         if letter in "dDwWsSpP":
             hint = ": libraries read it differently, so write out what it stands for ([0-9] for a digit)"
-            raise self.unread(f"\\{letter}", hint)
+            raise self.unread(start, hint)
         if letter not in string.punctuation + " " or letter in "<>":
-            raise self.unread(f"\\{letter}")
+            raise self.unread(start)
         return ord(letter)
 
     def set(self, flags: frozenset[str]) -> Chars:
         """A class, behind its bracket."""
+        begin = self.at - 1
         without, found = self.take("^"), []
         while not found or not self.take("]"):
-            for operator in _OPERATORS:
-                if self.take(operator):
-                    raise self.unread(operator, " within a class: write \\ before it")
-            low = high = self.member()
+            start = self.at
+            if any(map(self.take, _OPERATORS)):
+                raise self.unread(start, " within a class: write \\ before it")
+            low = high = self.member(begin)
             if self.text.startswith("-", self.at) and self.text[self.at + 1 : self.at + 2] not in ("]", "-"):
                 self.at += 1
-                high = self.member()
+                high = self.member(begin)
             if low > high:
-                raise self.unread(f"{chr(low)}-{chr(high)}")
+                raise self.unread(start)
             found.append((low, high))
-        found = _in_any_case(found, flags)
+        found = self.in_any_case(found, flags, begin)
         return Chars(_others(found) if without else _sorted(found))
 
-    def member(self) -> int:
+    def member(self, begin: int) -> int:
+        """A character of the class that begins there."""
         letter = self.next()
+        if not letter:
+            raise self.open(begin)
         return self.escape() if letter == "\\" else ord(letter)
+
+    def in_any_case(
+        self, ranges: list[tuple[int, int]], flags: frozenset[str], start: int
+    ) -> list[tuple[int, int]]:
+        """The ranges of what begins at ``start`` and, with flag i, their characters' other case."""
+        if "i" not in flags:
+            return ranges
+        if sum(high - low for low, high in ranges) > _MOST_FOLDED:
+            raise self.unread(start, ": a class of many characters with the flag i")
+        letters = {chr(code) for low, high in ranges for code in range(low, high + 1)}
+        others = {case(letter) for letter in letters for case in (str.lower, str.upper)}
+        others |= {_FOLDED[letter] for letter in letters if letter in _FOLDED}
+        return ranges + [(ord(one), ord(one)) for one in others if len(one) == 1]
 
 
 def _repeated(part: Node, repeat: re.Match[str]) -> Node:
@@ -170,18 +200,6 @@ def _repeated(part: Node, repeat: re.Match[str]) -> Node:
     if kind in "*+?":
         return Repeat(part, int(kind == "+"), 1 if kind == "?" else None)
     return Repeat(part, int(least), int(least) if not comma else int(most) if most else None)
-
-
-def _in_any_case(ranges: list[tuple[int, int]], flags: frozenset[str]) -> list[tuple[int, int]]:
-    """The ranges and, with flag i, their characters' other case."""
-    if "i" not in flags:
-        return ranges
-    if sum(high - low for low, high in ranges) > _MOST_FOLDED:
-        raise Unread("a class of many characters with the flag i is not read here")
-    letters = {chr(code) for low, high in ranges for code in range(low, high + 1)}
-    others = {case(letter) for letter in letters for case in (str.lower, str.upper)}
-    others |= {_FOLDED[letter] for letter in letters if letter in _FOLDED}
-    return ranges + [(ord(one), ord(one)) for one in others if len(one) == 1]
 
 
 def _sorted(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
