@@ -65,6 +65,9 @@ BAD = {
     b'{"prompt": "x", "id": ' + b"9" * 5000 + b"}": "a number of 5000 digits",
     '["{}"]'.format("é" * 40).encode(): "is no JSON object",
     b'{"turns": [null]}': "must be a list of strings",
+    b'{"turns": [" ", "x"]}': 'turns=[" ", "x"]: no user says a word',
+    b'{"messages": [{"role": "wizard", "content": "x"}]}': 'messages=[{"role": "wizard", "content"',
+    b'{"prompt": " "}': "prompt='': it is empty",
 }
 
 

@@ -35,6 +35,11 @@ class StdoutStreamer:
             sys.stdout.flush()
 
 
+def asks(messages: list[dict[str, str]]) -> bool:
+    """Whether a user says a word in ``messages``."""
+    return any(str(message["content"]).strip() for message in messages if message["role"] == "user")
+
+
 def encode(
     tokenizer: Any,
     messages: list[dict[str, str]],
@@ -52,7 +57,7 @@ def encode(
     Raises:
         UserError: an empty prompt, or messages that only a template could join.
     """
-    if not any(str(message["content"]).strip() for message in messages if message["role"] == "user"):
+    if not asks(messages):
         raise UserError("prompt='': it is empty; give at least one word.")
     if getattr(tokenizer, "chat_template", None) is None or raw:
         if len(messages) > 1:

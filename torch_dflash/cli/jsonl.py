@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dflash.cli.arguments import SHOWN, check_room
+from torch_dflash.cli.encode import asks
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
@@ -47,7 +48,10 @@ def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int
         try:
             record = _record(line.strip())
             item.echo = {key: record[key] for key in ECHOED if key in record}
-            item.ids = encode(_messages(record))
+            messages = _messages(record)
+            if "prompt" not in record and not asks(messages):
+                raise UserError(f"{_shown(record)}: no user says a word in it; give one text of a user.")
+            item.ids = encode(messages)
             check_room(item.ids, room)
         except UserError as error:
             item.error = f"line {number}: {one_line(error)}"
@@ -92,7 +96,12 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         "turns": "a list of strings",
         "messages": 'a list of {"role": ..., "content": ...} with strings',
     }
-    raise UserError(f"{given[0]}={json.dumps(value)[:SHOWN]}: must be {wanted[given[0]]}.")
+    raise UserError(f"{_shown(record)}: must be {wanted[given[0]]}.")
+
+
+def _shown(record: dict[str, Any]) -> str:
+    """The field that holds the prompt, and its value."""
+    return next(f"{name}={json.dumps(record[name])[:SHOWN]}" for name in FIELDS if name in record)
 
 
 def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
