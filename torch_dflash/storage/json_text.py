@@ -29,8 +29,9 @@ def parse_json(text: str, used: Iterable[str] | None = None) -> Any:
         if text.count("[") + text.count("{") > MOST_DEPTH:
             _check_depth(found)
         if "\\u" in text or not text.isascii():
-            partly = used is not None and isinstance(found, dict)
-            read = {name: found[name] for name in used if name in found} if partly else found
+            read = found
+            if used is not None and isinstance(found, dict):
+                read = {name: found[name] for name in used if name in found}
             json.dumps(read, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(_DEEP) from None

@@ -52,7 +52,7 @@ def read_config(source: str | os.PathLike[str], given: dict[str, Any]) -> Fields
     """The config.json of a directory or hub id, as it is; ``given``: how to fetch it, and other options.
 
     Raises:
-        OSError: there is none. ValueError: it is no drafter's. TypeError: ``source`` is neither path nor hub id.
+        OSError: there is none. ValueError: it is no drafter's. TypeError: no path or hub id.
     """
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
