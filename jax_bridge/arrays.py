@@ -11,6 +11,8 @@ import torch
 
 from torch_dflash.guards.processes import check_process
 
+SMALL = 1 << 20
+"""Bytes of a tensor that travels with others."""
 _NARROW = {torch.int64: torch.int32, torch.float64: None}
 
 
@@ -33,8 +35,14 @@ def to_jax(tree: Any, *, copy: bool = True, device: Any | None = None) -> Any:
     Raises:
         ValueError: an int64 that does not fit int32, or float64, without ``jax_enable_x64``.
     """
-    leaf = lambda x: _tensor_to_jax(x, copy, device) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    return jax.tree.map(leaf, tree)
+    leaves, kind = jax.tree.flatten(tree)
+    tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    small = [at for at, leaf in tensors if leaf.nbytes <= SMALL]
+    # What is small travels in one transfer; of what is large the host should hold one copy at a time.
+    for places in (small, *([at] for at, leaf in tensors if leaf.nbytes > SMALL)):
+        for at, array in zip(places, _to_jax([leaves[at] for at in places], copy, device), strict=True):
+            leaves[at] = array
+    return jax.tree.unflatten(kind, leaves)
 
 
 def to_torch(tree: Any, *, copy: bool = True, device: torch.device | str = "cpu") -> Any:
@@ -63,20 +71,22 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     return _narrow(tensor) if tensor.dtype in _NARROW and not jax.config.read("jax_enable_x64") else tensor
 
 
-def _tensor_to_jax(tensor: torch.Tensor, copy: bool, device: Any | None) -> jax.Array:
-    tensor = _narrowed(tensor)
-    host = tensor.cpu().contiguous()
-    if copy and host.data_ptr() == tensor.data_ptr():
-        host = host.clone()  # JAX may keep the memory it is handed, and it must not be the user's
+def _to_jax(tensors: list[torch.Tensor], copy: bool, device: Any | None) -> list[jax.Array]:
     target = device or default_device()
+    if copy:
+        # The copies are aliased alone; a donated array must also be JAX's own allocation. A second transfer
+        # makes it without a program to compile. numpy holds the copies meanwhile: what JAX holds by DLPack
+        # may be freed by a thread of its own when Python ends, and torch then aborts the process.
+        hosts = [to_numpy(tensor) for tensor in tensors]
+        return jax.device_put(jax.device_put(hosts, target), target, may_alias=False)
+    return [_viewed(_narrowed(tensor), target) for tensor in tensors]
+
+
+def _viewed(tensor: torch.Tensor, target: Any) -> jax.Array:
+    host = tensor.cpu().contiguous()
     if not host.numel():
         return jax.device_put(jnp.zeros(host.shape, _dtype(host)), target)
-    if not copy:
-        return jax.device_put(jax.dlpack.from_dlpack(host), target)
-    # The clone is aliased alone; a donated array must also be JAX's own allocation. A second transfer makes
-    # it without a program to compile. numpy holds the clone meanwhile: what JAX holds by DLPack may be freed
-    # by a thread of its own when Python ends, and torch then aborts the process.
-    return jax.device_put(jax.device_put(_numpy(host), target), target, may_alias=False)
+    return jax.device_put(jax.dlpack.from_dlpack(host), target)
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,8 @@ class Border:
 
     def __init__(self, begin: Callable, plan: DecodePlan, programs: Programs, wide: bool):
         self._begin, self._plan, self._programs, self._wide = begin, plan, programs, wide
-        self._known: dict[Any, DecodeState] = {}
+        self._known: dict[Any, tuple[DecodeState, DecodeState]] = {}
+        self._latest: tuple[Any, Any] = object(), None  # weights, and what is known of states beside them
 
     def begin(self, params: Any, rows: RowRequests) -> DecodeState:
         """An empty state as the steps keep it. To be traced."""
@@ -45,7 +46,7 @@ class Border:
             type since it was made. TypeError: it holds torch tensors.
         """
         check_alive(state)
-        own = self.shapes(params)
+        own, kept_as = self._shapes_of(params)
         if jax.tree.structure(state) != jax.tree.structure(own) or _shapes(state) != _shapes(own):
             raise ValueError(
                 "the state is one of another plan or proposer than this engine's; go on with the engine that "
@@ -59,18 +60,31 @@ class Border:
         ):
             for pair in zip(jax.tree.leaves(kept), jax.tree.leaves(now), strict=False):
                 check_dtype(what, *(getattr(torch, str(leaf.dtype)) for leaf in pair))
-        return self._cast(state, jax.eval_shape(widened, own)) if self._wide else state
+        return self._cast(state, kept_as) if self._wide else state
 
     def hand_out(self, params: Any, state: DecodeState) -> DecodeState:
         """A state of the steps in the models' types; consumes it."""
         return self._cast(state, self.shapes(params)) if self._wide else state
 
+    def release(self) -> None:
+        """Hold no weights."""
+        self._latest = object(), None
+
     def shapes(self, params: Any) -> DecodeState:
         """A user's empty state of models in these types, as shapes; ``params`` may be shapes, too."""
+        return self._shapes_of(params)[0]
+
+    def _shapes_of(self, params: Any) -> tuple[DecodeState, DecodeState]:
+        """`shapes`, and those of the same state as the steps keep it."""
+        latest, found = self._latest
+        if latest is params:  # weights come in the same dict while none changes
+            return found
         key = tuple((name, str(leaf.dtype)) for name, leaf in params.items())
         if key not in self._known:
             rows = to_jax(RowRequests.idle(self._plan))
-            self._known[key] = self._programs.shapes(self._begin, (params, rows))
+            own = self._programs.shapes(self._begin, (params, rows))
+            self._known[key] = own, jax.eval_shape(widened, own) if self._wide else own
+        self._latest = params, self._known[key]
         return self._known[key]
 
     def _cast(self, state: DecodeState, like: DecodeState) -> DecodeState:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import count as count_from
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
+from jax_bridge.constants import Constants
 from jax_bridge.counting import compilations, count
 from jax_bridge.forms import bound
 from jax_bridge.shared import sharing
@@ -81,7 +83,13 @@ def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Calla
 
 def _lower_pass(step: Callable, pair: Pair) -> Callable:
     """`lower` of a pass of the models, which leaves no tensor of its trace in them (`forgetting`)."""
-    lowered = lower(step)
+
+    def whole(*args: Any) -> Any:
+        with Constants():
+            return step(*args)
+
+    whole.__name__ = getattr(getattr(step, "func", step), "__name__", "step")
+    lowered = lower(whole)
 
     def run(params: Any, *args: Any) -> Any:
         with forgetting(pair):
@@ -118,13 +126,16 @@ class Programs:
         self._compiled: dict[Any, Callable] = {}
         self._started: dict[Any, Future] = {}
         self._uncounted: dict[Any, int] = {}
+        self._numbers: dict[Any, int] = {}  # of signatures, which are long to compare
+        self._fresh = count_from(0)
+        self._signed: tuple[Any, int] = None, 0  # the latest weights, and the number of their signature
         self._lock = threading.Lock()
 
     def get(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Callable:
         """The program of ``step`` for arguments shaped like ``args``; arguments ``donate`` are consumed."""
         check_process("xla")
         check_outside(_tracing, why=_TRACED)
-        key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
+        key = self._key(name, args)
         program = self._compiled.get(key)
         if program is None:
             try:
@@ -143,8 +154,25 @@ class Programs:
 
     def start(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Future:
         """Trace a program that `get` will ask for next. XLA compiles it meanwhile: done when it has."""
-        key = name, jax.tree.structure(args), tuple(map(_signature, jax.tree.leaves(args)))
-        return self._start(key, step, args, donate)
+        return self._start(self._key(name, args), step, args, donate)
+
+    def release(self) -> None:
+        """Hold no weights."""
+        self._signed = None, 0
+
+    def _key(self, name: str, args: tuple) -> tuple:
+        return name, *map(self._number, args)
+
+    def _number(self, arg: Any) -> int:
+        """Equal for arguments that one program takes. Weights come in the same dict while none changes."""
+        known, number = self._signed
+        if arg is known and known is not None:
+            return number
+        leaves, kind = jax.tree.flatten(arg)
+        number = self._numbers.setdefault((kind, tuple(map(_signature, leaves))), next(self._fresh))
+        if isinstance(arg, dict):
+            self._signed = arg, number
+        return number
 
     def _start(self, key: tuple, step: Callable, args: tuple, donate: tuple[int, ...]) -> Future:
         with holding(self._lock):  # tracing swaps weights in and out of the shared skeleton

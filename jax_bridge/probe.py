@@ -40,9 +40,14 @@ def check_ordinary(tensors: dict[str, Any]) -> None:
     """Raise ``ValueError`` for a tensor of a class of its own: what it computes is not in its memory."""
     for name, leaf in tensors.items():
         if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            once = (
+                "dequantise it once (module.weight = nn.Parameter(module.weight.dequantize()))"
+                if hasattr(leaf, "dequantize")
+                else "make it an ordinary tensor (model.dequantize(), where the model was loaded quantised)"
+            )
             raise ValueError(
-                f"{name} is a {type(leaf).__name__}, which runtime='xla' cannot read; make it an "
-                "ordinary tensor (dequantise it), or pass runtime='eager'."
+                f"{name} is a {type(leaf).__name__}, which runtime='xla' cannot read; pass runtime='eager', "
+                f"or {once}."
             )
 
 

@@ -141,6 +141,13 @@ class XlaRuntime:
         """Convert these weights on their next use, changed or not."""
         self._weights.forget(tensors)
 
+    def release(self) -> None:
+        """Hold no weights and no spare caches until the next `refresh`; programs stay."""
+        for part in (self._weights, self._programs, self._border):
+            part.release()
+        if self._spare is not None:
+            self._spare.take()
+
     def fingerprint(self, tensors: dict[str, Any]) -> str:
         """The bits of live weights in a few places, in short; a loaded target's were compared before."""
         return fingerprint_of(tensors)
@@ -280,7 +287,15 @@ class XlaRuntime:
         return "rounds" if len(self._rounds) == 1 else f"rounds of {width}"
 
     def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
-        return self._programs.get(name, step, args, donate)(*args)
+        try:
+            return self._programs.get(name, step, args, donate)(*args)
+        except TypeError as error:
+            if "Computation compiled for" not in str(error):
+                raise
+            raise ValueError(
+                f"runtime='xla': {name} cannot be lowered, for a forward of the target keeps a tensor "
+                "from call to call, deep in a value; pass runtime='eager'."
+            ) from error
 
 
 def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:

@@ -36,6 +36,10 @@ class _Converted(NamedTuple):
 # By live tensor, weakly, and by form: engines of one model (lengths, batch sizes) use the same arrays.
 _converted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _lock = threading.Lock()
+_changes = [0]
+"""Conversions so far, and weights that were forgotten: while none comes, what an engine has is up to date."""
+TURNS = 8
+"""Calls in which the bits of all weights are looked at, a part in each."""
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
@@ -73,6 +77,7 @@ def _convert(tensor: torch.Tensor, form: Kept | Way) -> Weight:
         weight = place(tensor.detach().__getitem__, tuple(tensor.shape), form)
     else:
         weight = keep(tensor.detach(), form.form, place=form.device)
+    _changes[0] += 1
     _converted[tensor] = _forms_of(tensor) | {form: _Converted(mark, at, bits, weakref.ref(weight))}
     return weight
 
@@ -91,21 +96,27 @@ class Weights:
         self._forms, self._device = forms, device or default_device()
         self._arrays: dict[str, Weight] = {}
         self._copies: dict[str, tuple[Weight, Weight]] = {}  # what was loaded, and what was made of it here
+        self._current: dict[str, Weight] = {}
+        self._marks: dict[str, Any] = {}  # of each weight, what `_is_current` compares
+        self._changes, self._turn = -1, 0
 
     def refresh(self, tensors: dict[str, Any]) -> dict[str, Weight]:
-        """Arrays for ``tensors``; only changed ones are converted. What is on the device already stays.
+        """Arrays for ``tensors``, the same dict while nothing changes; only changed ones are converted.
 
         Seen are all writes that torch counts: in place, ``load_state_dict``, ``detach()``, also under
         ``torch.no_grad()`` and ``torch.inference_mode()``. Of those it does not count (fused optimisers,
-        ``.data``, numpy views) one is seen if it changes a bit in the `places` that are looked at; then all
-        weights of that model are converted, for such writes come together. So whole weights are seen, and any
-        contiguous 32nd part of one; a row alone may not be: `forget` is for that. Inference tensors are
-        looked at in every row.
+        ``.data``, numpy views) one is seen if it changes a bit in the `places` that are looked at: those of
+        every eighth weight in a call, in turns, for such writes come to many weights together. Once one is
+        seen, or a write was counted, all weights are looked at, and those of a model with a silent write are
+        converted. A write to a few weights alone may be seen some calls late, one to a row alone never:
+        `forget` is for that. Inference tensors are looked at in every row, in every call.
 
         Raises:
             ValueError: a tensor is of a class of its own: what it computes is not in its memory.
         """
         with _lock:
+            if self._is_current(tensors):
+                return self._current
             torches = {name: leaf for name, leaf in tensors.items() if isinstance(leaf, torch.Tensor)}
             check_ordinary(torches)
             for name, leaf in tensors.items():
@@ -121,7 +132,43 @@ class Weights:
                     self._arrays.pop(name, None)  # freed before its successor: the device holds one copy
                     weight = _convert(tensor, forms[name])
                 self._arrays[name] = weight
-            return dict(self._arrays)
+            self._marks = {
+                name: (weakref.ref(leaf), fingerprint(leaf)) if name in torches else leaf
+                for name, leaf in tensors.items()
+            }
+            self._current, self._changes = dict(self._arrays), _changes[0]
+            return self._current
+
+    def release(self) -> None:
+        """Hold no array until the next `refresh`."""
+        with _lock:
+            self._arrays, self._current, self._marks, self._changes = {}, {}, {}, -1
+            self._copies.clear()
+
+    def _is_current(self, tensors: dict[str, Any]) -> bool:
+        """Whether nothing was written since the last call, as far as a look at a part of them tells."""
+        if self._changes != _changes[0] or self._marks.keys() != tensors.keys():
+            return False
+        groups: dict[tuple[str, bool], list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        uncounted: list[tuple[str, torch.Tensor]] = []
+        for name, leaf in tensors.items():
+            mark = self._marks[name]
+            if not isinstance(leaf, torch.Tensor):
+                if mark is not leaf:
+                    return False
+            elif type(mark) is not tuple or mark[0]() is not leaf or mark[1] != fingerprint(leaf):
+                return False
+            elif leaf.is_inference():
+                uncounted.append((name, leaf))
+            else:  # what is trained is written together, and may be a small part of all
+                groups[_part(name), leaf.requires_grad].append((name, leaf))
+        self._turn += 1
+        looked_at = uncounted
+        for group in groups.values():
+            step = min(TURNS, len(group))
+            looked_at += group[self._turn % step :: step]
+        known = {name: _known(leaf, self._form(name, leaf)) for name, leaf in looked_at}
+        return not _doubted(known)
 
     def _here(self, name: str, loaded: Weight) -> Weight:
         """A loaded weight on these devices, as it is where it lies there."""
@@ -144,6 +191,7 @@ class Weights:
             for tensor in tensors.values():
                 if isinstance(tensor, torch.Tensor):
                     _converted.pop(tensor, None)
+            _changes[0] += 1
 
 
 def _part(name: str) -> str:

@@ -15,7 +15,7 @@ import torch_dflash as td
 from jax_bridge.arrays import to_torch
 from jax_bridge.layout import Forms, Transposed
 from jax_bridge.probe import SAMPLES, places
-from jax_bridge.weights import Weights
+from jax_bridge.weights import TURNS, Weights
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12
@@ -54,6 +54,12 @@ def converted(weights, tensors):
         array = arrays[name].T if name in transposed else arrays[name]
         assert torch.equal(to_torch(array), tensor.detach()), name
     return arrays
+
+
+def in_turns(weights, tensors):
+    """As many calls as it takes to look at every weight."""
+    for _ in range(TURNS):
+        weights.refresh(tensors)
 
 
 def changed(before, after):
@@ -123,7 +129,30 @@ def test_weights_of_any_layout_and_size_are_looked_at(name):
     model, weights = Model(), Weights(Forms())
     converted(weights, model.tensors())
     getattr(model, name).data.mul_(1.5)
+    in_turns(weights, model.tensors())
     converted(weights, model.tensors())
+
+
+@pytest.mark.parametrize("trained", ["one", "all"])
+def test_a_silent_step_is_seen_in_the_next_call_however_little_is_trained(trained):
+    model, weights = Model(), Weights(Forms())
+    if trained == "one":  # as an adapter beside frozen weights
+        model.requires_grad_(False)
+        model.norm.requires_grad_(True)
+    before = converted(weights, model.tensors())
+    for _ in range(3):  # whichever turn it is
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data.mul_(1.5)
+        after = converted(weights, model.tensors())
+        assert "target.norm" in changed(before, after)
+        before = after
+
+
+def test_nothing_is_made_anew_while_nothing_changes():
+    model, weights = Model(), Weights(Forms())
+    arrays = weights.refresh(model.tensors())
+    assert all(weights.refresh(model.tensors()) is arrays for _ in range(TURNS))
 
 
 def test_what_is_not_a_number_is_unchanged_as_long_as_its_bits_are():
@@ -140,6 +169,7 @@ def test_one_silent_write_puts_its_whole_model_in_doubt_and_no_other():
     target.wide.data.mul_(1.5)
     target.stack.data[3, 5, 7] += 1  # alone, it would not be seen
     assert not torch.isin(target.stack[3, 5, 7], places(target.stack).view(torch.float32))
+    in_turns(weights, target.tensors() | drafter.tensors("proposer"))
     after = converted(weights, target.tensors() | drafter.tensors("proposer"))
     assert changed(before, after) == set(target.tensors())
 
@@ -236,7 +266,8 @@ def test_decoding_follows_a_fused_step_of_either_model(world):
     assert [weight._version for weight in target.parameters()] == versions
     after, accepted = lengths(engine)
     assert after == own_text(target, PROMPT, NEW) != before
-    drafter.norm.weight.data.zero_()  # drafts token 0 only
+    for weight in drafter.parameters():  # drafts token 0 only
+        weight.data.zero_()
     again, worse = lengths(engine)
     assert again == after and worse != accepted
 
