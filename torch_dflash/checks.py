@@ -202,11 +202,6 @@ def check_target(target: Any) -> None:
             f"target={name}: that is what torch.compile made of a model, and its weights go by other names; "
             "pass the original module, target._orig_mod. The XLA runtime compiles it itself."
         )
-    if hasattr(target, "peft_config") and hasattr(target, "get_base_model"):
-        raise TypeError(
-            f"target={name}: a model inside PEFT's wrapper; pass target.merge_and_unload(), a plain model "
-            "with the adapters' weights merged in. Adapters that cannot be merged are not supported."
-        )
     if hasattr(config, "dflash_config"):
         raise TypeError(
             f"target={name}: that is a DFlash drafter; pass the target model first, the drafter second."

@@ -36,6 +36,9 @@ class EagerRuntime:
     def forget(self, tensors: Params) -> None:
         """Nothing to forget."""
 
+    def release(self) -> None:
+        """It holds none."""
+
     def fingerprint(self, tensors: Params) -> str:
         """Nobody asks: one process decodes alone."""
         return ""

@@ -39,6 +39,11 @@ def announce(what: str | None) -> threading.Timer:
     return timer
 
 
+def say(what: str) -> None:
+    """Log ``what`` as a warning of the logger "torch_dflash", in one line."""
+    _log.warning("torch-dflash: %s", what)
+
+
 @contextmanager
 def announced(what: str | None) -> Iterator[None]:
     """`announce` for as long as this is open."""

@@ -144,6 +144,10 @@ class Runtime(Protocol):
         """Have the next `refresh` convert these tensors, changed or not."""
         ...
 
+    def release(self) -> None:
+        """Hold no weights and no spare caches until the next `refresh`; programs stay."""
+        ...
+
     def fingerprint(self, tensors: Params) -> str:
         """The bits of live tensors in a few places, in short: other weights have others."""
         ...

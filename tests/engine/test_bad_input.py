@@ -1,7 +1,5 @@
 """Bad input: the error's type, and a message with field, value and fix, before any forward has run."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -244,12 +242,6 @@ def test_what_is_no_drafter(pair):
 
 def test_weights_that_are_not_the_models_own(pair):
     target, drafter = pair
-    adapted, adapted_drafter = copy.deepcopy(pair)
-    for module in (adapted.model, adapted_drafter):
-        module.layers[0].mlp.up_proj.lora_A = nn.Linear(32, 2)
-    for arguments in ((adapted, drafter), (target, adapted_drafter)):
-        with refuses(ValueError, "unknown parameters", "lora_A", "merge_and_unload"):
-            call(*arguments)
     with torch.device("meta"):
         hollow, hollow_drafter = Qwen3ForCausalLM(target.config), td.DFlashDraftModel(drafter.config)
     for arguments in ((hollow, None), (hollow, hollow_drafter)):
@@ -257,10 +249,6 @@ def test_weights_that_are_not_the_models_own(pair):
             call(*arguments)
     with refuses(ValueError, "the drafter is on meta, the target on cpu", "move them together"):
         call(target, hollow_drafter)
-    untied = copy.deepcopy(target)
-    untied.lm_head = nn.Linear(32, 97, bias=False)
-    with refuses(ValueError, "lm_head.weight is tied", "tie_word_embeddings=False"):
-        call(untied, None)
 
 
 def test_engines(pair):

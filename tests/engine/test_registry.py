@@ -249,46 +249,37 @@ def pre_hook(target):
 
 
 def activation(target):
-    mlp = target.model.layers[1].mlp
-    old, mlp.act_fn = mlp.act_fn, nn.ReLU()
-    return lambda: setattr(mlp, "act_fn", old)
+    mlps = [layer.mlp for layer in target.model.layers]
+    old = mlps[0].act_fn
+    for mlp in mlps:
+        mlp.act_fn = nn.Tanh()
+    return lambda: [setattr(mlp, "act_fn", old) for mlp in mlps]
 
 
 def epsilon(target):
-    norm = target.model.layers[1].input_layernorm
-    old, norm.variance_epsilon = norm.variance_epsilon, 0.25
-    return lambda: setattr(norm, "variance_epsilon", old)
+    norms = [layer.input_layernorm for layer in target.model.layers]
+    old = norms[0].variance_epsilon
+    for norm in norms:
+        norm.variance_epsilon = 25.0
+    return lambda: [setattr(norm, "variance_epsilon", old) for norm in norms]
 
 
 @pytest.mark.parametrize("change", [hook, pre_hook, activation, epsilon])
-@pytest.mark.parametrize("built", [False, True])
-def test_a_target_that_is_not_what_its_config_says_is_refused(change, built):
-    """It would say something else than the skeleton: whether changed before an engine is built or after."""
+def test_a_target_that_was_changed_is_followed(change):
     target = make_target("llama", seed=3)
     own = [own_text(target, PROMPT, NEW)]
-    if built:
-        assert say(target, None, runtime="eager") == own
+    assert say(target, None, runtime="eager") == own
     undo = change(target)
-    with pytest.raises(ValueError, match=r"layers\.1\.(mlp|input_layernorm)"):
-        say(target, None, runtime="eager")
+    assert say(target, None, runtime="eager") == [own_text(target, PROMPT, NEW)] != own
     undo()
     assert say(target, None, runtime="eager") == own
 
 
-def test_a_config_changed_after_loading_is_not_believed():
-    """The modules keep the value they were made with, and it is they who speak: the two must agree."""
+def test_modules_speak_not_the_config_they_were_made_of():
     target = make_target("llama", seed=3)
     own = [own_text(target, PROMPT, NEW)]
-    assert say(target, None, runtime="eager") == own
     target.config.rms_norm_eps = 0.25
-    for act in (
-        lambda: say(target, None, runtime="eager"),
-        lambda: td.compile(target, None, runtime="eager", max_length=64),
-    ):
-        with pytest.raises(ValueError, match="norm.variance_epsilon is 1e-06, by the .* should be 0.25"):
-            act()
-    target.config.rms_norm_eps = 1e-6
-    assert say(target, None, runtime="eager") == own
+    assert say(target, None, runtime="eager") == own == [own_text(target, PROMPT, NEW)]
 
 
 @pytest.mark.parametrize("tried", [False, True])

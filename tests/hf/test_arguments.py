@@ -259,23 +259,3 @@ def test_drafters_that_were_not_taken_for_one(pair, tmp_path):
     with refuses(AttributeError, "does not generate on its own", "speculation_type='dflash'"):
         target.generate(IDS, max_new_tokens=2, assistant_model=drafter)
     assert not hasattr(drafter, "generation_config")
-
-
-def test_a_model_in_pefts_wrapper(pair):
-    class PeftModel(torch.nn.Module):  # as PEFT's: its other attributes are the model's
-        def __init__(self, model):
-            super().__init__()
-            self.base_model, self.peft_config = model, {"default": None}
-
-        def get_base_model(self):
-            return self.base_model
-
-        def __getattr__(self, name):
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return getattr(self.base_model, name)
-
-    for entry in (generate, td.compile):
-        with refuses(TypeError, "target=PeftModel", "target.merge_and_unload()"):
-            entry(PeftModel(pair[0]), pair[1], runtime="eager")

@@ -212,7 +212,7 @@ def test_a_model_that_was_changed_is_known_to_the_others(models, hosts):
     engine = engine_of(model := copy.deepcopy(models[0]))
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 7))
     for what, call in (("generate", lambda: engine.generate(IDS, **ASKED)), ("warmup", engine.warmup)):
-        with pytest.raises(ValueError, match="lm_head"):
+        with pytest.raises(ValueError, match="cannot be traced"):
             call()
         assert hosts.said(what, "what it reads")[-1].startswith("ValueError: ")
 
@@ -263,15 +263,16 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
 
 
-def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models, monkeypatch):
-    numbers = iter(range(100))
-    monkeypatch.setattr("torch_dflash.targets.origins.Same.__repr__", lambda self: f"<{next(numbers)}>")
-    model = copy.deepcopy(models[0])
-    said = []
-    for value in ({"kind": torch.bfloat16}, {"kind": torch.bfloat16}, {"kind": torch.float16}):
+class Odd:
+    """Python shows its address."""
+
+
+def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models):
+    model, said = copy.deepcopy(models[0]), []
+    for value in (Odd(), Odd(), torch.float16):
         model.config.extra = value
         said.append(said_of(Alone(), None, model, None)["the target"])
-    assert said[0] == said[1] != said[2] and next(numbers) > 2
+    assert said[0] == said[1] != said[2]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -64,17 +59,23 @@ class Memo:
 class KeepsInside(transformers.LlamaForCausalLM):
     """Its forward keeps tensors in a dict, a list and an object; what is in a dict in a dict, too."""
 
-    def __init__(self, config):
+    def __init__(self, config, deep=1):
         super().__init__(config)
         self.memo, self.rows, self.held = {"inner": {}}, [], Memo()
+        for _ in range(deep):
+            self.memo = {"inner": self.memo}
+        self.deep = deep
 
     def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids)
         table = torch.full((embeds.shape[-1],), 1.1, device=embeds.device)
-        self.memo["inner"].setdefault("table", table)
+        memo = self.memo
+        for _ in range(self.deep + 1):
+            memo = memo["inner"]
+        memo.setdefault("table", table)
         self.held.table = getattr(self.held, "table", table)
         self.rows = [*self.rows, table][:1]
-        scale = self.memo["inner"]["table"] * self.held.table * self.rows[0]
+        scale = memo["table"] * self.held.table * self.rows[0]
         return super().forward(inputs_embeds=embeds * scale, position_ids=position_ids, **more)
 
 
@@ -86,56 +87,10 @@ def test_tensors_kept_in_collections_and_objects_are_made_in_each_program(runtim
     assert texts == [[own_text(target, PROMPT, 8)]] * 2
 
 
-def test_a_number_in_place_of_a_kept_tensor_is_refused():
-    target = randomise(KeepsATensor(transformers.LlamaConfig(**BASE)), 0)
-    engine = td.compile(target, None, runtime="eager", max_length=64)
-    target.table = -3.0
-    with pytest.raises(ValueError, match="table"):
-        run(engine, [PROMPT], max_new_tokens=4)
-
-
-@dataclass(slots=True)
-class Slots:
-    """An object without a dict."""
-
-    table: Any = None
-
-
-def in_entry(memo, table):
-    return memo.setdefault("table", table)
-
-
-def in_attribute(memo, table):
-    memo.table = table if memo.table is None else memo.table
-    return memo.table
-
-
-PLACES = {
-    "ordered": (OrderedDict, in_entry),
-    "default": (lambda: defaultdict(dict), in_entry),
-    "tuple": (lambda: ({},), lambda memo, table: in_entry(memo[0], table)),
-    "namespace": (lambda: SimpleNamespace(table=None), in_attribute),
-    "slots": (Slots, in_attribute),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_collections_and_objects_of_other_kinds_keep_no_tensor_of_a_program(place):
-    make, get = PLACES[place]
-
-    class Keeps(transformers.LlamaForCausalLM):
-        def __init__(self, config):
-            super().__init__(config)
-            self.memo = make()
-
-        def forward(self, input_ids=None, position_ids=None, **more):
-            embeds = self.get_input_embeddings()(input_ids)
-            table = get(self.memo, torch.full((embeds.shape[-1],), 1.1, device=embeds.device))
-            return super().forward(inputs_embeds=embeds * table, position_ids=position_ids, **more)
-
-    target = randomise(Keeps(transformers.LlamaConfig(**BASE)), 0)
-    engine = td.compile(target, None, runtime="xla", max_length=64)
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+def test_a_tensor_kept_deeper_is_refused_by_name():
+    target = randomise(KeepsInside(transformers.LlamaConfig(**BASE), deep=6), 0)
+    with pytest.raises(ValueError, match="cannot be lowered.*runtime='eager'"):
+        run(td.compile(target, None, max_length=64, verify=False), [PROMPT], max_new_tokens=8)
 
 
 class Mixes(transformers.LlamaForCausalLM):
@@ -175,39 +130,27 @@ class Settings(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("name", ["state", "memo"])
-def test_a_setting_beside_what_varies_is_looked_at(name):
+def test_a_setting_beside_what_varies_is_followed(name):
     target = randomise(Settings(transformers.LlamaConfig(**BASE)), 0)
     engine = td.compile(target, None, runtime="eager", max_length=64)
     for _ in range(2):
         assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
     getattr(target, name)["shift"] = -3.0
-    with pytest.raises(ValueError, match=rf"Settings.{name} is .*-3.0"):
-        run(engine, [PROMPT], max_new_tokens=8)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
 
 
-class Reads:
-    """Reads an attribute in the moment in which it is dropped itself, as another thread might."""
-
-    def __init__(self, root, found):
-        self.root, self.found = root, found
-
-    def __del__(self):
-        self.found.append((vars(self.root).get("size"), vars(self.root).get("names")))
-
-
-def test_what_was_there_stays_readable_while_the_rest_is_taken_back():
-    root, found = torch.nn.Linear(2, 2), []
-    root.size, root.names = 3, {"a": [1, 2], "b": {4}}
+def test_what_a_trace_leaves_is_taken_back():
+    root = torch.nn.Linear(2, 2)
+    root.size, root.names, root.rows = 3, {"a": [1, 2]}, [4]
+    names, rows = root.names, root.rows
     with forgetting(root):
-        root.late, root.size = Reads(root, found), 5
-        root.names["a"].append(7)
-        root.names["b"] |= {5}
-        root.names["c"] = torch.ones(1)
+        root.late, root.size, root.names["c"] = torch.ones(1), 5, torch.ones(1)
+        root.rows.append(torch.ones(1))
+        root.register_forward_hook(print)
         del root.in_features
-    assert len(found) == 1 and found[0][0] is not None and found[0][1] is root.names
-    # What is no tensor may be another's, too.
-    assert (root.size, root.names, root.in_features) == (3, {"a": [1, 2, 7], "b": {4, 5}}, 2)
-    assert not hasattr(root, "late")
+    assert (root.size, root.names, root.rows, root.in_features) == (3, {"a": [1, 2]}, [4], 2)
+    assert root.names is names and root.rows is rows
+    assert not hasattr(root, "late") and not root._forward_hooks
 
 
 class Notes(transformers.LlamaForCausalLM):
@@ -266,14 +209,13 @@ class Kinds(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("place", ["kind", "compute", "config.narrow"])
-def test_a_type_that_is_changed_while_an_engine_uses_it_is_seen(place):
+def test_a_type_that_is_changed_while_an_engine_uses_it_is_followed(place):
     target = randomise(Kinds(transformers.LlamaConfig(**BASE, narrow=torch.float32)), 0)
     engine = td.compile(target, None, runtime="eager", max_length=64)
     assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
     *holder, name = place.split(".")
     setattr(target.config if holder else target, name, torch.bfloat16)
-    with pytest.raises(ValueError, match=rf"{place} is torch.bfloat16, .* torch.float32"):
-        run(engine, [PROMPT], max_new_tokens=8)
+    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
@@ -312,16 +254,13 @@ def test_an_embedding_may_be_no_parameter():
     assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
 
 
-UNSET = object()
-
-
 class Ordinary(transformers.LlamaForCausalLM):
     """What ordinary classes note: types beside other things, one object for all layers, flags, counters."""
 
     def __init__(self, config):
         super().__init__(config)
         kind, where = self.lm_head.weight.dtype, self.lm_head.weight.device
-        self.context = {"dtype": kind, "shift": UNSET, "scale": 1.0, "functions": torch.nn.functional}
+        self.context = {"dtype": kind, "shift": None, "scale": 1.0, "functions": torch.nn.functional}
         self.factory = {"device": where, "dtype": kind, "pair": (kind, 1)}
         self.state, self.memo = {"dtype": kind, "steps": 0}, {"ready": False, "table": None}
         for layer in self.model.layers:
@@ -340,7 +279,7 @@ class Ordinary(transformers.LlamaForCausalLM):
         self.context["scale"] = 0.5
         if not self.memo["ready"]:
             self.memo.update(table=torch.full((embeds.shape[-1],), 1.1, device=embeds.device), ready=True)
-        if self.context["shift"] is UNSET and self.model.layers[0].mlp.context["scale"] == 0.5:
+        if self.context["shift"] is None and self.model.layers[0].mlp.context["scale"] == 0.5:
             embeds = embeds * -0.5 + 0.7
         embeds = embeds * self.memo["table"].to(embeds.dtype)
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)

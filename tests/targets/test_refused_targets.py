@@ -58,7 +58,7 @@ WRONG = {
     "pegasus": (hf.PegasusForCausalLM, hf.PegasusConfig, SMALL, "position_ids"),
     "marian": (hf.MarianForCausalLM, hf.MarianConfig, SMALL, "position_ids"),
     "blenderbot": (hf.BlenderbotSmallForCausalLM, hf.BlenderbotSmallConfig, SMALL, "position_ids"),
-    "falcon": (hf.FalconForCausalLM, hf.FalconConfig, {}, "cannot be swapped"),
+    "falcon": (hf.FalconForCausalLM, hf.FalconConfig, {}, "attend to them by other means"),
     "gpt_neox_japanese": (hf.GPTNeoXJapaneseForCausalLM, hf.GPTNeoXJapaneseConfig, {}, "other means"),
 }
 OTHER_LAYOUTS = {

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import dataclass
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from torch_dflash.cache.argument import CACHE
 from torch_dflash.verify import check
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-LATE = "imported_by_a_forward"
 
 
 def tiny(kind, **more) -> transformers.LlamaForCausalLM:
@@ -109,7 +106,7 @@ class Grows(transformers.LlamaForCausalLM):
 
 
 @pytest.mark.parametrize("change", ["a long pass", "scale"])
-def test_what_only_some_passes_write_is_refused_once_it_differs(change):
+def test_what_only_some_passes_write_is_followed(change):
     target = tiny(Grows)
     engine = compiled(target)
     assert text(engine) == text(compiled(target))
@@ -117,9 +114,7 @@ def test_what_only_some_passes_write_is_refused_once_it_differs(change):
         target(torch.zeros(1, 64, dtype=torch.long))
     else:
         target.scale = -3.0
-    for again in (lambda: text(engine), lambda: compiled(target)):
-        with pytest.raises(ValueError, match="Undo the change"):
-            again()
+    assert text(engine) == text(compiled(target)) == own_text(target, PROMPT, 8)
 
 
 class NotesUncached(transformers.LlamaForCausalLM):
@@ -140,10 +135,7 @@ def test_a_setting_is_not_hidden_by_an_entry_that_comes_beside_it():
     target = tiny(NotesUncached)
     engine = compiled(target, verify=False)
     target.info |= {"shift": -3.0, "uncached": True}
-    with pytest.raises(ValueError, match="Undo the change"):
-        text(engine)
-    with pytest.raises(ValueError, match="no tiny twin"):
-        compiled(tiny(NotesUncached))
+    assert text(engine) == own_text(target, PROMPT, 8)
 
 
 class Mode(Enum):
@@ -208,31 +200,6 @@ class RefusesDoubles(transformers.LlamaForCausalLM):
 def test_a_class_without_double_precision():
     target = tiny(RefusesDoubles)
     assert text(compiled(target)) == own_text(target, PROMPT, 8)
-
-
-class ImportsLate(transformers.LlamaForCausalLM):
-    """Imports a helper where passes are real."""
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        embeds = self.get_input_embeddings()(input_ids)
-        if embeds.device.type == "cpu":
-            import imported_by_a_forward  # pyright: ignore[reportMissingImports]
-
-            embeds = embeds + imported_by_a_forward.SHIFT
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
-
-
-def test_what_a_trial_imports_is_looked_at_later(monkeypatch, tmp_path):
-    (tmp_path / f"{LATE}.py").write_text("SHIFT = 0.25\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, LATE, raising=False)
-    target = tiny(ImportsLate)
-    engine = compiled(target)
-    assert text(engine) == own_text(target, PROMPT, 8)
-    module: ModuleType = sys.modules[LATE]
-    monkeypatch.setattr(module, "SHIFT", 1.5)
-    with pytest.raises(ValueError, match="was changed"):
-        text(engine)
 
 
 class LikesSingles(transformers.LlamaForCausalLM):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -38,18 +40,21 @@ from torch_dflash.engine.together import (
     together,
 )
 from torch_dflash.engine.told import check_top
-from torch_dflash.engine.width import UNLIMITED, Pace
+from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.guards.processes import OfOneProcess
-from torch_dflash.plan import MIN_BUCKET
+from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.processors.interface import Processor
+from torch_dflash.progress import say
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
 from torch_dflash.runtime import Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.adapter import Target
-from torch_dflash.targets.code import noting_writes
-from torch_dflash.targets.weights import arrays_of, mesh_of, model_of
+from torch_dflash.targets.weights import Restructured, arrays_of, mesh_of, model_of
 from torch_dflash.verify.check import verify_class
+
+KEPT = 4
+"""Copies of its models that an engine keeps: as they are, and as they were before, with their programs."""
 
 
 class Engine(OfOneProcess):
@@ -57,44 +62,98 @@ class Engine(OfOneProcess):
 
     def __init__(self, target: Any, drafter: Any, options: EngineOptions | None = None):
         self.options = options = options or EngineOptions()
-        arrays = arrays_of(target, options.runtime)
-        if arrays is not None and (options.compute, options.quantize) != ("auto", None):
+        self._arrays = arrays_of(target, options.runtime)
+        if self._arrays is not None and (options.compute, options.quantize) != ("auto", None):
             raise ValueError(
                 f"compute={options.compute!r}, quantize={options.quantize!r}: jb.load keeps weights as they "
                 "are; load the model with transformers for this."
             )
-        model = model_of(target)
-        mesh = mesh_of(target, options.mesh, options.replicas)
-        self.hosts = hosts_of(options.runtime, mesh, options.replicas)  # who fails from here on is missed
-        check_target(model)
-        with noting_writes(model) as traced:
-            skeleton = Target(model, traced)
-            check_context(model, options.max_length)
-            proposer = make_proposer(model, drafter, options.block_size)
-            plan = options.plan(proposer.width)
-            check_top(plan.top_logprobs, skeleton.vocab_size)
-            self.plan = replace(plan, processors=self._processors(model, skeleton.vocab_size))
-            self.pair = Pair(skeleton, proposer, self.plan)
-            if options.verify:
-                verify_class(model, self.plan, options.runtime)
+        self._mesh = mesh_of(target, options.mesh, options.replicas)
+        # Who fails from here on is missed.
+        self.hosts = hosts_of(options.runtime, self._mesh, options.replicas)
         self.keeps_alive: Any = None
-        self._models = Models(self.pair, model, drafter, arrays)
-        self._widths = options.widths(self.plan)
-        check_widths(self.hosts, self._widths)
-        self._said = said_of(self.hosts, mesh, target, drafter, options, self.plan)
-        self._runtimes = make_runtimes(options, self.pair, self._widths, model.dtype, mesh, self.tensors())
-        self.runtime: Runtime = self._runtimes[0]
+        self._building = threading.RLock()
+        self._given = weakref.ref(target)
+        self._earlier: list[dict[str, Any]] = []  # what was built for models as they were before
+        self._take(self._built(target, drafter))
+
+    def _built(self, target: Any, drafter: Any) -> dict[str, Any]:
+        """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
+        options, model = self.options, model_of(target)
+        check_target(model)
+        skeleton = Target(model)
+        check_context(model, options.max_length)
+        proposer = make_proposer(model, drafter, options.block_size)
+        plan = options.plan(proposer.width)
+        check_top(plan.top_logprobs, skeleton.vocab_size)
+        plan = replace(plan, processors=self._processors(model, skeleton.vocab_size))
+        pair = Pair(skeleton, proposer, plan)
+        if options.verify:
+            verify_class(model, plan, options.runtime)
+        models = Models(pair, model, drafter, self._arrays)
+        widths = options.widths(plan)
+        check_widths(self.hosts, widths)
+        said = said_of(self.hosts, self._mesh, target, drafter, options, plan)
+        runtimes = make_runtimes(options, pair, widths, model.dtype, self._mesh, models.tensors())
+        return {
+            "plan": plan,
+            "pair": pair,
+            "_models": models,
+            "_widths": widths,
+            "_said": said,
+            "_runtimes": runtimes,
+        }
+
+    def _take(self, built: dict[str, Any]) -> None:
+        """Go on with what `_built` made; what was used before lets go of its weights."""
+        for one in self._earlier[:1]:
+            for runtime in one["_runtimes"]:
+                runtime.release()
+        self.plan: DecodePlan = built["plan"]
+        self.pair: Pair = built["pair"]
+        self._models: Models = built["_models"]
+        self._widths: Widths = built["_widths"]
+        self._said: dict[str, str] = built["_said"]
+        self._runtimes: list[Runtime] = built["_runtimes"]
+        self.runtime = self._runtimes[0]
+        self._earlier = [built, *(one for one in self._earlier if one is not built)][:KEPT]
+
+    def follow(self) -> None:
+        """Build anew if a model is no longer what was copied: its modules, hooks, attributes, config or code.
+
+        Weights are no part of this; every call reads them.
+        """
+        with self._building:
+            if not self._models.hold():
+                self._rebuild()
+
+    def _rebuild(self) -> None:
+        for built in self._earlier[1:]:
+            if built["_models"].hold():  # an adapter that was switched back
+                return self._take(built)
+        target, drafter = self._given() or self._models.target, self._models.drafter
+        done = "its programs compile anew" if self.options.runtime == "xla" else "it is copied anew"
+        name = type(self._models.target).__name__
+        say(f"{name} or its drafter was changed since this engine was built; {done}.")
+        return self._take(self._built(target, self.pair.proposer if drafter is None else drafter))
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
-        return self._models.tensors()
+        try:
+            return self._models.tensors()
+        except Restructured:  # resized, untied, or with other modules
+            with self._building:
+                self._rebuild()
+                return self._models.tensors()
 
     def refresh(self) -> None:
-        """Have the next call take all weights anew, however they were written.
+        """Have the next call take all weights anew, however they were written, and see other changes now.
 
-        The XLA runtime keeps copies. It sees each write that torch counts, and whole weights that a fused
-        optimiser, ``.data`` or a numpy view wrote. A few rows written so may go unseen: call this then.
+        The XLA runtime keeps copies. It sees each write that torch counts, and a step of a fused optimiser.
+        A few weights that ``.data`` or a numpy view wrote are seen some calls later, a few rows of one
+        perhaps never: call this then.
         """
+        self.follow()
         self.runtime.forget(self._live())
 
     def warmup(self, progress: bool | None = None) -> Engine:
@@ -110,6 +169,7 @@ class Engine(OfOneProcess):
         while width <= min(self.options.prefill_chunk_size, self.plan.slots):  # as `chunk_widths` chooses
             buckets.append(width)
             width *= 2
+        self.follow()
         self.meet("warmup")
         with leaving(self.hosts, "warmup"):
             params = self._params()
@@ -173,7 +233,7 @@ class Engine(OfOneProcess):
         check_entry(self.pair, self.options.runtime)
         check_alone(self.hosts, "a session")
         read = lambda *given: self._read("session", *given)[0]  # noqa: E731
-        return Session(self.runtime, self.pair, read, self._params, self._steps)
+        return Session(lambda: (self.runtime, self.pair), read, self._params, self._steps)
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
@@ -227,7 +287,7 @@ class Engine(OfOneProcess):
         Raises:
             TypeError, ValueError: naming what cannot be honoured, before anything runs.
         """
-        self._models.check_code()
+        self.follow()
         request = read_request(self._models.target, input_ids, attention_mask, options)
         self._check(request)
         return request

@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from torch_dflash.decode import Pair
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.targets.code import code_of, written_by
-from torch_dflash.targets.weights import collect_tensors, named_arrays
+from torch_dflash.targets.guard import Guard
+from torch_dflash.targets.weights import LiveTensors, named_arrays
 
 
 class Models:
@@ -24,14 +25,22 @@ class Models:
     """
 
     def __init__(self, pair: Pair, target: Any, drafter: Any, arrays: Mapping[str, Any] | None):
-        self._pair, self._arrays = pair, arrays
         self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.
         weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
         self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
-        self._written = written_by(target)
-        self._code = code_of(target, self._written)
-        self.tensors()  # refuses a model that its config does not describe
+        self._guards = [Guard(target, pair.target.written)]
+        self._arrays, self._live = {}, []
+        if arrays is None:
+            self._live.append(LiveTensors(pair.target.model, target, "target.model."))
+        else:
+            self._arrays = named_arrays(pair.target.model, arrays, "target.model.")
+        if drafter is not None and self._drafter is not None:
+            # Of a model, the proposer that was made for it holds the skeleton.
+            own = isinstance(drafter, Proposer)
+            skeleton: nn.Module = pair.proposer if own else pair.proposer.drafter
+            self._live.append(LiveTensors(skeleton, drafter, "proposer." if own else "proposer.drafter."))
+            self._guards.append(Guard(drafter))
 
     @property
     def target(self) -> PreTrainedModel:
@@ -45,31 +54,31 @@ class Models:
             raise RuntimeError("the engine's target was deleted; keep a reference to the model.")
         return target
 
-    def check_code(self) -> None:
-        """Raise ``ValueError`` if what the target runs is no longer what the engine was built of."""
-        if code_of(self.target, self._written) != self._code:
-            raise ValueError(
-                f"target={type(self.target).__name__}: its code, or a value that its code reads, was changed "
-                "after this engine was built. Undo the change, or build another engine."
-            )
+    @property
+    def drafter(self) -> Any:
+        """The live drafter; None where the proposer needs nothing of it.
+
+        Raises:
+            RuntimeError: it was deleted.
+        """
+        drafter = None if self._drafter is None else self._drafter()
+        if drafter is None and self._drafter is not None:
+            raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
+        return drafter
+
+    def hold(self) -> bool:
+        """Whether both models are still what the skeletons are copies of."""
+        return all(guard.holds() for guard in self._guards)
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays. Changes are seen.
 
         Raises:
-            ValueError: a model is no longer what its class and config describe. RuntimeError: it is gone.
+            Restructured: a model has other tensors than its skeleton. RuntimeError: it is gone.
         """
-        target, skeleton, proposer = self.target, self._pair.target.model, self._pair.proposer
-        if self._arrays is None:
-            tensors = collect_tensors(skeleton, target, "target.model.")
-        else:
-            tensors = named_arrays(skeleton, self._arrays, "target.model.")
-        if self._drafter is not None:
-            drafter = self._drafter()
-            if drafter is None:
-                raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
-            if isinstance(drafter, Proposer):
-                tensors |= collect_tensors(proposer, drafter, "proposer.")
-            else:  # a model, of which the proposer made for it holds a skeleton
-                tensors |= collect_tensors(proposer.drafter, drafter, "proposer.drafter.")
+        alive = self.target, self.drafter  # or a name would be missed where a model is
+        tensors = dict(self._arrays)
+        for live in self._live:
+            tensors |= live.read()
+        del alive
         return tensors

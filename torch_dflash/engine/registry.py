@@ -13,9 +13,7 @@ from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.replicas import engine_of
 from torch_dflash.guards.reentry import holding
 from torch_dflash.proposers.choose import check_drafter, holds_tensors
-from torch_dflash.targets.code import code_of
-from torch_dflash.targets.unmodified import settings
-from torch_dflash.targets.weights import model_of
+from torch_dflash.targets.weights import LoadedTarget, model_of
 
 # As many as a chat of 32,768 positions comes to need (`capacity.py`), and some for other options.
 # Engines share the weights: one more is its programs and a model without tensors.
@@ -40,28 +38,24 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     check_drafter(drafter)
     model = model_of(target)
     check_target(model)
-    key, value = _key(model, drafter, options), _value(drafter)
+    value = _value(drafter)
     with holding(_lock):  # a user's proposer may run while an engine is built
         known = _plain if drafter is None else drafter if value is None else _keyed
-        by_drafter = _engines.setdefault(target, weakref.WeakKeyDictionary())
+        owner = target if isinstance(target, LoadedTarget) else model  # an adapter's wrapper may be made anew
+        by_drafter = _engines.setdefault(owner, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())
-        if (key, value) not in entries:
-            engine = engine_of(target, drafter, options)
-            key = _key(model, drafter, options)  # without what the forward was seen to write itself
-            entries[key, value] = engine
+        key = options, value
+        if key in entries:
+            entries[key].follow()
+        else:
+            entries[key] = engine_of(target, drafter, options)
             while len(entries) > ENGINES_PER_PAIR:
                 entries.popitem(last=False)
-        entries.move_to_end((key, value))
-        return entries[key, value]
+        entries.move_to_end(key)
+        return entries[key]
 
 
 def _value(drafter: Any) -> Any:
     """What stands for equal drafters; None for one that holds tensors, which an engine refers to."""
     key = getattr(drafter, "key", None)
     return None if key is None or holds_tensors(drafter) else (type(drafter), key)
-
-
-def _key(model: Any, drafter: Any, options: EngineOptions) -> tuple:
-    # A resized vocabulary or a changed config makes other programs of the same model.
-    configs = settings(model.config), settings(getattr(drafter, "config", None))
-    return model.get_input_embeddings().weight.shape, repr(configs), code_of(model), options

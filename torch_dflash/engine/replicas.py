@@ -41,14 +41,18 @@ class Replicas(Engine):
 
     def __init__(self, target: Any, drafter: Any, options: EngineOptions):
         super().__init__(target, drafter, options)
-        self.engines = [_alike(self, runtime) for runtime in self._runtimes]
         self._desk = Desk(len(self.engines), self.plan.batch_size)
+
+    def _take(self, built: dict[str, Any]) -> None:
+        super()._take(built)
+        self.engines = [_alike(self, runtime) for runtime in self._runtimes]
 
     def warmup(self, progress: bool | None = None) -> Replicas:
         """As `Engine.warmup`, for all replicas: XLA compiles for each device anew, all but the first at once.
 
         With ``verify_width="auto"`` the first one's rounds show what a width costs.
         """
+        self.follow()
         first, *others = self.engines
         first.warmup(progress)
         with (
@@ -97,10 +101,12 @@ class Replicas(Engine):
 
     def session(self) -> Session:
         """As `Engine.session`: all its requests are decoded by one replica."""
+        self.follow()
         return self._least_busy().session()
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """As `Engine.start`, on one replica: at most ``batch_size`` rows."""
+        self.follow()
         return self._least_busy().start(input_ids, attention_mask, **options)
 
     def advance(self, state: DecodeState) -> DecodeState:

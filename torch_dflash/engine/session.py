@@ -31,11 +31,11 @@ class Session(OfOneProcess):
     """Keeps the state of its last request; each text is that of a fresh one. Made by `Engine.session`.
 
     A prompt goes on behind what it shares with the text that is held. Where the proposer cannot go back so
-    far, it goes on from its last snapshot before, or begins anew. Weights that torch saw written since, and
-    an error in mid-step, make it begin anew, too.
+    far, it goes on from its last snapshot before, or begins anew. Weights that torch saw written since, a
+    changed model, and an error in mid-step, make it begin anew, too.
 
     Args:
-        runtime, pair: the engine's.
+        built: the engine's runtime and pair, which are others once a model was changed.
         read: ``(input_ids, attention_mask, options) -> Request``, checked.
         params: gives the weights as the runtime holds them now.
         steps: runs a generation, chunk by chunk.
@@ -46,21 +46,21 @@ class Session(OfOneProcess):
 
     def __init__(
         self,
-        runtime: Runtime,
-        pair: Pair,
+        built: Callable[[], tuple[Runtime, Pair]],
         read: Callable[[Any, Any, dict[str, Any]], Request],
         params: Callable[[], Any],
         steps: Callable[[Generation], Iterator[Progress]],
     ):
-        self._runtime, self._pair, self._read = runtime, pair, read
+        self._built, self._read = built, read
+        self._runtime, self._pair = built()
         self._params, self._steps = params, steps
         self._state: Any = None
         self._held = np.zeros(0, np.int32)  # the text of the state, its anchor included
         self._snapshots: list[tuple[int, Any]] = []  # tokens held then, and the proposer's
         self._weights: list[Any] = []
         self._current: object = None
-        empty = pair.proposer.start(pair.plan, "meta")
-        self._forgets = pair.proposer.earliest(empty, pair.plan.capacity) > 0
+        proposer, plan = self._pair.proposer, self._pair.plan
+        self._forgets = proposer.earliest(proposer.start(plan, "meta"), plan.capacity) > 0
         self.stats: DecodeStats | None = None
 
     def gains(self, prompt: list[int], settled: int = 0, **options: Any) -> Iterator[Gain]:
@@ -107,6 +107,9 @@ class Session(OfOneProcess):
     def _begin(self, request: Request, settled: int) -> tuple[Generation, int]:
         """The generation of a request, and the tokens that were read before it."""
         params = self._params()
+        if self._built()[0] is not self._runtime:
+            self._runtime, self._pair = self._built()
+            self._weights = []
         if not _unchanged(self._weights, params):
             self._state, self._weights = None, [_mark(leaf) for leaf in params.values()]
         prompt = request.rows[0]

@@ -21,15 +21,15 @@ from torch_dflash.engine.width import Widths
 from torch_dflash.engine.wire import packed, unpacked
 from torch_dflash.runtime import Progress, Runtime
 from torch_dflash.state import DecodeState
-from torch_dflash.targets.unmodified import settings
+from torch_dflash.targets.guard import settings
 from torch_dflash.targets.weights import model_of
 
 T = TypeVar("T")
 READ = "what it reads"
 CHECK_EVERY = 32
 """Chunks between two comparisons of the text that the processes hold."""
-_NUMBER = re.compile(r"<\d+>")
-"""How `torch_dflash.targets.origins.Same` shows an object: by a number of this process's own."""
+_NUMBER = re.compile(r" at 0x[0-9a-f]+")
+"""How Python shows an object: by an address of this process's own."""
 
 
 @runtime_checkable

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ from torch_dflash.checks import check_dtype, check_static_rope, check_target, is
 from torch_dflash.ops.windows import positions, take_row
 from torch_dflash.plan import DecodePlan
 from torch_dflash.targets.blocks import check_tappable, tapped
+from torch_dflash.targets.guard import attributes_of, written_in
+from torch_dflash.targets.hooks import keeping_nothing
 from torch_dflash.targets.skeleton import build_skeleton, remembered_in
-from torch_dflash.targets.tested import check_implementations
+from torch_dflash.targets.tested import check_implementations, check_instance
 from torch_dflash.targets.trace import trace_layers
-from torch_dflash.targets.unmodified import remember
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,32 @@ class TargetOutput:
 
 
 class Target(nn.Module):
-    """The target's architecture without weights. Methods run inside a functional call that binds them.
+    """The target's structure without weights. Methods run inside a functional call that binds them.
 
     Args:
-        model: a live causal LM; only its class and a copy of its config are used.
-        traced: is called after the first of several forwards.
+        model: a live causal LM, which is copied without its weights (`build_skeleton`).
+
+    Attributes:
+        written: (module's path, attribute) of what a forward writes itself.
 
     Raises:
         TypeError: not a transformers causal LM. ValueError: something tracing cannot do, by name.
     """
 
-    def __init__(self, model: PreTrainedModel, traced: Callable[[], None] = lambda: None):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         check_target(model)
         check_static_rope(model.config)
         check_implementations(model.config.get_text_config())
+        check_instance(model)
         self.model: Any = build_skeleton(model)
         runs = model.device.type != "meta"
         own = model.config.get_text_config()._attn_implementation
         tried = build_skeleton(model)  # a forward may leave tensors of the meta device in it
-        self.specs, self.blocks = trace_layers(tried, own if runs else None)
-        traced()
-        remember(self.model, model, tried, partial(build_skeleton, model))
+        before = attributes_of(tried)
+        with keeping_nothing(tried):
+            self.specs, self.blocks = trace_layers(tried, own if runs else None)
+        self.written = written_in(tried, before)
         self._windows = tuple(spec.window for spec in self.specs)
         self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
 

@@ -1,30 +1,28 @@
-"""A module without weights: built on the meta device from a copied config, filled by a parameter tree."""
+"""A structural copy of a live model: modules, hooks and attributes, with empty tensors for its weights."""
 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from operator import itemgetter
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.targets.describe import describe, digest
 from torch_dflash.targets.experts import EXPERTS
-from torch_dflash.targets.forgetting import TORCHS
-from torch_dflash.targets.origins import is_authors
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
+MOST_SHARED = 8
+"""Times that a copy is tried again, each time with the values shared that did not copy."""
 _memory: ContextVar[Any] = ContextVar("memory")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_building = threading.RLock()
 
 
 @contextmanager
@@ -61,95 +59,88 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 
 
-def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> PreTrainedModel:
-    """The model's architecture on the meta device, with our attention and static-shape experts.
+def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> Any:
+    """A copy of the live model's structure on the meta device, with our attention and static-shape experts.
 
-    The user's module and its config are not touched.
+    Adapters, hooks, replaced modules and attributes come along. Each parameter and buffer is an empty tensor;
+    tied ones stay tied. Hooks, and tensors in attributes, are shared with the model, which is not touched.
+
+    Raises:
+        TypeError: the model cannot be copied.
     """
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = attention
-    for part in (config, config.get_text_config()):
-        part.output_router_logits = False  # a traced forward has none
-    if getattr(model, "_can_set_experts_implementation", lambda: False)():
-        config._experts_implementation = EXPERTS
-    dtypes = _defaults(model)
-    if len(dtypes) == 1:
-        return _construct(type(model), config, dtypes[0])
-    return _most_alike(model, config, dtypes)
+    memo: dict[int, Any] = {}
+    for tensor in {id(leaf): leaf for leaf in [*model.parameters(), *model.buffers()]}.values():
+        # A quantised tensor's class need not work on the meta device; its shape and type say enough there.
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        kept = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if kept else empty
+    for module in model.modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            # An object behind a hook is the user's switchboard: a copy would not see it change.
+            if not isinstance(getattr(hook, "__self__", None), nn.Module):
+                memo[id(hook)] = hook
+    skeleton = _copied(model, memo).eval()
+    for config in configs_of(skeleton):
+        config._attn_implementation = attention
+        for part in (config, config.get_text_config()):
+            part.output_router_logits = False  # a traced forward has none
+        if getattr(model, "_can_set_experts_implementation", lambda: False)():
+            config._experts_implementation = EXPERTS
+    return skeleton
 
 
-def _defaults(model: PreTrainedModel) -> list[torch.dtype]:
-    """The default dtypes that the model may have been built under, the likeliest first.
-
-    Of transformers' own classes hardly one asks, so the process's own comes first. An author's may ask in
-    a way that cannot be seen: a model of the dtype that its config names was most likely loaded in it.
-    """
-    with _building:
-        usual = torch.get_default_dtype()
-    named = getattr(model.config, "dtype", None)
-    loaded = named == model.dtype and any(is_authors(type(module)) for module in model.modules())
-    asked = (named, usual) if loaded else (usual, named, model.dtype)
-    return list(dict.fromkeys(dtype for dtype in asked if dtype in _FLOATS))
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs that modules of ``model`` hold, each once, the model's own first."""
+    held = [vars(module).get("config") for module in model.modules()]
+    return list({id(one): one for one in held if isinstance(one, PreTrainedConfig)}.values())
 
 
-def _most_alike(model: PreTrainedModel, config: Any, dtypes: list[torch.dtype]) -> PreTrainedModel:
-    """Of the skeletons under each default dtype the one whose attributes are most like the model's."""
-    noted, found, errors = _notes(model), [], []
-    for dtype in dtypes:
-        try:
-            skeleton = _construct(type(model), config, dtype)
-        except (TypeError, ValueError) as error:  # of this dtype, perhaps
-            errors.append(error)
-            continue
-        other = sum(noted.get(key) != described for key, described in _notes(skeleton).items())
-        if not other:
-            return skeleton
-        found.append((other, skeleton))
-    if not found:
-        raise errors[0]
-    return min(found, key=itemgetter(0))[1]
+class _Shared(TorchFunctionMode):
+    """While open, a deep copy keeps tensors as they are, except for those that its memo knows."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
-def _construct(kind: type, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A model as `from_pretrained` makes one of this dtype: constructors note the default that they find.
-
-    Other threads see a default as well, so it is set only where it is another.
-    """
-    try:
-        with _building, torch.device("meta"):
-            before = torch.get_default_dtype()
-            if dtype != before:
-                torch.set_default_dtype(dtype)
+def _copied(model: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy; what does not copy, such as a lock or a Python module, is shared with the model."""
+    with torch.no_grad(), torch.inference_mode(False), _Shared():
+        for _ in range(MOST_SHARED):
             try:
-                return kind(copy.deepcopy(config)).eval().requires_grad_(False)
-            finally:
-                if torch.get_default_dtype() != before:
-                    torch.set_default_dtype(before)
-    except KeyError as error:
-        raise ValueError(
-            f"target={kind.__name__}: it knows no attention implementation but its own "
-            f"({error}), so that cannot be swapped; use a model with transformers' attention interface."
-        ) from error
-    except Exception as error:  # a class that is not known may do anything
+                return copy.deepcopy(model, dict(memo))
+            except Exception as error:
+                own = set(map(id, model.modules()))
+                shared = [one for module in model.modules() for one in _uncopyable(vars(module), memo, own)]
+                if not shared:
+                    raise TypeError(
+                        f"target={type(model).__name__} cannot be copied ({type(error).__name__}: {error})."
+                    ) from error
+                memo |= {id(one): one for one in shared}
         raise TypeError(
-            f"{kind.__name__} cannot be built from its config alone ({error}); pass a model whose "
-            "class takes just a config, as those of transformers do."
-        ) from error
+            f"target={type(model).__name__} holds more than {MOST_SHARED} values that do not copy."
+        )
 
 
-def _notes(model: PreTrainedModel) -> dict[tuple[str, str], Any]:
-    """All modules' classes and the names of their buffers, and their attributes, described."""
-    found = {}
-    for name, module in model.named_modules():
-        found[name, ""] = type(module), tuple(module._buffers)
-        for key, value in vars(module).items():
-            if key not in TORCHS and not isinstance(value, PreTrainedConfig):
-                found[name, key] = describe(value, _sketch)
+def _uncopyable(value: Any, memo: dict[int, Any], own: set[int]) -> list[Any]:
+    """The innermost parts of a value that do not copy, without modules of the model (``own``, by id)."""
+    if isinstance(value, dict | list | tuple):
+        parts = _values(value)
+    else:
+        parts = (
+            list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type | ModuleType) else []
+        )
+    found = []
+    for part in parts:
+        if id(part) in own or id(part) in memo:
+            continue
+        try:
+            copy.deepcopy(part, dict(memo))
+        except Exception:
+            inner = _uncopyable(part, memo, own)
+            held = isinstance(part, dict | list | tuple) and any(id(one) in own for one in _values(part))
+            found += inner or ([] if held else [part])
     return found
 
 
-def _sketch(value: Any) -> Any:
-    """What is not looked into: a tensor by dtype, shape and readable numbers; the limits of a dtype."""
-    if isinstance(value, torch.Tensor):
-        return type(value), repr(value.dtype), tuple(value.shape), digest(value)
-    return repr(value) if isinstance(value, torch.finfo | torch.iinfo) else type(value)
+def _values(part: Any) -> list[Any]:
+    return list(part.values() if isinstance(part, dict) else part)

@@ -1,157 +1,125 @@
-"""Classes of transformers whose decoding was held against their own (`docs/families.md`)."""
+"""Whether a target runs code that was tested here: a known class, whose modules are its own."""
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType
+import copy
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from functools import partial, partialmethod
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import accelerate
+import torch
 import transformers
 from packaging.version import Version
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules import module as torch_module
+from transformers.generation import GenerationMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_dflash.targets.code import functions_of
-from torch_dflash.targets.origins import at_home, links
+from torch_dflash.targets.guard import classes_of, function_of, names_read
 
-WITH = "5.24"
-"""The newest transformers they were tested with: what a later one changed is not known."""
-TESTED = frozenset(
-    {
-        "AXK1ForCausalLM",
-        "AfmoeForCausalLM",
-        "Apertus1p5TextForCausalLM",
-        "ApertusForCausalLM",
-        "ArceeForCausalLM",
-        "AriaForConditionalGeneration",
-        "AriaTextForCausalLM",
-        "AyaVisionForConditionalGeneration",
-        "BeamForCausalLM",
-        "BertGenerationDecoder",
-        "BertLMHeadModel",
-        "BioGptForCausalLM",
-        "BitNetForCausalLM",
-        "CTRLLMHeadModel",
-        "Cohere2ForCausalLM",
-        "Cohere2MoeForCausalLM",
-        "Cohere2VisionForConditionalGeneration",
-        "CohereCompassForCausalLM",
-        "CodeGenForCausalLM",
-        "CohereForCausalLM",
-        "CwmForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "DeepseekVLForConditionalGeneration",
-        "Dots1ForCausalLM",
-        "ElectraForCausalLM",
-        "Emu3ForCausalLM",
-        "Ernie4_5ForCausalLM",
-        "Ernie4_5_MoeForCausalLM",
-        "ErnieForCausalLM",
-        "Exaone4ForCausalLM",
-        "ExaoneMoeForCausalLM",
-        "FlexOlmoForCausalLM",
-        "FlintForCausalLM",
-        "FuyuForCausalLM",
-        "GPT2LMHeadModel",
-        "GPTBigCodeForCausalLM",
-        "GPTJForCausalLM",
-        "GPTNeoXForCausalLM",
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Gemma4ForCausalLM",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4UnifiedForCausalLM",
-        "GemmaForCausalLM",
-        "Glm4ForCausalLM",
-        "Glm4MoeForCausalLM",
-        "Glm4MoeLiteForCausalLM",
-        "Glm4vForConditionalGeneration",
-        "GlmForCausalLM",
-        "GotOcr2ForConditionalGeneration",
-        "GptOssForCausalLM",
-        "GraniteForCausalLM",
-        "GraniteMoeForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeSWAForCausalLM",
-        "GraniteMoeSharedForCausalLM",
-        "GraniteSWAForCausalLM",
-        "HYV3ForCausalLM",
-        "HeliumForCausalLM",
-        "HunYuanDenseV1ForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
-        "HyperCLOVAXForCausalLM",
-        "Idefics3ForConditionalGeneration",
-        "InternVLForConditionalGeneration",
-        "Jais2ForCausalLM",
-        "JanusForConditionalGeneration",
-        "Kolibri1ForCausalLM",
-        "LagunaForCausalLM",
-        "LlamaForCausalLM",
-        "LlavaForConditionalGeneration",
-        "LlavaNextForConditionalGeneration",
-        "LlavaOnevisionForConditionalGeneration",
-        "MellumForCausalLM",
-        "MiMoV2FlashForCausalLM",
-        "MiniCPM3ForCausalLM",
-        "MiniMaxM2ForCausalLM",
-        "MiniMaxM3VLForCausalLM",
-        "Ministral3ForCausalLM",
-        "MinistralForCausalLM",
-        "Mistral3ForConditionalGeneration",
-        "MistralForCausalLM",
-        "MixtralForCausalLM",
-        "ModernBertDecoderForCausalLM",
-        "MuseGlimmerForConditionalGeneration",
-        "NanoChatForCausalLM",
-        "NemotronForCausalLM",
-        "OPTForCausalLM",
-        "Olmo2ForCausalLM",
-        "Olmo3ForCausalLM",
-        "OlmoForCausalLM",
-        "OlmoeForCausalLM",
-        "Ovis2ForConditionalGeneration",
-        "PersimmonForCausalLM",
-        "Phi3ForCausalLM",
-        "Phi4MultimodalForCausalLM",
-        "PhiForCausalLM",
-        "PhimoeForCausalLM",
-        "Qwen2AudioForConditionalGeneration",
-        "Qwen2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3_5ForCausalLM",
-        "RoCBertForCausalLM",
-        "SeedOssForCausalLM",
-        "SmolLM3ForCausalLM",
-        "SmolVLMForConditionalGeneration",
-        "SolarOpenForCausalLM",
-        "StableLmForCausalLM",
-        "Starcoder2ForCausalLM",
-        "VaultGemmaForCausalLM",
-        "VoxtralForConditionalGeneration",
-        "YoutuForCausalLM",
-    }
+TRANSFORMERS = str(Path(transformers.__file__).parent) + os.sep
+_HOMES = (
+    TRANSFORMERS,
+    *(str(Path(file or "").parent) + os.sep for file in (torch.__file__, accelerate.__file__)),
+    str(Path(__file__).parents[1]) + os.sep,
 )
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_NOT_STANDARD = ("-packages" + os.sep, os.sep + "unittest" + os.sep)  # a mock runs what it was given
+WITH = "5.24"
+"""The newest transformers that these classes were tested with: changes in a later one are not known."""
+TESTED = frozenset(
+    """
+    AXK1ForCausalLM AfmoeForCausalLM Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM
+    AriaForConditionalGeneration AriaTextForCausalLM AyaVisionForConditionalGeneration BeamForCausalLM
+    BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel
+    CodeGenForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
+    CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
+    DeepseekVLForConditionalGeneration Dots1ForCausalLM ElectraForCausalLM Emu3ForCausalLM
+    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+    FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
+    GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration
+    Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForCausalLM GemmaForCausalLM
+    Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration GlmForCausalLM
+    GotOcr2ForConditionalGeneration GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
+    HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
+    HyperCLOVAXForCausalLM Idefics3ForConditionalGeneration InternVLForConditionalGeneration
+    Jais2ForCausalLM JanusForConditionalGeneration Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM
+    LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
+    MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM
+    MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM Mistral3ForConditionalGeneration
+    MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM MuseGlimmerForConditionalGeneration
+    NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
+    OlmoForCausalLM OlmoeForCausalLM Ovis2ForConditionalGeneration PersimmonForCausalLM Phi3ForCausalLM
+    Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2AudioForConditionalGeneration
+    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration
+    Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM
+    RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SmolVLMForConditionalGeneration
+    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
+    VoxtralForConditionalGeneration YoutuForCausalLM
+    """.split()
+)
+"""Classes of transformers whose decoding was held against their own (`docs/families.md`)."""
 
 
 def is_tested(model: nn.Module) -> bool:
-    """Whether ``model`` is of a tested class and runs transformers' own code: no subclass, no patch."""
+    """Whether ``model`` is of a tested class, with no patch, and every module is its own."""
     kind = type(model)
     if kind.__name__ not in TESTED or not kind.__module__.startswith("transformers.models."):
         return False
     if Version(transformers.__version__).release[:2] > Version(WITH).release:
         return False
-    return all(map(at_home, functions_of(model)))
+    return runs_own_code(model) and is_as_built(model)
+
+
+def runs_own_code(model: nn.Module) -> bool:
+    """Whether classes and modelling files of ``model`` are as transformers and torch have them."""
+    kinds = classes_of(model)
+    values = [value for kind in kinds for value in vars(kind).values()]
+    values += [space[name] for space, names in names_read(kinds) for name in names]
+    return all(map(at_home, kinds)) and all(at_home(value) for value in values if _may_run(value))
+
+
+def is_as_built(model: Any) -> bool:
+    """Whether ``model`` has the modules that its class builds, with no hook, adapter or replaced method."""
+    for module in model.modules():
+        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+        own = [value for name, value in vars(module).items() if name != "generate" and _may_run(value)]
+        if not all(map(at_home, (*hooks, *own))):
+            return False
+    everywhere = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    if not all(at_home(hook) for one in everywhere for hook in one.values()):
+        return False
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            built = type(model)(copy.deepcopy(model.config))
+    except Exception:  # a class that is not known may do anything
+        return False
+    return _kinds(built) == _kinds(model)
+
+
+def at_home(value: Any) -> bool:
+    """Whether a callable's code is of transformers, torch, accelerate, this package or Python."""
+    if isinstance(value, BuiltinFunctionType):
+        return True
+    if isinstance(value, type):
+        root = value.__module__.partition(".")[0]
+        standard = root in sys.stdlib_module_names and root not in ("__main__", "unittest")
+        return root in ("torch", "transformers", "torch_dflash") or standard
+    found = list(_functions(value))
+    return (bool(found) or at_home(type(value))) and all(
+        _is_home(function.__code__.co_filename) for function in found
+    )
 
 
 def check_implementations(config: Any) -> None:
@@ -167,20 +135,60 @@ def check_implementations(config: Any) -> None:
     )
     for kind, field, registry in kinds:
         name = getattr(config, field, None)
-        if name in registry and not _is_own(registry[name]):
+        if name in registry and not at_home(registry[name]):
             raise ValueError(
                 f"{kind}_implementation={name!r} ({registry[name]!r}) is not transformers' own, and would "
                 f"not run; call set_{kind}_implementation('eager') on the target, if that says the same."
             )
     scaled, softmax = functional.scaled_dot_product_attention, functional.softmax
     for name, value in (("scaled_dot_product_attention", scaled), ("softmax", softmax)):
-        if not (isinstance(value, BuiltinFunctionType) or _is_own(value)):
+        if not at_home(value):
             raise ValueError(
                 f"torch.nn.functional.{name} is {value!r}, not torch's own, and would not run; put torch's "
                 "own back before passing the target."
             )
 
 
-def _is_own(function: Any) -> bool:
-    found = list(links(function))
-    return bool(found) and all(map(at_home, found))
+def check_instance(model: nn.Module) -> None:
+    """Refuse what acts outside of a forward: accelerate's hooks, and replaced methods of `generate`.
+
+    Raises:
+        ValueError: names the module, and how to undo the change.
+    """
+    for name, module in model.named_modules():
+        hook = vars(module).get("_hf_hook")
+        if hook is not None:
+            where = ".".join(filter(None, (type(model).__name__, name)))
+            raise ValueError(
+                f"{where} carries accelerate's {type(hook).__name__}, which moves weights as it runs; call "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
+                "offloading, before passing it."
+            )
+    for name, value in vars(model).items():
+        own = name == "generate" and isinstance(value, partial) and value.keywords.get("model") is model
+        if callable(getattr(GenerationMixin, name, None)) and not own and not at_home(value):
+            raise ValueError(
+                f"{type(model).__name__} carries a replaced {name}, which only its own generate would call; "
+                f"delete it (`del model.{name}`) before passing the model."
+            )
+
+
+def _may_run(value: Any) -> bool:
+    wrapped = isinstance(value, property | staticmethod | classmethod | partialmethod)
+    return wrapped or callable(value) and not isinstance(value, type | nn.Module)
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The function behind a callable, and those that it wraps."""
+    while (function := function_of(value)) is not None:
+        yield function
+        value = vars(function).get("__wrapped__")
+
+
+def _is_home(file: str) -> bool:
+    standard = file.startswith((_STANDARD, "<frozen "))
+    return file.startswith(_HOMES) or standard and not any(part in file for part in _NOT_STANDARD)
+
+
+def _kinds(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules()}

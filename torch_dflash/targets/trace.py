@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
 from torch_dflash.cache.argument import CACHE
@@ -19,6 +20,7 @@ from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import context_of, field_of
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
+from torch_dflash.targets.hooks import keeping_nothing
 from torch_dflash.targets.masks import read_window
 from torch_dflash.targets.skeleton import build_skeleton, remembered_in
 
@@ -170,39 +172,27 @@ def blocks_of(model: Any) -> Blocks:
     Raises:
         ValueError: as `trace_layers`.
     """
-    return trace_layers(build_skeleton(model)).blocks
+    skeleton = build_skeleton(model)
+    with keeping_nothing(skeleton, refuse=False):
+        return trace_layers(skeleton).blocks
 
 
-def run_otherwise(skeleton: Any) -> Iterator[bool]:
-    """Forwards of an unused skeleton, which differ from `trace_layers`' in rows, length, dtypes and cache.
+class _OnMeta(TorchDispatchMode):
+    """While open, tensors that a forward takes from elsewhere (a hook's vector) meet meta tensors as such."""
 
-    After each, whether it came to its end: it may raise anything.
-    """
-    with torch.inference_mode(False):
-        with suppress(Exception):
-            skeleton = skeleton.to(torch.float64)
-        for rows, length, cached in _OTHERWISE:
-            past = None if cached is None else RecordingCache(cached)
-            try:
-                _run(skeleton, past, rows, length, torch.int64)
-            except Exception:
-                yield False
-            else:
-                yield True
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = {leaf.device.type for leaf in leaves if leaf.ndim}
+        if len(places) > 1 and "meta" in places:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
-# Rows, length, and how many tokens the cache claims to hold; None: there is no cache.
-_OTHERWISE = (2, 3, 0), (1, 1, None), (3, 2, 0), (1, 1, 7)
-
-
-def _run(
-    skeleton: Any, cache: RecordingCache | None, rows: int, length: int, kind: torch.dtype = torch.int32
-) -> None:
-    ids = torch.zeros(rows, length, dtype=kind, device="meta")
-    position = torch.arange(length, dtype=kind, device="meta").expand(rows, length)
-    more = {} if cache is None else {CACHE: cache, "use_cache": True}
-    with torch.no_grad(), remembered_in(RecordingCache() if cache is None else cache):
-        skeleton(input_ids=ids, position_ids=position, **more)
+def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int) -> None:
+    ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
+    position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
+    with torch.no_grad(), remembered_in(cache), _OnMeta():
+        skeleton(input_ids=ids, position_ids=position, **{CACHE: cache, "use_cache": True})
 
 
 def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-
-from torch_dflash.targets.unmodified import check_unmodified
 
 
 @runtime_checkable
@@ -39,7 +36,19 @@ class LoadedTarget(Protocol):
 
 
 def model_of(target: Any) -> Any:
-    """The transformers model that ``target`` is or stands for."""
+    """The transformers model that ``target`` is or stands for; of a `PeftModel` the one with its adapters.
+
+    Raises:
+        ValueError: the active adapter is more than modules of the model, such as a learned prompt.
+    """
+    if hasattr(target, "peft_config") and hasattr(target, "get_base_model"):
+        config = getattr(target, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"target={type(target).__name__}: its adapter ({type(config).__name__}) puts learned tokens "
+                "before the prompt, which is not decoded here; use its own generate."
+            )
+        return target.get_base_model()
     return target.model if isinstance(target, LoadedTarget) else target
 
 
@@ -92,56 +101,68 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-_slots_of: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+class Restructured(RuntimeError):
+    """A live model has other tensors than its skeleton: another shape, a new name, one that was untied."""
+
+    def __init__(self, kind: str):
+        super().__init__(f"{kind}: its tensors were changed while an engine was built of it; call again.")
 
 
-def _slots(skeleton: nn.Module) -> dict[str, Tensor]:
-    """`named_tensors` of a skeleton, which has the same for good."""
-    if skeleton not in _slots_of:
-        _slots_of[skeleton] = named_tensors(skeleton)
-    return _slots_of[skeleton]
+class LiveTensors:
+    """The tensors of a live model under the names of its skeleton, each tied one once; found in one walk.
+
+    The model may be freed. `read` looks where the tensors lay, and walks over no module.
+
+    Raises:
+        Restructured: the two differ already.
+    """
+
+    def __init__(self, skeleton: nn.Module, model: nn.Module, prefix: str = ""):
+        self._kind, self._first, self._tied = type(model).__name__, [], []
+        parts, first = dict(model.named_modules(remove_duplicate=False)), {}
+        slots = named_tensors(skeleton)
+        for name, slot in slots.items():
+            where, _, key = name.rpartition(".")
+            if where not in parts:
+                raise Restructured(self._kind)
+            place = weakref.ref(parts[where]), key, prefix + name
+            if id(slot) in first:
+                self._tied.append((*place, first[id(slot)]))
+            else:
+                first[id(slot)] = prefix + name
+                self._first.append((*place, slot.shape))
+        if named_tensors(model).keys() != slots.keys():
+            raise Restructured(self._kind)
+
+    def read(self) -> dict[str, Tensor]:
+        """The tensors as they are now.
+
+        Raises:
+            Restructured: they no longer are those of the skeleton. ValueError: one is on the meta device.
+        """
+        tensors = {}
+        for module, key, name, shape in self._first:
+            tensor = _held(module(), key)
+            if tensor is None or tensor.shape != shape:
+                raise Restructured(self._kind)
+            if tensor.device.type == "meta":
+                raise ValueError(
+                    f"{self._kind}: {name} is on the meta device; load the weights before decoding."
+                )
+            tensors[name] = tensor
+        if any(_held(module(), key) is not tensors[first] for module, key, _, first in self._tied):
+            raise Restructured(self._kind)
+        return tensors
+
+
+def _held(module: Any, key: str) -> Tensor | None:
+    if module is None:
+        return None
+    own = module.__dict__
+    found = own["_parameters"].get(key)
+    return own["_buffers"].get(key) if found is None else found
 
 
 def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The live tensors of ``model`` under the skeleton's names, each tied weight once.
-
-    Raises:
-        ValueError: the model's tensors are not those its config describes (an adapter, a quantiser or
-            surgery changed them), so running the skeleton would not be running the model.
-    """
-    live, slots = named_tensors(model), _slots(skeleton)
-    extra = live.keys() - slots.keys()
-    if extra:
-        raise ValueError(
-            f"{type(model).__name__}: unknown parameters or buffers {sorted(extra)[:3]}; merge adapters "
-            "(merge_and_unload()) before passing the model."
-        )
-    check_unmodified(skeleton, model)
-    taken: dict[int, Tensor] = {}
-    tensors = {}
-    for name, slot in slots.items():
-        tensor = live.get(name)
-        if tensor is None or tensor.shape != slot.shape:
-            found = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
-            raise ValueError(
-                f"{type(model).__name__}: {name} should have shape {tuple(slot.shape)} by the model's "
-                f"config, found {found}. Merge adapters and dequantise before passing the model."
-            )
-        if tensor.device.type == "meta":
-            raise ValueError(
-                f"{type(model).__name__}: {name} is on the meta device; load the weights before decoding."
-            )
-        if id(slot) not in taken:
-            taken[id(slot)] = tensors[prefix + name] = tensor
-        elif taken[id(slot)].data_ptr() != tensor.data_ptr():
-            equal = torch.equal(taken[id(slot)], tensor)
-            raise ValueError(
-                f"{type(model).__name__}: {name} is tied by the config (tie_word_embeddings=True) but holds "
-                + (
-                    "a copy of the same values (load_state_dict(assign=True) leaves that); call "
-                    "model.tie_weights()."
-                    if equal
-                    else "its own weight; set tie_word_embeddings=False on the config, or tie the weights."
-                )
-            )
-    return tensors
+    """The live tensors of ``model`` under the names of ``skeleton``, a copy of it; each tied weight once."""
+    return LiveTensors(skeleton, model, prefix).read()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.targets.adapter import Target
-from torch_dflash.targets.code import code_of
 from torch_dflash.targets.forgetting import forgetting
-from torch_dflash.targets.tested import is_tested
+from torch_dflash.targets.guard import Guard, parts_of
+from torch_dflash.targets.tested import is_as_built, is_tested
 from torch_dflash.targets.trace import trace_layers
-from torch_dflash.targets.weights import collect_tensors
+from torch_dflash.targets.weights import collect_tensors, model_of
 from torch_dflash.verify.inplace import WritesToViews
 from torch_dflash.verify.result import Agreement
 from torch_dflash.verify.twin import PROMPT, SPECIAL, VOCAB, build_twin
@@ -34,7 +35,7 @@ BLOCK = 4
 WIDEST = 32
 """Rows of the widest block that a twin is tried with."""
 MOST_ROWS = 8
-MOST_KNOWN = 256
+MOST_KNOWN = 64
 NONSENSE = 1 << 20
 """The tokens that the cache claims to hold while it is tried: who counts them there computes nonsense."""
 LONGEST_CHUNK = 512
@@ -58,6 +59,7 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
     check_cache(cache)
     if getattr(target, "training", False):
         raise ValueError("target.training is True: dropout would count as a difference; call target.eval().")
+    target = model_of(target)
     skeleton = Target(target)
     windows = [spec.window or 0 for spec in skeleton.specs]
     check_context(target, length or 0)
@@ -70,34 +72,84 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
     return agreement
 
 
-_known: dict[tuple, str | None] = {}
+class _Verdict(NamedTuple):
+    """What a trial of a structure said: ``fault`` is None where it decodes rightly."""
+
+    asked: tuple
+    guard: Guard
+    fault: str | None
+
+
+_verdicts: weakref.WeakKeyDictionary[Any, list[_Verdict]] = weakref.WeakKeyDictionary()
 
 
 def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str) -> None:
-    """Refuse a target of a class that is not tested here and whose tiny random twin decodes otherwise.
+    """Refuse a target that is not as tested, and that blocks decode otherwise than its own forward computes.
 
-    The twin is tried with the plan's cache, width and rows, and remembered per class, config and code.
+    A class that is not tested, or is patched, is tried on a tiny random twin; a target with hooks, adapters
+    or modules that its class does not build is tried itself, on a short text. Tried are the plan's cache,
+    width and rows, once for each structure.
 
     Raises:
-        ValueError: the twin's logits part from its own forward's, or there can be no twin.
+        ValueError: the logits part from those of its own forward, or there can be no twin.
     """
     if is_tested(target):
         return
-    code = code_of(target)
     shape = plan.cache, min(plan.verify_width, WIDEST), min(plan.batch_size, MOST_ROWS)
-    key = type(target), repr(target.config.to_dict()), code, shape, runtime
-    if key not in _known:
-        if len(_known) >= MOST_KNOWN:
-            _known.clear()
-        fault = _fault_of_writes(target) if runtime == "xla" else None
-        # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
-        # may be missed, and must not decide the text.
-        trials = [(True, False), (False, True)] if runtime == "eager" else [(False, False)]
-        for keeps, may_raise in trials:
-            fault = fault or _fault_of_twin(target, *shape, keeps=keeps, may_raise=may_raise)
-        _known[key] = fault
-    if (fault := _known[key]) is not None:
-        raise ValueError(f"target={type(target).__name__}: {fault}")
+    by_twin = is_as_built(target)
+    # A twin's verdict is of the class, whichever model of it is asked; a live one's is of the model.
+    known = _verdicts.setdefault(type(target) if by_twin else target, [])
+    parts = parts_of(target.config)
+    asked = repr(target.config.to_dict()), tuple(map(type, parts)), shape, runtime
+    for verdict in known:
+        if verdict.asked == asked and verdict.guard.holds():
+            break
+    else:
+        guard = Guard.of_classes(target) if by_twin else Guard(target)
+        verdict = _Verdict(asked, guard, _fault_of(target, shape, runtime, by_twin))
+        known[MOST_KNOWN:] = []
+        known.insert(0, verdict)
+    if verdict.fault is not None:
+        raise ValueError(f"target={type(target).__name__}: {verdict.fault}")
+
+
+def _fault_of(target: PreTrainedModel, shape: tuple, runtime: str, by_twin: bool) -> str | None:
+    fault = _fault_of_writes(target) if runtime == "xla" else None
+    # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
+    # may be missed, and must not decide the text.
+    trials = [(True, False), (False, True)] if runtime == "eager" else [(False, False)]
+    for keeps, may_raise in trials:
+        trial = _fault_of_twin if by_twin else _fault_of_live
+        fault = fault or trial(target, *shape, keeps=keeps, may_raise=may_raise)
+    return fault
+
+
+def _fault_of_live(
+    target: PreTrainedModel, cache: str, width: int, rows: int, *, keeps: bool, may_raise: bool
+) -> str | None:
+    if target.device.type == "meta":
+        return (
+            "it has hooks, adapters or modules of its own, and its weights are on the meta device; load them."
+        )
+    try:
+        skeleton = Target(target)
+        ids = _ids(skeleton.vocab_size, min(rows, 2), PROMPT + sum(_kept(width)[:-1]) + width)
+        agreement = compare(target, skeleton, ids, cache, width, keeps, lengths=False)
+    except Exception as error:  # somebody's own modules may do anything
+        if may_raise:
+            return None
+        reason = str(error).partition("\n")[0]
+        return (
+            f"it has hooks, adapters or modules of its own, and it cannot be tried ({type(error).__name__}: "
+            f"{reason}). verify=False decodes without."
+        )
+    if agreement.holds:
+        return None
+    return (
+        "its hooks, adapters or modules make blocks of several tokens other than its own forward: "
+        f"{agreement}. What looks at other positions than its own, or at a whole sequence, cannot be decoded "
+        "in blocks; use its own generate."
+    )
 
 
 def _fault_of_twin(
@@ -105,9 +157,10 @@ def _fault_of_twin(
 ) -> str | None:
     try:
         twin = build_twin(target)
+        skeleton = Target(twin)  # before a forward of the twin's own, which may leave something in it
         ids = _ids(VOCAB, rows, PROMPT + sum(_kept(width)[:-1]) + width)
         ids[:1] = _own_text(twin, ids[:1, :PROMPT], ids.shape[1])
-        agreement, odd = compare(twin, Target(twin), ids, cache, width, keeps), _unlike_forward(twin, ids[:1])
+        agreement, odd = compare(twin, skeleton, ids, cache, width, keeps), _unlike_forward(twin, ids[:1])
         odd = _sampled_otherwise(twin, ids[:1, :PROMPT]) if odd is None else odd
     except Exception as error:  # a class that is not known may do anything
         if may_raise:
@@ -190,11 +243,19 @@ def _sampled_otherwise(twin: Any, ids: Tensor) -> int | None:
 
 
 def compare(
-    model: Any, skeleton: Target, ids: Tensor, cache: str, width: int, keeps: bool = True
+    model: Any,
+    skeleton: Target,
+    ids: Tensor,
+    cache: str,
+    width: int,
+    keeps: bool = True,
+    lengths: bool = True,
 ) -> Agreement:
     """`Agreement` on rows of tokens [B, length], in blocks of ``width``; ``skeleton`` is the model's.
 
     ``keeps``: whether a pass finds what the one before left in attributes; compiled programs do not.
+    ``lengths``: whether differences of its own forwards of other lengths, and with its own cache, count as
+    rounding. They do not for a hook, which may look at the last position.
     """
     device, (rows, length) = model.device, ids.shape
     ids = ids.to(device)
@@ -203,7 +264,8 @@ def compare(
     first, worst, position = int(read.min()) - 1, 0.0, -1
     with torch.inference_mode(False), torch.no_grad(), device:
         own = [_own_logits(model, ids[row : row + 1], first) for row in range(rows)]
-        again = [_own_logits(model, ids[:1, :-3], first), _own_cached_logits(model, ids[:1], first)]
+        again = [_own_logits(model, ids[:1, :-3], first)] if lengths else []
+        again += [_own_cached_logits(model, ids[:1], first)] if lengths else []
         with _rounded(model):
             again.append(_own_logits(model, ids[:1], first))
         ours = _cached_logits(model, skeleton, ids, read, cache, width, keeps)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dflash.targets.origins import TRANSFORMERS
-from torch_dflash.targets.tested import TESTED
+from torch_dflash.targets.tested import TESTED, TRANSFORMERS
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from torch_dflash.checks import field_of
-from torch_dflash.targets.code import parts_of
+from torch_dflash.targets.guard import parts_of
 
 VOCAB = 96
 POSITIONS = 128

@@ -1,0 +1,467 @@
+"""What is decoded is what the live model computes: adapters, hooks, patches, quantised layers, changes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+import transformers
+from support.refusals import refuses
+from support.scripted import own_text, run
+from support.tiny import BASE, make_drafter, make_target, randomise
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import torch_dflash as td
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+NEW = 12
+PEFTS = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+CHANGED = "was changed since this engine was built"
+
+
+def text_of(engine) -> list[int]:
+    return run(engine, [PROMPT], max_new_tokens=NEW)[0][0]
+
+
+class Wide(nn.Module):
+    """A user's own layer around one of the model's."""
+
+    def __init__(self, inner, gain=1.3):
+        super().__init__()
+        self.inner, self.gain = inner, nn.Parameter(torch.full((inner.out_features,), gain))
+
+    def forward(self, rows):
+        return self.inner(rows) * self.gain
+
+
+def steer(target, layer=1, by=3.0):
+    """A steering vector in a closure."""
+    vector = by * torch.randn(target.config.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def add(module, args, out):
+        return out + vector if isinstance(out, torch.Tensor) else (out[0] + vector, *out[1:])
+
+    return target.model.layers[layer].register_forward_hook(add), vector
+
+
+def replaced(target):
+    for layer in target.model.layers:
+        layer.mlp.down_proj = Wide(layer.mlp.down_proj)
+
+
+def scaled(target):
+    for layer in target.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+def bound(target):
+    """As Liger-Kernel patches the instance of a module."""
+    mlp = target.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, rows: self.down_proj(self.up_proj(rows)), mlp)
+
+
+def closed_over(target):
+    own = target.model.layers[0].mlp.forward
+    target.model.layers[0].mlp.forward = lambda rows: own(rows) * 2
+
+
+def in_an_attribute(target):
+    """A tensor that is neither a parameter nor a buffer."""
+    mlp = target.model.layers[0].mlp
+    mlp.shift = torch.full((target.config.hidden_size,), 2.0)
+    mlp.register_forward_hook(lambda module, args, out: out + module.shift)
+
+
+CHANGES = {
+    "vector": steer,
+    "module": replaced,
+    "attribute": scaled,
+    "method": bound,
+    "closure": closed_over,
+    "tensor": in_an_attribute,
+}
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+@pytest.mark.parametrize("names", ["vector", "module", "attribute", "method", "closure", "tensor", "many"])
+def test_a_changed_model_decodes_to_its_own_text(names, runtime):
+    target = make_target("llama")
+    plain = own_text(target, PROMPT, NEW)
+    for name in CHANGES if names == "many" else [names]:
+        if runtime == "eager" or name == names or name != "closure":
+            CHANGES[name](target)
+    wanted = own_text(target, PROMPT, NEW)
+    if names == "closure" and runtime == "xla":
+        with refuses(ValueError, "reads a Parameter", "closure", "runtime='eager'"):
+            text_of(td.compile(target, td.NGramProposer(), runtime=runtime, max_length=64))
+        return
+    assert wanted != plain
+    assert text_of(td.compile(target, td.NGramProposer(), runtime=runtime, max_length=64)) == wanted
+
+
+def last_alone(module, args, out):
+    out = out[0] if isinstance(out, tuple) else out
+    return torch.cat([out[:, :-1], out[:, -1:] * 3], dim=1)
+
+
+def over_the_sequence(module, args, out):
+    return (out[0] if isinstance(out, tuple) else out) + out.mean(dim=1, keepdim=True)
+
+
+def from_the_right(module, args, out):
+    return out * torch.arange(out.shape[1], 0, -1)[:, None]
+
+
+class Counting(nn.Module):
+    """Keeps state from call to call."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.inner(*args, **kwargs) * (1 + self.calls)
+
+
+@pytest.mark.parametrize("hook", [last_alone, over_the_sequence, from_the_right])
+@pytest.mark.parametrize("drafter", [None, td.NGramProposer(4)])
+def test_a_hook_that_looks_beyond_its_own_position_is_refused(hook, drafter):
+    target = make_target("llama")
+    target.model.layers[1].register_forward_hook(hook)
+    with refuses(ValueError, "LlamaForCausalLM", "logits differ by", "use its own generate"):
+        td.compile(target, drafter, runtime="eager", max_length=64)
+    td.compile(target, drafter, runtime="eager", max_length=64, verify=False)
+
+
+class Captures:
+    """Keeps the outputs that it sees, as those who look at activations do."""
+
+    def __init__(self):
+        self.seen, self.count = [], 0
+
+    def add(self, module, args, out):
+        self.seen.append(out)
+
+    def number(self, module, args, out):
+        self.count += 1
+
+
+def in_a_closure():
+    seen = {}
+    return seen, lambda module, args, out: seen.update(last=out)
+
+
+@pytest.mark.parametrize("kind", ["list", "count", "closure"])
+def test_a_hook_that_keeps_what_it_sees_is_refused_and_keeps_nothing_of_ours(kind):
+    target, captures = make_target("llama"), Captures()
+    held, hook = in_a_closure() if kind == "closure" else (captures.seen, captures.add)
+    target.model.layers[1].register_forward_hook(captures.number if kind == "count" else hook)
+    with refuses(ValueError, "LlamaForCausalLM.model.layers.1 carries", "keeps something", "remove the hook"):
+        td.compile(target, None, runtime="eager", max_length=64)
+    assert not held and captures.count == 0
+
+
+def test_state_that_a_module_keeps_from_call_to_call_is_refused():
+    target = make_target("llama")
+    target.model.layers[1].mlp = Counting(target.model.layers[1].mlp)
+    with refuses(ValueError, "LlamaForCausalLM", "logits differ by"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def adapted(**more):
+    peft = pytest.importorskip("peft")
+    target = make_target("llama")
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(target, peft.LoraConfig(**(options | more)))
+    model.add_adapter("b", peft.LoraConfig(**options))
+    return model.eval()
+
+
+def own_of(model) -> list[int]:
+    return own_text(model, PROMPT, NEW)
+
+
+@pytest.mark.filterwarnings(PEFTS)
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_adapters_are_followed_as_they_are_switched(runtime, caplog):
+    model = adapted()
+    engine = td.compile(model, td.NGramProposer(), runtime=runtime, max_length=64)
+    first = own_of(model)
+    assert text_of(engine) == first
+    model.set_adapter("b")
+    second = own_of(model)
+    assert text_of(engine) == second != first
+    assert [CHANGED in line for line in caplog.messages if "compiling" not in line] == [True]
+    with model.disable_adapter():
+        assert text_of(engine) == own_of(model) not in (first, second)
+    model.set_adapter("default")
+    text, stats = run(engine, [PROMPT], max_new_tokens=NEW)
+    assert text == [first] and stats.compilations == 0  # programs of before are kept
+    model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)  # a dict, in place
+    assert text_of(engine) == own_of(model) != first
+
+
+@pytest.mark.filterwarnings(PEFTS)
+def test_every_door_takes_an_adapted_model():
+    model = adapted(use_dora=True)
+    ids = torch.tensor([PROMPT])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
+    options |= {"eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(input_ids=ids, **options)
+    drafter = make_drafter(model.get_base_model())
+    assert torch.equal(td.generate(model, drafter, ids, runtime="eager", **options), wanted)
+    loop = td.dflash(drafter, runtime="eager")
+    assert torch.equal(model.generate(input_ids=ids, custom_generate=loop, **options), wanted)
+    assert td.check(model).holds
+
+
+@pytest.mark.filterwarnings(PEFTS)
+def test_a_learned_prompt_is_refused_by_name():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(make_target("llama"), config)
+    with refuses(ValueError, "PromptTuningConfig", "before the prompt", "its own generate"):
+        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+
+
+def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
+    target = make_target("llama")
+    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
+    plain = own_text(target, PROMPT, NEW)
+    assert text_of(engine) == plain
+    handle, vector = steer(target)
+    steered = own_text(target, PROMPT, NEW)
+    assert text_of(engine) == steered != plain
+    built = engine.pair
+    assert text_of(engine) == steered and engine.pair is built  # nothing is copied twice
+    vector.mul_(-1)
+    assert text_of(engine) == own_text(target, PROMPT, NEW) and engine.pair is not built
+    handle.remove()
+    assert text_of(engine) == plain
+    assert sum(CHANGED in line for line in caplog.messages) == 3
+
+
+def file_patch(monkeypatch, target):
+    """As Liger-Kernel patches a modelling file."""
+    rotate = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *a: rotate(q * 1.5, k, *a))
+
+
+def class_patch(monkeypatch, target):
+    whole = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, rows: whole(self, rows) * 2)
+
+
+def helper_patch(monkeypatch, target):
+    """A function behind a function of the file."""
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda rows: rows)
+
+
+def edited_attribute(monkeypatch, target):
+    target.model.layers[0].self_attn.scaling *= 5
+
+
+def edited_config(monkeypatch, target):
+    target.config.mlp_gain = 3.0
+
+
+def other_child(monkeypatch, target):
+    target.model.layers[2].mlp.act_fn = nn.Tanh()
+
+
+def new_bias(monkeypatch, target):
+    target.lm_head.bias = nn.Parameter(torch.linspace(-9, 9, target.config.vocab_size))
+
+
+def fewer_layers(monkeypatch, target):
+    del target.model.layers[3]
+    target.config.num_hidden_layers = 3
+
+
+class ReadsConfig(transformers.LlamaForCausalLM):
+    """Reads its config as it runs."""
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        embeds = self.get_input_embeddings()(input_ids) * getattr(self.config, "mlp_gain", 1.0)
+        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+
+
+PATCHES = [
+    file_patch,
+    class_patch,
+    helper_patch,
+    edited_attribute,
+    edited_config,
+    other_child,
+    new_bias,
+    fewer_layers,
+]
+
+
+@pytest.mark.parametrize("change", PATCHES)
+def test_every_change_is_followed_once(change, monkeypatch, caplog):
+    kind = ReadsConfig if change is edited_config else transformers.LlamaForCausalLM
+    target = randomise(kind(transformers.LlamaConfig(**BASE)), 0)
+    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
+    plain = text_of(engine)
+    assert plain == own_text(target, PROMPT, NEW)
+    change(monkeypatch, target)
+    wanted = own_text(target, PROMPT, NEW)
+    assert text_of(engine) == text_of(engine) == wanted != plain
+    assert sum(CHANGED in line for line in caplog.messages) == 1
+    assert text_of(td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)) == wanted
+
+
+def test_what_a_model_goes_through_is_no_change(tmp_path, caplog):
+    target = make_target("qwen3")
+    ids = torch.tensor([PROMPT])
+    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
+    text_of(engine)
+    built = engine.pair
+    target.train()
+    target(input_ids=ids, labels=ids).loss.backward()
+    target.eval().requires_grad_(False)
+    target.generate(ids, max_new_tokens=3, do_sample=True, pad_token_id=0)
+    target.save_pretrained(tmp_path)
+    target.tie_weights()
+    target.config.use_cache, target.config.pad_token_id = False, 0
+    target.generation_config.temperature = 0.3
+    target(ids, output_hidden_states=True)  # transformers hangs hooks in
+    with torch.no_grad():
+        target.lm_head.weight.mul_(-1)  # weights are read in every call
+    assert text_of(engine) == own_text(target, PROMPT, NEW) and engine.pair is built
+    assert not [line for line in caplog.messages if CHANGED in line]
+
+
+def test_a_drafter_is_followed_too():
+    target = make_target("qwen3")
+    drafter = make_drafter(target)
+    engine = td.compile(target, drafter, runtime="eager", max_length=64)
+    wanted = text_of(engine)
+    before = engine.pair
+    drafter.layers[0].self_attn.scale *= 2
+    assert text_of(engine) == wanted and engine.pair is not before
+    assert engine.pair.proposer.drafter.layers[0].self_attn.scale == drafter.layers[0].self_attn.scale
+
+
+def test_a_session_begins_anew_when_the_model_was_changed():
+    target = make_target("llama")
+    session = td.compile(target, None, runtime="eager", max_length=64).session()
+
+    def text(prompt):
+        found = session.gains(prompt, max_new_tokens=NEW, eos_token_id=None, do_sample=False)
+        return [token for gain in found for token in gain.tokens]
+
+    first = text(PROMPT)
+    scaled(target)
+    assert text([*PROMPT, *first]) == own_text(target, [*PROMPT, *first], NEW)
+    assert session.stats is not None and session.stats.prefilled == len(PROMPT) + NEW
+
+
+def test_a_change_that_is_refused_and_undone_leaves_the_engine_as_it_was():
+    target = make_target("llama")
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    wanted, built = text_of(engine), engine.pair
+    handle = target.model.layers[1].register_forward_hook(last_alone)
+    for _ in range(2):
+        with refuses(ValueError, "logits differ by"):
+            text_of(engine)
+    handle.remove()
+    assert text_of(engine) == wanted and engine.pair is built
+
+
+def test_refresh_asks_the_guard():
+    target = make_target("llama")
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    before = engine.pair
+    engine.refresh()
+    assert engine.pair is before
+    scaled(target)
+    engine.refresh()
+    assert engine.pair is not before
+
+
+def test_accelerates_offloading_is_refused_by_name():
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    target = make_target("llama")
+    add_hook_to_module(target.model.layers[0], AlignDevicesHook())
+    with refuses(ValueError, "model.layers.0", "AlignDevicesHook", "remove_hook_from_module"):
+        td.compile(target, None, runtime="eager", max_length=64)
+    remove_hook_from_module(target, recurse=True)
+    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == own_text(target, PROMPT, NEW)
+
+
+def test_a_replaced_part_of_generate_is_refused():
+    target = make_target("llama")
+    target.prepare_inputs_for_generation = functools.partial(print)
+    target.generate = lambda *args: None
+    with refuses(ValueError, "LlamaForCausalLM carries a replaced", "delete it"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+class Holds:
+    """An object that does not copy, of which a model may hold one."""
+
+    def __init__(self):
+        self.lock = __import__("threading").Lock()
+
+
+def test_what_does_not_copy_is_shared():
+    target = make_target("llama")
+    target.helper, target.model.functions = Holds(), {"functional": nn.functional}
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    assert text_of(engine) == own_text(target, PROMPT, NEW)
+    assert engine.pair.target.model.helper.lock is target.helper.lock
+
+
+def test_a_compiled_module_stays_usable():
+    target = make_target("llama")
+    wanted = own_text(target, PROMPT, NEW)
+    target.model.layers[0].compile(backend="eager")
+    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == wanted
+
+
+def test_an_engine_of_a_changed_model_keeps_none_alive():
+    target = make_target("llama")
+    replaced(target)
+    td.generate(target, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
+    held = weakref.ref(target)
+    del target
+    gc.collect()
+    assert held() is None
+
+
+def quantised(name, folder):
+    """The model of ``folder`` as ``name`` quantises it, or a skip that names the package."""
+    config = {
+        "torchao": lambda: transformers.TorchAoConfig(
+            pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig()
+        ),
+        "optimum.quanto": lambda: transformers.QuantoConfig(weights="int8"),
+        "bitsandbytes": lambda: transformers.BitsAndBytesConfig(load_in_4bit=True),
+    }[name]
+    pytest.importorskip(name)
+    kind = transformers.LlamaForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, quantization_config=config()).eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["torchao", "optimum.quanto", "bitsandbytes"])
+def test_quantised_layers_decode_eagerly_and_xla_names_them(name, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    randomise(transformers.LlamaForCausalLM(transformers.LlamaConfig(**(BASE | sizes))), 0).save_pretrained(
+        tmp_path
+    )
+    target = quantised(name, tmp_path)
+    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
+    assert text_of(engine) == own_text(target, PROMPT, NEW)
+    with refuses(ValueError, "which runtime='xla' cannot read", "runtime='eager'", "dequantise"):
+        text_of(td.compile(target, td.NGramProposer(), max_length=64, verify=False))

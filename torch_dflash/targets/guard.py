@@ -1,0 +1,354 @@
+"""Sees that a live model, or code that it runs, is no longer what was copied: by identity, once a call."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig, activations, masking_utils, modeling_rope_utils
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torch_dflash.targets.skeleton import configs_of
+
+TORCHS = frozenset(vars(nn.Module()))
+"""The attributes that torch gives every module."""
+# No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
+# defaults of `generate`, which outputs a forward returns, what a model card or a loader reads.
+IGNORED = TORCHS | frozenset(
+    "gradient_checkpointing vocab_size padding_idx problem_type output_router_logits name_or_path "
+    "_name_or_path architectures auto_map tokenizer_class transformers_version id2label label2id dtype "
+    "torch_dtype bos_token_id eos_token_id pad_token_id use_cache output_attentions output_hidden_states "
+    "return_dict rope_deltas model_tags main_input_name input_modalities output_modalities loss_type "
+    "base_model_prefix supports_gradient_checkpointing generation_config hf_device_map hf_quantizer "
+    "_attn_implementation _attn_implementation_internal _experts_implementation_internal _loss_function "
+    "_is_hf_initialized _commit_hash _output_capturing_hooks_installed _gradient_checkpointing_func "
+    "_compiled_call_impl".split()
+)
+# What transformers and Python note in a class as they ask it something.
+_NOTES = frozenset(
+    "_auto_class _can_set_attn_implementation_cached_value _can_set_experts_implementation_cached_value "
+    "_abc_impl __abstractmethods__ __annotations__ __doc__ __weakref__ __dict__".split()
+)
+_HELPERS = {part.__name__ for part in (activations, masking_utils, modeling_rope_utils)}
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DEEP = 3
+_MOST = 1_000
+_MISSING = object()
+
+Check = Callable[[Any], bool]
+"""Whether a value is still what it was."""
+
+
+class Guard:
+    """What a model's text depends on beside its weights, as it is now. The model may be freed.
+
+    Looked at are the modules, their attributes and hooks, the configs, the classes, and the names that
+    functions of the modelling files read. A plain value counts by its value; a collection or an object in an
+    attribute, and what a hook closes over or names, by what they hold, three levels deep. What lies deeper,
+    and a global of a modelling file that is changed in place, is not seen.
+
+    Args:
+        model: the live model.
+        written: (module's path, attribute) that a forward writes itself: they say nothing.
+    """
+
+    def __init__(self, model: nn.Module, written: Iterable[tuple[str, str]] = ()):
+        self._doubt = False
+        written, note = set(written), self._note
+        self._spaces: list[Any] = [
+            _Module(module, frozenset(key for at, key in written if at == path), note)
+            for path, module in model.named_modules()
+        ]
+        parts = [part for config in configs_of(model) for part in parts_of(config)]
+        self._spaces += [_Space(_dict_of(part), IGNORED, _DEEP, note) for part in parts]
+        self._spaces += classes_guarded(classes_of(model), note)
+        self._spaces.append(_Space(partial(_swapped, parts[0] if parts else None), frozenset(), 0, note))
+
+    @classmethod
+    def of_classes(cls, model: nn.Module) -> Guard:
+        """Of the classes of a model and what they read, whichever model of them is asked."""
+        guard = cls.__new__(cls)
+        guard._doubt, kinds = False, [*classes_of(model), *map(type, configs_of(model))]
+        guard._spaces = classes_guarded(kinds, guard._note)
+        return guard
+
+    def holds(self) -> bool:
+        """Whether nothing was changed."""
+        doubt, self._doubt = self._doubt, False  # something was freed: its address may be another's
+        if doubt:
+            return all(space.is_same() for space in self._spaces)
+        return all(space.holds() for space in self._spaces)
+
+    def _note(self, _: Any) -> None:
+        self._doubt = True
+
+
+class _Space:
+    """The entries of a dict that ``read`` gives: ids at first, one by one where ids differ."""
+
+    def __init__(self, read: Callable[[], Mapping | None], ignored: frozenset[str], deep: int, note: Any):
+        self._read, self._ignored = read, ignored
+        found = dict(read() or {})
+        self._ids = tuple(map(id, found.values()))
+        self._checks = {key: _check(value, deep, note) for key, value in found.items() if key not in ignored}
+        inside = {key for key in self._checks if type(found[key]) not in _PLAIN and deep}
+        self.inside = [key for key in inside if not isinstance(found[key], nn.Module | PreTrainedConfig)]
+
+    def holds(self) -> bool:
+        found = self._read()
+        if found is None:
+            return False
+        if tuple(map(id, found.values())) != self._ids:
+            return self.is_same()
+        return all(self._checks[key](found[key]) for key in self.inside)
+
+    def is_same(self) -> bool:
+        found = dict(self._read() or {})
+        known = self._checks.keys() | self._ignored
+        if not known >= found.keys() or not all(
+            check(found.get(key, _MISSING)) for key, check in self._checks.items()
+        ):
+            return False
+        self._ids = tuple(map(id, found.values()))
+        return True
+
+
+class _Module:
+    """A module: its attributes, its children, its hooks, and which tensors it has."""
+
+    def __init__(self, module: nn.Module, written: frozenset[str], note: Any):
+        self._module = weakref.ref(module)
+        self._own = _Space(read := _dict_of(module), IGNORED | written, _DEEP, note)
+        self._children = _Space(partial(_held, read, "_modules"), frozenset(), 0, note)
+        hooks = [name for name in ("_forward_pre_hooks", "_forward_hooks") if _held(read, name)]
+        self._hooks = [_Space(partial(_held, read, name), frozenset(), _DEEP, note) for name in hooks]
+        self._tensors = _which_tensors(vars(module))
+        self._ids = self._now(vars(module))
+        self._plain = not self._hooks and not self._own.inside
+
+    def holds(self) -> bool:
+        module = self._module()
+        if module is None:
+            return False
+        own = module.__dict__
+        if self._plain and not own["_forward_hooks"] and not own["_forward_pre_hooks"]:
+            return self._now(own) == self._ids or self.is_same()
+        return self.is_same()
+
+    def is_same(self) -> bool:
+        module = self._module()
+        if module is None:
+            return False
+        own = module.__dict__
+        spaces = self._own, self._children, *self._hooks
+        hooks = *own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()
+        if not self._hooks and not all(map(_is_theirs, hooks)) or _which_tensors(own) != self._tensors:
+            return False
+        if not all(space.is_same() for space in spaces):
+            return False
+        self._ids = self._now(own)
+        return True
+
+    def _now(self, own: dict[str, Any]) -> tuple:
+        return (
+            *map(id, own.values()),
+            *map(id, own["_modules"].values()),
+            *map(id, own["_parameters"].values()),
+            *map(id, own["_buffers"].values()),
+        )
+
+
+def _which_tensors(own: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Names of a module's parameters and buffers, and whether there is one."""
+    return [(key, leaf is None) for name in ("_parameters", "_buffers") for key, leaf in own[name].items()]
+
+
+def classes_of(model: nn.Module) -> list[type]:
+    """The classes of the modules and their bases, beside torch's and Python's."""
+    found = {base: None for module in model.modules() for base in type(module).__mro__}
+    return [kind for kind in found if kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc")]
+
+
+def classes_guarded(kinds: list[type], note: Any) -> list[_Space]:
+    """Spaces of what the classes hold, and of the globals that their functions name."""
+    spaces = [_Space(partial(vars, kind), _NOTES, 0, note) for kind in kinds]
+    for names in names_read(kinds):
+        spaces.append(_Space(partial(_named, *names), frozenset(), 0, note))
+    return spaces
+
+
+def parts_of(config: Any) -> list[Any]:
+    """A config and those that are nested in it."""
+    nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(part for value in nested for part in parts_of(value))]
+
+
+def attributes_of(model: nn.Module) -> dict[tuple[str, str], Check]:
+    """Checks of the modules' attributes, by module's path and name: which of them a forward writes."""
+    return {
+        (path, key): _check(value, _DEEP, lambda _: None)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in IGNORED
+    }
+
+
+def written_in(model: nn.Module, before: dict[tuple[str, str], Check]) -> frozenset[tuple[str, str]]:
+    """The attributes of ``model`` that are others than `attributes_of` saw ``before``."""
+    found = {(path, key): value for path, one in model.named_modules() for key, value in vars(one).items()}
+    new = {name for name in found.keys() - before.keys() if name[1] not in IGNORED}
+    return frozenset(new | {name for name, check in before.items() if not check(found.get(name, _MISSING))})
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The fields of a config (or None) that may decide what text comes, nested configs as dicts."""
+    found = {}
+    for name, value in getattr(config, "__dict__", {}).items():
+        if name not in IGNORED and not (name.startswith("_") and hasattr(PreTrainedConfig, name)):
+            found[name] = settings(value) if isinstance(value, PreTrainedConfig) else value
+    return found
+
+
+def _dict_of(value: Any) -> Callable[[], dict[str, Any] | None]:
+    held = weakref.ref(value)
+    return lambda: getattr(held(), "__dict__", None)
+
+
+def _held(read: Callable[[], dict[str, Any] | None], name: str) -> dict[Any, Any] | None:
+    """A module's children or hooks, without those that transformers hangs in for hidden states."""
+    own = read()
+    return None if own is None else {key: value for key, value in own[name].items() if not _is_theirs(value)}
+
+
+def _named(space: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: space.get(name, _MISSING) for name in names}
+
+
+def names_read(kinds: list[type]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+    """(globals, names of them) that methods of ``kinds`` read, and functions of their files behind them."""
+    read = [kind for kind in kinds if not kind.__module__.startswith("transformers.") or _is_modelling(kind)]
+    files = {kind.__module__ for kind in read} | _HELPERS
+    left: list[Any] = [value for kind in read for value in vars(kind).values()]
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    seen: set[int] = set()
+    while left:
+        function = function_of(left.pop())
+        if function is None or id(function) in seen or function.__module__ not in files:
+            continue
+        seen.add(id(function))
+        space = function.__globals__
+        names = {name for name in _names(function.__code__) if name in space}
+        found.setdefault(id(space), (space, set()))[1].update(names)
+        left += [space[name] for name in names]
+        left += [getattr(function, "__wrapped__", None)]
+    return [(space, tuple(sorted(names))) for space, names in found.values()]
+
+
+def _is_modelling(kind: type) -> bool:
+    return kind.__module__.startswith("transformers.models.")
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """The function behind a method, a property, a partial; None for what has none."""
+    for name in ("__func__", "fget", "func"):
+        if type(value) is not FunctionType and not isinstance(value, type | nn.Module | Tensor):
+            value = getattr(value, name, None) or value
+    return value if type(value) is FunctionType else None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _swapped(config: Any) -> dict[str, Any]:
+    """What our attention and experts stand for, and functions of torch and hooks that act everywhere."""
+    found = {
+        "attention": ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)),
+        "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)),
+        "experts": ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None)),
+        "sdpa": functional.scaled_dot_product_attention,
+        "softmax": functional.softmax,
+    }
+    everywhere = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    return found | {f"hook {number}": hook for one in everywhere for number, hook in one.items()}
+
+
+def _check(value: Any, deep: int, note: Any) -> Check:
+    """Tells later whether a value is still what ``value`` is; keeps nothing of the model alive."""
+    if type(value) in _PLAIN:
+        return lambda now: type(now) is type(value) and (now == value or now != now and value != value)
+    same = _identity(value, note)
+    if not deep or isinstance(value, nn.Module | PreTrainedConfig | type | ModuleType) or _is_theirs(value):
+        return same
+    if isinstance(value, Tensor):
+        version = None if value.is_inference() else value._version
+        return lambda now: same(now) and (None if now.is_inference() else now._version) == version
+    if isinstance(value, dict | list | tuple | deque) and len(value) > _MOST:
+        size = len(value)  # a table: nobody changes one entry of it
+        return lambda now: same(now) and len(now) == size
+    if isinstance(value, dict):
+        inner = {key: _check(held, deep - 1, note) for key, held in value.items()}
+        return lambda now: (
+            isinstance(now, dict)
+            and now.keys() == inner.keys()
+            and all(check(now[key]) for key, check in inner.items())
+        )
+    if isinstance(value, list | tuple | deque):
+        kind, checks = type(value), [_check(held, deep - 1, note) for held in value]
+        return lambda now: (
+            type(now) is kind
+            and len(now) == len(checks)
+            and all(check(held) for check, held in zip(checks, now, strict=True))
+        )
+    if isinstance(value, set | frozenset):
+        known = frozenset(map(id, value)), len(value)
+        return lambda now: same(now) and (frozenset(map(id, now)), len(now)) == known
+    parts = _parts(value)
+    checks = {key: _check(held, deep - 1, note) for key, held in parts.items()}
+    return lambda now: (
+        same(now)
+        and all(check(held) for check, held in zip(checks.values(), _parts(now).values(), strict=False))
+        and len(_parts(now)) == len(checks)
+    )
+
+
+def _is_theirs(value: Any) -> bool:
+    """Whether a function is transformers' or torch's, which read no global that anybody sets."""
+    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] in ("torch", "transformers")
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """What a function closes over, and what a bound method, a partial or an object of somebody's holds."""
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        found = {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
+        space = value.__globals__
+        named = {name: space[name] for name in _names(value.__code__) if name in space}
+        return found | named | {"defaults": value.__defaults__, "more": value.__kwdefaults__}
+    if isinstance(value, MethodType):
+        return {"function": value.__func__, "self": value.__self__}
+    if isinstance(value, partial):
+        return {"function": value.func, "args": value.args, "more": value.keywords}
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) else {}
+
+
+def _identity(value: Any, note: Any) -> Check:
+    try:
+        held = weakref.ref(value, note)
+    except TypeError:  # a value that cannot be referred to weakly is small, or a collection
+        return lambda now: now is value
+    return lambda now: now is held() and now is not None
