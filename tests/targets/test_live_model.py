@@ -17,6 +17,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
+from torch_dflash.targets.guard import Guard
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12
@@ -245,7 +246,63 @@ def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
     assert text_of(engine) == own_text(target, PROMPT, NEW) and engine.pair is not built
     handle.remove()
     assert text_of(engine) == plain
-    assert sum(CHANGED in line for line in caplog.messages) == 3
+    assert sum(CHANGED in line for line in caplog.messages) == 2  # the copy without a hook was kept
+
+
+class Scale(nn.Module):
+    """A module that is no part of the model."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.by, self.gain = 2.0, nn.Parameter(torch.ones(size))
+
+
+class Switch:
+    """What a hook's object holds."""
+
+    def __init__(self, scale):
+        self.scale, self.settings = scale, {"vector": torch.ones(scale.gain.shape)}
+
+    def hook(self, module, args, out):
+        return out * self.scale.by * self.scale.gain * self.settings["vector"]
+
+
+REACHED = {
+    "a number": lambda switch, target: setattr(switch.scale, "by", 3.0),
+    "a weight": lambda switch, target: switch.scale.gain.data.mul_(3),
+    "another weight": lambda switch, target: setattr(
+        switch.scale, "gain", nn.Parameter(switch.scale.gain * 3)
+    ),
+    "a vector": lambda switch, target: switch.settings["vector"].numpy().__imul__(3),
+    "an object": lambda switch, target: setattr(switch, "scale", Scale(target.config.hidden_size * 1)),
+}
+
+
+@pytest.mark.parametrize("by_closure", [True, False])
+@pytest.mark.parametrize("change", REACHED)
+def test_what_a_hook_reaches_is_looked_at(change, by_closure):
+    """A program holds it as a constant."""
+    target = make_target("llama")
+    switch = Switch(Scale(target.config.hidden_size))
+    hook = (lambda *given: switch.hook(*given)) if by_closure else switch.hook
+    target.model.layers[1].mlp.register_forward_hook(hook)
+    guard = Guard(target)
+    target(torch.tensor([PROMPT]))
+    assert guard.holds() and guard.holds()
+    REACHED[change](switch, target)
+    assert not guard.holds()
+
+
+@pytest.mark.slow
+def test_a_program_follows_a_module_that_a_hook_reaches():
+    target = make_target("llama")
+    switch = Switch(Scale(target.config.hidden_size))
+    target.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * switch.scale.by)
+    engine = td.compile(target, None, max_length=64)
+    first = text_of(engine)
+    assert first == own_text(target, PROMPT, NEW)
+    switch.scale.by = -3.0
+    assert text_of(engine) == own_text(target, PROMPT, NEW) != first
 
 
 def file_patch(monkeypatch, target):

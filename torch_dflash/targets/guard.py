@@ -43,6 +43,7 @@ _HELPERS = {part.__name__ for part in (activations, masking_utils, modeling_rope
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DEEP = 3
 _MOST = 1_000
+_SMALL = 1 << 16
 _MISSING = object()
 
 Check = Callable[[Any], bool]
@@ -102,7 +103,7 @@ class _Space:
         self._ids = tuple(map(id, found.values()))
         self._checks = {key: _check(value, deep, note) for key, value in found.items() if key not in ignored}
         inside = {key for key in self._checks if type(found[key]) not in _PLAIN and deep}
-        self.inside = [key for key in inside if not isinstance(found[key], nn.Module | PreTrainedConfig)]
+        self.inside = [key for key in inside if not isinstance(found[key], PreTrainedConfig)]
 
     def holds(self) -> bool:
         found = self._read()
@@ -291,11 +292,12 @@ def _check(value: Any, deep: int, note: Any) -> Check:
     if type(value) in _PLAIN:
         return lambda now: type(now) is type(value) and (now == value or now != now and value != value)
     same = _identity(value, note)
-    if not deep or isinstance(value, nn.Module | PreTrainedConfig | type | ModuleType) or _is_theirs(value):
-        return same
     if isinstance(value, Tensor):
-        version = None if value.is_inference() else value._version
-        return lambda now: same(now) and (None if now.is_inference() else now._version) == version
+        return _check_tensor(value, same)
+    if not deep or isinstance(value, PreTrainedConfig | type | ModuleType) or _is_theirs(value):
+        return same
+    if isinstance(value, nn.Module):
+        return _check_module(value, same, note)
     if isinstance(value, dict | list | tuple | deque) and len(value) > _MOST:
         size = len(value)  # a table: nobody changes one entry of it
         return lambda now: same(now) and len(now) == size
@@ -323,6 +325,45 @@ def _check(value: Any, deep: int, note: Any) -> Check:
         and all(check(held) for check, held in zip(checks.values(), _parts(now).values(), strict=False))
         and len(_parts(now)) == len(checks)
     )
+
+
+def _check_tensor(value: Tensor, same: Check) -> Check:
+    """Of a tensor that is no weight, such as a hook's vector: a program may hold it as a constant."""
+    version = None if value.is_inference() else value._version
+    kept = value.detach().clone() if value.device.type == "cpu" and value.numel() <= _SMALL else None
+
+    def check(now: Any) -> bool:
+        if not same(now) or (None if now.is_inference() else now._version) != version:
+            return False
+        if kept is None or now.shape != kept.shape or now.dtype != kept.dtype:
+            return kept is None
+        return torch.equal(now, kept) or bool((now == kept).logical_or(now != now).all())
+
+    return check
+
+
+def _check_module(value: nn.Module, same: Check, note: Any) -> Check:
+    """Of a module that is reached by a closure or an object: what it holds may be constants of a program."""
+
+    def shown(part: nn.Module) -> dict[str, Any]:
+        own = {key: held for key, held in vars(part).items() if key not in IGNORED}
+        return own | part._parameters | part._buffers
+
+    parts = [
+        (weakref.ref(part), {key: _check(held, 1, note) for key, held in shown(part).items()})
+        for part in value.modules()
+    ]
+
+    def check(now: Any) -> bool:
+        alive = [(part(), checks) for part, checks in parts]
+        return same(now) and all(
+            part is not None
+            and shown(part).keys() == checks.keys()
+            and all(checks[key](held) for key, held in shown(part).items())
+            for part, checks in alive
+        )
+
+    return check
 
 
 def _is_theirs(value: Any) -> bool:
