@@ -7,6 +7,7 @@ import gc
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,6 +18,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import torch_dflash as td
+from torch_dflash.engine import engine as engine_module
 from torch_dflash.targets.guard import Guard
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -249,6 +251,27 @@ def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
     assert sum(CHANGED in line for line in caplog.messages) == 2  # the copy without a hook was kept
 
 
+GAIN = 1.0
+
+
+def test_what_a_patch_of_a_class_reads_is_looked_at(monkeypatch):
+    target, whole, held = make_target("llama"), modeling_llama.LlamaMLP.forward, {"by": 1.0}
+    linear = nn.Linear.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP, "forward", lambda self, rows: whole(self, rows) * held["by"] * GAIN
+    )
+    for change in (
+        lambda: held.update(by=2.0),
+        lambda: monkeypatch.setitem(globals(), "GAIN", 3.0),
+        lambda: monkeypatch.setattr(nn.Linear, "forward", lambda self, rows: linear(self, rows) * 2),
+    ):
+        guard = Guard(target)
+        target(torch.tensor([PROMPT]))
+        assert guard.holds()
+        change()
+        assert not guard.holds()
+
+
 class Scale(nn.Module):
     """A module that is no part of the model."""
 
@@ -261,7 +284,7 @@ class Switch:
     """What a hook's object holds."""
 
     def __init__(self, scale):
-        self.scale, self.settings = scale, {"vector": torch.ones(scale.gain.shape)}
+        self.scale, self.settings = scale, {"vector": torch.ones(scale.gain.shape), "array": np.ones(3)}
 
     def hook(self, module, args, out):
         return out * self.scale.by * self.scale.gain * self.settings["vector"]
@@ -274,6 +297,7 @@ REACHED = {
         switch.scale, "gain", nn.Parameter(switch.scale.gain * 3)
     ),
     "a vector": lambda switch, target: switch.settings["vector"].numpy().__imul__(3),
+    "an array": lambda switch, target: switch.settings["array"].__imul__(3),
     "an object": lambda switch, target: setattr(switch, "scale", Scale(target.config.hidden_size * 1)),
 }
 
@@ -291,6 +315,59 @@ def test_what_a_hook_reaches_is_looked_at(change, by_closure):
     assert guard.holds() and guard.holds()
     REACHED[change](switch, target)
     assert not guard.holds()
+
+
+class Louder(modeling_llama.LlamaMLP):
+    """A class that an instance may be given."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Steers(nn.Module):
+    """A module beside the model, one of whose methods is a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def hook(self, module, args, out):
+        return out * self.scale
+
+
+def doubled(module, args, out):
+    return out * 2
+
+
+def test_kinds_of_hooks_classes_and_modules_beside_the_model_are_followed():
+    target, steers = make_target("llama"), Steers()
+    mlp = target.model.layers[1].mlp
+    mlp.register_forward_pre_hook(lambda module, args: None)
+    target.model.layers[0].mlp.register_forward_hook(steers.hook)
+    engine = td.compile(target, None, runtime="eager", max_length=64)
+    for change in (
+        lambda: mlp.register_forward_hook(functools.wraps(modeling_llama.rotate_half)(doubled)),
+        lambda: setattr(target.model.layers[2].mlp, "__class__", Louder),
+        lambda: steers.scale.data.fill_(-3.0),
+    ):
+        before = text_of(engine)
+        change()
+        assert text_of(engine) == own_text(target, PROMPT, NEW) != before
+
+
+def test_a_hook_removed_while_an_engine_is_built_is_no_part_of_it(monkeypatch):
+    target = make_target("llama")
+    wanted = own_text(target, PROMPT, NEW)
+    handle, _ = steer(target)
+    trace = engine_module.Target
+
+    def removing(model):
+        copied = trace(model)
+        handle.remove()
+        return copied
+
+    monkeypatch.setattr(engine_module, "Target", removing)
+    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == wanted
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ from torch_dflash.record import WHOLE
 from torch_dflash.runtime import Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.adapter import Target
+from torch_dflash.targets.guard import Guard
 from torch_dflash.targets.weights import Restructured, arrays_of, mesh_of, model_of
 from torch_dflash.verify.check import verify_class
 
@@ -81,7 +82,12 @@ class Engine(OfOneProcess):
         """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
         options, model = self.options, model_of(target)
         check_target(model)
-        skeleton = Target(model)
+        for _ in range(KEPT):
+            before = Guard(model)
+            skeleton = Target(model)
+            guard = Guard(model, skeleton.written)
+            if before.holds():  # no other thread changed the model meanwhile
+                break
         check_context(model, options.max_length)
         proposer = make_proposer(model, drafter, options.block_size)
         plan = options.plan(proposer.width)
@@ -90,7 +96,7 @@ class Engine(OfOneProcess):
         pair = Pair(skeleton, proposer, plan)
         if options.verify:
             verify_class(model, plan, options.runtime)
-        models = Models(pair, model, drafter, self._arrays)
+        models = Models(pair, model, drafter, self._arrays, guard)
         widths = options.widths(plan)
         check_widths(self.hosts, widths)
         said = said_of(self.hosts, self._mesh, target, drafter, options, plan)

@@ -22,14 +22,15 @@ class Models:
         pair: the skeletons.
         target: a transformers causal LM; kept as a weak reference, like ``drafter``.
         arrays: of a target without torch weights; they lead back to none of the user's objects.
+        guard: of the target, as it was when the skeleton was copied.
     """
 
-    def __init__(self, pair: Pair, target: Any, drafter: Any, arrays: Mapping[str, Any] | None):
+    def __init__(self, pair: Pair, target: Any, drafter: Any, arrays: Mapping[str, Any] | None, guard: Guard):
         self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.
         weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
         self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
-        self._guards = [Guard(target, pair.target.written)]
+        self._guards = [guard]
         self._arrays, self._live = {}, []
         if arrays is None:
             self._live.append(LiveTensors(pair.target.model, target, "target.model."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,7 +10,9 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
@@ -39,6 +42,7 @@ _NOTES = frozenset(
     "_auto_class _can_set_attn_implementation_cached_value _can_set_experts_implementation_cached_value "
     "_abc_impl __abstractmethods__ __annotations__ __doc__ __weakref__ __dict__".split()
 )
+_THEIRS = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, transformers))
 _HELPERS = {part.__name__ for part in (activations, masking_utils, modeling_rope_utils)}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DEEP = 3
@@ -73,6 +77,8 @@ class Guard:
         parts = [part for config in configs_of(model) for part in parts_of(config)]
         self._spaces += [_Space(_dict_of(part), IGNORED, _DEEP, note) for part in parts]
         self._spaces += classes_guarded(classes_of(model), note)
+        for kind in {type(module) for module in model.modules()}:  # torch's, too
+            self._spaces.append(_Space(partial(_forward_of, kind), frozenset(), 0, note))
         self._spaces.append(_Space(partial(_swapped, parts[0] if parts else None), frozenset(), 0, note))
 
     @classmethod
@@ -103,7 +109,10 @@ class _Space:
         self._ids = tuple(map(id, found.values()))
         self._checks = {key: _check(value, deep, note) for key, value in found.items() if key not in ignored}
         inside = {key for key in self._checks if type(found[key]) not in _PLAIN and deep}
-        self.inside = [key for key in inside if not isinstance(found[key], PreTrainedConfig)]
+        fixed = PreTrainedConfig | property | type
+        self.inside = [
+            key for key in inside if not isinstance(found[key], fixed) and not _is_theirs(found[key])
+        ]
 
     def holds(self) -> bool:
         found = self._read()
@@ -131,17 +140,19 @@ class _Module:
         self._module = weakref.ref(module)
         self._own = _Space(read := _dict_of(module), IGNORED | written, _DEEP, note)
         self._children = _Space(partial(_held, read, "_modules"), frozenset(), 0, note)
-        hooks = [name for name in ("_forward_pre_hooks", "_forward_hooks") if _held(read, name)]
+        hooks = "_forward_pre_hooks", "_forward_hooks"
         self._hooks = [_Space(partial(_held, read, name), frozenset(), _DEEP, note) for name in hooks]
-        self._tensors = _which_tensors(vars(module))
+        self._tensors, self._kind = _which_tensors(vars(module)), type(module)
         self._ids = self._now(vars(module))
-        self._plain = not self._hooks and not self._own.inside
+        self._plain = not self._own.inside and not any(_held(read, name) for name in hooks)
 
     def holds(self) -> bool:
         module = self._module()
         if module is None:
             return False
         own = module.__dict__
+        if type(module) is not self._kind:
+            return False
         if self._plain and not own["_forward_hooks"] and not own["_forward_pre_hooks"]:
             return self._now(own) == self._ids or self.is_same()
         return self.is_same()
@@ -152,8 +163,7 @@ class _Module:
             return False
         own = module.__dict__
         spaces = self._own, self._children, *self._hooks
-        hooks = *own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()
-        if not self._hooks and not all(map(_is_theirs, hooks)) or _which_tensors(own) != self._tensors:
+        if type(module) is not self._kind or _which_tensors(own) != self._tensors:
             return False
         if not all(space.is_same() for space in spaces):
             return False
@@ -182,7 +192,7 @@ def classes_of(model: nn.Module) -> list[type]:
 
 def classes_guarded(kinds: list[type], note: Any) -> list[_Space]:
     """Spaces of what the classes hold, and of the globals that their functions name."""
-    spaces = [_Space(partial(vars, kind), _NOTES, 0, note) for kind in kinds]
+    spaces = [_Space(partial(vars, kind), _NOTES, _DEEP, note) for kind in kinds]
     for names in names_read(kinds):
         spaces.append(_Space(partial(_named, *names), frozenset(), 0, note))
     return spaces
@@ -231,6 +241,10 @@ def _held(read: Callable[[], dict[str, Any] | None], name: str) -> dict[Any, Any
     return None if own is None else {key: value for key, value in own[name].items() if not _is_theirs(value)}
 
 
+def _forward_of(kind: type) -> dict[str, Any]:
+    return {"forward": getattr(kind, "forward", None)}
+
+
 def _named(space: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: space.get(name, _MISSING) for name in names}
 
@@ -244,7 +258,9 @@ def names_read(kinds: list[type]) -> list[tuple[dict[str, Any], tuple[str, ...]]
     seen: set[int] = set()
     while left:
         function = function_of(left.pop())
-        if function is None or id(function) in seen or function.__module__ not in files:
+        if function is None or id(function) in seen:
+            continue
+        if _is_theirs(function) and function.__module__ not in files:
             continue
         seen.add(id(function))
         space = function.__globals__
@@ -294,6 +310,9 @@ def _check(value: Any, deep: int, note: Any) -> Check:
     same = _identity(value, note)
     if isinstance(value, Tensor):
         return _check_tensor(value, same)
+    if isinstance(value, np.ndarray):
+        array = value.copy() if value.size <= _SMALL else None
+        return lambda now: same(now) and (array is None or array.tobytes() == now.tobytes())
     if not deep or isinstance(value, PreTrainedConfig | type | ModuleType) or _is_theirs(value):
         return same
     if isinstance(value, nn.Module):
@@ -368,7 +387,8 @@ def _check_module(value: nn.Module, same: Check, note: Any) -> Check:
 
 def _is_theirs(value: Any) -> bool:
     """Whether a function is transformers' or torch's, which read no global that anybody sets."""
-    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] in ("torch", "transformers")
+    # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
+    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_THEIRS)
 
 
 def _parts(value: Any) -> dict[str, Any]:
@@ -384,7 +404,14 @@ def _parts(value: Any) -> dict[str, Any]:
     if isinstance(value, partial):
         return {"function": value.func, "args": value.args, "more": value.keywords}
     own = getattr(value, "__dict__", None)
-    return own if isinstance(own, dict) else {}
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
+    return (own if isinstance(own, dict) else {}) | {name: getattr(value, name) for name in slots}
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ()) if kind.__module__ not in ("builtins", "torch") else ()
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _identity(value: Any, note: Any) -> Check:

@@ -74,10 +74,11 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> Any:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         kept = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if kept else empty
+    own = set(map(id, model.modules()))
     for module in model.modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             # An object behind a hook is the user's switchboard: a copy would not see it change.
-            if not isinstance(getattr(hook, "__self__", None), nn.Module):
+            if id(getattr(hook, "__self__", None)) not in own:
                 memo[id(hook)] = hook
     skeleton = _copied(model, memo).eval()
     for config in configs_of(skeleton):
