@@ -1,4 +1,4 @@
-"""What the chips of a slice exchange in a step: kinds, shapes, bytes, and the least time they take."""
+"""Collectives that the chips of a slice run in a step: kinds, shapes, bytes, and the least time they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a TPU gives an array: its compiler lays arrays in tiles, and the last ones are filled up."""
+"""Bytes of an array on a TPU: its compiler lays arrays in tiles, and the last ones are filled up."""
 
 from __future__ import annotations
 

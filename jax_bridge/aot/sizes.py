@@ -1,4 +1,4 @@
-"""What a pair holds of one chip's memory, and what its programs need besides."""
+"""A pair's share of one chip's memory: what it holds, and what its programs need besides."""
 
 from __future__ import annotations
 

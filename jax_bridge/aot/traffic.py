@@ -1,4 +1,4 @@
-"""How many bytes a compiled TPU program moves through HBM, recounted from its scheduled instructions.
+"""Bytes that a compiled TPU program moves through HBM, recounted from its scheduled instructions.
 
 XLA's own ``bytes accessed`` also counts VMEM, so a weight that is prefetched counts about three times.
 Here only buffers outside VMEM count. The result is an estimate from the program's text, not a measurement:

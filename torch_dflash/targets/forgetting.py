@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from torch_dflash.targets.guard import TORCHS
 from torch_dflash.targets.hooks import entries, holders, restore
 
 
@@ -19,7 +20,7 @@ def forgetting(root: nn.Module) -> Iterator[None]:
     """
     modules = [vars(module) for module in root.modules()]
     kept = [(held, dict(held)) for own in modules for held in (own, *_hooks_of(own))]
-    values = [value for own in modules for name, value in own.items() if name not in _TORCHS]
+    values = [value for own in modules for name, value in own.items() if name not in TORCHS]
     inside = [(one, entries(one)) for value in values for one in holders(value)]
     try:
         yield
@@ -30,9 +31,6 @@ def forgetting(root: nn.Module) -> Iterator[None]:
             held.update(before)  # never emptied: another thread may read it
         for one, before in inside:
             restore(one, before)
-
-
-_TORCHS = frozenset(vars(nn.Module()))
 
 
 def _hooks_of(own: dict) -> tuple[dict, dict]:
