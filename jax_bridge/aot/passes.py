@@ -1,4 +1,4 @@
-"""Steps that are compiled and counted: a prompt chunk, a round, the loop over rounds, a round's two passes alone.
+"""Compiled and counted steps: a prompt chunk, a round, the loop over rounds, a round's two passes alone.
 
 The passes split a round's work between target and proposer without a remainder, so that their bytes can be
 held against a floor each: the proposer's includes taking in the features that the target's leaves.
