@@ -12,7 +12,7 @@ PACKAGE = re.compile(r"^<!-- every public name of (\w+) -->$", flags=re.M)
 def public_names(package: str) -> list[str]:
     """The names that a package's ``__init__`` exports, as ``import name as name``."""
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
-    aliases = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
     return sorted(one.name for one in aliases if one.asname == one.name and not one.name.startswith("_"))
 
 

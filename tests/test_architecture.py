@@ -34,7 +34,7 @@ FLOORS = [
     "eager",
     "engine",
     "generation",
-    "integrations selftest stream train",
+    "integrations pieces selftest train",
     "chat doctor",
     "cli",
     "__main__",
@@ -231,7 +231,7 @@ def functions(path):
 # a number here on purpose; a change that needs fewer lowers one. The files beside a package's rooms are "".
 BUDGETS = {
     "torch_dflash": {
-        "": 1390,
+        "": 1430,
         "cache": 250,
         "cli": 2600,
         "demo": 350,
@@ -364,6 +364,7 @@ from jaxtyping import install_import_hook
 with install_import_hook(["torch_dflash"], "beartype.beartype"):
     import torch_dflash as td
     import torch_dflash.proposers
+    [getattr(td, name) for name in td.__all__]
 import torch, pytest
 from support import tiny
 from torch_dflash.accept import trim_at_stop

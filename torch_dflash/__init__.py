@@ -2,46 +2,103 @@
 
 docs/glossary.md has the letters of every shape annotation.
 
-This package never imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
+A public name is imported at its first use, for torch and transformers take seconds. This package never
+imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torch_dflash._version import __version__ as __version__
-from torch_dflash.chat import Chat as Chat
-from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
-from torch_dflash.demo.target import load_demo_target as load_demo_target
-from torch_dflash.doctor import Diagnosis as Diagnosis
-from torch_dflash.doctor import diagnose as diagnose
-from torch_dflash.engine.engine import Engine as Engine
-from torch_dflash.engine.outputs import GenerateOutput as GenerateOutput
-from torch_dflash.engine.replicas import Replicas as Replicas
-from torch_dflash.engine.state_file import load_state as load_state
-from torch_dflash.engine.state_file import save_state as save_state
-from torch_dflash.engine.stats import DecodeStats as DecodeStats
-from torch_dflash.engine.stats import Share as Share
-from torch_dflash.engine.text import TextStream as TextStream
-from torch_dflash.generation import compile as compile
-from torch_dflash.generation import generate as generate
-from torch_dflash.grammars.grammar import Grammar as Grammar
-from torch_dflash.integrations.spec_generate import spec_generate as spec_generate
-from torch_dflash.integrations.transformers import dflash as dflash
-from torch_dflash.plan import DecodePlan as DecodePlan
-from torch_dflash.processors.host import HostProcessor as HostProcessor
-from torch_dflash.processors.own import BlockProcessor as BlockProcessor
-from torch_dflash.proposers.base import Proposer as Proposer
-from torch_dflash.proposers.checkpoints import load_drafter as load_drafter
-from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
-from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
-from torch_dflash.proposers.dflash2.config import DFlash2Config as DFlash2Config
-from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
-from torch_dflash.proposers.narrow import frequent_ids as frequent_ids
-from torch_dflash.proposers.narrow import with_draft_vocabulary as with_draft_vocabulary
-from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
-from torch_dflash.published.load import load_pair as load_pair
-from torch_dflash.published.rows import Checkpoint as Checkpoint
-from torch_dflash.published.rows import checkpoints as checkpoints
-from torch_dflash.state import DecodeState as DecodeState
-from torch_dflash.state import Draft as Draft
-from torch_dflash.stream import Piece as Piece
-from torch_dflash.stream import stream as stream
-from torch_dflash.verify.check import check as check
-from torch_dflash.verify.result import Agreement as Agreement
+
+_PUBLIC = {
+    "chat": "Chat",
+    "demo.pair": "load_demo_pair",
+    "demo.target": "load_demo_target",
+    "doctor": "diagnose Diagnosis",
+    "engine.engine": "Engine",
+    "engine.outputs": "GenerateOutput",
+    "engine.replicas": "Replicas",
+    "engine.state_file": "load_state save_state",
+    "engine.stats": "DecodeStats Share",
+    "engine.text": "TextStream",
+    "generation": "compile generate",
+    "grammars.grammar": "Grammar",
+    "integrations.spec_generate": "spec_generate",
+    "integrations.transformers": "dflash",
+    "pieces": "Piece stream",
+    "plan": "DecodePlan",
+    "processors.host": "HostProcessor",
+    "processors.own": "BlockProcessor",
+    "proposers.base": "Proposer",
+    "proposers.checkpoints": "load_drafter",
+    "proposers.dflash.config": "DFlashConfig",
+    "proposers.dflash.model": "DFlashDraftModel",
+    "proposers.dflash2.config": "DFlash2Config",
+    "proposers.dflash2.model": "DFlash2DraftModel",
+    "proposers.narrow": "frequent_ids with_draft_vocabulary",
+    "proposers.ngram": "NGramProposer",
+    "published.load": "load_pair",
+    "published.rows": "Checkpoint checkpoints",
+    "state": "DecodeState Draft",
+    "verify.check": "check",
+    "verify.result": "Agreement",
+}
+"""The public names by module. Type checkers cannot read this table; a test compares it with their imports."""
+_MODULES = {name: f"torch_dflash.{module}" for module, names in _PUBLIC.items() for name in names.split()}
+
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a public name, and keep the name here (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
+
+if TYPE_CHECKING:
+    from torch_dflash.chat import Chat as Chat
+    from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
+    from torch_dflash.demo.target import load_demo_target as load_demo_target
+    from torch_dflash.doctor import Diagnosis as Diagnosis
+    from torch_dflash.doctor import diagnose as diagnose
+    from torch_dflash.engine.engine import Engine as Engine
+    from torch_dflash.engine.outputs import GenerateOutput as GenerateOutput
+    from torch_dflash.engine.replicas import Replicas as Replicas
+    from torch_dflash.engine.state_file import load_state as load_state
+    from torch_dflash.engine.state_file import save_state as save_state
+    from torch_dflash.engine.stats import DecodeStats as DecodeStats
+    from torch_dflash.engine.stats import Share as Share
+    from torch_dflash.engine.text import TextStream as TextStream
+    from torch_dflash.generation import compile as compile
+    from torch_dflash.generation import generate as generate
+    from torch_dflash.grammars.grammar import Grammar as Grammar
+    from torch_dflash.integrations.spec_generate import spec_generate as spec_generate
+    from torch_dflash.integrations.transformers import dflash as dflash
+    from torch_dflash.pieces import Piece as Piece
+    from torch_dflash.pieces import stream as stream
+    from torch_dflash.plan import DecodePlan as DecodePlan
+    from torch_dflash.processors.host import HostProcessor as HostProcessor
+    from torch_dflash.processors.own import BlockProcessor as BlockProcessor
+    from torch_dflash.proposers.base import Proposer as Proposer
+    from torch_dflash.proposers.checkpoints import load_drafter as load_drafter
+    from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
+    from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
+    from torch_dflash.proposers.dflash2.config import DFlash2Config as DFlash2Config
+    from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
+    from torch_dflash.proposers.narrow import frequent_ids as frequent_ids
+    from torch_dflash.proposers.narrow import with_draft_vocabulary as with_draft_vocabulary
+    from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
+    from torch_dflash.published.load import load_pair as load_pair
+    from torch_dflash.published.rows import Checkpoint as Checkpoint
+    from torch_dflash.published.rows import checkpoints as checkpoints
+    from torch_dflash.state import DecodeState as DecodeState
+    from torch_dflash.state import Draft as Draft
+    from torch_dflash.verify.check import check as check
+    from torch_dflash.verify.result import Agreement as Agreement

@@ -11,7 +11,7 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.stats import DecodeStats
 from torch_dflash.engine.text import TextStream
 from torch_dflash.guards.processes import OfOneProcess
-from torch_dflash.stream import Piece, pieces
+from torch_dflash.pieces import Piece, pieces
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any] | Callable]

@@ -8,7 +8,7 @@ import torch
 from support.refusals import refuses
 
 import torch_dflash as td
-from torch_dflash.stream import _drafted
+from torch_dflash.pieces import _drafted
 
 NEW = 20
 

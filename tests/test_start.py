@@ -1,0 +1,55 @@
+"""``import torch_dflash`` imports little, and each public name stays what it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import types
+
+from support import ROOT
+from support.shell import python
+
+import torch_dflash as td
+
+HEAVY = {"torch", "transformers", "jax", "numpy"}
+
+
+def test_the_import_is_lazy():
+    done = python(
+        "import sys, torch_dflash\n"
+        f"print(sorted({HEAVY} & set(sys.modules)), 'load_pair' in dir(torch_dflash))\n"
+        "print(torch_dflash.checkpoints[0].name, sorted({'torch', 'numpy'} & set(sys.modules)))\n"
+    )
+    assert done.stdout.splitlines() == ["[] True", "qwen3-4b []"], done.stderr
+
+
+def test_one_list_names_what_is_public():
+    tree = ast.parse((ROOT / "torch_dflash/__init__.py").read_text())
+    checked = [node for node in tree.body if isinstance(node, ast.If)]
+    assert [ast.unparse(node.test) for node in checked] == ["TYPE_CHECKING"]
+    imports = {
+        alias.name: node.module
+        for node in ast.walk(checked[0])
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name == alias.asname
+    }
+    assert imports == td._MODULES
+    assert set(td.__all__) == {"__version__", *imports} <= set(dir(td))
+
+
+def test_no_submodule_takes_the_place_of_a_public_name():
+    for module in pkgutil.walk_packages(td.__path__, "torch_dflash."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in td.__all__:
+        value = getattr(td, name)
+        assert value is getattr(td, name) and not isinstance(value, types.ModuleType), name
+        if name in td._MODULES:
+            assert value is getattr(importlib.import_module(td._MODULES[name]), name), name
+
+
+def test_a_name_that_is_not_there():
+    done = python("import torch_dflash as td\ntry:\n    td.generat\nexcept AttributeError as e: print(e)")
+    assert done.stdout.strip() == "module 'torch_dflash' has no attribute 'generat'"
