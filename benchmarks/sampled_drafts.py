@@ -11,44 +11,25 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import torch_dflash as td
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.engine.prompts import pad_rows
-from torch_dflash.ops.windows import positions
 from torch_dflash.proposers import DFlashProposer
-from torch_dflash.sampling import gumbel
 from torch_dflash.train.answers.data import encode_conversation, read_prompts
 
 
-class SharedNoise(DFlashProposer):
-    """Drafts what the drafter's logits and the rows' own noise pick.
+class Likeliest(DFlashProposer):
+    """Drafts the likeliest tokens, whatever noise the rows have."""
 
-    Args:
-        drafter: a live one, without multiplier or soft cap, which lie behind the head.
-        seed: of the first row; each further row's is one higher. temperature: of all rows.
-    """
+    name = "dflash without the rows' noise"
 
-    name = "dflash with the rows' noise"
-
-    def __init__(self, drafter: Any, seed: int, temperature: float):
+    def __init__(self, drafter: Any):
         super().__init__(drafter)
-        config = drafter.config
-        if config.output_multiplier != 1 or config.final_logit_softcapping:
-            raise ValueError("output_multiplier, final_logit_softcapping: choose a drafter without them.")
-        self.drafter, self.seed, self.temperature = drafter, seed, temperature
+        self.drafter: Any = drafter
 
-    def propose(self, pstate, anchor, length, embed, head):
-        seeds = self.seed + torch.arange(len(anchor), dtype=torch.int32, device=anchor.device)
-
-        def noisy(hidden):
-            logits = head(hidden).float()
-            place = positions(length + 1, hidden.shape[1])
-            return logits + self.temperature * gumbel(seeds, place, logits.shape[-1])
-
-        return super().propose(pstate, anchor, length, embed, noisy)
+    def draft(self, pstate, anchor, length, embed, head, asked):
+        return self.propose(pstate, anchor, length, embed, head)
 
 
 def main() -> None:
@@ -71,7 +52,7 @@ def main() -> None:
 def judge(arguments: argparse.Namespace, name: str) -> dict[str, dict[str, float]]:
     """One drafter's mean acceptance lengths, by set and form."""
     loaded = load_pair(arguments.target, name)
-    shared = SharedNoise(loaded.drafter, arguments.seed, arguments.temperature)
+    likeliest = Likeliest(loaded.drafter)
     found = {}
     for path in arguments.prompts:
         asked = [
@@ -79,7 +60,7 @@ def judge(arguments: argparse.Namespace, name: str) -> dict[str, dict[str, float
             for prompt in read_prompts([path])[: arguments.limit]
         ]
         texts, found[path.stem] = {}, {}
-        for form, drafter in (("likeliest", loaded.drafter), ("shared noise", shared)):
+        for form, drafter in (("likeliest", likeliest), ("shared noise", loaded.drafter)):
             texts[form], found[path.stem][form] = decode(arguments, loaded.target, drafter, asked)
         assert texts["likeliest"] == texts["shared noise"], f"{path}: a draft changed the text"
         print(name, path.stem, found[path.stem], flush=True)
@@ -89,6 +70,9 @@ def judge(arguments: argparse.Namespace, name: str) -> dict[str, dict[str, float
 def decode(arguments: argparse.Namespace, target: Any, drafter: Any, asked: list) -> tuple[list, float]:
     """(new tokens of all prompts, mean acceptance length)."""
     texts, lengths = [], []
+    options: dict[str, Any] = {"do_sample": arguments.temperature > 0}
+    if options["do_sample"]:
+        options |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0, "seed": arguments.seed}
     for start in range(0, len(asked), arguments.batch_size):
         ids, mask = pad_rows(asked[start : start + arguments.batch_size])
         out: Any = td.generate(
@@ -97,12 +81,8 @@ def decode(arguments: argparse.Namespace, target: Any, drafter: Any, asked: list
             ids,
             mask,
             max_new_tokens=arguments.max_new_tokens,
-            do_sample=True,
-            temperature=arguments.temperature,
-            top_k=0,
-            top_p=1.0,
-            seed=arguments.seed,
             return_dict_in_generate=True,
+            **options,
         )
         texts += out.new_tokens
         lengths += out.stats.whole_rounds

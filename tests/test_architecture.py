@@ -231,18 +231,18 @@ def functions(path):
 # a number here on purpose; a change that needs fewer lowers one. The files beside a package's rooms are "".
 BUDGETS = {
     "torch_dflash": {
-        "": 1430,
+        "": 1440,
         "cache": 250,
         "cli": 2600,
         "demo": 350,
         "doctor": 710,
-        "engine": 3090,
+        "engine": 3100,
         "grammars": 670,
         "guards": 100,
         "integrations": 440,
         "ops": 310,
         "processors": 440,
-        "proposers": 2320,
+        "proposers": 2480,
         "published": 180,
         "selftest": 800,
         "storage": 300,

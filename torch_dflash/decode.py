@@ -24,7 +24,7 @@ from torch_dflash.proposers.base import Proposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.record import note_picks, start_record
 from torch_dflash.sampling import pick_tokens, warped_logits
-from torch_dflash.state import DecodeState, Draft, PromptChunk, Sampling
+from torch_dflash.state import Asked, DecodeState, Draft, PromptChunk, Sampling
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.swapped import Swapped
 
@@ -132,7 +132,7 @@ def draft(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
     """The proposer's pass: (a draft after each row's anchor, the proposer's state)."""
     target, proposer = pair.target, pair.proposer
     own = state.anchor.clone(), state.length.clone()  # the proposer's: it may write into them
-    proposed = proposer.propose(state.proposer, *own, target.embed, target.head)
+    proposed = proposer.draft(state.proposer, *own, target.embed, target.head, Asked(state.sampling))
     drafted, pstate = drafted_by(proposer, proposed)
     return known_chain(drafted, pair.plan, target.vocab_size), pstate
 

@@ -31,12 +31,13 @@ def mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 
 def noise_bits(
-    seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int
+    seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], ids: int | Int[Tensor, " V"]
 ) -> Int[Tensor, "B M V"]:
-    """32 random bits for each vocabulary id as the token that will stand at ``position``."""
+    """32 random bits for each of ``ids`` (a number: all below it) as the token to stand at ``position``."""
     key = mix(mix(seed[:, None] ^ 0x3C6EF372) + position)
     second = mix(key ^ 0x1B873593)
-    ids = torch.arange(vocab_size, device=seed.device, dtype=torch.int32)
+    if isinstance(ids, int):
+        ids = torch.arange(ids, device=seed.device, dtype=torch.int32)
     # Two keyed rounds: one would make rows of nearby keys shifted copies of each other.
     return mix(mix(ids + key[..., None]) ^ second[..., None])
 
@@ -51,9 +52,25 @@ def gumbel_of(bits: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
 
 
-def gumbel(seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], vocab_size: int) -> Float[Tensor, "B M V"]:
-    """Standard Gumbel noise for the token that will stand at ``position``, one value per vocabulary id."""
-    return gumbel_of(noise_bits(seed, position, vocab_size))
+def gumbel(
+    seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], ids: int | Int[Tensor, " V"]
+) -> Float[Tensor, "B M V"]:
+    """Standard Gumbel noise for the token that will stand at ``position``; ``ids`` as in `noise_bits`."""
+    return gumbel_of(noise_bits(seed, position, ids))
+
+
+def noisy_logits(
+    logits: Float[Tensor, "B M V"],
+    position: Int[Tensor, "B M"],
+    sampling: Sampling,
+    ids: int | Int[Tensor, " V"],
+) -> Float[Tensor, "B M V"]:
+    """``logits`` whose largest is what the row's noise would pick from them; a greedy row's as they are.
+
+    They are temperature times (logits / temperature + noise), so that terms of the logits may still be added.
+    """
+    temperature = sampling.temperature.clamp(min=0)[:, None, None]
+    return logits.to(torch.float32) + temperature * gumbel(sampling.seed, position, ids)
 
 
 def filter_logits(scaled: Float[Tensor, "B M V"], sampling: Sampling) -> Float[Tensor, "B M V"]:

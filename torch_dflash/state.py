@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
@@ -90,3 +90,13 @@ class Draft:
     tokens: Int[Tensor, "B N"]
     valid: Int[Tensor, " B"]
     parent: Int[Tensor, "B N"] | None = None
+
+
+class Asked(NamedTuple):
+    """What a round asks of a draft beside the text before it.
+
+    Attributes:
+        sampling: how each row picks its tokens.
+    """
+
+    sampling: Sampling

@@ -97,8 +97,8 @@ def right_padding_leaks(patch):
     """K/V of the prompt's padding, up to the end of the first chunk, are seen like context."""
     attend = block_attention.grouped_attention
 
-    def propose(original, self, pstate, anchor, length, embed, head):
-        def leaking(query, parts, scale, sinks):
+    def propose(original, self, pstate, anchor, length, embed, head, asked=None):
+        def leaking(query, parts, scale, sinks, softcap=None):
             context, block = parts
             slot = torch.arange(context.key.shape[2])
             padding = (slot >= length[:, None]) & (slot < CHUNK)
@@ -107,7 +107,7 @@ def right_padding_leaks(patch):
 
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(block_attention, "grouped_attention", leaking)
-            return original(self, pstate, anchor, length, embed, head)
+            return original(self, pstate, anchor, length, embed, head, asked)
 
     around(DFlashProposer, "propose", propose)(patch)
 

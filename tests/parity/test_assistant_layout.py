@@ -137,15 +137,15 @@ def accepted(target, drafter):
     return engine.generate(*ragged_prompts(3), **asked).stats.acceptance_lengths
 
 
-def without_d2t(self, hidden, anchor, head):
+def without_d2t(self, hidden, anchor, head, *_):
     return torch.argmax(self.logits(hidden, head), dim=-1).to(torch.int32)
 
 
-def absolute_d2t(self, hidden, anchor, head):
+def absolute_d2t(self, hidden, anchor, head, *_):
     return self.d2t[torch.argmax(self.logits(hidden, head), dim=-1)].to(torch.int32)
 
 
-def next_d2t(self, hidden, anchor, head):
+def next_d2t(self, hidden, anchor, head, *_):
     best = torch.argmax(self.logits(hidden, head), dim=-1)
     return (best + self.d2t.roll(1)[best] + 1).to(torch.int32)
 

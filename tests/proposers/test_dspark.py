@@ -60,15 +60,15 @@ def said(self, logits):
     return (best if self.d2t is None else best + self.d2t[best]).to(torch.int32)
 
 
-def ignored(self, hidden, anchor, head):
+def ignored(self, hidden, anchor, head, *_):
     return said(self, self.logits(hidden, head))
 
 
-def anchor_for_all(self, hidden, anchor, head):
+def anchor_for_all(self, hidden, anchor, head, *_):
     return said(self, self.logits(hidden, head) + self.markov_head(anchor)[:, None])
 
 
-def one_too_late(self, hidden, anchor, head):
+def one_too_late(self, hidden, anchor, head, *_):
     """The token before the one before."""
     logits, drafts, seen = self.logits(hidden, head), [], [anchor, anchor]
     for at in range(hidden.shape[1]):
@@ -77,7 +77,7 @@ def one_too_late(self, hidden, anchor, head):
     return torch.stack(drafts, dim=1)
 
 
-def own_ids(self, hidden, anchor, head):
+def own_ids(self, hidden, anchor, head, *_):
     """The draft before by its number in the drafter's vocabulary."""
     logits, drafts, before = self.logits(hidden, head), [], anchor
     for at in range(hidden.shape[1]):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.decode import Pair
 from torch_dflash.proposers.base import Proposer
+from torch_dflash.proposers.composed import Composed, inner_of, recipe_of
 from torch_dflash.targets.guard import Guard
 from torch_dflash.targets.weights import LiveTensors, named_arrays
 
@@ -29,6 +30,7 @@ class Models:
         self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.
         weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
+        self._recipe, drafter = recipe_of(drafter), inner_of(drafter)
         self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
         self._guards = [guard]
         self._arrays, self._live = {}, []
@@ -38,9 +40,12 @@ class Models:
             self._arrays = named_arrays(pair.target.model, arrays, "target.model.")
         if drafter is not None and self._drafter is not None:
             # Of a model, the proposer that was made for it holds the skeleton.
-            own = isinstance(drafter, Proposer)
-            skeleton: nn.Module = pair.proposer if own else pair.proposer.drafter
-            self._live.append(LiveTensors(skeleton, drafter, "proposer." if own else "proposer.drafter."))
+            parts = [
+                *(["inner"] if self._recipe else []),
+                *([] if isinstance(drafter, Proposer) else ["drafter"]),
+            ]
+            skeleton: nn.Module = pair.proposer.get_submodule(".".join(parts))
+            self._live.append(LiveTensors(skeleton, drafter, ".".join(["proposer", *parts, ""])))
             self._guards.append(Guard(drafter))
 
     @property
@@ -57,15 +62,17 @@ class Models:
 
     @property
     def drafter(self) -> Any:
-        """The live drafter; None where the proposer needs nothing of it.
+        """The live drafter, composed as it was given; None where the proposer needs nothing of it.
 
         Raises:
             RuntimeError: it was deleted.
         """
-        drafter = None if self._drafter is None else self._drafter()
-        if drafter is None and self._drafter is not None:
+        if self._drafter is None:
+            return None
+        drafter = self._drafter()
+        if drafter is None:
             raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
-        return drafter
+        return drafter if self._recipe is None else Composed(drafter, self._recipe)
 
     def hold(self) -> bool:
         """Whether both models are still what the skeletons are copies of."""

@@ -13,6 +13,7 @@ from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.replicas import engine_of
 from torch_dflash.guards.reentry import holding
 from torch_dflash.proposers.choose import check_drafter, holds_tensors
+from torch_dflash.proposers.composed import inner_of, recipe_of
 from torch_dflash.targets.weights import LoadedTarget, model_of
 
 # As many as a chat of 32,768 positions comes to need (`capacity.py`), and some for other options.
@@ -38,13 +39,14 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
     check_drafter(drafter)
     model = model_of(target)
     check_target(model)
-    value = _value(drafter)
+    inner = inner_of(drafter)
+    value = _value(inner)
     with holding(_lock):  # a user's proposer may run while an engine is built
-        known = _plain if drafter is None else drafter if value is None else _keyed
+        known = _plain if inner is None else inner if value is None else _keyed
         owner = target if isinstance(target, LoadedTarget) else model  # an adapter's wrapper may be made anew
         by_drafter = _engines.setdefault(owner, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())
-        key = options, value
+        key = options, value, recipe_of(drafter)
         if key in entries:
             entries[key].follow()
         else:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch_dflash.accept import drafted_by
 from torch_dflash.ops.windows import clear_rows
 from torch_dflash.plan import DecodePlan
-from torch_dflash.state import Draft
+from torch_dflash.state import Asked, Draft
 
 
 class Cost(NamedTuple):
@@ -100,8 +100,18 @@ class Proposer(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__}: write propose.")
 
+    def draft(
+        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: Asked
+    ) -> tuple[Draft, Any]:
+        """`propose`, by a method that heeds ``asked``; what a round calls."""
+        return self.propose(pstate, anchor, length, embed, head)
+
     def skip(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> Any:
         """``pstate`` ready for `observe`, in a round that verifies no draft; arguments as in `propose`."""
+        return drafted_by(self, self.propose(pstate, anchor, length, embed, head))[1]
+
+    def idle(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> Any:
+        """``pstate`` ready for `observe`, in a round that verifies another proposer's draft."""
         return drafted_by(self, self.propose(pstate, anchor, length, embed, head))[1]
 
     def cost(self, plan: DecodePlan, context: int) -> Cost:

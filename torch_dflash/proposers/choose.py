@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.checks import check_counts, check_loaded, check_target
 from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
+from torch_dflash.proposers.composed import inner_of, recipe_of
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.notes import tell
 from torch_dflash.proposers.pair import check_pair
@@ -23,6 +24,7 @@ class Missing:
 
 def check_drafter(drafter) -> None:
     """Raise ``TypeError`` unless ``drafter`` is a drafter model, a proposer with a hashable key, or None."""
+    drafter = inner_of(drafter)
     check_loaded("drafter", drafter, "torch_dflash.load_drafter({}, target)")
     if drafter is Missing:
         raise TypeError(
@@ -69,6 +71,9 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
     """
     check_drafter(drafter)
     check_counts(block_size=block_size)
+    recipe = recipe_of(drafter)
+    if recipe is not None:
+        return recipe.build(make_proposer(target, inner_of(drafter), block_size))
     if isinstance(drafter, DFlashDraftModel):
         check_pair(target, drafter)
         tell(target, drafter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -30,6 +31,13 @@ class NGramState:
     def committed(self) -> Int[Tensor, " B"]:
         """Tokens taken in; equals the target's committed length between rounds."""
         return self.length
+
+
+class Found(NamedTuple):
+    """What lookup finds: ``tokens`` [B, N] that may follow, and how many before them ``matched`` [B]."""
+
+    tokens: Int[Tensor, "B N"]
+    matched: Int[Tensor, " B"]
 
 
 class NGramProposer(Proposer):
@@ -75,6 +83,14 @@ class NGramProposer(Proposer):
         return NGramState(pstate.history, kept.clone())
 
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, NGramState]:
+        found, pstate = self.look_up(pstate, anchor, length)
+        valid = torch.where(found.matched > 0, self.width - 1, 0)
+        return Draft(found.tokens, valid.to(torch.int32)), pstate
+
+    def look_up(
+        self, pstate: NGramState, anchor: Int[Tensor, " B"], length: Int[Tensor, " B"]
+    ) -> tuple[Found, NGramState]:
+        """What followed the best match of the text up to ``anchor``, which stands at ``length``."""
         # The anchor is committed, so it ends the suffix; the slot it gets is rewritten by `observe`.
         history = write_rows(pstate.history, anchor[:, None], length, dim=1)
         slot = torch.arange(history.shape[1], device=length.device, dtype=torch.int32)
@@ -89,10 +105,10 @@ class NGramProposer(Proposer):
         # Longest first, latest among equals.
         score = torch.where(earlier & (matched > 0), matched * history.shape[1] + slot, -1)
         best = torch.argmax(score, dim=1).to(torch.int32)
+        longest = matched.gather(1, best[:, None].long())[:, 0]
         found = score.amax(dim=1) >= 0
         # Text that follows itself at distance p < N is taken to go on repeating with period p.
         period = (length - best).clamp(min=1)[:, None]
         ahead = torch.arange(self.width - 1, device=length.device, dtype=torch.int32)
         tokens = history.gather(1, ((best + 1)[:, None] + ahead % period).long())
-        valid = torch.where(found, self.width - 1, 0)
-        return Draft(tokens, valid.to(torch.int32)), NGramState(history, pstate.length)
+        return Found(tokens, torch.where(found, longest, 0)), NGramState(history, pstate.length)

@@ -19,8 +19,10 @@ from torch_dflash.ops.windows import positions, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Cost, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.dflash.vocabulary import Noise
 from torch_dflash.pytrees import register_state
-from torch_dflash.state import Draft
+from torch_dflash.sampling import noisy_logits
+from torch_dflash.state import Asked, Draft
 from torch_dflash.targets.skeleton import build_skeleton
 
 
@@ -112,8 +114,10 @@ class DFlashProposer(Proposer):
         return replace(pstate, context=context, buffered=pstate.buffered + count)
 
     def skip(self, pstate, anchor, length, embed, head) -> DFlashState:
-        full = (pstate.buffered >= pstate.context.shape[1]).any()
-        return branch(full, self._flush, lambda pstate: pstate, pstate)
+        return self._with_room(pstate, 1)
+
+    def idle(self, pstate, anchor, length, embed, head) -> DFlashState:
+        return self._with_room(pstate, pstate.context.shape[1])
 
     def cost(self, plan, context) -> Cost:
         cached = flops = 0
@@ -128,6 +132,10 @@ class DFlashProposer(Proposer):
             weights += [layer.input_layernorm] if layer.norms_context else []
         return Cost(cached, flops * plan.batch_size * self.width, tuple(weights))
 
+    def _with_room(self, pstate: DFlashState, rows: int) -> DFlashState:
+        full = (pstate.buffered > pstate.context.shape[1] - rows).any()
+        return branch(full, self._flush, lambda pstate: pstate, pstate)
+
     def _flush(self, pstate: DFlashState) -> DFlashState:
         pstate = self._append(pstate, pstate.context, pstate.buffered)
         return replace(pstate, buffered=torch.zeros_like(pstate.buffered))
@@ -140,7 +148,12 @@ class DFlashProposer(Proposer):
         )
         return replace(pstate, layers=layers, length=pstate.length + count)
 
-    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, DFlashState]:
+    def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, DFlashState]:
+        return self.propose(pstate, anchor, length, embed, head, asked)
+
+    def propose(
+        self, pstate, anchor, length, embed, head, asked: Asked | None = None
+    ) -> tuple[Draft, DFlashState]:
         drafter, context = self.drafter, pstate.context
         rows = context.shape[1]
         check_dtype("drafter", context.dtype, drafter.fc.weight.dtype)
@@ -167,7 +180,7 @@ class DFlashProposer(Proposer):
 
         position = torch.cat([positions(pstate.length, rows), block_at], dim=1)
         hidden = drafter.block(noise, context, position, memory)
-        tokens = drafter.choose(hidden[:, self.first_row :], anchor, head)
+        tokens = drafter.choose(hidden[:, self.first_row :], anchor, head, _noise(length, asked))
         draft = Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1))
         # `length` and buffer move together: the buffered rows are K/V now.
         return draft, replace(
@@ -180,3 +193,14 @@ class DFlashProposer(Proposer):
 
 def _rings(pstate: DFlashState) -> tuple[RingLayer, ...]:
     return tuple(layer for layer in pstate.layers if isinstance(layer, RingLayer))
+
+
+def _noise(length: Tensor, asked: Asked | None) -> Noise | None:
+    """What sampled rows draft with: the noise of those positions at which their drafts are to stand."""
+    if asked is None:
+        return None
+    sampling = asked.sampling
+    return Noise(
+        sampling.temperature > 0,
+        lambda logits, ids: noisy_logits(logits, positions(length + 1, logits.shape[1]), sampling, ids),
+    )

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from torch_dflash.ops.control_flow import branch
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.markov import MarkovHead, look_up
+
+
+class Noise(NamedTuple):
+    """The noise by which rows pick their tokens.
+
+    Attributes:
+        sampled: [B], the rows that have some.
+        added: (draft logits [B, N, V], the target's ids of the V places) -> logits [B, N, V] with noise.
+    """
+
+    sampled: Bool[Tensor, " B"]
+    added: Callable[[Tensor, int | Tensor], Tensor]
 
 
 class DraftVocabulary:
@@ -51,9 +65,29 @@ class DraftVocabulary:
             rows = torch.where(masked[..., None], mask.to(dtype), rows)
         return rows * self.config.input_embedding_scale
 
-    def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
+    def choose(
+        self,
+        hidden: Float[Tensor, "B N H"],
+        anchor: Int[Tensor, " B"],
+        head,
+        noise: Noise | None = None,
+    ) -> Int[Tensor, "B N"]:
         """The drafts after ``anchor``, of the hidden states of the rows that say them; the target's ids."""
         logits = self.logits(hidden, head)
+        if noise is None:
+            return self.chosen(hidden, logits, anchor)
+        known = logits.shape[-1] if self.d2t is None else self._all_ids()
+
+        def noisy(hidden: Tensor, logits: Tensor, anchor: Tensor) -> Tensor:
+            return self.chosen(hidden, noise.added(logits, known), anchor)
+
+        # A greedy batch must not pay for noise.
+        return branch(noise.sampled.any(), noisy, self.chosen, hidden, logits, anchor)
+
+    def chosen(
+        self, hidden: Float[Tensor, "B N H"], logits: Float[Tensor, "B N V"], anchor: Int[Tensor, " B"]
+    ) -> Int[Tensor, "B N"]:
+        """The best drafts by ``logits``; the target's ids."""
         if self.markov_head is None:
             return self._likeliest(logits)
         before, drafts = anchor, []
@@ -66,6 +100,12 @@ class DraftVocabulary:
 
     def _likeliest(self, logits: Float[Tensor, "*R V"]) -> Int[Tensor, "*R"]:
         return self.targets_ids(torch.argmax(logits, dim=-1)).to(torch.int32)
+
+    def _all_ids(self) -> Int[Tensor, " V"]:
+        """The target's ids of all places."""
+        offsets: Any = self.d2t
+        places = torch.arange(len(offsets), device=offsets.device)
+        return self.targets_ids(places).to(torch.int32)
 
     def targets_ids(self, places: Int[Tensor, "*R"]) -> Int[Tensor, "*R"]:
         """The target's ids of places among the draft logits."""

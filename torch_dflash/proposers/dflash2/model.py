@@ -48,7 +48,7 @@ def _in_line(rows: Tensor, blocks: int) -> Float[Tensor, "B R H"]:
 class DFlash2DraftModel(DFlashDraftModel):
     """A DFlash2 drafter. As v1's, z-lab's have no embedding and no head.
 
-    Drafts are the selector's best candidates, also for sampled rows: a draft never changes the text.
+    Drafts are the selector's best candidates.
     ``from_pretrained`` reads what v1's does.
     """
 
@@ -91,8 +91,9 @@ class DFlash2DraftModel(DFlashDraftModel):
             )
         return super().forward(*args, **kwargs)
 
-    def choose(self, hidden: Float[Tensor, "B N H"], anchor: Int[Tensor, " B"], head) -> Int[Tensor, "B N"]:
-        logits = self.logits(hidden, head)
+    def chosen(
+        self, hidden: Float[Tensor, "B N H"], logits: Float[Tensor, "B N V"], anchor: Int[Tensor, " B"]
+    ) -> Int[Tensor, "B N"]:
         if self.d2t is None:  # ids that the codebooks lack are not drafted
             logits = logits[..., : self.config.vocab_size]
         return self.candidate_selector(hidden, logits, anchor, self.targets_ids).to(torch.int32)
