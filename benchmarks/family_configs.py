@@ -80,6 +80,7 @@ ASSISTANT = {
     "vocab_size_per_layer_input": 0,
     "num_kv_shared_layers": LAYERS,
 }
+MOE = {"enable_moe_block": True, "global_head_dim": 16, "num_experts": 4}
 SHARING = {"num_kv_shared_layers": 2}
 # What one family needs beyond that; nested dictionaries are for nested configs.
 FAMILY: dict[str, dict[str, Any]] = {
@@ -126,6 +127,10 @@ FAMILY: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2},
+    "kimi_k25": {
+        "text_config": {"model_type": "deepseek_v3"},
+        "vision_config": {"hidden_size": 32, "pos_emb_height": 4, "pos_emb_width": 4},
+    },
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},
     "mvp": {"prompt_length": 4, "prompt_mid_dim": 16},
@@ -200,16 +205,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "minimax:attention": {"layer_types": ["full_attention"] * LAYERS},
     "minimax_m3_vl_text:sparse": {"layer_types": ["minimax_m3_sparse"] * LAYERS},
     "falcon:alibi": {"alibi": True},
+    "gemma4:moe": {"text_config": MOE},
+    "gemma4_text:moe": MOE,
+    "mistral3:mistral4": {"text_config": {"model_type": "mistral4"}},
 }
 # Model types whose causal LM takes the decoder's config alone.
 OWN_CLASS = ("musicgen", "musicgen_melody")
-CASES = tuple(sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]))
 # Models of images, videos or sound with a decoder of text, which transformers maps to no causal LM.
 MULTIMODAL = (
     *("aria", "aya_vision", "cohere2_vision", "deepseek_vl", "glm4v", "idefics3", "internvl", "janus"),
-    *("llava", "llava_next", "llava_onevision", "mistral3", "muse_glimmer", "ovis2", "paligemma"),
+    *("kimi_k25", "llava", "llava_next", "llava_onevision", "minimax_m3_vl", "mistral3", "mistral3:mistral4"),
+    *("mistral4", "muse_glimmer", "ovis2", "paligemma"),
     *("qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral"),
 )
+CASES = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS} - set(MULTIMODAL)))
 
 
 def tiny_config(case: str) -> PretrainedConfig:

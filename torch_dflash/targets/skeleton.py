@@ -81,13 +81,24 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> Any:
             if id(getattr(hook, "__self__", None)) not in own:
                 memo[id(hook)] = hook
     skeleton = _copied(model, memo).eval()
+    experts = takes_experts(model)
     for config in configs_of(skeleton):
         config._attn_implementation = attention
         for part in (config, config.get_text_config()):
             part.output_router_logits = False  # a traced forward has none
-        if getattr(model, "_can_set_experts_implementation", lambda: False)():
+        if experts:
             config._experts_implementation = EXPERTS
     return skeleton
+
+
+def takes_experts(model: nn.Module) -> bool:
+    """Whether some part of ``model`` lets its experts be swapped.
+
+    transformers reads that off a class's own module, and the experts of a wrapper (Kimi-K2.5's, say) lie in
+    the module of its language model.
+    """
+    parts = (one for one in model.modules() if isinstance(one, PreTrainedModel))
+    return any(one._can_set_experts_implementation() for one in parts)
 
 
 def configs_of(model: nn.Module) -> list[Any]:

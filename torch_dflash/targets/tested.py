@@ -42,31 +42,33 @@ TESTED = frozenset(
     AriaForConditionalGeneration AriaTextForCausalLM AyaVisionForConditionalGeneration BeamForCausalLM
     BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel
     CodeGenForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
-    CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM
-    DeepseekVLForConditionalGeneration Dots1ForCausalLM ElectraForCausalLM Emu3ForCausalLM
-    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
-    FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM
-    GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration
-    Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForCausalLM GemmaForCausalLM
-    Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration GlmForCausalLM
-    GotOcr2ForConditionalGeneration GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
-    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM
-    HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM
-    HyperCLOVAXForCausalLM Idefics3ForConditionalGeneration InternVLForConditionalGeneration
-    Jais2ForCausalLM JanusForConditionalGeneration Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM
-    LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
-    MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM
-    MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM Mistral3ForConditionalGeneration
-    MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM MuseGlimmerForConditionalGeneration
-    NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-    OlmoForCausalLM OlmoeForCausalLM Ovis2ForConditionalGeneration PersimmonForCausalLM Phi3ForCausalLM
-    Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2AudioForConditionalGeneration
-    Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen2VLForConditionalGeneration
-    Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
-    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM
-    RoCBertForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SmolVLMForConditionalGeneration
-    SolarOpenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM
-    VoxtralForConditionalGeneration YoutuForCausalLM
+    CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM
+    DeepseekV3ForCausalLM DeepseekVLForConditionalGeneration Dots1ForCausalLM ElectraForCausalLM
+    Emu3ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM
+    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM GPT2LMHeadModel
+    GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+    Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
+    Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
+    Glm4vForConditionalGeneration GlmForCausalLM GotOcr2ForConditionalGeneration GptOssForCausalLM
+    GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM
+    GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
+    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
+    Idefics3ForConditionalGeneration InternVLForConditionalGeneration Jais2ForCausalLM
+    JanusForConditionalGeneration Kimi_K25ForConditionalGeneration Kolibri1ForCausalLM LagunaForCausalLM
+    LlamaForCausalLM LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+    LlavaOnevisionForConditionalGeneration MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
+    MiniMaxM2ForCausalLM MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM
+    Ministral3ForCausalLM MinistralForCausalLM Mistral3ForConditionalGeneration Mistral4ForCausalLM
+    MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM
+    MuseGlimmerForConditionalGeneration NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
+    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM Ovis2ForConditionalGeneration
+    PersimmonForCausalLM Phi3ForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM
+    Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
+    Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM
+    Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3VLForConditionalGeneration
+    Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM RoCBertForCausalLM SeedOssForCausalLM
+    SmolLM3ForCausalLM SmolVLMForConditionalGeneration SolarOpenForCausalLM StableLmForCausalLM
+    Starcoder2ForCausalLM VaultGemmaForCausalLM VoxtralForConditionalGeneration YoutuForCausalLM
     """.split()
 )
 """Classes of transformers whose decoding was held against their own (`docs/families.md`)."""

@@ -155,7 +155,10 @@ def _narrow(config: Any) -> None:
         if isinstance(groups, int):
             config.num_key_value_heads = HEADS if groups == heads else min(groups, HEADS // 2)
     if field_of(config, "kv_lora_rank") and field_of(config, "qk_rope_head_dim") and "head_dim" in names:
-        config.head_dim = config.qk_rope_head_dim
+        # Only the rope reads it, and turns this part of it.
+        ropes = _ropes(field_of(config, "rope_parameters") or {})
+        share = next((rope["partial_rotary_factor"] for rope in ropes if "partial_rotary_factor" in rope), 1)
+        config.head_dim = round(config.qk_rope_head_dim / share)
     unknown, special = vars(config).keys() - _fields_of_transformers(type(config)), []
     for name, value in vars(config).items():
         if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
