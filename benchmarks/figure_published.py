@@ -5,6 +5,7 @@ from __future__ import annotations
 from figure_text import table
 
 import torch_dflash as td
+from torch_dflash.published.rows import share
 
 DECODED = {True: "yes", False: "no: {}", None: "not compared"}
 HEADS = [
@@ -22,8 +23,8 @@ HEADS = [
 
 
 def published() -> str:
-    """Every row; an empty cell is unknown."""
-    return table([*HEADS, "decodes here"], *map(_cells, td.checkpoints))
+    """The share, then every row; an empty cell is unknown."""
+    return f"{share()}.\n\n" + table([*HEADS, "decodes here"], *map(_cells, td.checkpoints))
 
 
 def _cells(row: td.Checkpoint) -> list[str]:

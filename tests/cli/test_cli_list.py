@@ -28,7 +28,15 @@ def test_the_table_has_every_pair_and_says_what_is_unknown(capsys):
         "qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "DFlash", "z-lab", "16",
         "1,9,17,25,33", "yes",
     ]  # fmt: skip
-    assert by_name["glm-5.1"][1:] == ["(GLM-5.1)", "?", "DFlash", "z-lab", "?", "?", "?"]
+    assert by_name["glm-5.1"][1:] == [
+        "(GLM-5.1)",
+        "z-lab/GLM-5.1-FP8-DFlash",
+        "DFlash",
+        "z-lab",
+        "?",
+        "?",
+        "no",
+    ]
     assert by_name["qwen3.5-27b"][-1] == "no"
     starts = {line.index(line.split()[1]) for line in [head, *lines]}
     assert len(starts) == 1  # columns stand below each other
@@ -48,9 +56,9 @@ def test_json_has_every_field_its_source_and_what_is_unknown(capsys):
     assert len(rows) == len(td.checkpoints)
     kimi = rows["kimi-k2.5"]
     assert kimi["mask_token_id"] == 163838 and "vllm/pull/39930" in kimi["sources"]["mask_token_id"]
-    assert kimi["decodes"] is None and rows["qwen3-4b"]["decodes"] is True
+    assert kimi["decodes"] is True and rows["qwen3-4b"]["decodes"] is True
     assert rows["qwen3-8b-jetspec"]["decodes"] is False and "JetSpec" in rows["qwen3-8b-jetspec"]["why_not"]
-    assert kimi["decoded"] is None and rows["qwen3-4b"]["decoded"] is True
+    assert kimi["decoded"] is True and rows["qwen3-4b"]["decoded"] is True
     assert rows["gpt-oss-120b"]["target_layer_ids"] is None
     assert "target_layer_ids" in rows["gpt-oss-120b"]["unknown"]
 

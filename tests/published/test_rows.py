@@ -15,6 +15,7 @@ from support import ROOT
 import torch_dflash as td
 from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.dflash.config import default_target_layer_ids
+from torch_dflash.published import rows
 from torch_dflash.published.rows import UNSOURCED
 
 ROWS = {row.name: row for row in td.checkpoints}
@@ -44,6 +45,7 @@ PARAMETERS = {
     "gemma-4-31b": 1_535_967_488, "qwen3.8-27b-dflash2": 1_924_404_480, "beam-1.0": 1_927_484_672,
     "muse-glimmer-30b-dflash2": 2_772_159_744, "muse-glimmer-30b-assistant": 2_555_985_152,
     "qwen3-8b-dflash2": 1_169_573_120, "qwen3-4b-dflash2-mgoin": 632_360_192,
+    "lfm2.5-1.2b-dspark": 295_725_953, "lfm2.5-2.6b-dspark": 327_707_521, "lfm2.5-8b-a1b-dspark": 327_707_521,
 }  # fmt: skip
 BYTES = {"GB": 1e9, "GiB": 2**30}
 
@@ -81,6 +83,8 @@ def matches(size: str, parameters: int, tensors: int) -> bool:
 def test_a_published_drafter_has_its_published_size(name):
     row, drafter = ROWS[name], built(ROWS[name])
     parameters = sum(weight.numel() for weight in drafter.parameters())
+    if row.layout == "LiquidAI":  # its confidence head, which is not read
+        parameters += row.shape["hidden_size"] + row.shape["markov_rank"] + 1
     assert parameters == PARAMETERS[name]
     assert row.size is None or matches(row.size, parameters, len(drafter.state_dict())), (
         row.size,
@@ -162,11 +166,27 @@ def test_whether_a_target_decodes_is_what_the_families_say():
 def test_a_pair_decodes_only_if_its_drafter_drafts():
     assert ROWS["qwen3-8b-jetspec"].decoded is True
     assert ROWS["qwen3-8b-jetspec"].verdict == (False, "a drafter of kind JetSpec")
-    dspark = ROWS["qwen3-8b-dspark"]
-    assert dspark.verdict == (False, "a drafter of kind DSpark, not known to be in speculators' layout")
+    dspark = ROWS["kimi-k2.6-dspark"]
+    assert dspark.verdict == (False, "a drafter of kind DSpark in a layout that no public config shows")
     assert dataclasses.replace(dspark, layout="speculators").verdict == (True, None)
     assert ROWS["qwen3-4b"].verdict == (True, None)
     assert ROWS["qwen3.5-9b"].verdict == (False, "recurrent layers")
+
+
+def test_the_share_counts_drafters_whose_weights_are_published():
+    share = rows.share()
+    assert (share.known, share.decodes) == (103, 39) and share.decodes > share.loads > 0
+    assert str(share).startswith(f"103 published drafters are known: {share.decodes} decode here")
+    assert rows.share([ROWS["qwen3-4b"], ROWS["qwen3-8b-jetspec"]]) == rows.Share(1, 1, 1)
+    assert rows.share([ROWS["qwen2.5-0.5b-sample"]]) == rows.Share(0, 0, 0)
+    quantised = dataclasses.replace(ROWS["qwen3-4b"], target_weights="int4")
+    assert rows.share([quantised]) == rows.Share(1, 1, 0)
+
+
+def test_every_drafter_is_listed_once():
+    ids = [row.drafter for row in td.checkpoints if row.drafter is not None]
+    assert len(set(ids)) == len(ids)
+    assert len({row.name for row in td.checkpoints}) == len(td.checkpoints)
 
 
 def test_rows_say_what_the_configs_of_this_repository_say():

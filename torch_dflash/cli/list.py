@@ -11,7 +11,7 @@ from typing import Any
 
 from torch_dflash.cli.errors import UserError, fail, hang_up
 from torch_dflash.published.check import Checked, check_cached
-from torch_dflash.published.rows import Checkpoint, checkpoints
+from torch_dflash.published.rows import Checkpoint, checkpoints, share
 
 DECODED = {True: "yes", False: "no", None: "?"}
 HEADS = ("name", "target", "drafter", "kind", "layout", "block", "taps", "decodes")
@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.check:
             return _check(rows, arguments)
         print(json.dumps([as_json(row) for row in rows], indent=1) if arguments.json else table(rows))
+        if len(rows) == len(checkpoints):
+            print(f"{share()}.", file=sys.stderr)
         return 0
     except UserError as error:
         return fail("list", error)

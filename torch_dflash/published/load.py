@@ -85,7 +85,7 @@ def check_row(row: Checkpoint) -> None:
     if row.foreign is not None:
         fix = "choose one of kind DFlash, DFlash2 or DSpark"
         if row.kind == "DSpark":
-            fix = "torch_dflash.load_drafter tells by its files"
+            fix = "torch_dflash.load_drafter tells by its files which field is missing"
         raise ValueError(f"name={row.name!r}: its drafter is {row.foreign}, so it is not fetched; {fix}.")
     missing = [field for field in ("target", "drafter") if getattr(row, field) is None]
     if missing:

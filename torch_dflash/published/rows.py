@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 UNSOURCED = ("name", "model", "kind", "family", "note", "measured", "sources", "decoded", "refused_for")
 """Fields that say what the others are about, or how they come out here."""
+KINDS = ("DFlash", "DFlash2", "DSpark")
+"""The kinds of drafter that draft here."""
+DSPARK_LAYOUTS = ("speculators", "DeepSpec", "SpecForge", "LiquidAI")
+"""Layouts whose DSpark drafters are read."""
+PLAIN_FORMS: tuple[str, ...] = ()
+"""Forms of quantised weights that ``jb.load`` dequantises."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Checkpoint:
         num_target_layers: layers of the target. mask_token_id: id of the mask.
         shape: further fields of the drafter's config.
         size: of its weights, in the words of the source.
+        target_weights: the form that the target's weights are published in, if they are quantised.
         license: of the drafter, by the hub's name for it.
         acceptance: mean acceptance length by set of prompts. measured: under which conditions.
         note: what else has to be known.
@@ -52,6 +60,7 @@ class Checkpoint:
     mask_token_id: int | None = None
     shape: dict[str, Any] | None = field(default=None, hash=False)
     size: str | None = None
+    target_weights: str | None = None
     license: str | None = None
     acceptance: dict[str, float] | None = field(default=None, hash=False)
     measured: str | None = None
@@ -67,11 +76,16 @@ class Checkpoint:
 
     @property
     def foreign(self) -> str | None:
-        """Of which kind its drafter is, if that is none that drafts here."""
-        if self.kind in ("DFlash", "DFlash2") or (self.kind, self.layout) == ("DSpark", "speculators"):
-            return None
-        doubt = ", not known to be in speculators' layout" if self.kind == "DSpark" else ""
-        return f"of kind {self.kind}{doubt}"
+        """The drafter's method or layout, if that is not read here."""
+        if self.kind not in KINDS:
+            return f"of kind {self.kind}"
+        trained_as_dspark = self.kind == "DSpark" or str(self.layout).startswith("DeepSpec")
+        if trained_as_dspark and self.layout not in DSPARK_LAYOUTS:
+            where = (
+                "a layout that no public config shows" if self.layout is None else f"the layout {self.layout}"
+            )
+            return f"of kind {self.kind} in {where}"
+        return None
 
     @property
     def verdict(self) -> tuple[bool | None, str | None]:
@@ -79,6 +93,11 @@ class Checkpoint:
         if self.decoded is not False and self.foreign is not None:
             return False, f"a drafter {self.foreign}"
         return self.decoded, self.refused_for
+
+    @property
+    def loads(self) -> bool:
+        """Whether the pair decodes here from the target's published weights, by ``jb.load``."""
+        return self.verdict[0] is True and self.target_weights in (None, *PLAIN_FORMS)
 
 
 def _read() -> tuple[Checkpoint, ...]:
@@ -97,3 +116,30 @@ def _row(raw: dict[str, Any], family: dict[str, Any], sources: dict[str, str]) -
 
 checkpoints: tuple[Checkpoint, ...] = _read()
 """Every published pair that is known here, as `Checkpoint`."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many published drafters are of use here.
+
+    Attributes:
+        known: drafters of `KINDS` with published weights. decodes: those that decode here.
+        loads: those that also load from the target's published weights.
+    """
+
+    known: int
+    decodes: int
+    loads: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.known} published drafters are known: {self.decodes} decode here, {self.loads} of them "
+            "from the target's weights as published"
+        )
+
+
+def share(rows: Iterable[Checkpoint] = checkpoints) -> Share:
+    """The three figures for ``rows``, without SpecForge's sample configs: those have no published weights."""
+    known = [row for row in rows if row.kind in KINDS and not row.name.endswith("-sample")]
+    decodes = [row for row in known if row.verdict[0]]
+    return Share(len(known), len(decodes), sum(row.loads for row in decodes))
