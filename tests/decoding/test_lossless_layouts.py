@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.layouts import LAYOUTS, pair, publish, with_more_ids
+from support.layouts import LAYOUTS as ALL
+from support.layouts import pair, publish, with_more_ids
 from support.resumed import ends
 from support.tiny import ragged_prompts
 
@@ -13,6 +14,8 @@ import torch_dflash as td
 ROWS, NEW = 3, 24
 SAMPLED = {"do_sample": True, "temperature": [9.0, 0.0, 4.0], "top_k": 30, "seed": [5, 6, 7]}
 CACHES, RUNTIMES = ("static", "paged"), ("eager", "xla")
+# DSpark's other layouts are a network of these: tests/proposers/test_dspark_layouts.py compares them.
+LAYOUTS = [name for name in ALL if name not in ("deepspec", "deepspec_dflash", "specforge_dspark")]
 IN_SHORT = "speculators_dspark"  # has a vocabulary, rows and a head of its own
 CASES = [(name, "eager", CACHES[at % 2]) for at, name in enumerate(LAYOUTS)]
 CASES += [(IN_SHORT, "xla", "paged")]

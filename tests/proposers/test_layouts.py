@@ -89,9 +89,10 @@ REFUSED = {
         ({"tensors": {"markov_head.gate_proj.weight": torch.zeros(8, 40)}}, "unexpected_keys=.*gate_proj"),
     ],
     "zlab_flat": [
+        ({"markov_rank": 8, "markov_head_type": "vanilla"}, "sample_from_anchor is missing.*both kinds"),
         (
-            {"markov_rank": 8, "markov_head_type": "vanilla"},
-            "markov_head_type='vanilla'.*speculators' layout",
+            {"markov_rank": 8, "markov_head_type": "rnn", "sample_from_anchor": True},
+            "markov_head_type='rnn'.*'vanilla'",
         ),
         ({"markov_rank": 8}, "missing_keys=.*markov_w1"),
     ],
@@ -101,8 +102,32 @@ REFUSED = {
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type='domino'.*Domino and DSpark"),
         ({"dflash_config": {"shift_label": True}}, "shift_label=True"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"is_neox_style": False}, "is_neox_style=False"),
+        ({"is_neox_style": "no"}, "is_neox_style='no'"),
     ],
+    "deepspec": [
+        ({"markov_rank": ...}, "markov_rank is missing"),
+        ({"markov_head_type": "gated"}, "markov_head_type='gated'.*'vanilla'"),
+        (
+            {"architectures": ["Gemma4DSparkModel"]},
+            r"architectures=\['Gemma4DSparkModel'\].*Qwen3DSparkModel",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9},
+            "layer_types=.*full_attention alone",
+        ),
+        ({"target_layer_ids": [-1, 2]}, "target_layer_ids=-1"),
+    ],
+    "specforge_dspark": [
+        (
+            {"dflash_config": {"projector_type": "dspark", "attention_mode": "mla"}},
+            "attention_mode='mla'.*'gqa'",
+        ),
+        (
+            {"dflash_config": {"projector_type": "dspark", "target_layer_ids": [0, 2]}},
+            "mask_token_id is missing",
+        ),
+    ],
+    "liquid_dspark": [({"rope_is_neox_style": 0}, "rope_is_neox_style=0"), ({"head_dim": ...}, "head_dim")],
     "laguna": [
         ({"gating": "softmax"}, "gating='softmax'"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layers of one kind"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import torch
 from safetensors.torch import save_file
@@ -18,14 +19,19 @@ SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 SECOND = {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8, "conv_kernel_size": 2}
 OWN = {"own_embedding": True, "own_head": True, "draft_vocab_size": 40}
+HEADED = {"sample_from_anchor": True, "markov_rank": 8}
 EXPECTED = {
     "assistant": SLIDING | {"sliding_window": 10, "is_causal": False, "rope_theta": 1e6, "vocab_size": 0},
+    "deepspec": HEADED | {"own_embedding": True, "own_head": True},
+    "deepspec_dflash": {"sample_from_anchor": True, "own_embedding": True, "own_head": True},
     "laguna": SLIDING
     | {"rope_theta": 1e4, "is_causal": True, "gating": "per-head"}
     | {"aux_hidden_norms": True, "context_layernorm": True},
+    "liquid_dspark": HEADED,
     "mimo": SLIDING
     | {"is_causal": False, "attention_bias": True, "attention_sink_bias": True, "mask_embedding": True},
     "specforge": MIXED | {"rope_theta": 1e7},
+    "specforge_dspark": HEADED | {"rope_theta": 1e7},
     "speculators": OWN,
     "speculators_anchor": MIXED | {"sample_from_anchor": True},
     "speculators_dspark": OWN | {"sample_from_anchor": True, "markov_rank": 8},
@@ -62,7 +68,9 @@ def pair(name):
     with torch.no_grad():
         if drafter.embed_tokens is not None:
             drafter.embed_tokens.weight.copy_(embedding)
-        if drafter.lm_head is not None:
+        if drafter.lm_head is not None and drafter.d2t is None:
+            drafter.lm_head.weight.copy_(head)
+        elif drafter.lm_head is not None:
             ids = said_ids(head)
             drafter.lm_head.weight.copy_(head[ids])
             drafter.d2t.copy_(ids - torch.arange(len(ids)))
@@ -102,9 +110,14 @@ def published(name, drafter):
             state[attention + "qkv_proj.weight"] = torch.cat(fused)
             fused = [state.pop(f"{mlp}{one}_proj.weight") for one in ("gate", "up")]
             state[mlp + "gate_up_proj.weight"] = torch.cat(fused)
-    if name == "speculators_dspark":  # its confidence head is not ours
+    if "markov_head.markov_w1.weight" in state:  # the confidence head beside it is not ours
         state["confidence_head.proj.weight"] = torch.ones(1, 40)
         state["confidence_head.proj.bias"] = torch.ones(1)
+    if name == "liquid_dspark":  # channels that turn together lie side by side: 0 and 8 of 16, then 1 and 9
+        beside = [half + pair for pair in range(8) for half in (0, 8)]
+        for tensor in [one for one in state if re.search(r"[qk]_(proj|norm)\.weight", one)]:
+            heads = state[tensor].unflatten(0, (-1, 16))
+            state[tensor] = heads[:, beside].flatten(0, 1)
     if name in ("speculators", "speculators_dspark"):
         ids = torch.arange(40) + state["d2t"]
         state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)

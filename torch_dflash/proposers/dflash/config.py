@@ -19,6 +19,7 @@ from torch_dflash.proposers.dflash.fields import (
 from torch_dflash.proposers.dflash.unknown import known_fields, warn_of
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.proposers.layouts.layout import Fields
+from torch_dflash.proposers.layouts.rotary import without_flags
 from torch_dflash.proposers.layouts.zlab import CLASSES, SECOND
 
 NESTED_FIELDS = (
@@ -153,6 +154,7 @@ class DFlashConfig(Qwen3Config):
         known, unread = known_fields(read, cls, where)
         config = dict(in_zlabs_fields(known, where))
         check_rotation(config, where)
+        config = without_flags(config)
         warn_of(unread, where)
         config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
         if config.get("pad_token_id") == config.get("vocab_size"):

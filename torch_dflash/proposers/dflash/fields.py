@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from transformers.activations import ACT2FN
 
 from torch_dflash.checks import INT32_MAX, is_count
+from torch_dflash.proposers.layouts.rotary import FLAGS
 
 _SIZES = (
     "hidden_size",
@@ -23,12 +24,8 @@ _ROPE_FLAGS = ("truncate",)
 _ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "mscale")
 _ROPE_NUMBERS += ("mscale_all_dim", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 _ROPE_NUMBERS += ("partial_rotary_factor",)
-ROTATIONS = {
-    "partial_rotary_factor": (None, 1),
-    "is_neox_style": (None, True),
-    "rope_is_neox_style": (None, True),
-}
-"""Fields that say which part of a head turns, with the values that are known here."""
+ROTATIONS = {"partial_rotary_factor": (None, 1)} | dict.fromkeys(FLAGS, (None, True, False))
+"""Fields that say which part of a head turns, and with which, with the values that are known here."""
 READ_IN_ROPE = ("rope_type", "type", "short_factor", "long_factor", *_ROPE_FLAGS, *_ROPE_NUMBERS, *ROTATIONS)
 
 
@@ -69,14 +66,14 @@ def check_window(config: Any) -> None:
 
 
 def check_rotation(config: dict[str, Any], where: Any) -> None:
-    """Raise ``ValueError`` for a config.json whose rotary embedding turns part of a head, or other pairs."""
+    """Raise ``ValueError`` for a config.json whose rotary embedding turns part of a head."""
     rope = config.get("rope_parameters")
     for fields in (config, rope if isinstance(rope, dict) else {}):
         for name, known in ROTATIONS.items():
             if fields.get(name) not in known:
                 raise ValueError(
-                    f"{name}={fields[name]!r} in {where}: the drafters known here turn all of a head, its "
-                    "first half with its second; this one is another network."
+                    f"{name}={fields[name]!r} in {where}: the drafters known here turn all of a head; this "
+                    "one is another network."
                 )
 
 

@@ -22,6 +22,7 @@ from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, Layout
 from torch_dflash.proposers.layouts.pieces import OWN, Piece, in_zlabs_names
+from torch_dflash.proposers.layouts.rotary import turns_neighbours
 from torch_dflash.proposers.pair import check_pair
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, beside, read_checkpoint, read_headers
 
@@ -99,7 +100,7 @@ def check_files(
     fields = _fields(read, chosen, kind.config_class, source, hub)
     stored = read_checkpoint(source, **hub)
     _check_rest(stored, source)
-    pieces = in_zlabs_names(layout, stored, fields, source)
+    pieces = in_zlabs_names(layout, stored, fields, source, turns_neighbours(read, source))
     left = {name: given[name] for name in given if name != "config"}
     if isinstance(chosen, DFlashConfig):
         config: Any = copy.deepcopy(chosen)

@@ -21,8 +21,9 @@ def in_our_names(
 ) -> tuple[tuple[Any], dict[str, Any]]:
     """The arguments with which ``from_pretrained`` loads ``source``, checked before anything is allocated.
 
-    A checkpoint in z-lab's layout is left to transformers. Of any other, and of one with an embedding, a head
-    or a mask embedding of its own, the tensors are read here and handed over under our network's names.
+    A checkpoint in z-lab's layout is left to transformers. The tensors of any other are read here and handed
+    over under our network's names; so are those of one with an embedding, a head or a mask embedding of its
+    own, or with a rotary embedding that turns neighbouring channels.
 
     Raises:
         OSError, ValueError: as `check_files`; or the tensors contradict each other.
@@ -30,7 +31,7 @@ def in_our_names(
     files = check_files(source, given, kind, target)
     if files is None:
         return (source,), given
-    alike = all(piece.stored.name == name for name, piece in files.pieces.items())
+    alike = all(piece.stored.name == name and piece.turned is None for name, piece in files.pieces.items())
     if files.layout is ZLAB and alike and not any(getattr(files.config, field) for field in OWN):
         return (source,), files.left | {"config": files.config}
     tensors = {name: piece.read() for name, piece in files.pieces.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_dflash.proposers.layouts.layout import Fields, Layout, count
+from torch_dflash.proposers.layouts.rotary import in_halves, is_turned
 from torch_dflash.storage.weight_files import Stored
 
 OWN = {
@@ -23,11 +24,15 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a stored tensor, ``rows`` from ``start`` on; all of them where ``rows`` is None."""
+    """Some rows of a stored tensor, ``rows`` from ``start`` on; all of them where ``rows`` is None.
+
+    With ``turned``, a head's length, they are read `in_halves`.
+    """
 
     stored: Stored
     start: int = 0
     rows: int | None = None
+    turned: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,20 +59,25 @@ class Piece:
     def read(self) -> Tensor:
         """Its values."""
         whole = self.stored.read()
-        return whole if self.rows is None else whole.narrow(0, self.start, self.rows).clone()
+        rows = whole if self.rows is None else whole.narrow(0, self.start, self.rows).clone()
+        return rows if self.turned is None else in_halves(rows, self.turned)
 
 
-def in_zlabs_names(layout: Layout, stored: dict[str, Stored], fields: Fields, where: Any) -> dict[str, Piece]:
+def in_zlabs_names(
+    layout: Layout, stored: dict[str, Stored], fields: Fields, where: Any, neighbours: bool = False
+) -> dict[str, Piece]:
     """Every tensor that is read, by z-lab's name; a fused one as its parts.
 
     Args:
         layout: of the checkpoint. fields: of its config.json, as z-lab would write it.
         stored: every tensor of its files. where: the checkpoint, for the message.
+        neighbours: whether its rotary embedding turns neighbouring channels.
 
     Raises:
         ValueError: two tensors for one name, or a fused one of another shape than the config's parts have.
     """
     found: dict[str, Piece] = {}
+    head = count(fields, "head_dim", where) if neighbours else None
     for name, tensor in stored.items():
         own = layout.zlabs(name)
         if own is None:
@@ -77,7 +87,7 @@ def in_zlabs_names(layout: Layout, stored: dict[str, Stored], fields: Fields, wh
                 raise ValueError(
                     f"{name} in {where} and {found[part].stored.name} are both {part}; keep one."
                 )
-            found[part] = piece
+            found[part] = replace(piece, turned=head) if is_turned(part) else piece
     return found
 
 

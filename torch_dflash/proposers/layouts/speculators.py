@@ -18,12 +18,12 @@ from typing import Any
 
 from torch_dflash.checks import is_count
 from torch_dflash.proposers.layouts.built import whole_fields
+from torch_dflash.proposers.layouts.heads import CONFIDENCE, CONFIDENCE_WEIGHTS, check_markov
 from torch_dflash.proposers.layouts.layout import Fields, Layout, required, switch
 from torch_dflash.proposers.layouts.zlab import zlabs
 
 CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DFlashDraftModel"}
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 _NAMES = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
 # Fields of the network that a checkpoint may also say outside of transformer_layer_config.
 _OUTSIDE = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
@@ -31,7 +31,7 @@ _READ = ("block_size", "draft_vocab_size", "mask_token_id", "sample_from_anchor"
 _READ += ("markov_head_type", "markov_rank")
 # Of the pair and of training, and sizes of a Domino head, which is refused by _HEAD.
 _UNREAD = ("speculators_config", "speculators_version", "target_hidden_size", "auf", "emb_dim")
-_UNREAD += ("confidence_head_with_markov", "enable_confidence_head")
+_UNREAD += CONFIDENCE
 _UNREAD += ("gru_hidden_dim", "lambda_base_start", "lambda_base_decay_ratio", "pure_draft_prefix_len")
 _HEAD = ("projector_type", "shift_label")
 
@@ -63,10 +63,12 @@ def _fields(config: Fields, where: Any) -> Fields:
     free = switch(config, "sliding_window_non_causal", where, kind == "dflash2")
     read |= {
         "is_causal": False if free else None,
-        "sample_from_anchor": config.get("sample_from_anchor", kind == "dspark"),
+        "sample_from_anchor": _anchors_row(config, kind, where),
     }
     if kind == "dspark":
-        read |= {"markov_rank": _markov_rank(config, where)}
+        rank = config.get("markov_rank", 256)
+        check_markov(config.get("markov_head_type", "vanilla"), rank, where)
+        read |= {"markov_rank": rank}
     own = {
         "block_size": config.get("block_size", 8),
         "mask_token_id": required(config, "mask_token_id", where),
@@ -76,14 +78,16 @@ def _fields(config: Fields, where: Any) -> Fields:
     return zlabs(read, CLASSES[kind], **own, target_layer_ids=_taps(config, where))
 
 
-def _markov_rank(config: Fields, where: Any) -> Any:
-    head, rank = config.get("markov_head_type", "vanilla"), config.get("markov_rank", 256)
-    if rank and head != "vanilla":
-        raise ValueError(
-            f"markov_head_type={head!r} in {where}: of DSpark's heads only 'vanilla' is known here, which "
-            "looks at the token before alone."
-        )
-    return rank
+def _anchors_row(config: Fields, kind: str, where: Any) -> bool:
+    """Whether the anchor's row says the first draft: by the field, or by how many tokens a block proposes.
+
+    Drafters from before the field keep the anchor's row out: they propose a token less than a block has rows.
+    """
+    proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    counted = proposals[0].get("speculative_tokens") if isinstance(proposals[0], dict) else None
+    block = config.get("block_size", 8)
+    unset = kind == "dspark" and not (is_count(counted) and is_count(block) and counted == block - 1)
+    return bool(switch(config, "sample_from_anchor", where, unset))
 
 
 def _network(given: Any, where: Any) -> Fields:
@@ -118,5 +122,5 @@ SPECULATORS = Layout(
     top=(*_NAMES, *_OUTSIDE, *_READ, *_UNREAD, *_HEAD, *SIZES),
     network="transformer_layer_config",
     whole=True,
-    unread=("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE),
+    unread=("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE_WEIGHTS),
 )

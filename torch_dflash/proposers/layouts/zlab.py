@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_dflash.proposers.layouts import mimo, specforge
+from torch_dflash.proposers.layouts.heads import CONFIDENCE, CONFIDENCE_WEIGHTS, MARKOV, check_markov, without
 from torch_dflash.proposers.layouts.layout import Fields, Layout
 
 SECOND = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")  # the second of each is NeMo Automodel's
@@ -18,7 +19,26 @@ _UNREAD = ("use_aux_hidden_state", "chat_template_kwargs")
 
 
 def _fields(config: Fields, where: Any) -> Fields:
-    return mimo.windows(specforge.head(config, where), where)
+    return mimo.windows(specforge.head(_with_head(config, where), where), where)
+
+
+def _with_head(config: Fields, where: Any) -> Fields:
+    """``config`` without the fields of heads that no draft reads.
+
+    Raises:
+        ValueError: the head is of another kind, or which row says the first draft is not told.
+    """
+    said = {name: config.get(name) for name in MARKOV}
+    if said["markov_head_type"] is None:
+        return config
+    if said["markov_rank"] and said["sample_from_anchor"] is None:
+        raise ValueError(
+            f"sample_from_anchor is missing in {where}/config.json: drafters with a Markov head "
+            f"(markov_head_type={said['markov_head_type']!r}) have rows of both kinds. Add true if the "
+            "anchor's row says the first draft (DeepSpec), or false if the row behind it does (z-lab)."
+        )
+    check_markov(said["markov_head_type"], said["markov_rank"], where)
+    return without(config, ("markov_head_type", *CONFIDENCE))
 
 
 ZLAB = Layout(
@@ -26,7 +46,9 @@ ZLAB = Layout(
     claims=lambda config: True,
     fields=_fields,
     classes=CLASSES,
-    top=("experts_per_token", "initial_context_length", *mimo.TOP),  # with its target's, in that for gpt-oss
+    # The first two are its target's, in that for gpt-oss.
+    top=("experts_per_token", "initial_context_length", *MARKOV, *CONFIDENCE, *mimo.TOP),
+    unread=CONFIDENCE_WEIGHTS,
     nested=(*_UNREAD, *specforge.NESTED, *mimo.NESTED),
     kinds=("gpt_oss",),
 )
