@@ -242,7 +242,7 @@ BUDGETS = {
         "integrations": 440,
         "ops": 310,
         "processors": 440,
-        "proposers": 2590,
+        "proposers": 2595,
         "published": 205,
         "selftest": 800,
         "storage": 300,
