@@ -1,8 +1,10 @@
+import gc
 import os
 import tempfile
 
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import settings
 from support.heavy import heavy_cases
 from support.trained import overfit, world
@@ -19,7 +21,12 @@ settings.load_profile("fixed")
 
 
 def pytest_configure(config):
-    """Programs are kept in a folder of this run, in its subprocesses too, never in the user's cache."""
+    """Programs are kept in a folder of this run, in its subprocesses too, never in the user's cache.
+
+    Nothing is fetched from the hub: transformers looks there for adapters even of a cached model, and waits
+    20 s where there is no network.
+    """
+    os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
     config.kept_programs = tempfile.TemporaryDirectory()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = config.kept_programs.name
 
@@ -42,3 +49,9 @@ def pytest_collection_modifyitems(session, config, items):
     lost = [pattern for pattern in unmatched if whole and pattern.partition("::")[0] in files]
     if lost:
         raise pytest.UsageError(f"tests/heavy.txt names cases that are not there: {lost}")
+
+
+def pytest_collection_finish():
+    """What was imported stays: each collection of garbage would look at a million of its objects."""
+    gc.collect()
+    gc.freeze()

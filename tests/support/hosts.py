@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import ROOT
+from support import COMPILE_FAST, ROOT
 
-FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+FLAGS = f"--xla_force_host_platform_device_count=2 {COMPILE_FAST}"
 PATIENT = 3600
 """Seconds that JAX itself waits for heartbeats: what ends a process in these tests is ours."""
 PAUSE = 0.1

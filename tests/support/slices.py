@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from support import ROOT
+from support import COMPILE_FAST, ROOT
 from support.families import MORE
 from support.tiny import BASE, FAMILIES, correlate, make_drafter, randomise
 from support.widths import mix
 from torch_dflash.proposers import NGramProposer
 
-FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+FLAGS = f"--xla_force_host_platform_device_count=4 {COMPILE_FAST}"
 VOCAB = 100
 """Ids that divide over four devices."""
 TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
