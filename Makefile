@@ -1,13 +1,16 @@
-# Every target works on a fresh machine with Python 3.11 and make: the environment is made first,
-# and made again only when pyproject.toml changes, or other versions are asked for.
+# Every target works on a fresh machine with Python 3.11 or later and make: the environment is made first,
+# and made again only when pyproject.toml changes. Another interpreter and other versions have another one.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-full lint format hooks figures docs clean
+.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-full lint format hooks figures docs dist clean
 
-PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+DEFAULT_PYTHON := $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+PYTHON ?= $(DEFAULT_PYTHON)
 # Installed before everything else, so that no dependency brings in another build of torch.
 TORCH ?= torch==2.13.0
 # The version that tests run with; unset: the newest.
 TRANSFORMERS ?= transformers
+# A file of versions that nothing installed may leave (pip's --constraint); unset: none.
+CONSTRAINTS ?=
 # The published implementation, only for parity tests. Its own pins conflict with ours.
 REFERENCE ?= dflash==0.1.0
 PYTEST_ARGS ?=
@@ -15,19 +18,26 @@ TYPED ?= tests/cache tests/decoding tests/bridge/test_border.py tests/bridge/tes
 # Test processes; each may come to hold 3 GB.
 WORKERS ?= 2
 
-VENV := .venv
+# `.venv` is the default interpreter with the default versions. Any other environment is named for its own:
+# .venv-3.13, .venv-3.12-torch-transformers-5.15
+VERSION_OF = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+INTERPRETER := $(call VERSION_OF,$(PYTHON))
+$(if $(INTERPRETER),,$(error PYTHON=$(PYTHON): no such interpreter))
+SETS := $(filter-out torch==2.13.0,$(TORCH)) $(filter-out transformers,$(TRANSFORMERS)) $(basename $(notdir $(CONSTRAINTS)))
+UNLIKE := $(strip $(filter-out $(call VERSION_OF,$(DEFAULT_PYTHON)),$(INTERPRETER)) $(SETS))
+VENV := .venv$(if $(UNLIKE),-$(shell echo '$(strip $(INTERPRETER) $(SETS))' | sed 's/[^A-Za-z0-9.]\{1,\}/-/g; s/-$$//'))
 BIN := $(VENV)/bin
 # Modules are compiled as they are imported: of most that are installed none ever is. They are kept then, even
 # if the caller sets PYTHONDONTWRITEBYTECODE, as many containers do: else each process compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 QUIETLY := $(BIN)/python make/quietly.py
-# Stamps: empty files whose age says when a part of the environment was installed. With other versions than those
-# that the first is named for, all is installed anew.
-WITH_DEMO := $(VENV)/.installed-demo-$(firstword $(shell echo "$(TORCH) $(TRANSFORMERS)" | cksum))
+# Stamps: empty files whose age says when a part of the environment was installed.
+WITH_DEMO := $(VENV)/.installed-demo
 INSTALLED := $(VENV)/.installed
 WITH_REFERENCE := $(VENV)/.installed-$(REFERENCE)
 WITH_DOCS := $(VENV)/.installed-docs
+WITH_DIST := $(VENV)/.installed-dist
 WITH_LIBTPU := $(VENV)/.installed-libtpu
 LIBTPU := $(CURDIR)/$(VENV)/libtpu
 # Two OpenMP threads on busy cores are many times slower than one.
@@ -44,11 +54,12 @@ help:
 	@echo "make test-transformers run what transformers' own generation tests ask, of more families"
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
-	@echo "make test-oldest run make test with the oldest transformers that is supported"
+	@echo "make test-oldest run make test with the lowest versions that pyproject.toml states"
 	@echo "make test-full all five; two and a half hours or so"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"
+	@echo "make dist      build and check what is uploaded, and run what is installed from there"
 	@echo "make hooks     run the lint checks before every git commit"
 
 install: $(INSTALLED)
@@ -77,9 +88,12 @@ test-typed: $(WITH_REFERENCE)
 		-m "not aot" --jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype \
 		--ignore=tests/decoding/test_lossless_layouts.py $(TYPED) $(PYTEST_ARGS)
 
-# In an environment of its own.
-test-oldest:
-	$(MAKE) test VENV=.venv-oldest TRANSFORMERS="transformers==5.15.*"
+test-oldest: build/lowest.txt
+	$(MAKE) test CONSTRAINTS=build/lowest.txt
+
+build/lowest.txt: pyproject.toml make/lowest.py
+	@mkdir -p build
+	$(PYTHON) make/lowest.py > $@
 
 test-full: test test-heavy test-aot test-typed test-oldest
 
@@ -101,8 +115,20 @@ figures: $(INSTALLED)
 docs: $(WITH_DOCS)
 	$(BIN)/python -m mkdocs build --strict
 
+# What is built needs none of the checkout: it is installed where nothing else of ours lies, beside the same dependencies.
+dist: $(WITH_DIST)
+	rm -rf build/dist build/installed
+	$(BIN)/python -m build --outdir build/dist
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/check-wheel-contents build/dist/*.whl
+	$(BIN)/python -m venv build/installed
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$(build/installed/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+	build/installed/bin/python -m pip --disable-pip-version-check install --quiet --no-deps build/dist/*.whl
+	cd build/installed && bin/torch-dflash --version && bin/python -I ../../make/smoke.py
+
 clean:
-	rm -rf $(VENV) .venv-oldest build/site .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -125,6 +151,10 @@ $(WITH_REFERENCE): $(INSTALLED)
 
 $(WITH_DOCS): $(INSTALLED)
 	@$(QUIETLY) "install what docs need" $(INSTALL) -e ".[docs]"
+	@touch $@
+
+$(WITH_DIST): $(INSTALLED)
+	@$(QUIETLY) "install what builds need" $(INSTALL) build check-wheel-contents twine
 	@touch $@
 
 # The compiler that the installed jax asks for, without the rest of its tpu extra. It lies in a

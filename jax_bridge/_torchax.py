@@ -1,19 +1,30 @@
-"""Import torchax, or say which versions work together."""
+"""torchax, imported with an error that names the command which installs a working one."""
 
 from __future__ import annotations
 
 import torch
 
+TESTED = "torchax==0.0.14.dev20261026"
+"""The newest nightly that was tested, which is pyproject.toml's upper bound."""
+
 try:
     import torchax
+    from torchax import device_module
+    from torchax.interop import call_jax, call_torch
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"runtime='xla' needs jax and torchax ({error}): pip install jax \"{TESTED}\". Without them pass "
+        "runtime='eager'."
+    ) from error
 except Exception as error:  # 0.0.13 fails with AttributeError from deep inside, not ImportError
     raise ImportError(
         f"torchax does not import with torch {torch.__version__} ({type(error).__name__}: {error}). torchax "
-        "0.0.13 fails on torch >= 2.13; torchax 0.0.14.dev20261026 works with it: "
-        'pip install "torchax>=0.0.14.dev20261001".'
+        f'0.0.13 fails on torch >= 2.13; this one works: pip install "{TESTED}".'
     ) from error
 
-from torchax.interop import call_jax, call_torch
+# torchax registers as torch's accelerator and says that one is there. torch then asks for streams, which
+# no jax device has: torch.compile fails, and since torch 2.15 every optimizer does.
+device_module.is_available = lambda: False
 
 environment = torchax.default_env
 

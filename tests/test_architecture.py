@@ -5,6 +5,7 @@ import io
 import os
 import re
 import tokenize
+import tomllib
 from graphlib import TopologicalSorter
 
 import torch
@@ -17,6 +18,7 @@ MODULES = {
     for package in ("torch_dflash", "jax_bridge")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ONE_DOOR = "torch_dflash.engine.bridge"
 
 # The rooms of torch_dflash, from the ground up: each may import those above its own line.
@@ -125,15 +127,21 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
     }
 
 
-def test_importing_torch_dflash_and_decoding_eagerly_loads_no_jax():
+def test_without_jax_eager_decodes_and_xla_names_the_command():
     done = python(
         "import sys, torch, torch_dflash as td\nfrom support import tiny\n"
-        "ids = torch.ones(1, 3, dtype=torch.long)\n"
-        "td.generate(*tiny.make_pair(), ids, max_new_tokens=3, runtime='eager')\n"
+        "sys.modules |= {'jax': None, 'jaxlib': None}\n"  # each import of them fails
+        "pair, ids = tiny.make_pair(), torch.ones(1, 3, dtype=torch.long)\n"
+        "td.generate(*pair, ids, max_new_tokens=3, runtime='eager')\n"
         "roots = {name.split('.')[0] for name in sys.modules}\n"
-        "print(sorted(roots & {'jax', 'jaxlib', 'torchax', 'jax_bridge'}))"
+        "print(sorted(roots & {'torchax', 'jax_bridge'}))\n"
+        "td.generate(*pair, ids, max_new_tokens=3)"
     )
     assert done.stdout.strip() == "[]", done.stderr
+    message = done.stderr.strip().splitlines()[-1]
+    assert "ImportError: runtime='xla' needs jax and torchax" in message and "pass runtime='eager'" in message
+    torchax = next(line for line in PROJECT["dependencies"] if line.startswith("torchax"))
+    assert f'pip install jax "torchax=={torchax.partition("<=")[2]}"' in message
 
 
 def test_the_reference_is_independent():

@@ -1,13 +1,25 @@
-"""What is built holds what is imported and read, and nothing of a used checkout besides."""
+"""Builds hold what is imported and read, and nothing of a used checkout; bounds and addresses are stated."""
 
 from __future__ import annotations
 
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 from support import ROOT
 
-BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+import torch_dflash as td
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+BUILD, PROJECT = PYPROJECT["tool"]["hatch"]["build"], PYPROJECT["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
 
 
 def included(folder):
@@ -52,3 +64,54 @@ def test_what_else_a_checkout_holds_is_not(stray, tmp_path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     assert not included(tmp_path)
+
+
+def test_every_dependency_has_a_lower_bound_and_torchax_both():
+    lowest = runpy.run_path(str(ROOT / "make/lowest.py"))["lowest"]()
+    stated = [Requirement(line) for line in PROJECT["dependencies"]]
+    assert {one.name for one in stated} <= set(lowest)
+    bounds = {one.name: {bound.operator for bound in one.specifier} for one in stated}
+    assert bounds.pop("torchax") == {">=", "<="} and {*map(frozenset, bounds.values())} == {frozenset({">="})}
+
+
+def test_the_repository_has_one_address():
+    for name in ("README.md", "CITATION.cff", "docs/installation.md"):
+        named = set(re.findall(r"https://github.com/[\w.-]*/torch-dflash\b", (ROOT / name).read_text()))
+        assert named == {REPOSITORY}, name
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert "The torch-dflash authors" in citation and f"version: {td.__version__}" in citation
+
+
+def test_an_index_gets_absolute_links(monkeypatch):
+    hatchling = SimpleNamespace(MetadataHookInterface=object)  # lies in the environment of a build alone
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", hatchling)
+    absolute = runpy.run_path(str(ROOT / "make/index_readme.py"))["absolute"]
+    text = absolute((ROOT / "README.md").read_text(), REPOSITORY)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 10 and all(link.startswith(("https://", "#")) for link in links)
+    assert f"({REPOSITORY}/raw/main/docs/acceptance.svg)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], ".venv"),
+        (["PYTHON={same}"], ".venv"),
+        (["PYTHON={other}"], ".venv-9.7"),
+        (["TORCH=torch"], ".venv-{version}-torch"),
+        (["TRANSFORMERS=transformers<5.20,>=5.15.*"], ".venv-{version}-transformers-5.20-5.15."),
+        (["CONSTRAINTS=build/lowest.txt"], ".venv-{version}-lowest"),
+    ],
+)
+def test_each_interpreter_and_set_of_versions_has_its_environment(options, name, tmp_path):
+    if not shutil.which("make"):
+        pytest.skip("no make")
+    other = tmp_path / "python9"
+    other.write_text("#!/bin/sh\necho 9.7\n")
+    other.chmod(0o755)
+    version = "{}.{}".format(*sys.version_info)
+    line = ["make", "shown", "--eval", "shown: ; @echo $(VENV)", f"DEFAULT_PYTHON={sys.executable}"]
+    line += [one.format(same=sys.executable, other=other) for one in options]
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "TORCH", "MAKEFLAGS")}
+    done = subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [name.format(version=version)]
