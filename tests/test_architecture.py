@@ -259,7 +259,7 @@ BUDGETS = {
         "verify": 480,
     },
     "jax_bridge": {
-        "": 1810,
+        "": 1820,
         "aot": 1000,
         "checkpoints": 370,
         "hosts": 340,
