@@ -17,8 +17,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 from torch_dflash.cli.provenance import write_json
-from torch_dflash.train.fit.heads import HEADS
 from torch_dflash.train.fit.log import read_log
+from torch_dflash.train.fit.options import HEADS
 
 PACE_STEPS, LEFT_OUT = 30, 10  # the first steps touch memory for the first time
 

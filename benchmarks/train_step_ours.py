@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from torch_dflash.train.features.extract import Layers
-from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.features.options import Layers
+from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import Batch, draw_anchors
-from torch_dflash.train.fit.objective import Objective, sample_vocabulary
+from torch_dflash.train.fit.objective import sample_vocabulary
+from torch_dflash.train.fit.options import DrafterShape, Objective
 from torch_dflash.train.fit.student import Student
 
 START = 32  # tokens of every prompt; anchors lie behind them

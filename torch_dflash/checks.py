@@ -1,20 +1,23 @@
-"""Arguments checked where they come in. Each message names the field, the value and the fix."""
+"""Arguments checked where they come in. Each message names the field, the value and the fix.
+
+The command line checks its options here before torch is imported.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
-import numpy as np
-import torch
-
-RUNTIMES = ("xla", "eager")
-CACHES = ("static", "paged")
+Runtime = Literal["xla", "eager"]
+Cache = Literal["static", "paged"]
+RUNTIMES: tuple[str, ...] = get_args(Runtime)
+CACHES: tuple[str, ...] = get_args(Cache)
 COMPUTE = ("auto", "float32", "bfloat16")
 QUANTIZE = (None, "int8")
-PRECISIONS = ("default", "high", "highest", "bfloat16", "tensorfloat32", "float32")
+Precision = Literal["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 INT32_MAX = 2**31 - 1
 
 
@@ -42,7 +45,7 @@ def check_width(verify_width: Any) -> None:
 
 def row_list(value: Any) -> Any:
     """``value`` as a list if it may hold one entry per row, else as it is."""
-    if isinstance(value, torch.Tensor | np.ndarray):
+    if hasattr(value, "tolist"):  # a tensor or an array
         return value.tolist()  # a number, if it has no dimension
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
 
@@ -65,6 +68,8 @@ def check_runtime(runtime: Any) -> None:
 
 def check_autocast(runtime: str) -> None:
     """Raise ``ValueError`` where torch would cast what the XLA runtime does not."""
+    import torch
+
     if runtime == "xla" and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise ValueError(
             "torch.autocast is on, which runtime='xla' does not follow; cast the models instead "
@@ -247,6 +252,8 @@ DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
 
 def check_types(config: dict[str, Any], where: Any) -> None:
     """Raise ``ValueError`` for a ``dtype`` or ``quantization_config`` of no known kind."""
+    import torch
+
     for name in ("dtype", "torch_dtype"):
         value = config.get(name)
         known = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from torch_dflash.checks import INT32_MAX, check_cache, check_precision
-from torch_dflash.processors.interface import Processor
+from torch_dflash.checks import INT32_MAX, Cache, Precision, check_cache, check_precision
+
+if TYPE_CHECKING:
+    from torch_dflash.processors.interface import Processor
+else:
+    Processor = Any  # the command line reads the plan's fields without torch
 
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
@@ -50,8 +55,8 @@ class DecodePlan:
     processors: tuple[Processor, ...] = ()
     outputs: tuple[str, ...] = ()
     top_logprobs: int = 0
-    matmul_precision: str = "highest"
-    cache: str = "static"
+    matmul_precision: Precision = "highest"
+    cache: Cache = "static"
     page_size: int = 64
     pool_pages: int | None = None
 

@@ -19,8 +19,10 @@ from torch_dflash.cli import main, main_parser
 from torch_dflash.cli.fit_command import fit_command, target_name
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import Prompt, encode_conversation, read_answers
-from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate
-from torch_dflash.train.evaluate.decode import EvaluateOptions, evaluate
+from torch_dflash.train.answers.options import RegenerateOptions
+from torch_dflash.train.answers.regenerate import regenerate
+from torch_dflash.train.evaluate.decode import evaluate
+from torch_dflash.train.evaluate.options import EvaluateOptions
 from torch_dflash.train.export.drafter import export_drafter, trained_template
 from torch_dflash.train.fit.log import draw_log
 

@@ -25,7 +25,8 @@ from torch_dflash.cli import demo, demo_report, errors, main
 from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json, report
 from torch_dflash.demo.contest import Answer
 from torch_dflash.demo.questions import QUESTIONS
-from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.architecture import new_drafter
+from torch_dflash.train.fit.options import DrafterShape
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 AOT = "09_compile_for_a_tpu.py"

@@ -19,7 +19,7 @@ from torch_dflash.proposers.checkpoints import load_drafter_config
 from torch_dflash.proposers.dflash.card import hub_card
 from torch_dflash.proposers.dflash.extras import extras_of
 from torch_dflash.proposers.layouts.pieces import Piece
-from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.student import KNOWN, Student
 
 OF_NO_NETWORK = (

@@ -16,7 +16,7 @@ from support.tiny import VOCAB, make_drafter, make_pair, ragged_prompts
 import torch_dflash as td
 from torch_dflash.proposers.notes import findings
 from torch_dflash.proposers.pair import check_pair, tables_of_ids
-from torch_dflash.train.fit.objective import Objective
+from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.student import Student
 
 SECOND = {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8}

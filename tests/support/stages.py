@@ -8,11 +8,8 @@ from safetensors import safe_open
 
 from support.trained import MASK, NEW, TAPS, World
 from torch_dflash.cli import main
-from torch_dflash.train.answers.regenerate import RegenerateOptions
-from torch_dflash.train.features.extract import (
-    FeatureOptions,
-    Layers,
-)
+from torch_dflash.train.answers.options import RegenerateOptions
+from torch_dflash.train.features.options import FeatureOptions, Layers
 
 SHAPE = ("--mask-token-id", str(MASK), "--layers", "1", "--block-size", "4")
 

@@ -17,11 +17,12 @@ from test_train_fit import DPACE, assert_same, before_step, go
 import torch_dflash as td
 from torch_dflash.train.export.drafter import export_drafter
 from torch_dflash.train.fit import student as student_module
-from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import draft_blocks, previous_tokens
 from torch_dflash.train.fit.checkpoint import load_latest
 from torch_dflash.train.fit.heads import head_of, with_head
-from torch_dflash.train.fit.objective import Objective, sample_vocabulary
+from torch_dflash.train.fit.objective import sample_vocabulary, weights_of
+from torch_dflash.train.fit.options import DrafterShape, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import fit
 
@@ -61,7 +62,7 @@ def plain_loss(target, drafter, batch, vocabulary=None):
                 right[row, block, k], known[row, block, k] = scores.argmax() == label, 1
                 shift = 0 if vocabulary is None else vocabulary.shift
                 ce[row, block, k] = F.cross_entropy(scores + shift, label)
-    weight = OBJECTIVE.weights(ce, known.bool()) * known
+    weight = weights_of(OBJECTIVE, ce, known.bool()) * known
     return (weight * ce).sum(), right.sum((0, 1))
 
 

@@ -21,14 +21,13 @@ from support.trained import NEW, WIDTH, options, shape, student
 
 import torch_dflash as td
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.features.extract import Layers
+from torch_dflash.train.features.options import Layers
 from torch_dflash.train.fit import loop
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.checkpoint import load_latest
 from torch_dflash.train.fit.log import TrainLog, read_log
 from torch_dflash.train.fit.loop import Loop
-from torch_dflash.train.fit.objective import Objective
-from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.options import FitOptions, Objective
 from torch_dflash.train.fit.schedule import Schedule
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit

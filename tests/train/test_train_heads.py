@@ -20,12 +20,13 @@ from test_train_fit import DPACE, assert_same, before_step, go
 import torch_dflash as td
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.export.drafter import export_drafter
-from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
+from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import block_targets, draft_blocks, previous_tokens
 from torch_dflash.train.fit.checkpoint import load_latest
 from torch_dflash.train.fit.heads import head_of, with_head
 from torch_dflash.train.fit.log import read_log
-from torch_dflash.train.fit.objective import Objective, sample_vocabulary
+from torch_dflash.train.fit.objective import sample_vocabulary, weights_of
+from torch_dflash.train.fit.options import DrafterShape, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import fit
 
@@ -96,7 +97,7 @@ def test_the_selectors_loss_is_its_definition_with_its_gradients(sampled):
     if vocabulary is not None:
         rows, labels = rows + vocabulary.shift, vocabulary.index[labels].long()
     ce = F.cross_entropy(rows.flatten(0, 2), labels.flatten(), reduction="none").view(labels.shape)
-    wanted = 0.3 * (chosen.weights(ce, known) * known * extra).sum()
+    wanted = 0.3 * (weights_of(chosen, ce, known) * known * extra).sum()
     assert float(wanted.detach()) > 0.05
     assert torch.allclose(found.loss - without.loss, wanted, rtol=1e-4)
     for name, mine, theirs in zip(

@@ -14,12 +14,13 @@ from support.tiny import make_pair, make_target
 
 from torch_dflash.train.fit.loop import measures
 from torch_dflash.train.fit.objective import (
-    Objective,
     Vocabulary,
     block_losses,
     default_gamma,
     sample_vocabulary,
+    weights_of,
 )
+from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.student import Student
 
 BLOCKS, ROWS, HIDDEN, VOCAB = (2, 3), 5, 8, 37
@@ -70,13 +71,13 @@ def full(case):
 def test_decay_weights_are_the_formula_with_the_published_constants(width, gamma):
     assert default_gamma(width) == gamma
     raw = [math.exp(-(k - 1) / gamma) for k in range(1, width)]
-    found = Objective().weights(torch.rand(2, 3, width - 1), torch.ones(2, 3, width - 1).bool())
+    found = weights_of(Objective(), torch.rand(2, 3, width - 1), torch.ones(2, 3, width - 1).bool())
     assert found.shape == (2, 3, width - 1)
     assert torch.allclose(found[1, 2], torch.tensor([value / sum(raw) for value in raw]))
 
 
 def test_a_gamma_of_ones_own_is_taken():
-    found = Objective(gamma=2.5).weights(torch.rand(1, 1, 4), torch.ones(1, 1, 4).bool())[0, 0]
+    found = weights_of(Objective(gamma=2.5), torch.rand(1, 1, 4), torch.ones(1, 1, 4).bool())[0, 0]
     assert torch.allclose(found[1:] / found[:-1], torch.full((3,), math.exp(-1 / 2.5)))
 
 
@@ -84,7 +85,7 @@ def test_a_gamma_of_ones_own_is_taken():
 def test_dpace_weights_are_their_definition_and_pass_no_gradient(case, alpha):
     ce = torch.rand(*BLOCKS, ROWS, generator=torch.Generator().manual_seed(1)).mul(3).requires_grad_()
     known = case["known"]
-    found = Objective(weighting="dpace", alpha=alpha).weights(ce, known)
+    found = weights_of(Objective(weighting="dpace", alpha=alpha), ce, known)
     assert not found.requires_grad
     for row in range(BLOCKS[0]):
         for block in range(BLOCKS[1]):
@@ -110,7 +111,7 @@ def test_values_and_gradients_are_torchs_on_whole_logits(case, objective, chunk)
     (gradient,) = torch.autograd.grad(found.loss, case["hidden"])
     ce, kl, tv = full(case)
     known = case["known"]
-    weight = (objective.weights(ce, known) * known).detach()
+    weight = (weights_of(objective, ce, known) * known).detach()
     wanted = (weight * (objective.ce * ce + objective.kl * kl + objective.tv * tv)).sum()
     assert torch.allclose(found.loss, wanted, rtol=1e-5)
     assert torch.allclose(gradient, torch.autograd.grad(wanted, case["hidden"])[0], atol=1e-6)

@@ -22,8 +22,9 @@ from support.trained import CONTEXT, MASK, TAPS, VOCAB, options, student
 from torch_dflash.storage.files import StageError, write_atomically
 from torch_dflash.train.answers.data import read_answers, read_prompts, write_answers
 from torch_dflash.train.answers.regenerate import regenerate
-from torch_dflash.train.features.extract import FeatureExtractor, Layers, Sequence, cache_features
+from torch_dflash.train.features.extract import FeatureExtractor, Sequence, cache_features
 from torch_dflash.train.features.fingerprint import TargetFingerprint
+from torch_dflash.train.features.options import Layers
 from torch_dflash.train.features.sequences import RARE, CachedSequences, OnlineSequences, check_mask
 from torch_dflash.train.features.tensorfiles import write_tensors
 from torch_dflash.train.fit import loop

@@ -30,8 +30,7 @@ from torch_dflash.storage.files import StageError
 from torch_dflash.train.features.extract import Sequence
 from torch_dflash.train.fit.log import read_log
 from torch_dflash.train.fit.loop import measures, plan_fit
-from torch_dflash.train.fit.objective import Objective
-from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.options import FitOptions, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
 

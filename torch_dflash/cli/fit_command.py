@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.cli.loading import TARGETS
-from torch_dflash.train.fit.architecture import DrafterShape
-from torch_dflash.train.fit.objective import Objective
-from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.options import DrafterShape, FitOptions, Objective
 
 DEMO = "SmolLM2-135M-Instruct"
 MAX_LENGTH = 3072

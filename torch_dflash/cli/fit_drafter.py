@@ -9,8 +9,9 @@ from typing import Any
 from torch_dflash.cli.dataclass_options import read_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.train.fit.architecture import DrafterShape, new_drafter
-from torch_dflash.train.fit.heads import SIZES_OF_HEADS, with_head
+from torch_dflash.train.fit.architecture import new_drafter
+from torch_dflash.train.fit.heads import with_head
+from torch_dflash.train.fit.options import SIZES_OF_HEADS, DrafterShape
 
 # What may be chosen beside --start-from: of parts that the drafter does not have yet.
 GROWN = ("head", *SIZES_OF_HEADS)

@@ -26,18 +26,13 @@ from torch_dflash.cli.writable import check_folder
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.answers import provenance
 from torch_dflash.train.answers.data import Answer, read_answers, read_prompts
-from torch_dflash.train.answers.regenerate import RegenerateOptions, regenerate
+from torch_dflash.train.answers.options import RegenerateOptions
+from torch_dflash.train.answers.regenerate import regenerate
 from torch_dflash.train.export.drafter import export_drafter
-from torch_dflash.train.features.extract import (
-    FeatureExtractor,
-    FeatureOptions,
-    cache_features,
-    encode_answers,
-)
+from torch_dflash.train.features.extract import FeatureExtractor, cache_features, encode_answers
+from torch_dflash.train.features.options import FeatureOptions
 from torch_dflash.train.features.sequences import CachedSequences, OnlineSequences
-from torch_dflash.train.fit.architecture import DrafterShape
-from torch_dflash.train.fit.objective import Objective
-from torch_dflash.train.fit.options import FitOptions
+from torch_dflash.train.fit.options import DrafterShape, FitOptions, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import fit
 

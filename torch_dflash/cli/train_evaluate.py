@@ -20,7 +20,8 @@ from torch_dflash.storage.checksums import checksum_of
 from torch_dflash.storage.files import write_json
 from torch_dflash.train.answers.data import Prompt, read_prompts
 from torch_dflash.train.answers.provenance import TEMPLATE, agree
-from torch_dflash.train.evaluate.decode import EvaluateOptions, evaluate
+from torch_dflash.train.evaluate.decode import evaluate
+from torch_dflash.train.evaluate.options import EvaluateOptions
 from torch_dflash.train.export.card import acceptance_table, add_figures
 from torch_dflash.train.export.drafter import trained_template
 

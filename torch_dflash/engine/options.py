@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from torch_dflash.checks import (
+    Cache,
+    Precision,
     check_arithmetic,
     check_cache,
     check_counts,
@@ -115,8 +117,8 @@ class EngineOptions:
             filters=self.filters,
             outputs=tuple(name for name in OUTPUTS if name in kept),
             top_logprobs=self.top_logprobs,
-            matmul_precision=self.matmul_precision,
-            cache=self.cache,
+            matmul_precision=cast(Precision, self.matmul_precision),
+            cache=cast(Cache, self.cache),
             page_size=self.page_size,
             pool_pages=self.pool_pages,
         )

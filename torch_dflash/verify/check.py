@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
 from torch_dflash.cache.argument import CACHE
-from torch_dflash.checks import check_cache, check_context, check_counts, context_of
+from torch_dflash.checks import Cache, check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan, whole_tiles
@@ -315,7 +315,7 @@ def _cached_logits(
 ) -> list[tuple[int, int, Tensor]]:
     """(row, first position, logits [R, V]) of the last prompt token and of each block's rows."""
     rows, length = ids.shape
-    plan = DecodePlan(rows, length, width, width, cache=cache, page_size=16)
+    plan = DecodePlan(rows, length, width, width, cache=cast(Cache, cache), page_size=16)
     pair = Pair(skeleton, PlainProposer(), plan)
     params = collect_tensors(skeleton.model, model, "target.model.")
     table = None

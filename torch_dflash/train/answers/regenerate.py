@@ -9,52 +9,21 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from torch_dflash.checks import check_counts, check_runtime, context_of
+from torch_dflash.checks import context_of
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.storage.files import write_json
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Answer, Prompt, count_answers, write_answers
+from torch_dflash.train.answers.options import RegenerateOptions
 from torch_dflash.train.features.fingerprint import TargetFingerprint
 from torch_dflash.train.stages import open_stage
-
-
-@dataclass(frozen=True)
-class RegenerateOptions:
-    """How the target answers.
-
-    Args:
-        max_new_tokens: longest answer, in tokens.
-        max_prompt_tokens: longer prompts, and those without room for the longest answer in the target's
-            context, are left out and counted.
-        batch_size: rows decoded together.
-        shard_size: prompts per file; a file is written when all its prompts are answered.
-        sampled: answer with the model's own ``generation_config`` sampling, else greedily.
-        seed: orders the prompts, and is the seed of sampled answers.
-        runtime: as in `torch_dflash.generate`.
-        chat_template_kwargs: further variables of the chat template; recorded with every answer.
-    """
-
-    max_new_tokens: int = 512
-    max_prompt_tokens: int = 1024
-    batch_size: int = 32
-    shard_size: int = 256
-    sampled: bool = False
-    seed: int = 0
-    runtime: str = "xla"
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def __post_init__(self):
-        counts = ("max_new_tokens", "max_prompt_tokens", "batch_size", "shard_size")
-        check_counts(**{name: getattr(self, name) for name in counts})
-        check_runtime(self.runtime)
 
 
 def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, options: RegenerateOptions) -> int:

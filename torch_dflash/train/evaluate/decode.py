@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torch_dflash.checks import check_counts, check_runtime, context_of
+from torch_dflash.checks import context_of
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
@@ -19,34 +19,8 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Prompt
+from torch_dflash.train.evaluate.options import EvaluateOptions
 from torch_dflash.train.evaluate.shuffled import ShuffledFeatures
-
-
-@dataclass(frozen=True)
-class EvaluateOptions:
-    """How prompts are decoded: greedily, so that the text is the target's whatever drafts.
-
-    Args:
-        limit: first prompts of each set. max_new_tokens: per turn. batch_size: rows decoded together.
-        verify_width: how much of the block is verified, the anchor included; unset: all of it.
-        shuffled: the control: each row drafts from another row's features.
-        chat_template_kwargs: further variables of the chat template.
-    """
-
-    limit: int = 100
-    max_new_tokens: int = 256
-    batch_size: int = 8
-    verify_width: int | None = None
-    shuffled: bool = False
-    runtime: str = "xla"
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def __post_init__(self):
-        counts = ("limit", "max_new_tokens", "batch_size", "verify_width")
-        check_counts(**{name: getattr(self, name) for name in counts})
-        check_runtime(self.runtime)
-        if self.shuffled and self.batch_size < 2:
-            raise ValueError(f"batch_size={self.batch_size} with shuffled=True: needs 2 rows to shuffle.")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
-from torch_dflash.checks import check_counts, check_runtime, check_target, context_of
+from torch_dflash.checks import check_runtime, check_target, context_of
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.prompts import bucket, pad_rows
@@ -33,27 +33,9 @@ from torch_dflash.targets.trace import blocks_of
 from torch_dflash.targets.weights import collect_tensors
 from torch_dflash.train.answers.data import Answer, encode_conversation
 from torch_dflash.train.features.fingerprint import TargetFingerprint
+from torch_dflash.train.features.options import FeatureOptions, check_layers
 from torch_dflash.train.features.tensorfiles import write_tensors
 from torch_dflash.train.stages import open_stage
-
-
-class Layers(tuple):
-    """Layer numbers (0-based), also from a text such as ``1,9,17``."""
-
-    def __new__(cls, layers):
-        if isinstance(layers, str):
-            layers = [int(layer) for layer in layers.split(",")]
-        return super().__new__(cls, layers)
-
-
-def check_layers(taps: Iterable[int]) -> None:
-    """Raise ``ValueError`` unless ``taps`` names at least one layer, and each once."""
-    taps = list(taps)
-    if not taps:
-        raise ValueError("taps=[]: name at least one layer.")
-    twice = sorted({tap for tap in taps if taps.count(tap) > 1})
-    if twice:
-        raise ValueError(f"taps={taps}: {twice} occur more than once; name each layer once.")
 
 
 @dataclass(frozen=True)
@@ -183,32 +165,6 @@ class FeatureExtractor:
             options = EngineOptions(max_length=capacity, batch_size=size, filters=False)
             self._engines[size, longest] = Engine(self.target, self._recorder, options)
         return self._engines[size, longest]
-
-
-@dataclass(frozen=True)
-class FeatureOptions:
-    """How features are cached.
-
-    Args:
-        taps: target layers (0-based); may be more than one drafter uses, so that taps can be compared.
-        max_length: longer conversations are cut at the end.
-        batch_size: rows per target pass. shard_size: answers per file.
-        dtype: "bfloat16" (2 bytes a value) or "float32". runtime: as in `torch_dflash.generate`.
-    """
-
-    taps: Layers
-    max_length: int = 3072
-    batch_size: int = 16
-    shard_size: int = 128
-    dtype: str = "bfloat16"
-    runtime: str = "xla"
-
-    def __post_init__(self):
-        check_counts(**{name: getattr(self, name) for name in ("max_length", "batch_size", "shard_size")})
-        check_layers(self.taps)
-        check_runtime(self.runtime)
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"dtype={self.dtype!r}: choose 'bfloat16' or 'float32'.")
 
 
 def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Sequence]:

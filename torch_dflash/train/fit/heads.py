@@ -14,33 +14,11 @@ from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.config import SIZES, DFlash2Config
 from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
+from torch_dflash.train.fit.options import HEADS, SELECTOR, check_head
 
-HEADS = ("dflash", "convolutions", "dflash2", "dspark")
-"""v1; v1 with DFlash2's convolutions; these and the candidate selector; v1 with DSpark's Markov head."""
-
-SELECTOR = ("selector_rank", "selector_top_k")
-SIZES_OF_HEADS = (*SELECTOR, "conv_group_size", "markov_rank")
 NO_CHOICE = {"selector_rank": 1, "selector_top_k": 1}
-_SIZES_OF = {
-    "convolutions": ("conv_group_size",),
-    "dflash2": ("conv_group_size", *SELECTOR),
-    "dspark": ("markov_rank",),
-}
 _GROWS = {"dflash": HEADS[1:], "convolutions": ("dflash2",)}
 _MARKOV_RANK = 256
-
-
-def check_head(head: str | None, **sizes: int | None) -> None:
-    """Raise ``ValueError`` for a head that does not exist, or sizes of parts that it does not have."""
-    if head is not None and head not in HEADS:
-        raise ValueError(f"head={head!r}: choose one of {', '.join(HEADS)}.")
-    for name, size in sizes.items():
-        if size is None:
-            continue
-        if name not in _SIZES_OF.get(head or "dflash", ()):
-            raise ValueError(f"{name}={size} with head={head!r}, which has none; choose another head.")
-    if sizes.get("selector_top_k") == 1:
-        raise ValueError("selector_top_k=1: of one candidate there is none to choose; head='convolutions'.")
 
 
 def head_of(config: DFlashConfig) -> str:

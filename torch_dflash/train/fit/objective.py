@@ -15,76 +15,27 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.checks import check_counts
 from torch_dflash.ops.control_flow import chunked
 from torch_dflash.pytrees import register_state
+from torch_dflash.train.fit.options import Objective
 
 # Published decay constants by block width; other widths are interpolated.
 DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}
 
 
-@dataclass(frozen=True)
-class Objective:
-    """The loss of a block: ``sum_k w_k (ce * ce_k + kl * kl_k + tv * tv_k + selector * s_k)``, averaged.
-
-    ``s_k`` is the candidate selector's cross-entropy, 0 where the truth is not among its candidates
-    (`Selection`); drafters without a selector have none.
-
-    Args:
-        weighting: "decay", ``w_k = exp(-(k-1)/gamma)`` normalised over the block; or "dpace", ``w_k`` = the
-            effect of row k on the expected accepted length by the drafter's present confidence.
-        gamma: decay constant; unset: the published one for the width (7 at 16, 5 at 10, 4 at 8).
-        alpha: D-PACE's smoothing of the confidence, ``(1-alpha) q + alpha``.
-        ce: weight of the cross-entropy on the target's tokens.
-        kl: weight of the KL divergence from the target's distribution to the drafter's; 0: not computed.
-        tv: weight of the total variation distance between the two; 0: not computed. 0.9 with ``ce`` 0.1 is
-            speculators' mix.
-        selector: weight of the candidate selector's loss, for a DFlash2 drafter.
-        rows_per_chunk: rows whose logits exist at a time; the rest are recomputed in the backward pass.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    weighting: str = "decay"
-    gamma: float | None = None
-    alpha: float = 0.5
-    ce: float = 1.0
-    kl: float = 0.0
-    tv: float = 0.0
-    selector: float = 0.1
-    rows_per_chunk: int = 1024
-
-    def __post_init__(self):
-        if self.weighting not in ("decay", "dpace"):
-            raise ValueError(f"weighting={self.weighting!r}: choose 'decay' or 'dpace'.")
-        if self.gamma is not None and not self.gamma > 0:
-            raise ValueError(f"gamma={self.gamma}: must be above 0.")
-        if not 0 < self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha}: must be above 0 and at most 1.")
-        for name in ("ce", "kl", "tv", "selector"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: must be a finite number of at least 0.")
-        if not self.ce + self.kl + self.tv > 0:
-            raise ValueError("ce=0 with kl=0 and tv=0: nothing would be learnt; give one of them a weight.")
-        check_counts(rows_per_chunk=self.rows_per_chunk)
-
-    @property
-    def distils(self) -> bool:
-        """Whether the loss needs the target's distributions, and so its last layer's outputs."""
-        return self.kl > 0 or self.tv > 0
-
-    def weights(self, ce: Float[Tensor, "B A N"], known: Bool[Tensor, "B A N"]) -> Float[Tensor, "B A N"]:
-        """Weight of every row; no gradient flows through it."""
-        count = ce.shape[-1]
-        if self.weighting == "dpace":
-            confidence = (1 - self.alpha) * torch.exp(-ce.detach()) + self.alpha
-            reach = torch.cumprod(confidence, dim=-1) * known
-            # Suffix sums: what is still to be gained from row k on.
-            return (reach.sum(-1, keepdim=True) - reach.cumsum(-1) + reach) / count
-        gamma = self.gamma or default_gamma(count + 1)
-        decay = torch.exp(-torch.arange(count, device=ce.device, dtype=ce.dtype) / gamma)
-        return (decay / decay.sum()).expand_as(ce)
+def weights_of(
+    objective: Objective, ce: Float[Tensor, "B A N"], known: Bool[Tensor, "B A N"]
+) -> Float[Tensor, "B A N"]:
+    """Weight of every row; no gradient flows through it."""
+    count = ce.shape[-1]
+    if objective.weighting == "dpace":
+        confidence = (1 - objective.alpha) * torch.exp(-ce.detach()) + objective.alpha
+        reach = torch.cumprod(confidence, dim=-1) * known
+        # Suffix sums: what is still to be gained from row k on.
+        return (reach.sum(-1, keepdim=True) - reach.cumsum(-1) + reach) / count
+    gamma = objective.gamma or default_gamma(count + 1)
+    decay = torch.exp(-torch.arange(count, device=ce.device, dtype=ce.dtype) / gamma)
+    return (decay / decay.sum()).expand_as(ce)
 
 
 def default_gamma(width: int) -> float:
@@ -185,7 +136,7 @@ def block_losses(
         chosen, hit, listed = selection.losses(*given)
         per_row, listed = per_row + objective.selector * chosen, listed.view(known.shape)
     ce, per_row, hit = (rows.view(known.shape) for rows in (ce, per_row, hit))
-    weight = objective.weights(ce, known) * known
+    weight = weights_of(objective, ce, known) * known
     accepted = torch.cumprod((hit & known).to(ce.dtype), dim=-1)
     return Losses(
         loss=(weight * per_row).sum(),

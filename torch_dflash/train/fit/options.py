@@ -1,11 +1,147 @@
-"""How a drafter is fitted: one frozen dataclass, checked when it is made."""
+"""Options of the fit stage: the drafter's shape, what it is trained for, and how.
+
+Frozen dataclasses, checked when they are made. The command line reads them without torch.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch_dflash.checks import check_counts
+from torch_dflash.train.features.options import Layers, check_layers
+
+Head = Literal["dflash", "convolutions", "dflash2", "dspark"]
+HEADS: tuple[str, ...] = get_args(Head)
+"""v1; v1 with DFlash2's convolutions; these and the candidate selector; v1 with DSpark's Markov head."""
+
+SELECTOR = ("selector_rank", "selector_top_k")
+SIZES_OF_HEADS = (*SELECTOR, "conv_group_size", "markov_rank")
+_SIZES_OF = {
+    "convolutions": ("conv_group_size",),
+    "dflash2": ("conv_group_size", *SELECTOR),
+    "dspark": ("markov_rank",),
+}
+
+
+def check_head(head: str | None, **sizes: int | None) -> None:
+    """Raise ``ValueError`` for a head that does not exist, or sizes of parts that it does not have."""
+    if head is not None and head not in HEADS:
+        raise ValueError(f"head={head!r}: choose one of {', '.join(HEADS)}.")
+    for name, size in sizes.items():
+        if size is None:
+            continue
+        if name not in _SIZES_OF.get(head or "dflash", ()):
+            raise ValueError(f"{name}={size} with head={head!r}, which has none; choose another head.")
+    if sizes.get("selector_top_k") == 1:
+        raise ValueError("selector_top_k=1: of one candidate there is none to choose; head='convolutions'.")
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """What is chosen about a new drafter; the rest is its target's.
+
+    Args:
+        mask_token_id: an id that no text holds, with a row in the target's embedding: a special token that
+            the chat template does not use, or a padding row past the tokenizer's last id.
+        layers: draft layers.
+        block_size: rows W of a block, the anchor included.
+        taps: tapped layers of the target (0-based), as in 1,9,17; unset: five evenly spaced, as z-lab's.
+        intermediate_size: width of the MLPs; unset: the target's.
+        sliding_window: window of every draft layer, causal in the block; unset: full attention.
+        head: dflash, v1; convolutions, v1 with those of DFlash2; dflash2, these and its candidate selector;
+            dspark, v1 that drafts from the anchor's row on, with a Markov head.
+            Unset: dflash, or that of the drafter to continue from.
+        selector_rank: columns of the selector's codebooks; unset: 256, as published.
+        selector_top_k: candidates that the selector chooses among; unset: 16, as published.
+        conv_group_size: channels that share a convolution's dynamic kernel; unset: 16, as published.
+        markov_rank: of the Markov head; unset: 256, as published.
+        init_seed: of the random weights.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    mask_token_id: int
+    layers: int = 5
+    block_size: int = 16
+    taps: Layers | None = None
+    intermediate_size: int | None = None
+    sliding_window: int | None = None
+    head: Head | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    conv_group_size: int | None = None
+    markov_rank: int | None = None
+    init_seed: int = 0
+
+    def __post_init__(self):
+        check_counts(least=0, mask_token_id=self.mask_token_id)
+        check_counts(layers=self.layers, block_size=self.block_size, sliding_window=self.sliding_window)
+        check_counts(intermediate_size=self.intermediate_size)
+        check_counts(selector_rank=self.selector_rank, selector_top_k=self.selector_top_k)
+        check_counts(conv_group_size=self.conv_group_size, markov_rank=self.markov_rank)
+        check_head(self.head, **self.sizes)
+        if self.taps is not None:
+            check_layers(self.taps)
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Of the parts that v1 does not have."""
+        return {name: getattr(self, name) for name in SIZES_OF_HEADS}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a block: ``sum_k w_k (ce * ce_k + kl * kl_k + tv * tv_k + selector * s_k)``, averaged.
+
+    ``s_k`` is the candidate selector's cross-entropy, 0 where the truth is not among its candidates
+    (`Selection`); drafters without a selector have none.
+
+    Args:
+        weighting: "decay", ``w_k = exp(-(k-1)/gamma)`` normalised over the block; or "dpace", ``w_k`` = the
+            effect of row k on the expected accepted length by the drafter's present confidence.
+        gamma: decay constant; unset: the published one for the width (7 at 16, 5 at 10, 4 at 8).
+        alpha: D-PACE's smoothing of the confidence, ``(1-alpha) q + alpha``.
+        ce: weight of the cross-entropy on the target's tokens.
+        kl: weight of the KL divergence from the target's distribution to the drafter's; 0: not computed.
+        tv: weight of the total variation distance between the two; 0: not computed. 0.9 with ``ce`` 0.1 is
+            speculators' mix.
+        selector: weight of the candidate selector's loss, for a DFlash2 drafter.
+        rows_per_chunk: rows whose logits exist at a time; the rest are recomputed in the backward pass.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    weighting: Literal["decay", "dpace"] = "decay"
+    gamma: float | None = None
+    alpha: float = 0.5
+    ce: float = 1.0
+    kl: float = 0.0
+    tv: float = 0.0
+    selector: float = 0.1
+    rows_per_chunk: int = 1024
+
+    def __post_init__(self):
+        if self.weighting not in ("decay", "dpace"):
+            raise ValueError(f"weighting={self.weighting!r}: choose 'decay' or 'dpace'.")
+        if self.gamma is not None and not self.gamma > 0:
+            raise ValueError(f"gamma={self.gamma}: must be above 0.")
+        if not 0 < self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha}: must be above 0 and at most 1.")
+        for name in ("ce", "kl", "tv", "selector"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a finite number of at least 0.")
+        if not self.ce + self.kl + self.tv > 0:
+            raise ValueError("ce=0 with kl=0 and tv=0: nothing would be learnt; give one of them a weight.")
+        check_counts(rows_per_chunk=self.rows_per_chunk)
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss needs the target's distributions, and so its last layer's outputs."""
+        return self.kl > 0 or self.tv > 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +177,7 @@ class FitOptions:
     final_rate: float = 0.0
     weight_decay: float = 0.01
     clip: float = 1.0
-    mixed_precision: str = "no"
+    mixed_precision: Literal["no", "bf16"] = "no"
     sampled_vocabulary: int | None = None
     held_out: int = 64
     evaluate_minutes: float = 5.0

@@ -15,7 +15,8 @@ from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
 from torch_dflash.train.fit.chain import Chain
-from torch_dflash.train.fit.objective import Losses, Objective, Vocabulary, block_losses
+from torch_dflash.train.fit.objective import Losses, Vocabulary, block_losses
+from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.selection import Selection
 
 KNOWN = ("sample_from_anchor", "markov_rank")
