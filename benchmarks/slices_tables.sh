@@ -10,7 +10,7 @@ figure() { # pair, topology, chips of it, options of torch-dflash fit-memory
     local out="$results/$1.json" pair="$1" topology="$2" chips="$3"
     shift 3
     [[ -e "$out" ]] || torch-dflash fit-memory --target "$configs/$pair" --drafter "$configs/$pair-dflash" \
-        --topology "$topology" --mesh "$chips" --cache paged --matmul-precision default --context 8192 --largest "$@" \
+        --topology "$topology" --mesh "$chips" --cache paged --matmul-precision default --context 8192 --largest none "$@" \
         --json "$out"
 }
 

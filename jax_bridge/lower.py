@@ -25,7 +25,7 @@ from jax_bridge.shared import sharing
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, holding, inside
-from torch_dflash.progress import announce
+from torch_dflash.progress import Compiling
 from torch_dflash.targets.forgetting import forgetting
 
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
@@ -117,12 +117,13 @@ class Programs:
     """Compiled programs of one pair, by step and argument shapes. Tracing is locked, running is not.
 
     Args:
-        sizes: what the programs are made for, for the line that says what takes so long; None: say nothing.
+        sizes: what the programs are made for, shown while they compile; None: show nothing.
         platform: of the devices they run on; unset: JAX's default.
     """
 
     def __init__(self, matmul_precision: str, sizes: str | None = None, platform: str | None = None):
-        self._precision, self._sizes, self._platform = matmul_precision, sizes, platform
+        self._precision, self._platform = matmul_precision, platform
+        self._compiling = Compiling(sizes)
         self._compiled: dict[Any, Callable] = {}
         self._started: dict[Any, Future] = {}
         self._uncounted: dict[Any, int] = {}
@@ -177,12 +178,12 @@ class Programs:
     def _start(self, key: tuple, step: Callable, args: tuple, donate: tuple[int, ...]) -> Future:
         with holding(self._lock):  # tracing swaps weights in and out of the shared skeleton
             if key not in self._started:
-                said = announce(None if self._sizes is None else f"compiling {key[0]} for {self._sizes}")
+                end = self._compiling.start(_called(key[0], args))
                 try:
                     with tracing(self._precision), _uncollected():
                         lowered = jax.jit(step, donate_argnums=donate).lower(*args)
                 except BaseException as error:
-                    said.cancel()
+                    end()
                     if _of_lowering(error):
                         raise ValueError(
                             f"runtime='xla': {key[0]} cannot be lowered ({type(error).__name__}: {error}); "
@@ -190,7 +191,7 @@ class Programs:
                         ) from error
                     raise
                 self._started[key] = started = Future()
-                started.add_done_callback(lambda _: said.cancel())
+                started.add_done_callback(lambda _: end())
                 threading.Thread(target=self._compile, args=(key, lowered, started), name=key[0]).start()
             return self._started[key]
 
@@ -203,6 +204,13 @@ class Programs:
             started.set_exception(error)
         else:
             started.set_result(program)
+
+
+def _called(name: str, args: tuple) -> str:
+    """What a program is for, in a user's words."""
+    if name == "prefill":
+        return f"prompts of {args[-1].ids.shape[1]} tokens"
+    return {"begin": "an empty state", "caches": "the caches", "read": "the results' read"}.get(name, name)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from jax_bridge.spare import Spare, dense_layers, fit, with_caches, without_cach
 from jax_bridge.state import check_alive, register_states
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
-from torch_dflash.progress import announced, progress_bar, quiet, unseen
+from torch_dflash.progress import lasting, quiet
 from torch_dflash.rewind import rewind
 from torch_dflash.runtime import News, Turn, news
 from torch_dflash.state import DecodeState, PromptChunk
@@ -244,16 +244,17 @@ class XlaRuntime:
     def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         count = len(buckets) + len(self._rounds) + 2
-        bar = progress_bar(progress, total=count, unit="program", desc="begin")
-        lasting = f"compiling {count} programs for {self._sizes}" if unseen(progress, bar) else None
-        with bar, announced(lasting), quiet(True):
+        with (
+            lasting(progress, f"compiling {count} programs for {self._sizes}", count, "program") as bar,
+            quiet(True),
+        ):
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
             state = self.take_in(params, self.hand_out(params, state))
             bar.update()
             state = run_in_turn(self._programs, self._every_step(params, table, buckets), state, bar)
-            bar.set_description("read")
+            bar.set_description("the results' read")
             zeros = np.zeros(self.plan.batch_size, np.int32)
             self.read(state, zeros, zeros)
             self.retire(state)
@@ -269,10 +270,9 @@ class XlaRuntime:
         def rounds(state: DecodeState, width: int) -> tuple:
             return self._chunk(params, self.assign(state, table, live), Turn(width, 1))
 
-        chunks = [
-            (f"prefill {width}", partial(piece, chunk=idle_chunk(self.plan, width))) for width in buckets
-        ]
-        return chunks + [(self._name(width), partial(rounds, width=width)) for width in self._rounds]
+        chunks = [partial(piece, chunk=idle_chunk(self.plan, width)) for width in buckets]
+        named = list(zip([f"prompts of {width} tokens" for width in buckets], chunks, strict=True))
+        return named + [(self._name(width), partial(rounds, width=width)) for width in self._rounds]
 
     def _piece(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> tuple:
         """What `Programs` needs to know of a piece of the prompts."""

@@ -119,6 +119,7 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
         ("torch_dflash.cli.aot", "jax_bridge.aot.compile", True),
         ("torch_dflash.cli.aot", "jax_bridge.aot.report", True),
         ("torch_dflash.cli.aot", "jax_bridge.offline", True),
+        ("torch_dflash.cli.environment", "jax_bridge", True),
         ("torch_dflash.cli.fit_memory", "jax_bridge.aot.memory", True),
         ("torch_dflash.cli.fit_memory", "jax_bridge.aot.report", True),
         ("torch_dflash.cli.fit_memory", "jax_bridge.offline", True),
@@ -239,12 +240,12 @@ def functions(path):
 # a number here on purpose; a change that needs fewer lowers one. The files beside a package's rooms are "".
 BUDGETS = {
     "torch_dflash": {
-        "": 1440,
+        "": 1530,
         "cache": 250,
-        "cli": 2600,
+        "cli": 2810,
         "demo": 350,
         "doctor": 710,
-        "engine": 3100,
+        "engine": 3120,
         "grammars": 670,
         "guards": 100,
         "integrations": 440,
@@ -255,7 +256,7 @@ BUDGETS = {
         "selftest": 800,
         "storage": 300,
         "targets": 1330,
-        "train": 2240,
+        "train": 2260,
         "verify": 480,
     },
     "jax_bridge": {
@@ -330,9 +331,9 @@ def test_no_remote_code_and_no_environment_options():
                 assert "trust_remote_code" not in keywords, f"{name}:{node.lineno}"
             if isinstance(node, ast.Attribute) and name.startswith("torch_dflash"):
                 read = node.attr in ("environ", "getenv")
-                assert not read or name == "torch_dflash.storage.folders", (
-                    f"{name}:{node.lineno} reads {node.attr}"
-                )
+                # Where caches lie, and NO_COLOR.
+                allowed = ("torch_dflash.storage.folders", "torch_dflash.progress")
+                assert not read or name in allowed, f"{name}:{node.lineno} reads {node.attr}"
 
 
 def test_a_torchax_that_does_not_import_says_which_one_does(tmp_path):

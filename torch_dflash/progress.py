@@ -1,65 +1,167 @@
-"""What takes long is said on stderr: bars, and a line for what compiles unasked."""
+"""Progress on stderr: bars, a line where something compiles unexpectedly, and when to be quiet."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from tqdm.auto import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 PATIENCE = 1.0
+"""Seconds after which something is slow enough to be shown."""
+TICK, LULL = 0.2, 0.5
+"""Seconds between two looks at what compiles, and without any program after which a bar ends."""
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 # Python prints a logger's warnings on stderr, in a notebook too, until the user says otherwise.
 _log = logging.getLogger("torch_dflash")
 
 
+def coloured(stream: TextIO) -> bool:
+    """Whether ``stream`` shows colours: a terminal does, unless the environment sets NO_COLOR."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+def tell(line: str) -> None:
+    """Print a line of a command on stderr, unless it is to be quiet."""
+    if not _quiet.get():
+        print(line, file=sys.stderr, flush=True)
+
+
 def progress_bar(progress: bool | None, **options: Any) -> tqdm:
-    """A tqdm bar on stderr. ``progress``: shown or not; None: shown where stderr is a terminal."""
-    return tqdm(disable=None if progress is None else not progress, **options)
+    """A tqdm bar on stderr, none while `quiet`. ``progress``: shown or not; None: shown at a terminal."""
+    from tqdm.auto import tqdm
+
+    shown = False if _quiet.get() else progress
+    return tqdm(disable=None if shown is None else not shown, **options)
 
 
-def unseen(progress: bool | None, bar: tqdm) -> bool:
-    """Whether lines take the place of a ``bar`` that no terminal shows; not where silence was asked for."""
-    return progress is None and bar.disable
+@contextmanager
+def lasting(progress: bool | None, what: str, count: int, unit: str) -> Iterator[tqdm]:
+    """A bar for ``count`` steps of ``what``, whose seconds run on. Without a terminal a line at each end.
 
-
-def announce(what: str | None) -> threading.Timer:
-    """Log ``what`` as a warning of the logger "torch_dflash", unless it is cancelled within a second.
-
-    Nothing is said for None, or where a bar says it (`quiet`).
+    ``progress``: as in `progress_bar`; lines stand in for a bar that no terminal shows, and not for False.
     """
-    timer = threading.Timer(PATIENCE, _log.warning, ("torch-dflash: %s ...", what))
-    timer.daemon = True
-    if what is not None and not _quiet.get():
-        timer.start()
-    return timer
+    with progress_bar(progress, total=count, unit=unit, desc=what) as bar, Ticking(bar):
+        with announced(what if progress is None and bar.disable else None):
+            yield bar
+
+
+class Ticking:
+    """While open, a bar's seconds run on though nothing moves it."""
+
+    def __init__(self, bar: tqdm):
+        self._bar, self._over = bar, threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._bar.disable:
+            threading.Thread(target=self._tick, daemon=True).start()
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+
+    def _tick(self) -> None:
+        while not self._over.wait(TICK):
+            self._bar.refresh()
 
 
 def say(what: str) -> None:
-    """Log ``what`` as a warning of the logger "torch_dflash", in one line."""
-    _log.warning("torch-dflash: %s", what)
+    """Log ``what`` as a warning of the logger "torch_dflash", in one line; not while it is to be quiet."""
+    if not _quiet.get():
+        _log.warning("torch-dflash: %s", what)
 
 
 @contextmanager
 def announced(what: str | None) -> Iterator[None]:
-    """`announce` for as long as this is open."""
-    timer = announce(what)
+    """Say ``what`` if it lasts a second, and then at its end how long it took. None: say nothing."""
+    started, said = time.monotonic(), threading.Event()
+
+    def begin() -> None:
+        said.set()
+        _log.warning("torch-dflash: %s ...", what)
+
+    timer = threading.Timer(PATIENCE, begin)
+    timer.daemon = True
+    if what is not None and not _quiet.get():
+        timer.start()
     try:
         yield
     finally:
         timer.cancel()
+        if said.is_set():
+            _log.warning("torch-dflash: %s: %.1f s", what, time.monotonic() - started)
+
+
+class Compiling:
+    """Programs that compile: after a second, a bar with n of m, or a line at each end without a terminal.
+
+    One thread shows what is on its way; programs that follow each other closely share the bar.
+
+    Args:
+        sizes: what the programs are for, as in "512 positions, batch 1"; None: nothing is shown.
+    """
+
+    def __init__(self, sizes: str | None):
+        self._sizes, self._lock = sizes, threading.Lock()
+        self._waiting: list[str] = []
+        self._count, self._ended = 0, 0.0
+        self._watcher: threading.Thread | None = None
+
+    def start(self, what: str) -> Callable[[], None]:
+        """Note that ``what`` compiles; call the result when it is compiled or has failed."""
+        if self._sizes is None or _quiet.get():
+            return lambda: None
+        with self._lock:
+            self._waiting.append(what)
+            self._count += 1
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, daemon=True)
+                self._watcher.start()
+
+        def end() -> None:
+            with self._lock:
+                self._waiting.remove(what)
+                self._ended = time.monotonic()
+
+        return end
+
+    def join(self) -> None:
+        """Wait until nothing is shown any more."""
+        if (watcher := self._watcher) is not None:
+            watcher.join()
+
+    def _watch(self) -> None:
+        started, bar = time.monotonic(), None
+        time.sleep(PATIENCE)
+        while True:
+            with self._lock:
+                waiting, count = list(self._waiting), self._count
+                if not waiting and (bar is None or time.monotonic() - self._ended > LULL):
+                    self._watcher, self._count = None, 0
+                    break
+            if bar is None:
+                bar = progress_bar(None, total=count, unit="program", leave=False)
+                if bar.disable:
+                    say(f"compiling {', '.join(waiting)} ({self._sizes}) ...")
+            bar.total, bar.n = count, count - len(waiting)
+            bar.set_description(waiting[0] if waiting else "compiled")
+            time.sleep(TICK)
+        if bar is not None:
+            bar.close()
+            if bar.disable:
+                say(f"compiled in {self._ended - started:.1f} s")
 
 
 @contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """While open, if ``wanted``, what this thread starts is not announced.
-
-    A bar says it, or the user wants no word.
-    """
+    """While open, if ``wanted``, this thread shows no bar of its own and says nothing."""
     token = _quiet.set(wanted or _quiet.get())
     try:
         yield

@@ -174,7 +174,7 @@ def test_on_a_terminal_drafts_are_green_and_lines_are_asked_for(pair, talk, monk
 
 def test_wrong_usage_is_one_line(pair, talk):
     for options, words in (
-        (["--max-length", "8"], "--max-length 8 leaves no room beside --max-new-tokens 8"),
+        (["--max-length", "8"], "--max-length 8 leaves no room beside --max-tokens 8"),
         (["--max-length", "9999"], "max_length=9999"),
         (["--top-k", "5"], "--top-k 5 at temperature 0"),
         (["--chat-template-kwargs", "[]"], "must be one JSON object"),

@@ -127,7 +127,7 @@ def test_a_whole_that_needs_more_than_its_layers_is_made_smaller(folders, compil
 def test_what_does_not_fit_is_said_with_its_lack(folders, compiler, capsys):
     compiler.limits["v5e"] = held(folders, 1, 64) + spent(1, 64) - 1
     compiler.limits["v6e"], compiler.limits["v5p"] = 10, held(folders, 1, 64)
-    assert run(folders, "--topology", "v5e:2x2", "--mesh", 1, "--largest", "--batch", 1) == 1
+    assert run(folders, "--topology", "v5e:2x2", "--mesh", 1, "--largest", "none", "--batch", 1) == 1
     out = capsys.readouterr().out
     assert "does not fit, by 0.000 GB" in out and "v6e: on none of the slices that were tried" in out
     assert re.search(r"v5p: v5p:2x2x1, 4 chips", out) and "compiled with 2 of the target's layers" in out
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_said_with_its_lack(folders, compiler, capsys):
 def test_slices_are_the_smallest_that_have_room(folders, compiler, capsys):
     alone, four = (held(folders, 1, 64, chips) + spent(1, 64) for chips in (1, 4))
     compiler.limits |= {"v5e": alone, "v6e": alone - 1, "v5p": four - 1}
-    assert run(folders, "--topology", "v5e:2x2", "--mesh", 1, "--largest", "--json") == 0
+    assert run(folders, "--topology", "v5e:2x2", "--mesh", 1, "--largest", "none", "--json") == 0
     found = json.loads(capsys.readouterr().out)["slices"]
     assert found["v5e"] == {
         "topology": "v5e:2x2", "chips": 1, "needed_bytes": alone, "hbm_bytes": alone,
@@ -207,11 +207,11 @@ def test_arrays_like_those_of_a_program_are_filled_up_like_them():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch", "0"], "--batch=0: must be an integer of at least 1"),
+        (["--batch", "0"], "'--batch-size' / '--batch': 0 is not in the range x>=1"),
         (["--mesh", "9", "--topology", "v5e:2x2"], "chips=9: v5e:2x2 has 4; name at most so many."),
         (["--topology", "v99:2x2"], "topology='v99:2x2': no peak figures for 'v99'"),
         (["--context", "513"], "--context 513: is beyond the target's max_position_embeddings=512"),
-        (["--cache", "ring"], "cache='ring'"),
+        (["--cache", "ring"], "'ring' is not one of 'static', 'paged'"),
         (["--json", "/nowhere/found.json"], "--json /nowhere/found.json: its folder does not exist"),
     ],
 )

@@ -287,11 +287,14 @@ def errors(pair, tmp_path):
         (["--jsonl", "--replicas", "0", "-"], ["--replicas=0", "at least 1"]),
         (["--prompt", "x", "--logprobs"], ["--logprobs", "pass --jsonl"]),
         (["--prompt", "x", "--top-logprobs", "2"], ["--top-logprobs", "pass --jsonl"]),
-        (["--jsonl", "--batch-size", "0", "-"], ["--batch-size 0", "at least 1"]),
-        ([*prompt, "--max-new-tokens", "0"], ["--max-new-tokens 0", "at least 1"]),
+        (["--jsonl", "--batch-size", "0", "-"], ["'--batch-size'", "0 is not in the range x>=1"]),
+        (
+            [*prompt, "--max-new-tokens", "0"],
+            ["'--max-tokens' / '--max-new-tokens'", "0 is not in"],
+        ),
         (
             [*prompt, "--max-new-tokens", "128"],
-            ["--max-new-tokens 128", "max_position_embeddings=128", "lower"],
+            ["--max-tokens 128", "max_position_embeddings=128", "lower"],
         ),
         ([*prompt, "--top-p", "0.5"], ["--top-p 0.5", "temperature 0", "set --temperature"]),
         ([*prompt, "--temperature", "-1"], ["temperature=-1.0", "must be"]),

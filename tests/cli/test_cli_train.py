@@ -186,7 +186,7 @@ def errors(world, tmp_path):
         ("regenerate", ("--prompts", bad), ["bad.jsonl:2 is not JSON"]),
         ("regenerate", ("--prompts", nothing), ["nothing.jsonl holds no prompts"]),
         ("regenerate", ("--prompts", long, *EAGER), ["none of the 1", "max_prompt_tokens", "max_new_tokens"]),
-        ("regenerate", ("--prompts", prompts, "--limit", 0), ["limit=0", "at least 1"]),
+        ("regenerate", ("--prompts", prompts, "--limit", 0), ["'--limit'", "0 is not in the range x>=1"]),
         ("regenerate", ("--prompts", prompts, "--max-new-tokens", CONTEXT), ["max_new_tokens=128"]),
         ("regenerate", ("--prompts", prompts, "--out", prompts, *EAGER), ["math.jsonl is a file", "name a"]),
         ("regenerate", ("--prompts", prompts, "--out", prompts / "x"), ["--out", "math.jsonl is a file"]),
@@ -208,11 +208,11 @@ def errors(world, tmp_path):
         ("features", ("--answers", prompts, "--taps", "1"), ["math.jsonl:1", "response_ids"]),
         ("features", ("--answers", answers, "--taps", "1,9"), ["taps=[1, 9]", "[9]", "0 to 3"]),
         ("features", ("--answers", answers, "--taps", "1", "--max-length", 2), ["max_length", "raise it"]),
-        ("features", ("--answers", answers, "--taps", "1", "--dtype", "int8"), ["dtype='int8'", "bfloat16"]),
+        ("features", ("--answers", answers, "--taps", "1", "--dtype", "int8"), ["'int8' is not one of"]),
         ("fit", (*SHAPE, "--features", tmp_path / "gone"), ["gone", "run the features stage first"]),
         ("fit", (*SHAPE, *cached, "--taps", "0,1"), ["[0, 1]", "layers [1]", "[0, 2, 3]"]),
         ("fit", (*SHAPE, *cached, "--taps", "7"), ["target_layer_ids=[7]", "4 layers"]),
-        ("fit", (*SHAPE, *cached, "--weighting", "flat"), ["weighting='flat'", "'decay' or 'dpace'"]),
+        ("fit", (*SHAPE, *cached, "--weighting", "flat"), ["'flat' is not one of 'decay', 'dpace'"]),
         ("fit", (*SHAPE, *cached, "--held-out", 64), ["held_out=64", "9 sequences"]),
         ("fit", (*SHAPE, *cached, "--kl", "nan"), ["kl=nan"]),
         ("fit", (*SHAPE, *cached, "--taps", "0,0"), ["taps=[0, 0]", "once"]),
@@ -246,35 +246,35 @@ def test_errors_are_one_line_and_status_2(world, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        (["train"], "stage"),
+        (["train", "fits"], "no such command 'fits'"),
         (["train", "features", "--target", "t", "--out", "o", "--answers", "a"], "--taps"),
         (["train", "features", "--target", "t", "--out", "o", "--answers", "a", "--taps", "a,b"], "--taps"),
         (["train", "fit", "--target", "t", "--out", "o"], "--features"),
-        (["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--answers", "a"], "not allowed"),
+        (
+            ["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--answers", "a"],
+            "were given",
+        ),
         (["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--epochs", "many"], "--epochs"),
         (["train", "evaluate", "--target", "t", "--prompts", "p"], "--drafter"),
     ],
 )
-def test_wrong_usage_is_argparses(line, word, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(line)
-    assert ended.value.code == 2 and word in capsys.readouterr().err.splitlines()[-1]
+def test_wrong_usage_names_the_option(line, word, capsys):
+    assert main(line) == 2
+    assert word.lower() in capsys.readouterr().err.splitlines()[-1].lower()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_help_lists_every_option_once_with_its_meaning(stage, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as ended:
-        main(["train", stage, "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out.partition("options:")[2]
+    assert main(["train", stage, "--help"]) == 0
+    text = capsys.readouterr().out.partition("Options:")[2]
     entries = re.split(r"\n  (?=-)", text)[1:]
     names = [re.search(r"--[\w-]+", entry)[0] for entry in entries]
     assert len(names) == len(set(names)) > 5
     for entry in entries:
         words = entry.split("\n", 1)[0].split("  ")[1:] + entry.split("\n")[1:]
         name = re.search(r"--([\w-]+)", entry)[1]
-        if name not in ("target-dtype", "out", "prompts", "answers", "drafter"):
+        if name not in ("target-dtype", "out", "prompts", "answers", "draft-model"):
             assert "".join(words).strip(), entry  # a sentence on what it is
     if stage == "fit":
-        assert "--learning-rate FLOAT" in text and "(default 0.0006)" in text and "--taps LAYERS" in text
+        assert "--learning-rate FLOAT" in text and "[default: 0.0006]" in text and "--taps LAYERS" in text

@@ -41,7 +41,7 @@ def test_what_it_cannot_do_is_said_in_one_line(world, overfit, tmp_path, capsys)
     for more, words in (
         ([overfit.exported, "--drafter", overfit.exported], "holds a model already"),
         ([tmp_path / "a", "--drafter", "ngram"], "--drafter ngram: it has no head to cut"),
-        ([tmp_path / "a", "--drafter", overfit.exported, "--rows", 0], "--rows 0: must be"),
+        ([tmp_path / "a", "--drafter", overfit.exported, "--rows", 0], "'--rows': 0 is not in the range"),
     ):
         assert train(world, *line, *more) == 2
         assert words in capsys.readouterr().err.splitlines()[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import io
 import json
@@ -13,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from support.tiny import VOCAB, make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
-from torch_dflash.cli import demo, demo_report, errors, main
+from torch_dflash.cli import call, demo, demo_report, errors, main
 from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json, report
 from torch_dflash.demo.contest import Answer
 from torch_dflash.demo.questions import QUESTIONS
@@ -185,8 +185,8 @@ def test_questions_of_like_lengths_share_their_programs():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (("--max-new-tokens", "0"), "--max-new-tokens 0: must be"),
-        (("--max-new-tokens", "100000"), "--max-new-tokens 100000: the target's max_position_embeddings"),
+        (("--max-new-tokens", "0"), "Invalid value for '--max-tokens' / '--max-new-tokens': 0 is not"),
+        (("--max-new-tokens", "100000"), "--max-tokens 100000: the target's max_position_embeddings"),
         (("--question", " "), "--question ' ': it is empty"),
         (("--question", "a\udcff"), "--question 'a\\udcff': it is not UTF-8"),
         (("--json", "x" * 300), f"--json {'x' * 300}: File name too long"),
@@ -197,8 +197,8 @@ def test_questions_of_like_lengths_share_their_programs():
         (("--verify-width", "1.5"), "--verify-width 1.5: must be an integer from 2 to 8, or auto"),
         (("--verify-width", "99"), "--verify-width 99: must be an integer from 2 to 8, or auto"),
         (("--json", "/nonexistent/x.json"), "--json /nonexistent/x.json: its folder does not exist"),
-        (("--repeats", "0"), "--repeats 0: must be"),
-        (("--draw", "-1"), "--draw -1: must be"),
+        (("--repeats", "0"), "Invalid value for '--repeats': 0 is not in the range x>=1"),
+        (("--draw", "-1"), "Invalid value for '--draw': -1 is not in the range x>=0"),
         (
             ("--draw", "2", "--prompts", "/nonexistent"),
             "--draw 2: /nonexistent: is not a folder; name one that holds",
@@ -224,7 +224,7 @@ def test_the_demo_ends_when_nobody_reads_it(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(demo, "_contest", lambda *_: 0)
-    monkeypatch.setattr(demo, "hang_up", lambda: 7)
+    monkeypatch.setattr(call, "hang_up", lambda: 7)
     monkeypatch.setattr(sys, "stdout", Left())
     assert main(["demo"]) == 7
 
@@ -273,7 +273,7 @@ def test_closed_streams_are_no_error(monkeypatch):
 
 
 def test_a_kind_is_asked():
-    asked = [demo._fixed(argparse.Namespace(kind=kind, question=None)) for kind in (None, "chat", "all")]
+    asked = [demo._fixed(SimpleNamespace(kind=kind, question=None)) for kind in (None, "chat", "all")]
     assert asked == [[("maths", QUESTIONS["maths"])], [("chat", QUESTIONS["chat"])], [*QUESTIONS.items()]]
 
 

@@ -332,7 +332,7 @@ def test_the_command_writes_what_it_found_and_mends_it(shell, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--blocks", "0"], "--blocks 0: must be at least 1"),
+        (["--blocks", "0"], "Invalid value for '--blocks': 0 is not in the range"),
         (["--prompts", "/nonexistent.jsonl"], "--prompts /nonexistent.jsonl"),
         (["--png", "/nonexistent/x.png"], "--png /nonexistent/x.png: its folder does not exist"),
         (["--drafter", "demo", "--fix"], "only a directory's config.json can be corrected"),

@@ -1,9 +1,11 @@
-"""A compilation that lasts is said, once and in one line; a bar, or a quick one, takes its place."""
+"""A compilation that lasts is a bar at a terminal, and else a line at each end; a quick one is not shown."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -34,16 +36,31 @@ def messages(lines):
     return [record.getMessage() for record in lines.records if record.name == "torch_dflash"]
 
 
-def test_a_slow_compilation_is_one_line(lines):
+def test_slow_compilations_are_a_line_at_each_end(lines, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     engine = td.compile(*make_pair("llama"), max_length=ROOM)
     ask = {"max_new_tokens": 4, "do_sample": False}
     engine.generate(torch.tensor([[5, 6, 7]]), **ask)
-    said = messages(lines)
-    for step in ("begin", "prefill", "rounds"):
-        assert said.count(f"torch-dflash: compiling {step} for {ROOM} positions, batch 1 ...") == 1, said
+    engine.runtime._programs._compiling.join()
+    begun, ended = messages(lines)[:2]
+    assert begun.startswith("torch-dflash: compiling ") and f"({ROOM} positions, batch 1) ..." in begun
+    assert re.fullmatch(r"torch-dflash: compiled in \d+\.\d s", ended)
     lines.clear()
     engine.generate(torch.tensor([[5, 6, 7, 8]]), **ask)
     assert not messages(lines)
+
+
+def test_slow_compilations_are_a_bar_at_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    compiling = progress.Compiling("8 positions")
+    ends = [compiling.start(what) for what in ("prompts of 64 tokens", "rounds")]
+    ends[1]()
+    time.sleep(2 * progress.TICK)
+    ends[0]()
+    compiling.join()
+    shown = capsys.readouterr().err
+    assert "prompts of 64 tokens:  50%" in shown and "1/2 [00:00" in shown
 
 
 def test_warmup_has_its_bar_instead(lines):
@@ -55,7 +72,9 @@ def test_warmup_without_a_terminal_says_in_one_line_what_its_bar_would(lines, mo
     engine = td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     engine.warmup()
-    assert messages(lines) == [f"torch-dflash: compiling 4 programs for {ROOM} positions, batch 1 ..."]
+    begun, ended = messages(lines)
+    line = f"torch-dflash: compiling 4 programs for {ROOM} positions, batch 1"
+    assert begun == f"{line} ..." and re.fullmatch(rf"{line}: \d+\.\d s", ended)
 
 
 def test_warmup_at_a_terminal_has_its_bar_alone(lines, monkeypatch, capsys):
@@ -76,10 +95,14 @@ import logging, time
 from torch_dflash import progress
 progress.PATIENCE = 0.0
 SILENCE
-progress.announce("compiling rounds").join(20)
+with progress.announced("compiling rounds"):
+    time.sleep(0.3)
 """
     said = python(code.replace("SILENCE", ""))
-    assert (said.stdout, said.stderr) == ("", "torch-dflash: compiling rounds ...\n")
+    assert (said.stdout, said.stderr) == (
+        "",
+        "torch-dflash: compiling rounds ...\ntorch-dflash: compiling rounds: 0.3 s\n",
+    )
     silenced = python(code.replace("SILENCE", "logging.getLogger('torch_dflash').setLevel('ERROR')"))
     assert (silenced.stdout, silenced.stderr) == ("", "")
 

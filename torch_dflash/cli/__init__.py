@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import atexit
-import gc
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_dflash import __version__
-from torch_dflash.cli.errors import INTERRUPTED
-from torch_dflash.cli.parser import Parser
+import click
+
+from torch_dflash.cli.call import PROGRAM, Call
+from torch_dflash.cli.commands import root
+from torch_dflash.cli.errors import INTERRUPTED, fail
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,31 +19,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who called: what is said goes nowhere
             setattr(sys, name, Path(os.devnull).open("w", errors="backslashreplace"))
+    asked = parse(argv)
+    if not isinstance(asked, Call):
+        return asked or 0
+    import atexit
+    import gc
+
+    atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second
+    return asked()
+
+
+def parse(argv: Sequence[str] | None = None) -> Call | int | None:
+    """The `Call` that the words ask for, or the exit status of an answer that is given already."""
     try:
-        arguments = main_parser().parse_args(argv)
-        atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second
-        return arguments.run(arguments)
-    except KeyboardInterrupt:
+        return root.main(None if argv is None else list(argv), PROGRAM, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return error.exit_code
+    except click.UsageError as error:
+        return _refuse(error)
+    except click.Abort:
         return INTERRUPTED
 
 
-def main_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    parser = Parser(
-        prog="torch-dflash", description="DFlash: block-diffusion speculative decoding for PyTorch."
-    )
-    parser.add_argument("--version", action="version", version=f"torch-dflash {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    from torch_dflash.cli import aot, chat, demo, doctor, fit_memory, generate, list, selftest, train
-
-    aot.add_parser(commands)
-    chat.add_parser(commands)
-    demo.add_parser(commands)
-    doctor.add_parser(commands)
-    fit_memory.add_parser(commands)
-    generate.add_parser(commands)
-    list.add_parser(commands)
-    selftest.add_parser(commands)
-    train.add_parser(commands)
-    return parser
+def _refuse(error: click.UsageError) -> int:
+    path = PROGRAM if error.ctx is None else error.ctx.command_path
+    near: list[str] = getattr(error, "possibilities", None) or []  # the nearest first
+    message = f"{error.message} Did you mean {near[0]}?" if near else error.format_message()
+    return fail(path.removeprefix(PROGRAM).strip(), message if near else f"{message} See {path} --help.")

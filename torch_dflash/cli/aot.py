@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
+from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.cli.aot_options import add_pair, add_plan, plan_of, read_configs, say, show
-from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.aot_options import plan_of, read_configs, show
+from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.writable import make_folder
+from torch_dflash.progress import tell
 
-PASSES = ("verify", "draft", "round")
 MEANING = """\
 GB: what one run moves through HBM, recounted from the scheduled program (no VMEM; an estimate, not a
 measurement). Floor: weights once and the K/V of the context once; a round's floor is the sum of both passes',
 for each reads the head. Roofline: the longer of HBM time and FLOP time at the chip's published peaks."""
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "aot",
-        help="compile a round for a TPU that is not there; bytes against their floor",
-        description="Needs configs and libtpu (pip install 'torch-dflash[tpu]'), neither weights nor a TPU. "
-        "Compiling takes minutes for a large model.",
-    )
-    add_pair(parser)
-    parser.add_argument(
-        "--topology", default="v5p:2x2x1", help="generation and shape; one chip of it is used (%(default)s)"
-    )
-    parser.add_argument(
-        "--mesh", type=int, default=1, metavar="N", help="chips of it that share each weight (%(default)s)"
-    )
-    parser.add_argument("--layers", type=int, metavar="N", help="keep N of the target's layers")
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES, help="what is compiled (all)")
-    add_plan(parser)
-    parser.add_argument("--dump-hlo", metavar="DIR", help="write each scheduled program there, as text")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Compile and report; returns the exit status."""
-    try:
-        results = _results(arguments)
-        show(results, arguments.json, lambda: _table(results, arguments))
-        return 0
-    except UserError as error:
-        return fail("aot", error)
+    results = _results(arguments)
+    show(results, arguments.json, lambda: _table(results, arguments))
+    return 0
 
 
-def _results(arguments: argparse.Namespace) -> dict[str, Any]:
+def _results(arguments: SimpleNamespace) -> dict[str, Any]:
     target, drafter = read_configs(arguments)
     try:
         from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
@@ -79,7 +54,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
             passes=tuple(arguments.passes),
             chips=arguments.mesh,
             dump=arguments.dump_hlo,
-            say=say,
+            say=tell,
         )
     except (ModuleNotFoundError, ValueError, TypeError) as error:
         raise UserError(one_line(error)) from None
@@ -102,7 +77,7 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _table(results: dict[str, Any], arguments: argparse.Namespace) -> str:
+def _table(results: dict[str, Any], arguments: SimpleNamespace) -> str:
     """The figures to read, and what they mean."""
     shape = {name: results[name] for name in ("layers", "block", "verify", "context", "batch")}
     chips = "one chip" if arguments.mesh == 1 else f"one of {arguments.mesh} chips that share each weight"

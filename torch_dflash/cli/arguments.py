@@ -1,16 +1,15 @@
-"""What a user of ``generate`` asked for: input read, options checked, before anything is decoded."""
+"""Arguments of commands that decode: refused, and input read, before torch is imported."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.checks import CACHES, check_mesh, context_of
+from torch_dflash.checks import check_mesh, context_of
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.loading import DRAFTERS, DTYPES, TARGETS, Loaded
-from torch_dflash.engine.defaults import default_stop_ids, penalty_of
+from torch_dflash.published.rows import checkpoints
 from torch_dflash.storage.json_text import parse_json
 
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -19,37 +18,7 @@ SHOWN = 60
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 
 
-def add_call_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what `call_options` and `torch_dflash.cli.job.Job` read: the pair, and how it decodes."""
-    add = parser.add_argument
-    names = f"directory, hub id or {', '.join(TARGETS)}"
-    add("--target", required=True, metavar="T", help=f"the model whose text comes out: {names}")
-    names = f"directory, hub id or {', '.join(DRAFTERS)}"
-    add("--drafter", required=True, metavar="D", help=f"what drafts for it: {names}")
-    add("--system", metavar="TEXT", help="system message of the chat template")
-    add("--chat-template-kwargs", metavar="JSON", help="e.g. '{\"enable_thinking\": false}'")
-    add("--max-new-tokens", type=int, default=256, metavar="N")
-    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    add("--top-k", type=int, default=0, help="0 (default): off")
-    add("--top-p", type=float, default=1.0)
-    add("--min-p", type=float, default=0.0)
-    for name in PENALTIES:
-        kind = int if name.endswith("size") else float
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help="unset: what the model asks for")
-    add("--stop", action="append", metavar="TEXT", help="end with this text; may be given more than once")
-    add("--seed", type=int, default=0, help="line n of --jsonl draws from seed + n - 1")
-    add("--ignore-eos", action="store_true", help="never stop before --max-new-tokens")
-    add("--dtype", choices=DTYPES, default="auto")
-    add("--runtime", choices=("xla", "eager"), default="xla")
-    add("--mesh", type=number_or_word, metavar="N", help="chips that share each weight, or auto for all")
-    add("--cache", choices=CACHES, default="static", help="of the target (default static)")
-    add("--no-verify", dest="verify", action="store_false", help="decode a class that is not tested, unseen")
-    add("--device", help="torch device of --runtime eager, such as cuda")
-    add("--block-size", type=int, metavar="W", help="drafted block, the anchor included")
-    add("--verify-width", type=number_or_word, metavar="M", help="how much of the block is verified, or auto")
-
-
-def read_input(arguments: argparse.Namespace) -> bytes:
+def read_input(arguments: SimpleNamespace) -> bytes:
     """The bytes of --prompt, --file or stdin, of which there must be exactly one."""
     given = {"--prompt": arguments.prompt, "--file": arguments.file, "-": arguments.stdin}
     given = {name: value for name, value in given.items() if value is not None}
@@ -63,7 +32,7 @@ def read_input(arguments: argparse.Namespace) -> bytes:
     return _read_file("--file", arguments.file)
 
 
-def read_schema(arguments: argparse.Namespace) -> str | None:
+def read_schema(arguments: SimpleNamespace) -> str | None:
     """The text of --json-schema, which is JSON; None: it was not given."""
     if arguments.json_schema is None:
         return None
@@ -84,10 +53,8 @@ def _read_file(option: str, name: str) -> bytes:
         raise UserError(f"{option} {name}: {error.strerror}; give a file that can be read.") from None
 
 
-def check_options(arguments: argparse.Namespace) -> None:
+def check_options(arguments: SimpleNamespace) -> None:
     """Refuse what needs no model to be refused: loading one takes minutes."""
-    if arguments.batch_size is not None and arguments.batch_size < 1:
-        raise UserError(f"--batch-size {arguments.batch_size}: must be an integer of at least 1.")
     if arguments.batch_size is not None and not arguments.jsonl:
         raise UserError(
             f"--batch-size {arguments.batch_size} with one prompt: it is for --jsonl; leave it out."
@@ -103,10 +70,8 @@ def check_options(arguments: argparse.Namespace) -> None:
     check_call_options(arguments)
 
 
-def check_call_options(arguments: argparse.Namespace) -> None:
+def check_call_options(arguments: SimpleNamespace) -> None:
     """Refuse values of `add_call_options` that need no model to be refused."""
-    if arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {arguments.max_new_tokens}: must be an integer of at least 1.")
     for name, off in NEUTRAL.items():
         value = getattr(arguments, name)
         if arguments.temperature == 0 and value != off:
@@ -122,12 +87,7 @@ def check_call_options(arguments: argparse.Namespace) -> None:
     template_options(arguments)
 
 
-def number_or_word(text: str) -> int | str:
-    """The value of ``--verify-width`` or ``--mesh``, to be checked: a number, or a word such as "auto"."""
-    return int(text) if text.lstrip("-").isdecimal() else text
-
-
-def check_device(arguments: argparse.Namespace) -> None:
+def check_device(arguments: SimpleNamespace) -> None:
     """Refuse --device where XLA would not heed it."""
     if arguments.device and arguments.runtime == "xla":
         raise UserError(
@@ -136,7 +96,7 @@ def check_device(arguments: argparse.Namespace) -> None:
         )
 
 
-def template_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
+def template_options(arguments: SimpleNamespace) -> dict[str, Any] | None:
     """The chat template's further variables; None: none given."""
     given = arguments.chat_template_kwargs
     if given is None:
@@ -151,42 +111,28 @@ def template_options(arguments: argparse.Namespace) -> dict[str, Any] | None:
     return parsed
 
 
-def call_options(arguments: argparse.Namespace, loaded: Loaded) -> dict[str, Any]:
-    """The options of every call on the pair; the seed comes with each call."""
-    options: dict[str, Any] = {
-        "max_new_tokens": arguments.max_new_tokens,
-        "do_sample": arguments.temperature != 0,
-        "eos_token_id": [] if arguments.ignore_eos else default_stop_ids(loaded.target, loaded.tokenizer),
-    }
-    if options["do_sample"]:
-        for name in ("temperature", *NEUTRAL):
-            options[name] = getattr(arguments, name)
-    options |= {name: getattr(arguments, name) for name in PENALTIES}
-    if arguments.stop:
-        options |= {"stop_strings": arguments.stop, "tokenizer": loaded.tokenizer}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def tell_penalty(command: str, target: Any) -> bool:
-    """Say that a drafter learns and is judged without the model's repetition penalty; whether it has one."""
-    penalty = penalty_of(target)
-    if penalty:
-        print(
-            f"torch-dflash {command}: the model's repetition_penalty={penalty} is not applied",
-            file=sys.stderr,
-        )
-    return bool(penalty)
-
-
 def prompt_room(max_new_tokens: int, target: Any) -> int:
-    """Most tokens a prompt may have beside --max-new-tokens in the target's context."""
+    """Most tokens a prompt may have beside --max-tokens in the target's context."""
     context = context_of(target)
     if max_new_tokens >= context:
         raise UserError(
-            f"--max-new-tokens {max_new_tokens}: the target's max_position_embeddings={context} "
+            f"--max-tokens {max_new_tokens}: the target's max_position_embeddings={context} "
             "leaves no room for a prompt; lower it."
         )
     return context - max_new_tokens
+
+
+def plainly(target: str, command: str) -> str:
+    """The line that a command prints when it decodes ``target`` without a drafter."""
+    name = target.rstrip("/").rpartition("/")[2].lower()
+    known = [
+        str(row.drafter)
+        for row in checkpoints
+        if row.target and row.drafter and row.verdict[0] and row.target.lower().endswith(f"/{name}")
+    ]
+    known = ["demo"] if target == "demo" else known
+    hint = f"pass --draft-model {known[0]}" if known else "torch-dflash list shows published ones"
+    return f"{command}: no --draft-model, so decoding is plain; {hint}."
 
 
 def check_room(ids: list[int], room: int) -> None:
@@ -194,5 +140,5 @@ def check_room(ids: list[int], room: int) -> None:
     if len(ids) > room:
         raise UserError(
             f"prompt of {len(ids)} tokens: the context leaves room for {room} beside the new tokens; shorten "
-            "it or lower --max-new-tokens."
+            "it or lower --max-tokens."
         )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch_dflash.chat import Chat, Message
 from torch_dflash.checks import context_of
-from torch_dflash.cli.arguments import add_call_options, check_call_options, template_options
+from torch_dflash.cli.arguments import template_options
 from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
 from torch_dflash.cli.job import Job
 from torch_dflash.cli.timeline import Printer
+from torch_dflash.progress import coloured, tell
 from torch_dflash.storage.files import write_whole
 from torch_dflash.storage.json_text import parse_json
 
@@ -29,44 +30,25 @@ HELP = """/stats       what the last answer cost, and the conversation
 /exit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "chat",
-        help="talk to a target and a drafter",
-        description="Each line of stdin is a message, or a command: /help lists them. A turn reads only what "
-        "is new. Answers go to stdout, statistics and errors to stderr. Exit status: 0 done, 1 some messages "
-        "failed, 2 wrong usage.",
-    )
-    add_call_options(parser)
-    text = f"positions of the whole conversation (default {LONGEST}, or the target's context)"
-    parser.add_argument("--max-length", type=int, metavar="N", help=text)
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Talk until the input ends; returns the exit status."""
+    job = Job.load(arguments)
+    asked = arguments.max_length
+    length = min(LONGEST, context_of(job.loaded.target)) if asked is None else asked
+    if length <= arguments.max_new_tokens:
+        raise UserError(
+            f"--max-length {length} leaves no room beside --max-tokens {arguments.max_new_tokens}; raise the "
+            "one or lower the other."
+        )
+    engine = job.engine(length - arguments.max_new_tokens, 1, job.streamed_rounds)
     try:
-        check_call_options(arguments)
-        job = Job.load(arguments)
-        asked = arguments.max_length
-        length = min(LONGEST, context_of(job.loaded.target)) if asked is None else asked
-        if length <= arguments.max_new_tokens:
-            raise UserError(
-                f"--max-length {length} leaves no room beside --max-new-tokens {arguments.max_new_tokens}; "
-                "raise the one or lower the other."
-            )
-        engine = job.engine(length - arguments.max_new_tokens, 1, job.streamed_rounds)
-        try:
-            template = template_options(arguments)
-            chat = Chat(engine, job.loaded.tokenizer, template_options=template, **job.options)
-        except ValueError as error:
-            raise UserError(f"--target {arguments.target}: {one_line(error)}") from None
-        if arguments.runtime == "xla":
-            engine.warmup()
-        return Conversation(chat, job).talk()
-    except UserError as error:
-        return fail("chat", error)
+        template = template_options(arguments)
+        chat = Chat(engine, job.loaded.tokenizer, template_options=template, **job.options)
+    except ValueError as error:
+        raise UserError(f"--model {arguments.target}: {one_line(error)}") from None
+    if arguments.runtime == "xla":
+        engine.warmup()
+    return Conversation(chat, job).talk()
 
 
 class Conversation:
@@ -83,7 +65,7 @@ class Conversation:
         if person:
             with contextlib.suppress(ImportError):  # a system without it has no history of lines
                 import readline  # noqa: F401 - `input` uses it
-            print("/help lists commands, Ctrl-D leaves.", file=sys.stderr)
+            tell("/help lists commands, Ctrl-D leaves.")
         failed = False
         while True:
             try:
@@ -136,7 +118,7 @@ class Conversation:
         except ValueError as error:
             more = "/reset begins anew, and --max-length has more room"
             raise UserError(f"{one_line(error)} ({more}.)") from None
-        printer = Printer(self.job.loaded.tokenizer, colour=sys.stdout.isatty())
+        printer = Printer(self.job.loaded.tokenizer, colour=coloured(sys.stdout))
         said = 0
         with stoppable() as stop, contextlib.suppress(KeyboardInterrupt):
             for piece in pieces:

@@ -2,91 +2,51 @@
 
 from __future__ import annotations
 
-import argparse
-import errno
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import torch_dflash as td
 from torch_dflash.checks import check_arithmetic, context_of
-from torch_dflash.cli.arguments import check_device, check_room, number_or_word, prompt_room
+from torch_dflash.cli.arguments import check_device, check_room, prompt_room
 from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
-from torch_dflash.cli.errors import UserError, fail, hang_up, one_line, unwritten
+from torch_dflash.cli.errors import UserError, one_line, unwritten
 from torch_dflash.cli.loading import place_of
 from torch_dflash.cli.provenance import hardware, write_json
 from torch_dflash.cli.timeline import Printer, draw_timeline
-from torch_dflash.cli.writable import check_outputs
 from torch_dflash.demo.contest import Method, Show, ours, transformers_own
 from torch_dflash.demo.pair import demo_block_size, load_demo_draft_ids, load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.plan import MIN_BUCKET
-from torch_dflash.progress import progress_bar
+from torch_dflash.progress import coloured, progress_bar
 from torch_dflash.proposers.dflash.native import ends_in_blocks
 from torch_dflash.proposers.narrow import with_draft_vocabulary
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.draw import draw
 
-DTYPES = ("bfloat16", "float32")
 KIND, PROMPTS = "maths", Path("data/eval")
 ROOM = 256
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
-"""Why the figures, the picture or stdout itself may not be written, through no fault of the program."""
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser("demo", help="ask the pair that comes with the library a question")
-    parser.add_argument("--question", help="a question of your own, instead of those of --kind")
-    parser.add_argument("--kind", choices=(*QUESTIONS, "all"), help=f"the fixed questions asked ({KIND})")
-    parser.add_argument("--draw", type=int, default=0, metavar="N", help="and N drawn from --prompts")
-    parser.add_argument("--prompts", type=Path, metavar="DIR", help=f"of --draw ({PROMPTS})")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--verify-width", type=number_or_word, default="auto", help="rows verified, or auto (default)"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the pair's weights")
-    parser.add_argument("--quantize", choices=("int8",), help="keep linear weights in 8 bits")
-    parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
-    parser.add_argument("--device", help="torch device of --runtime eager, such as cuda")
-    parser.add_argument("--repeats", type=int, default=1, help="ask all questions so often; median times")
-    parser.add_argument("--json", metavar="FILE", help="write the figures with their provenance")
-    parser.add_argument("--png", metavar="FILE", type=Path, help="draw the acceptance length of every round")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Answer, compare, print. Exit status 1 if our text differs from plain decoding, 2 on wrong usage."""
     try:
         questions = _check_arguments(arguments)
-        status = _contest(arguments, questions)
-        sys.stdout.flush()  # a reader that has left is noticed here, not when the interpreter ends
-        return status
-    except (UserError, DemoModelError) as error:
-        return fail("demo", error)
-    except BrokenPipeError:
-        return hang_up()
+        return _contest(arguments, questions)
+    except DemoModelError as error:
+        raise UserError(one_line(error)) from None
     except StageError as error:
         return unwritten("demo", error)
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        return unwritten("demo", error)
 
 
-def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+def _check_arguments(arguments: SimpleNamespace) -> list[tuple[str, str]]:
     """Refuse what needs no model to be refused; the questions, each with its kind."""
-    for name in ("max_new_tokens", "repeats"):
-        if getattr(arguments, name) < 1:
-            option = "--" + name.replace("_", "-")
-            raise UserError(f"{option} {getattr(arguments, name)}: must be an integer of at least 1.")
-    if arguments.draw < 0:
-        raise UserError(f"--draw {arguments.draw}: must be an integer of at least 0.")
     check_device(arguments)
     rows, block = arguments.verify_width, demo_block_size()
     if rows != "auto" and (isinstance(rows, str) or not 2 <= rows <= block):
@@ -98,7 +58,6 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
             f"--quantize {arguments.quantize}: --runtime {arguments.runtime} has no such products; "
             "leave one of the two out."
         ) from None
-    check_outputs(json=arguments.json, png=arguments.png)
     if arguments.prompts is not None and not arguments.draw:
         raise UserError(f"--prompts {arguments.prompts}: nothing is drawn from it; give --draw too.")
     try:
@@ -108,7 +67,7 @@ def _check_arguments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     return _fixed(arguments) + drawn
 
 
-def _fixed(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+def _fixed(arguments: SimpleNamespace) -> list[tuple[str, str]]:
     """The user's question, or those of the kind asked for."""
     kind, own = arguments.kind, arguments.question
     if own is None:
@@ -124,7 +83,7 @@ def _fixed(arguments: argparse.Namespace) -> list[tuple[str, str]]:
     return [("yours", own)]
 
 
-def _contest(arguments: argparse.Namespace, questions: list[tuple[str, str]]) -> int:
+def _contest(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> int:
     parts, dtype, place = Parts(), getattr(torch, arguments.dtype), place_of(arguments.device)
     if place.type != "cpu" and place.index is not None:
         torch.accelerator.set_device_index(place.index)  # the one that figures name
@@ -164,7 +123,7 @@ def _capacity(needed: int, target: Any) -> int:
 
 
 def _methods(
-    arguments: argparse.Namespace, target: Any, drafter: Any, tokenizer: Any, asked: list[Asked], parts: Parts
+    arguments: SimpleNamespace, target: Any, drafter: Any, tokenizer: Any, asked: list[Asked], parts: Parts
 ) -> dict[str, Method]:
     """What takes turns, warm: nothing compiles any more, and the costs of each width are known."""
     stops, new = default_stop_ids(target, tokenizer), arguments.max_new_tokens
@@ -204,9 +163,9 @@ def _ask(one: Asked, methods: dict[str, Method], tokenizer: Any, new: int, show:
     """Each method answers in turn; the first time, ours are shown as they come."""
     for name, method in methods.items():
         shown = show and name in (PLAIN, DFLASH) and not one.answers.get(name)
-        printer = Printer(tokenizer, colour=sys.stdout.isatty() and name == DFLASH)
+        printer = Printer(tokenizer, colour=name == DFLASH and coloured(sys.stdout))
         if shown:
-            legend = " (green: drafted and accepted)" if sys.stdout.isatty() and name == DFLASH else ""
+            legend = " (green: drafted and accepted)" if name == DFLASH and coloured(sys.stdout) else ""
             print(f"{name}{legend}:", flush=True)
         called = f"{one.kind}: {name}"
         with progress_bar(False if shown else None, total=new, desc=called, unit="token", leave=False) as bar:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
-USAGE = 2  # the exit status of argparse, too
+USAGE = 2  # click's, too
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
+"""Why a file or stdout itself may not be written, through no fault of the program."""
 INTERRUPTED = 130  # the exit status of Ctrl-C
 
 
@@ -20,7 +23,7 @@ def one_line(error: BaseException | str) -> str:
 
 def fail(command: str, error: BaseException | str) -> int:
     """Print ``error`` as one line of ``command`` and return the exit status of wrong usage."""
-    print(f"torch-dflash {command}: {one_line(error)}", file=sys.stderr)
+    print(f"{' '.join(['torch-dflash', *command.split()])}: {one_line(error)}", file=sys.stderr)
     return USAGE
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch_dflash.cli.loading import TARGETS
+from torch_dflash.cli.train_commands import MAX_LENGTH
 from torch_dflash.train.fit.options import DrafterShape, FitOptions, Objective
 
 DEMO = "SmolLM2-135M-Instruct"
-MAX_LENGTH = 3072
 
 
 def target_name(target: str) -> str:
@@ -21,7 +21,7 @@ def target_name(target: str) -> str:
     return DEMO if target in TARGETS else path.resolve().name if path.is_dir() else target
 
 
-def fit_command(arguments: argparse.Namespace, processes: int = 1) -> str:
+def fit_command(arguments: SimpleNamespace, processes: int = 1) -> str:
     """Everything that is not a default; of a path its last part alone, for a card names nobody's home."""
     launched = ["accelerate", "launch", "--num_processes", str(processes), "--no_python"]
     defaults: dict[str, Any] = {"target": None, "target_dtype": "auto", "features": None, "answers": None}

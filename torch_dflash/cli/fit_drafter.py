@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.cli.dataclass_options import read_options
 from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.options import read_options
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.heads import with_head
@@ -17,7 +17,7 @@ from torch_dflash.train.fit.options import SIZES_OF_HEADS, DrafterShape
 GROWN = ("head", *SIZES_OF_HEADS)
 
 
-def drafter_to_fit(loaded: Any, arguments: argparse.Namespace) -> DFlashDraftModel:
+def drafter_to_fit(loaded: Any, arguments: SimpleNamespace) -> DFlashDraftModel:
     """A new drafter for ``loaded.target``, or ``loaded.drafter`` with the parts of ``--head``."""
     if arguments.start_from is None:
         if arguments.mask_token_id is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.cli.aot_options import add_pair, add_plan, plan_of, read_configs, say, show
-from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.aot_options import plan_of, read_configs, show
+from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.tpu_commands import SOUGHT
+from torch_dflash.progress import tell
 
-SOUGHT = ("batch", "context")
 PARTS = {
     "target_weights": "target's weights",
     "drafter_weights": "drafter's weights",
@@ -28,56 +29,14 @@ need while they run, and what the compiler fills tiles up with, is left out. Sli
 row of this context."""
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "fit-memory",
-        help="what a pair needs of each chip's memory, what fits, and which slice has room",
-        description="Needs configs and libtpu (pip install 'torch-dflash[tpu]'), neither weights nor a TPU. "
-        "Compiles a few layers, and the whole pair at the largest that fits: minutes for a large model.",
-    )
-    add_pair(parser)
-    parser.add_argument("--topology", default="v5e:2x4", help="generation and shape (%(default)s)")
-    parser.add_argument(
-        "--mesh",
-        type=int,
-        metavar="N",
-        help="chips of it that share each weight (all; 1 for a family that is not cut)",
-    )
-    parser.add_argument(
-        "--largest",
-        nargs="*",
-        choices=SOUGHT,
-        default=SOUGHT,
-        help="what is sought: the largest batch, the largest context (both); alone: neither",
-    )
-    parser.add_argument(
-        "--no-confirm",
-        dest="confirm",
-        action="store_false",
-        help="do not compile the whole pair at what was found",
-    )
-    parser.add_argument(
-        "--shapes-only",
-        dest="programs",
-        action="store_false",
-        help="compile nothing: programs' own memory is left out, and the answer comes at once",
-    )
-    add_plan(parser, without=("pool_pages",))
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Compile and report; returns the exit status: 0, 1 if what was asked for does not fit, or 2."""
-    try:
-        results = _results(arguments)
-        show(results, arguments.json, lambda: _table(results))
-        return 0 if results["fits"] else 1
-    except UserError as error:
-        return fail("fit-memory", error)
+    results = _results(arguments)
+    show(results, arguments.json, lambda: _table(results))
+    return 0 if results["fits"] else 1
 
 
-def _results(arguments: argparse.Namespace) -> dict[str, Any]:
+def _results(arguments: SimpleNamespace) -> dict[str, Any]:
     target, drafter = read_configs(arguments)
     try:
         from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
@@ -98,10 +57,10 @@ def _results(arguments: argparse.Namespace) -> dict[str, Any]:
             batch_size=arguments.batch,
             block_size=arguments.block,
             verify_width=arguments.verify,
-            search=tuple(arguments.largest),
+            search={"both": SOUGHT, "none": ()}.get(arguments.largest, (arguments.largest,)),
             confirm=arguments.confirm,
             programs=arguments.programs,
-            say=say,
+            say=tell,
             **plan,
         )
     except (ModuleNotFoundError, ValueError, TypeError) as error:

@@ -2,85 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from torch_dflash.cli.arguments import add_call_options, check_options, check_room, read_input, read_schema
+from torch_dflash.cli.arguments import check_room, read_input, read_schema
 from torch_dflash.cli.encode import StdoutStreamer
-from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
+from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.job import Job
 from torch_dflash.cli.jsonl import read_items, run_lines
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.stats import DecodeStats
 from torch_dflash.grammars.grammar import Grammar
 from torch_dflash.grammars.matcher import NoTokenLeft
+from torch_dflash.progress import tell
 
 DEFAULT_BATCH = 8
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "generate",
-        help="decode prompts with a target and a drafter",
-        description="Decode one prompt to streamed text, or JSON lines to JSON lines. Text goes to stdout, "
-        "statistics and errors to stderr. Exit status: 0 done, 1 some lines failed, 2 wrong usage.",
-    )
-    add = parser.add_argument
-    add_call_options(parser)
-    add("stdin", nargs="?", type=_dash, metavar="-", help="read the prompt (or the JSON lines) from stdin")
-    add("--prompt", metavar="TEXT")
-    add("--file", metavar="PATH", help="the whole file is one prompt; with --jsonl, one prompt per line")
-    add(
-        "--jsonl",
-        action="store_true",
-        help='input lines {"prompt": ...}, {"turns": [...]} (the first is used) or {"messages": [...]}; '
-        "one result line each, in order",
-    )
-    add("--raw", action="store_true", help="send the text as it is, without the chat template")
-    add("--logprobs", action="store_true", help="with --jsonl: each new id and its log-probability")
-    add("--top-logprobs", type=int, metavar="K", help="with --jsonl: also those of the K likeliest ids")
-    add("--json-schema", metavar="FILE", help="answer with JSON that fits the schema in this file")
-    add("--regex", metavar="R", help="answer with text that this regular expression matches as a whole")
-    add(
-        "--batch-size",
-        type=int,
-        metavar="B",
-        help=f"lines decoded together with --jsonl (default {DEFAULT_BATCH}), by each replica",
-    )
-    text = "with --jsonl: so many copies of the pair, each on its part of --mesh, share the lines"
-    add("--replicas", type=int, default=1, metavar="N", help=text)
-    parser.set_defaults(run=run)
-
-
-def _dash(word: str) -> str:
-    if word != "-":
-        raise argparse.ArgumentTypeError(f"{word!r} has no option before it; a prompt is --prompt TEXT")
-    return word
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Decode what was asked for; returns the exit status."""
+    data = read_input(arguments)
+    schema = read_schema(arguments)
+    job = Job.load(arguments, output_logprobs=arguments.logprobs, top_logprobs=arguments.top_logprobs)
+    job = replace(job, options=job.options | _grammar(arguments, schema, job.loaded.tokenizer))
     try:
-        check_options(arguments)
-        data = read_input(arguments)
-        schema = read_schema(arguments)
-        job = Job.load(arguments, output_logprobs=arguments.logprobs, top_logprobs=arguments.top_logprobs)
-        job = replace(job, options=job.options | _grammar(arguments, schema, job.loaded.tokenizer))
         return _lines(job, data) if arguments.jsonl else _one(job, data)
-    except (NoTokenLeft, UserError) as error:
-        return fail("generate", error)
-    except BrokenPipeError:
-        return hang_up()
+    except NoTokenLeft as error:
+        raise UserError(one_line(error)) from None
 
 
-def _grammar(arguments: argparse.Namespace, schema: str | None, tokenizer: Any) -> dict[str, Any]:
+def _grammar(arguments: SimpleNamespace, schema: str | None, tokenizer: Any) -> dict[str, Any]:
     """The option that --json-schema or --regex stands for."""
     if schema is None and arguments.regex is None:
         return {}
@@ -167,10 +124,9 @@ def _report(job: Job, outputs: list[GenerateOutput], compiling: float) -> None:
         *(0, 0, 0.0, None, 0, 0, 0),
     )
     tpot = (seconds - sum(firsts)) / tokens if tokens else float("nan")
-    print(
+    tell(
         f"acceptance length {whole.mean_acceptance_length:.2f} | TTFT {statistics.mean(firsts) * 1e3:.1f} ms"
         f" | TPOT {tpot * 1e3:.2f} ms | {new / seconds:.1f} tokens/s | "
         f"{new} tokens in {seconds:.2f} s, {job.arguments.runtime}"
-        + (f", after {compiling:.1f} s of compiling" if job.arguments.runtime == "xla" else ""),
-        file=sys.stderr,
+        + (f", after {compiling:.1f} s of compiling" if job.arguments.runtime == "xla" else "")
     )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.arguments import call_options, prompt_room, template_options
+from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, plainly, prompt_room, template_options
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.loading import Loaded, load_pair
+from torch_dflash.engine.defaults import default_stop_ids, penalty_of
 from torch_dflash.engine.options import LARGEST_CHUNK
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.engine.read import read_request
 from torch_dflash.engine.rules import of_the_model
 from torch_dflash.engine.special_ids import stop_ids
+from torch_dflash.progress import tell
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
 
@@ -26,14 +28,16 @@ STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, 
 class Job:
     """What to decode with: the pair, every call's ``options``, and the ``room`` for a prompt in tokens."""
 
-    arguments: argparse.Namespace
+    arguments: SimpleNamespace
     loaded: Loaded
     options: dict[str, Any]
     room: int
 
     @classmethod
-    def load(cls, arguments: argparse.Namespace, **further: Any) -> Job:
+    def load(cls, arguments: SimpleNamespace, **further: Any) -> Job:
         """The pair that ``arguments`` name, with their options (`arguments.add_call_options`) and others."""
+        if arguments.drafter is None:
+            tell(plainly(arguments.target, f"torch-dflash {arguments.command}"))
         loaded = load_pair(
             arguments.target,
             arguments.drafter,
@@ -95,3 +99,27 @@ class Job:
             )
         except (TypeError, ValueError) as error:
             raise UserError(one_line(error)) from None
+
+
+def call_options(arguments: SimpleNamespace, loaded: Loaded) -> dict[str, Any]:
+    """The options of every call on the pair; the seed comes with each call."""
+    options: dict[str, Any] = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "do_sample": arguments.temperature != 0,
+        "eos_token_id": [] if arguments.ignore_eos else default_stop_ids(loaded.target, loaded.tokenizer),
+    }
+    if options["do_sample"]:
+        for name in ("temperature", *NEUTRAL):
+            options[name] = getattr(arguments, name)
+    options |= {name: getattr(arguments, name) for name in PENALTIES}
+    if arguments.stop:
+        options |= {"stop_strings": arguments.stop, "tokenizer": loaded.tokenizer}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def tell_penalty(command: str, target: Any) -> bool:
+    """Say that a drafter learns and is judged without the model's repetition penalty; whether it has one."""
+    penalty = penalty_of(target)
+    if penalty:
+        tell(f"torch-dflash {command}: the model's repetition_penalty={penalty} is not applied")
+    return bool(penalty)

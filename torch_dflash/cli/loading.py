@@ -19,7 +19,6 @@ from torch_dflash.proposers import NGramProposer
 from torch_dflash.proposers.checkpoints import load_drafter
 from torch_dflash.published.load import IncompleteWeights, load_target
 
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 # What a missing, damaged or foreign checkpoint makes transformers and safetensors raise.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
 NGRAM_WIDTH = 8  # wider only pays where long passages are copied
@@ -47,7 +46,7 @@ DRAFTERS: dict[str, Callable[[Any, int | None], Any]] = {
 
 def load_pair(
     target: str,
-    drafter: str,
+    drafter: str | None,
     *,
     dtype: str = "auto",
     device: str | None = None,
@@ -57,14 +56,15 @@ def load_pair(
 
     Args:
         target: a key of `TARGETS`, a directory, or a hub id.
-        drafter: a key of `DRAFTERS`, a directory, or a hub id.
-        dtype: a key of `DTYPES`; "auto" is the type the weights are stored in.
+        drafter: a key of `DRAFTERS`, a directory, or a hub id; None: nothing drafts.
+        dtype: "float32", "bfloat16" or "auto", which is the type the weights are stored in.
         block_size: width of a proposer that is made here (n-gram lookup).
 
     Raises:
         UserError: something does not exist, cannot be read, or is not what it should be.
     """
-    kind: Any = DTYPES[dtype]
+    kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+    drafter = "none" if drafter is None else drafter
     place = place_of(device)
     if target in TARGETS:
         try:

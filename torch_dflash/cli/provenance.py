@@ -26,7 +26,7 @@ def provenance() -> dict:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": versions(),
         "hardware": hardware(),
         "load_before": LOAD,
     }
@@ -35,6 +35,11 @@ def provenance() -> dict:
 def write_json(path: str, results: dict) -> None:
     """Write ``results`` with their provenance to ``path``."""
     Path(path).write_text(json.dumps({"provenance": provenance(), **results}, indent=1) + "\n")
+
+
+def versions() -> dict[str, str | None]:
+    """The version of each of `PACKAGES`; None: not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(name: str) -> str | None:

@@ -2,54 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from torch_dflash.cli.arguments import check_device
-from torch_dflash.cli.errors import UserError, fail, one_line
+from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.provenance import provenance, write_json
-from torch_dflash.cli.writable import check_outputs
 from torch_dflash.selftest.backend import Backend, Case, EagerBackend
 from torch_dflash.selftest.costs import hidden_costs
 from torch_dflash.selftest.kernels import block_forms, paged_forms
 from torch_dflash.selftest.losslessness import lossless
 from torch_dflash.selftest.parity import parity
 from torch_dflash.selftest.report import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
-from torch_dflash.selftest.timing import FLAT, SIZES, flat_rows, measure
+from torch_dflash.selftest.timing import FLAT, flat_rows, measure
 
 # Full attention with tied heads; then windows, sinks, biases and experts.
 FAMILIES = ("qwen3", "gpt_oss")
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "selftest",
-        help="check parity, losslessness and hidden costs on this device, and time its passes",
-        description="Random pairs, no download. Exit status: 0 every check passed, 1 some did not, 2 wrong "
-        "usage.",
-    )
-    parser.add_argument("--runtime", choices=("xla", "eager"), default="xla")
-    parser.add_argument("--device", help="torch device of --runtime eager, such as cuda")
-    parser.add_argument("--quick", action="store_true", help="one family, no batch of one, no timings")
-    parser.add_argument("--size", choices=SIZES, help="pair that is timed (unset: small on a CPU, else base)")
-    parser.add_argument("--json", metavar="FILE", help="write everything with its provenance")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Run all checks; returns the exit status."""
-    try:
-        _check_arguments(arguments)
-        return _all_checks(_backend(arguments), arguments)
-    except UserError as error:
-        return fail("selftest", error)
+    return _all_checks(_backend(arguments), arguments)
 
 
-def _all_checks(backend: Backend, arguments: argparse.Namespace) -> int:
+def _all_checks(backend: Backend, arguments: SimpleNamespace) -> int:
     print(f"device: {backend.describe()}, runtime {backend.runtime}\n", flush=True)
     report = Report(lambda line: print(line, flush=True))
     for family in FAMILIES[:1] if arguments.quick else FAMILIES:
@@ -68,14 +46,7 @@ def _all_checks(backend: Backend, arguments: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _check_arguments(arguments: argparse.Namespace) -> None:
-    check_device(arguments)
-    if arguments.size and arguments.quick:
-        raise UserError(f"--size {arguments.size} with --quick: nothing is timed; leave one of them out.")
-    check_outputs(json=arguments.json)
-
-
-def _backend(arguments: argparse.Namespace) -> Backend:
+def _backend(arguments: SimpleNamespace) -> Backend:
     try:
         if arguments.runtime == "eager":
             return EagerBackend(arguments.device)
@@ -98,9 +69,7 @@ def _parity(case: Case, backend: Backend) -> Iterator[Check]:
     yield from parity(case, backend, reference_hidden)
 
 
-def _timings(
-    backend: Backend, arguments: argparse.Namespace, timings: list[dict[str, Any]]
-) -> Iterator[Check]:
+def _timings(backend: Backend, arguments: SimpleNamespace, timings: list[dict[str, Any]]) -> Iterator[Check]:
     if arguments.quick:
         yield Check("timings", NOT_APPLICABLE, "left out by --quick")
         return
@@ -135,7 +104,7 @@ def _table(timings: list[dict[str, Any]]) -> str:
 
 
 def _conclude(
-    report: Report, backend: Backend, timings: list[dict[str, Any]], arguments: argparse.Namespace
+    report: Report, backend: Backend, timings: list[dict[str, Any]], arguments: SimpleNamespace
 ) -> None:
     """Print the verdict and the provenance, and write them where --json says."""
     failures = report.failures()

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import shlex
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from torch_dflash.checks import check_counts, context_of
-from torch_dflash.cli import train_evaluate as judge
-from torch_dflash.cli import train_vocabulary
-from torch_dflash.cli.arguments import check_device, tell_penalty, template_options
-from torch_dflash.cli.dataclass_options import add_options, read_options
-from torch_dflash.cli.errors import INTERRUPTED, UserError, fail, one_line
-from torch_dflash.cli.fit_command import MAX_LENGTH, fit_command, target_name
+from torch_dflash.checks import context_of
+from torch_dflash.cli import parse, train_evaluate, train_vocabulary
+from torch_dflash.cli.arguments import check_device, template_options
+from torch_dflash.cli.call import Call
+from torch_dflash.cli.errors import INTERRUPTED, UserError, fail
+from torch_dflash.cli.fit_command import fit_command, target_name
 from torch_dflash.cli.fit_drafter import drafter_to_fit
+from torch_dflash.cli.job import tell_penalty
 from torch_dflash.cli.loading import load_pair, place_of
-from torch_dflash.cli.writable import check_folder
+from torch_dflash.cli.options import read_options
+from torch_dflash.progress import tell
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.answers import provenance
 from torch_dflash.train.answers.data import Answer, read_answers, read_prompts
@@ -32,73 +31,12 @@ from torch_dflash.train.export.drafter import export_drafter
 from torch_dflash.train.features.extract import FeatureExtractor, cache_features, encode_answers
 from torch_dflash.train.features.options import FeatureOptions
 from torch_dflash.train.features.sequences import CachedSequences, OnlineSequences
-from torch_dflash.train.fit.options import DrafterShape, FitOptions, Objective
+from torch_dflash.train.fit.options import FitOptions, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import fit
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand and its stages."""
-    train = commands.add_parser(
-        "train",
-        help="make a drafter for a target",
-        description="Each stage continues where it stopped when the same command is run again.",
-    )
-    stages = train.add_subparsers(dest="stage", required=True)
-
-    stage = _stage(stages, "regenerate", "the target answers prompts", _regenerate, template=True)
-    stage.add_argument("--prompts", nargs="+", required=True, type=Path, metavar="FILE")
-    stage.add_argument("--limit", type=int, metavar="N", help="only N prompts, a fair sample")
-    add_options(stage, RegenerateOptions, without=(provenance.TEMPLATE,))
-
-    stage = _stage(stages, "features", "cache the target's tapped states", _features, template=True)
-    stage.add_argument("--answers", nargs="+", required=True, type=Path, metavar="PATH")
-    add_options(stage, FeatureOptions)
-
-    stage = _stage(stages, "fit", "train a drafter", _fit, template=True)
-    source = stage.add_mutually_exclusive_group(required=True)
-    source.add_argument("--features", nargs="+", type=Path, metavar="DIR", help="from the features stage")
-    source.add_argument(
-        "--answers", nargs="+", type=Path, metavar="PATH", help="compute features as they are needed instead"
-    )
-    stage.add_argument(
-        "--max-length", type=int, default=MAX_LENGTH, help=f"with --answers (default {MAX_LENGTH})"
-    )
-    stage.add_argument(
-        "--runtime",
-        choices=("xla", "eager"),
-        default="eager",
-        help="what takes the steps: XLA, on all of JAX's devices, or torch (eager, the default); a fit begun "
-        "with one may go on with the other",
-    )
-    stage.add_argument("--start-from", metavar="D", help="a drafter to continue from; unset: a new one")
-    add_options(stage, DrafterShape, optional=("mask_token_id",))
-    for part in (Objective, FitOptions):
-        add_options(stage, part)
-
-    judge.add_arguments(
-        _stage(stages, "evaluate", "acceptance on held-out prompts", judge.run, out=False, template=True)
-    )
-    stage = _stage(stages, "vocabulary", "let a drafter draft frequent ids only", train_vocabulary.run)
-    train_vocabulary.add_arguments(stage)
-    _add_all(stages)
-
-
-def _add_all(stages) -> None:
-    """The stages in one command; their own options are passed on to their own parsers."""
-    stage = _stage(stages, "all", "every stage in order", lambda arguments: _all(arguments, stages.choices))
-    for name, what in (("prompts", "answered"), ("eval-prompts", "decoded to judge the drafter")):
-        stage.add_argument(
-            f"--{name}", nargs="+", required=True, metavar="FILE", help=f"prompts that are {what}"
-        )
-    stage.add_argument("--taps", metavar="LAYERS", help="for features and fit; unset with --online: z-lab's")
-    stage.add_argument("--online", action="store_true", help="no features on disk: the target is in the loop")
-    for name in ("regenerate", "features", "fit", "evaluate"):
-        text = f'further options of the stage in one text, as --{name}="--batch-size 8"'
-        stage.add_argument(f"--{name}", default="", metavar="TEXT", help=text)
-
-
-def _all(arguments: argparse.Namespace, parsers: dict[str, argparse.ArgumentParser]) -> int:
+def _all(arguments: SimpleNamespace) -> int:
     """Every stage, each going on where it stopped; all their options are checked before the first one."""
     out, taps = arguments.out, ["--taps", arguments.taps] if arguments.taps else []
     learnt = ["--answers", out / "answers"] if arguments.online else ["--features", out / "features"]
@@ -113,63 +51,47 @@ def _all(arguments: argparse.Namespace, parsers: dict[str, argparse.ArgumentPars
         if arguments.features:
             raise UserError(f"--features {arguments.features!r} with --online: there is no such stage.")
         del lines["features"]
-    parsed = []
+    stages = []
     for name, line in lines.items():
         common = ["--target", arguments.target, "--target-dtype", arguments.target_dtype]
         common += ["--device", arguments.device] if arguments.device else []
-        given = map(str, [*common, *line, *shlex.split(getattr(arguments, name))])
-        parsed.append(parsers[name].parse_args(list(given), argparse.Namespace(stage=name)))
-    for stage in parsed:
-        print(f"torch-dflash train {stage.stage}", file=sys.stderr, flush=True)
-        status = stage.run(stage)
-        if status:
+        further = shlex.split(getattr(arguments, name))
+        stage = parse(["train", name, *map(str, [*common, *line]), *further])
+        if not isinstance(stage, Call):
+            return stage or 0
+        stages.append(stage)
+    for stage in stages:
+        tell(f"torch-dflash {stage.name}")
+        if status := stage():
             return status
     return 0
 
 
-def _stage(
-    stages, name: str, what: str, run, out: bool = True, template: bool = False
-) -> argparse.ArgumentParser:
-    stage = stages.add_parser(name, help=what, description=what)
-    stage.add_argument("--target", required=True, metavar="T", help="directory, hub id or demo")
-    stage.add_argument("--target-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    stage.add_argument("--device", metavar="DEVICE", help="torch device, with --runtime eager")
-    if out:
-        stage.add_argument("--out", required=True, type=Path, metavar="DIR")
-    if template:
-        stage.add_argument(
-            "--chat-template-kwargs",
-            metavar="JSON",
-            help="e.g. '{\"enable_thinking\": false}'; unset: what is recorded with the answers, else none",
-        )
-    stage.set_defaults(run=lambda arguments: _guarded(run, arguments))
-    return stage
-
-
-def _guarded(run, arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
+    """Run the stage ``arguments.command``; returns the exit status."""
+    name = f"train {arguments.command}"
     try:
-        if "out" in arguments:
-            check_folder(arguments.out)
-        return run(arguments)
+        return STAGES[arguments.command](arguments)
+    except BrokenPipeError:
+        raise
     except Stopped as error:
-        fail(f"train {arguments.stage}", one_line(error))
+        fail(name, error)
         return INTERRUPTED
     except (UserError, StageError, ValueError, TypeError, OSError) as error:
-        return fail(f"train {arguments.stage}", one_line(error))
+        return fail(name, error)
     except KeyboardInterrupt:
-        fail(f"train {arguments.stage}", "interrupted; run the same command again to go on from here.")
+        fail(name, "interrupted; run the same command again to go on from here.")
         return INTERRUPTED
 
 
-def _load(arguments: argparse.Namespace, drafter: str = "none", device: str | None = None) -> Any:
+def _load(arguments: SimpleNamespace, drafter: str = "none", device: str | None = None) -> Any:
     device = arguments.device if device is None else device
     return load_pair(arguments.target, drafter, dtype=arguments.target_dtype, device=device)
 
 
-def _regenerate(arguments: argparse.Namespace) -> int:
+def _regenerate(arguments: SimpleNamespace) -> int:
     options = read_options(RegenerateOptions, arguments, **{provenance.TEMPLATE: template_options(arguments)})
     check_device(arguments)
-    check_counts(limit=arguments.limit)
     prompts = read_prompts(arguments.prompts)
     if arguments.limit is not None:
         prompts = random.Random(options.seed).sample(prompts, min(arguments.limit, len(prompts)))
@@ -180,7 +102,7 @@ def _regenerate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _features(arguments: argparse.Namespace) -> int:
+def _features(arguments: SimpleNamespace) -> int:
     options = read_options(FeatureOptions, arguments)
     check_device(arguments)
     answers = provenance.with_template(read_answers(arguments.answers), template_options(arguments))
@@ -191,9 +113,8 @@ def _features(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _fit(arguments: argparse.Namespace) -> int:
+def _fit(arguments: SimpleNamespace) -> int:
     options, objective = read_options(FitOptions, arguments), read_options(Objective, arguments)
-    check_counts(max_length=arguments.max_length)
     check_device(arguments)
     answers, data = _data(arguments)
     process = _process(arguments.device) if arguments.runtime == "eager" else None
@@ -235,7 +156,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _data(arguments: argparse.Namespace) -> tuple[list[Answer], dict[str, Any] | None]:
+def _data(arguments: SimpleNamespace) -> tuple[list[Answer], dict[str, Any] | None]:
     """The answers of --answers, and what is known of those that the features were made of."""
     given = template_options(arguments)
     if arguments.features:
@@ -272,3 +193,13 @@ def _process(device: str | None) -> AcceleratorState:
 def _room(target: Any, max_length: int) -> int:
     """Longest sequence that both the user and the target's context allow."""
     return min(max_length, context_of(target))
+
+
+STAGES = {
+    "regenerate": _regenerate,
+    "features": _features,
+    "fit": _fit,
+    "evaluate": train_evaluate.run,
+    "vocabulary": train_vocabulary.run,
+    "all": _all,
+}

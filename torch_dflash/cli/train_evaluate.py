@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.cli.arguments import check_device, tell_penalty, template_options
-from torch_dflash.cli.dataclass_options import add_options, read_options
+from torch_dflash.cli.arguments import check_device, template_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.fit_command import target_name
+from torch_dflash.cli.job import tell_penalty
 from torch_dflash.cli.loading import Loaded, load_pair
+from torch_dflash.cli.options import read_options
 from torch_dflash.cli.provenance import provenance
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
@@ -26,20 +27,7 @@ from torch_dflash.train.export.card import acceptance_table, add_figures
 from torch_dflash.train.export.drafter import trained_template
 
 
-def add_arguments(stage: argparse.ArgumentParser) -> None:
-    """Declare the stage's own options."""
-    stage.add_argument("--drafter", required=True, metavar="D")
-    stage.add_argument("--prompts", nargs="+", required=True, type=Path, metavar="FILE")
-    stage.add_argument(
-        "--json", type=Path, metavar="FILE", help="one file; sets already in it are kept, not decoded again"
-    )
-    stage.add_argument(
-        "--card", action="store_true", help="put the figures of --json into the drafter's card"
-    )
-    add_options(stage, EvaluateOptions, without=(TEMPLATE,))
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Decode the sets that are not in --json yet, and print the table of all."""
     given = template_options(arguments)
     options = read_options(EvaluateOptions, arguments, **{TEMPLATE: given})

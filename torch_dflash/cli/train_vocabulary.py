@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from types import SimpleNamespace
 
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.loading import load_pair
@@ -12,24 +11,11 @@ from torch_dflash.proposers.narrow import count_ids, frequent_ids, with_draft_vo
 from torch_dflash.storage.files import naming_a_full_disk
 from torch_dflash.train.answers.data import read_answers
 
-ROWS = 8192
 
-
-def add_arguments(stage: argparse.ArgumentParser) -> None:
-    """Declare the stage's own options."""
-    stage.add_argument("--drafter", required=True, metavar="D")
-    stage.add_argument("--answers", nargs="+", required=True, type=Path, metavar="PATH")
-    stage.add_argument(
-        "--rows", type=int, default=ROWS, help=f"ids that are drafted, the most frequent (default {ROWS})"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Write the drafter with its own head, and say how much of the answers its ids cover."""
     if (arguments.out / "config.json").exists():
         raise UserError(f"--out {arguments.out}: holds a model already; choose another directory.")
-    if arguments.rows < 1:
-        raise UserError(f"--rows {arguments.rows}: must be an integer of at least 1.")
     texts = [answer.response_ids for answer in read_answers(arguments.answers)]
     ids = frequent_ids(texts, arguments.rows)
     loaded = load_pair(

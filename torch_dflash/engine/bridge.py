@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -13,7 +14,16 @@ from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.together import Hosts
 from torch_dflash.engine.width import Widths
 from torch_dflash.guards.processes import check_process
+from torch_dflash.progress import say
 from torch_dflash.runtime import Runtime
+
+_told: WeakSet = WeakSet()
+_ELSEWHERE = {
+    "cuda": "Pass runtime='eager' to decode on the GPU.",
+    "xla": "That is a device of torch_xla, which cannot share a TPU with JAX in one process: keep the target "
+    "on the CPU (target.to('cpu')), or load it with jax_bridge.load (docs/tpu.md).",
+}
+"""By the type of a torch device, what to do for a model that is there."""
 
 
 def hosts_of(runtime: str, mesh: Any, replicas: int) -> Hosts | None:
@@ -29,6 +39,18 @@ def hosts_of(runtime: str, mesh: Any, replicas: int) -> Hosts | None:
     from jax_bridge.hosts.hosts import spanning
 
     return spanning(mesh, replicas)
+
+
+def tell_device(model: Any, runtime: str) -> None:
+    """Say, once for a model, that XLA decodes on another device than the model's."""
+    place = model.device
+    if runtime != "xla" or place.type not in _ELSEWHERE or model in _told:
+        return
+    _told.add(model)
+    say(
+        f"the target is on {place}; runtime='xla' copies its weights to JAX's default device and decodes "
+        f"there. {_ELSEWHERE[place.type]}"
+    )
 
 
 def make_runtimes(

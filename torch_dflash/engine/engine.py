@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_dflash.checks import check_context, check_streamer, check_target
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.bridge import hosts_of, make_runtimes
+from torch_dflash.engine.bridge import hosts_of, make_runtimes, tell_device
 from torch_dflash.engine.entry import check_entry, marked
 from torch_dflash.engine.gained import Gained, tokens_of
 from torch_dflash.engine.models import Models
@@ -89,6 +89,7 @@ class Engine(OfOneProcess):
             if before.holds():  # no other thread changed the model meanwhile
                 break
         check_context(model, options.max_length)
+        tell_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)
         plan = options.plan(proposer.width)
         check_top(plan.top_logprobs, skeleton.vocab_size)

@@ -22,7 +22,7 @@ from torch_dflash.engine.read import check_each_fits
 from torch_dflash.engine.request import Request
 from torch_dflash.engine.session import Session
 from torch_dflash.engine.stats import Share
-from torch_dflash.progress import announced, progress_bar, unseen
+from torch_dflash.progress import lasting
 from torch_dflash.runtime import Gain, Runtime
 from torch_dflash.state import DecodeState
 
@@ -55,12 +55,11 @@ class Replicas(Engine):
         self.follow()
         first, *others = self.engines
         first.warmup(progress)
-        with (
-            ThreadPoolExecutor(max(1, len(others))) as pool,
-            progress_bar(progress, total=len(others), unit="replica", desc="other replicas") as bar,
-        ):
-            lasting = others and unseen(progress, bar)
-            with announced("compiling for the other replicas" if lasting else None):
+        if others:
+            with (
+                ThreadPoolExecutor(len(others)) as pool,
+                lasting(progress, "compiling for the other replicas", len(others), "replica") as bar,
+            ):
                 for _ in pool.map(lambda engine: engine.warmup(progress=False), others):
                     bar.update()
         return self

@@ -12,12 +12,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from torch_dflash.checks import context_of
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
+from torch_dflash.progress import progress_bar
 from torch_dflash.storage.files import write_json
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Answer, Prompt, count_answers, write_answers
@@ -61,7 +60,7 @@ def _longest(target, options: RegenerateOptions) -> int:
 def _answer_shards(target, tokenizer, prompts: list[Prompt], directory: Path, options) -> int:
     starts = range(0, len(prompts), options.shard_size)
     made, answers, turns = 0, 0, 0
-    with tqdm(total=len(prompts), desc="regenerate", unit="prompt", smoothing=0.05) as bar:
+    with progress_bar(True, total=len(prompts), desc="regenerate", unit="prompt", smoothing=0.05) as bar:
         for index, start in enumerate(starts):
             shard = prompts[start : start + options.shard_size]
             path = directory / f"answers-{index:05}-of-{len(starts):05}.jsonl.gz"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from torch_dflash.checks import context_of
 from torch_dflash.engine.defaults import default_stop_ids
@@ -16,6 +15,7 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.plan import DecodePlan
+from torch_dflash.progress import progress_bar
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Prompt
@@ -97,7 +97,7 @@ def evaluate(
     stops = default_stop_ids(target, tokenizer)
     decode = _Decoder(target, ShuffledFeatures(drafter) if options.shuffled else drafter, options, stops)
     turns, asked, ngram = sum(len(prompt.turns) for prompt in prompts), 0, []
-    with tqdm(total=turns, desc=name, unit="turn") as bar:
+    with progress_bar(True, total=turns, desc=name, unit="turn") as bar:
         size, template = options.batch_size, options.chat_template_kwargs
         for batch in converse(
             tokenizer, prompts, decode, batch_size=size, longest=longest, template=template

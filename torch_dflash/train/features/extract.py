@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm import tqdm
 
 from torch_dflash.checks import check_runtime, check_target, context_of
 from torch_dflash.engine.engine import Engine
@@ -24,6 +23,7 @@ from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.plan import DecodePlan
+from torch_dflash.progress import progress_bar
 from torch_dflash.proposers import PlainProposer
 from torch_dflash.pytrees import register_state
 from torch_dflash.storage.files import StageError
@@ -189,7 +189,7 @@ def cache_features(target, sequences: list[Sequence], directory: Path, options: 
     tokens = sum(len(item.ids) for item in sequences)
     with (
         open_stage(directory, settings, "features-*"),
-        tqdm(total=tokens, desc="features", unit="token") as bar,
+        progress_bar(True, total=tokens, desc="features", unit="token") as bar,
     ):
         for index, start in enumerate(starts):
             shard = sequences[start : start + options.shard_size]

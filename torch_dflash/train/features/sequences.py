@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from torch_dflash.progress import progress_bar
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, check_any
 from torch_dflash.train.features.fingerprint import TargetFingerprint
@@ -57,7 +57,7 @@ class CachedSequences:
         self._sequences: list[Sequence] = []
         self._places: list[tuple[Any, int]] = []
         kinds, size = [], sum(path.stat().st_size for path in files)
-        with tqdm(total=size, desc="verify features", unit="B", unit_scale=True) as bar:
+        with progress_bar(True, total=size, desc="verify features", unit="B", unit_scale=True) as bar:
             for path in files:
                 kinds.append(self._open(path))
                 bar.update(path.stat().st_size)

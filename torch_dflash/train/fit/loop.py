@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
+from torch_dflash.progress import progress_bar
 from torch_dflash.proposers.dflash2.config import SIZES
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.features.extract import data_checksum
@@ -195,7 +196,7 @@ class Loop:
             yield batches()
 
     def _bar(self, steps: int) -> tqdm:
-        return tqdm(total=steps, initial=self.done, desc="fit", unit="step", disable=not self.trainer.main)
+        return progress_bar(self.trainer.main, total=steps, initial=self.done, desc="fit", unit="step")
 
 
 def add(one: Losses, other: Losses) -> Losses:

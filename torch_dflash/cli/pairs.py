@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.cli.errors import UserError, fail, hang_up
-from torch_dflash.published.check import Checked, check_cached
+from torch_dflash.cli.errors import UserError
+from torch_dflash.progress import tell
 from torch_dflash.published.rows import Checkpoint, checkpoints, share
 
 DECODED = {True: "yes", False: "no", None: "?"}
@@ -18,42 +17,20 @@ HEADS = ("name", "target", "drafter", "kind", "layout", "block", "taps", "decode
 DIFFERS = 1
 
 
-def add_parser(commands) -> None:
-    """Declare the subcommand."""
-    parser = commands.add_parser(
-        "list",
-        help="show the published pairs of target and drafter",
-        description="Shows the pairs that are known, one a line; ? is unknown. With --check, loads and "
-        "checks those whose drafter the hub's cache holds; nothing is fetched. Exit status: 0, 1 if one of "
-        "those does not load or fit, 2 wrong usage.",
-    )
-    add = parser.add_argument
-    add("name", nargs="?", metavar="TEXT", help="only pairs with this in their names")
-    add("--json", action="store_true", help="print every field, its source and what is unknown")
-    add("--check", action="store_true", help="load and check what the hub's cache holds")
-    add("--cache-dir", metavar="DIR", help="a hub cache other than huggingface_hub's own, for --check")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: SimpleNamespace) -> int:
     """Print the pairs; returns the exit status."""
-    try:
-        if arguments.cache_dir is not None and not arguments.check:
-            raise UserError(f"--cache-dir {arguments.cache_dir}: it is for --check; pass that too.")
-        wanted = str(arguments.name or "").lower()
-        rows = [row for row in checkpoints if wanted in row.name]
-        if not rows:
-            raise UserError(f"{arguments.name}: no pair has that in its name; leave it out to see all.")
-        if arguments.check:
-            return _check(rows, arguments)
-        print(json.dumps([as_json(row) for row in rows], indent=1) if arguments.json else table(rows))
-        if len(rows) == len(checkpoints):
-            print(f"{share()}.", file=sys.stderr)
-        return 0
-    except UserError as error:
-        return fail("list", error)
-    except BrokenPipeError:
-        return hang_up()
+    wanted = str(arguments.name or "").lower()
+    rows = [row for row in checkpoints if wanted in row.name]
+    if not rows:
+        raise UserError(f"{arguments.name}: no pair has that in its name; leave it out to see all.")
+    if arguments.decodes:
+        rows = [row for row in rows if row.verdict[0]]
+    if arguments.check:
+        return _check(rows, arguments)
+    print(json.dumps([as_json(row) for row in rows], indent=1) if arguments.json else table(rows))
+    if len(rows) == len(checkpoints):
+        tell(f"{share()}.")
+    return 0
 
 
 def table(rows: Iterable[Checkpoint]) -> str:
@@ -80,7 +57,9 @@ def _cells(row: Checkpoint) -> tuple[str, ...]:
     return row.name, named, row.drafter or "?", row.kind, row.layout or "?", block, taps, DECODED[decodes]
 
 
-def _check(rows: list[Checkpoint], arguments: argparse.Namespace) -> int:
+def _check(rows: list[Checkpoint], arguments: SimpleNamespace) -> int:
+    from torch_dflash.published.check import check_cached  # only when asked for: it loads transformers
+
     try:
         found = check_cached(rows, arguments.cache_dir)
     except OSError as error:
@@ -88,11 +67,11 @@ def _check(rows: list[Checkpoint], arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
     else:
-        _tell(found)
+        _report(found)
     return DIFFERS if any(one.problem for one in found) else 0
 
 
-def _tell(found: list[Checked]) -> None:
+def _report(found: list[Any]) -> None:
     there = [one for one in found if one.cached]
     for one in there:
         fits = "loads and fits" if one.compared else "loads"
@@ -102,4 +81,4 @@ def _tell(found: list[Checked]) -> None:
     absent = [one.name for one in found if not one.cached]
     print(f"checked {len(there)} of {len(found)} pairs; {len(absent)} are not in the cache.")
     if absent:
-        print(f"not in the cache: {', '.join(absent)}", file=sys.stderr)
+        tell(f"not in the cache: {', '.join(absent)}")

@@ -1,0 +1,92 @@
+"""Runs a parsed command: its module is imported then, and its errors end in a line and an exit status."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from torch_dflash.cli.errors import INTERRUPTED, NO_ROOM, UserError, fail, hang_up, unwritten
+from torch_dflash.cli.options import Command, flag
+
+PROGRAM = "torch-dflash"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command line that was parsed: ``run(arguments)`` of ``module`` does what it asks for."""
+
+    name: str
+    module: str
+    arguments: SimpleNamespace
+
+    def __call__(self) -> int:
+        """Run it; returns the exit status."""
+        try:
+            from torch_dflash.progress import quiet
+
+            with quiet(self.arguments.quiet):
+                run = import_module(self.module).run
+                if self.arguments.quiet:
+                    hush()
+                status = run(self.arguments)
+            sys.stdout.flush()  # a reader that has left is noticed here, not when the interpreter ends
+            return status
+        except UserError as error:
+            return fail(self.name, error)
+        except BrokenPipeError:
+            return hang_up()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return unwritten(self.name, error)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def command(
+    name: str,
+    params: list[click.Parameter],
+    help: str,
+    more: str = "",
+    module: str | None = None,
+    check: Callable[[SimpleNamespace], Any] | None = None,
+) -> Command:
+    """A command that makes a `Call` of ``torch_dflash.cli.<name>``.
+
+    Args:
+        params: what it takes, besides ``--quiet``.
+        help: one sentence, in the list of commands too. more: what follows it in the command's own help.
+        module: of the package ``torch_dflash.cli``; unset: named like the command.
+        check: raises `UserError` for arguments that need no model to be refused.
+    """
+
+    def made(**values: Any) -> Call | int:
+        path = click.get_current_context().command_path.removeprefix(PROGRAM).strip()
+        arguments = SimpleNamespace(command=name, **values)
+        try:
+            if check is not None:
+                check(arguments)
+        except UserError as error:
+            return fail(path, error)
+        return Call(path, f"torch_dflash.cli.{module or name.replace('-', '_')}", arguments)
+
+    silent = flag("-q", "--quiet", help="Only errors on stderr: no bars, notes or statistics.")
+    text = f"{help}\n\n{more}" if more else help
+    return Command(name, params=[*params, silent], help=text, short_help=help, callback=made)
+
+
+def hush() -> None:
+    """Silence warnings, and transformers' bars and notes, where the command has imported it."""
+    warnings.simplefilter("ignore")
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()

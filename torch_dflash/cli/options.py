@@ -1,0 +1,130 @@
+"""Options of a command, declared for click: by hand, or from the fields of a frozen dataclass.
+
+Nothing here imports torch: ``--help`` and wrong usage are answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import click
+
+T = TypeVar("T")
+COUNT = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
+
+
+def option(*names: str, many: bool = False, **more: Any) -> click.Option:
+    """An option; ``names`` are its spellings, and the last one without dashes names its attribute.
+
+    Args:
+        many: it takes one or more words, as in ``--prompts a.jsonl b.jsonl``; its value is a list, or None.
+        **more: as in `click.Option`.
+    """
+    return (_Many if many else click.Option)(names, show_default=more.pop("show_default", True), **more)
+
+
+def flag(*names: str, help: str, **more: Any) -> click.Option:
+    """An option without a value."""
+    return click.Option(names, is_flag=True, help=help, show_default=False, **more)
+
+
+class _Many(click.Option):
+    """An option of one or more words. `Command` repeats its name before each of them."""
+
+    def __init__(self, names: Sequence[str], **more: Any):
+        super().__init__(names, multiple=True, callback=lambda ctx, one, words: list(words) or None, **more)
+
+
+class Command(click.Command):
+    """A command whose options may take several words."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        many = {name for one in self.params if isinstance(one, _Many) for name in one.opts}
+        return super().parse_args(ctx, _repeated(many, args))
+
+
+def _repeated(many: set[str], words: list[str]) -> list[str]:
+    """``--prompts a b`` as ``--prompts a --prompts b``, for the options named in ``many``."""
+    found: list[str] = []
+    name, count = None, 0
+    for word in words:
+        if word.startswith("-") and word != "-":
+            name, _, value = word.partition("=")
+            name, count = name if name in many else None, bool(value)
+        elif name is not None:
+            count += 1
+            if count > 1:
+                found.append(name)
+        found.append(word)
+    return found
+
+
+def options_of(
+    cls: type, without: tuple[str, ...] = (), optional: tuple[str, ...] = ()
+) -> list[click.Option]:
+    """One option for each field of ``cls``: its default, its choices, its help from the ``Args:`` of ``cls``.
+
+    A field without a default makes a required option, unless it is ``optional``: then it is None if unset.
+    """
+    helps, made = _helps(cls), []
+    for field in dataclasses.fields(cls):
+        if field.name in without:
+            continue
+        kind, text = _kind(cls, field), helps.get(field.name)
+        name = "--" + field.name.replace("_", "-")
+        if kind is bool:
+            made.append(flag(name, help=text or ""))
+            continue
+        lacks = field.default is dataclasses.MISSING
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        more: dict[str, Any] = {} if choices else {"metavar": kind.__name__.upper()}
+        more |= {} if lacks else {"default": field.default}
+        made.append(
+            option(
+                name,
+                type=click.Choice(choices) if choices else kind,
+                required=lacks and field.name not in optional,
+                help=text,
+                **more,
+            )
+        )
+    return made
+
+
+def read_options(cls: type[T], arguments: types.SimpleNamespace, **more: Any) -> T:
+    """A ``cls`` from parsed ``arguments``; ``more`` gives the fields that were left out."""
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in more]  # pyright: ignore
+    return cls(**{name: getattr(arguments, name) for name in names}, **more)
+
+
+def _kind(cls: type, field: dataclasses.Field) -> Any:
+    """A field's type, without its ``| None``."""
+    hint = eval(str(field.type), vars(sys.modules[cls.__module__]))  # the other fields may need torch
+    if get_origin(hint) in (types.UnionType, Union):
+        return next(arm for arm in get_args(hint) if arm is not type(None))
+    return hint
+
+
+def _helps(cls: type) -> dict[str, str]:
+    """Sentences of the docstring's ``Args:``, by field; several fields may share a line."""
+    section = (inspect.getdoc(cls) or "").partition("Args:")[2].partition("\n\n")[0]
+    text = " ".join(section.split())
+    names = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore
+    found = list(re.finditer(rf"(?:^|(?<=\. ))({'|'.join(names)}): ", text))
+    ends = [match.start() for match in found[1:]] + [len(text)]
+    return {
+        match[1]: text[match.end() : end].strip().rstrip(".") for match, end in zip(found, ends, strict=True)
+    }
+
+
+def number_or_word(text: str) -> int | str:
+    """The value of ``--verify-width`` or ``--mesh``: a number, or a word such as "auto"."""
+    return int(text) if text.lstrip("-").isdecimal() else text
