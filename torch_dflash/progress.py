@@ -156,7 +156,7 @@ class Compiling:
         if bar is not None:
             bar.close()
             if bar.disable:
-                say(f"compiled in {self._ended - started:.1f} s")
+                say(f"compiling took {self._ended - started:.1f} s")
 
 
 @contextmanager

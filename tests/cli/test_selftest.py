@@ -133,8 +133,8 @@ def test_a_drafter_that_is_never_accepted_shows_nothing(eager, monkeypatch):
     assert check.status == FAIL and "acceptance never varied" in check.detail
 
 
-def _silent(self, pstate, anchor, length, embed, head, propose=dflash.DFlashProposer.propose):
-    draft, pstate = propose(self, pstate, anchor, length, embed, head)
+def _silent(self, pstate, anchor, length, embed, head, asked, propose=dflash.DFlashProposer.propose):
+    draft, pstate = propose(self, pstate, anchor, length, embed, head, asked)
     return type(draft)(draft.tokens, draft.valid * 0), pstate
 
 

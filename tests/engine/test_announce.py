@@ -44,7 +44,7 @@ def test_slow_compilations_are_a_line_at_each_end(lines, monkeypatch):
     engine.runtime._programs._compiling.join()
     begun, ended = messages(lines)[:2]
     assert begun.startswith("torch-dflash: compiling ") and f"({ROOM} positions, batch 1) ..." in begun
-    assert re.fullmatch(r"torch-dflash: compiled in \d+\.\d s", ended)
+    assert re.fullmatch(r"torch-dflash: compiling took \d+\.\d s", ended)
     lines.clear()
     engine.generate(torch.tensor([[5, 6, 7, 8]]), **ask)
     assert not messages(lines)
