@@ -27,6 +27,7 @@ def pytest_configure(config):
     20 s where there is no network.
     """
     os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+    gc.disable()  # until all files are imported, of which nothing is garbage
     config.kept_programs = tempfile.TemporaryDirectory()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = config.kept_programs.name
 
@@ -55,3 +56,4 @@ def pytest_collection_finish():
     """What was imported stays: each collection of garbage would look at a million of its objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()

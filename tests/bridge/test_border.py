@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.scripted import own_text
 from support.states import look
-from support.tiny import make_pair
+from support.tiny import small_pair
 
 import jax_bridge as jb
 import torch_dflash as td
@@ -58,7 +58,7 @@ class Side:
 
 @pytest.fixture(scope="module")
 def pair():
-    return make_pair("gpt_oss", agree=6.0)
+    return small_pair("gpt_oss", agree=6.0)
 
 
 @pytest.fixture(scope="module", params=["static", "paged"])
@@ -79,7 +79,7 @@ def xla(pair, cache):
 @pytest.fixture(scope="module")
 def half_pair():
     """In bfloat16, so that no dtype passes by being the default."""
-    return tuple(model.to(torch.bfloat16) for model in make_pair("qwen3"))
+    return tuple(model.to(torch.bfloat16) for model in small_pair("qwen3"))
 
 
 def leaves(tree, path=""):
@@ -244,7 +244,7 @@ def test_write_rows_lowers_to_the_same_writes(batch, dtype):
 @pytest.mark.parametrize("there", [16, 32])
 def test_a_state_of_other_pages_is_refused(there):
     here = 48 - there
-    target = make_pair()[0]
+    target = small_pair()[0]
     ids = torch.tensor([[3, 1, 4]])
     mine, theirs = (
         td.compile(target, None, max_length=96, cache="paged", page_size=size) for size in (here, there)
@@ -254,7 +254,7 @@ def test_a_state_of_other_pages_is_refused(there):
 
 
 def test_a_state_of_numpy_arrays_goes_on():
-    target = make_pair()[0].bfloat16()
+    target = small_pair()[0].bfloat16()
     engine = td.compile(target, None, max_length=64, rounds_per_chunk=4)
     states = [engine.start(torch.tensor([[3, 1, 4]]), max_new_tokens=4) for _ in range(2)]
     found = [engine.advance(state) for state in (states[0], jax.device_get(states[1]))]

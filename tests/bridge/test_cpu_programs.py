@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from math import prod
 
 import jax
@@ -21,15 +22,16 @@ LENGTH = 480  # 496 slots, which no other dimension has
 
 def compiled(dtype: torch.dtype, drafts: bool, **options):
     """The rounds of a tiny pair: (the program's text, the shapes of its weights and caches)."""
-    program, leaves = built(dtype, drafts, **options)
+    program, leaves = built(dtype, drafts, LENGTH, **options)
     shapes = {dims(leaf.shape) for leaf in leaves if prod(leaf.shape) >= SMALLEST and len(leaf.shape) > 1}
     return program.as_text(), shapes
 
 
-def built(dtype: torch.dtype, drafts: bool, max_length: int = LENGTH, width: int = 0, **options):
+@cache
+def built(dtype: torch.dtype, drafts: bool, max_length: int, width: int = 0, **options):
     """The rounds of a tiny pair, of ``width`` or the plan's: (the program, its weights and caches)."""
-    target = make_target("llama", max_position_embeddings=16 * LENGTH)
-    drafter = make_drafter(target, max_position_embeddings=16 * LENGTH)
+    target = make_target("llama", num_hidden_layers=2, max_position_embeddings=16 * LENGTH)
+    drafter = make_drafter(target, target_layer_ids=[0, 1], max_position_embeddings=16 * LENGTH)
     target, drafter = target.to(dtype), drafter.to(dtype)
     engine = td.compile(target, drafter if drafts else None, max_length=max_length, filters=False, **options)
     runtime = engine.runtime
@@ -39,6 +41,13 @@ def built(dtype: torch.dtype, drafts: bool, max_length: int = LENGTH, width: int
     with lower.tracing("highest"):
         program = jax.jit(rounds, donate_argnums=1).lower(params, state).compile()
     return program, jax.tree.leaves((params, state), is_leaf=lambda leaf: isinstance(leaf, StoredWeight))
+
+
+@pytest.fixture
+def anew():
+    """Ends what was built of other code: to be called when a patch is in place."""
+    yield built.cache_clear
+    built.cache_clear()
 
 
 def dims(shape) -> tuple[int, ...]:
@@ -76,10 +85,11 @@ def test_a_chunk_copies_nothing(drafts, options, dtype):
 
 
 @pytest.mark.parametrize("function", ["cosine", "sine"])
-def test_angles_are_computed_once_a_pass(function, monkeypatch):
+def test_angles_are_computed_once_a_pass(function, monkeypatch, anew):
     text, _ = compiled(torch.float32, False)
     assert text.count(f" {function}(") == 1
     monkeypatch.setattr(angles, "_once_a_pass", lambda function, array: function(array))
+    anew()
     text, _ = compiled(torch.float32, False)
     assert text.count(f" {function}(") > 2  # each layer's queries and keys
 
@@ -105,7 +115,7 @@ def test_what_a_round_moves_follows_the_context_and_not_the_capacity(drafts, opt
     assert read_by_slot(drafts, **options) <= most  # a layer's keys and values would be 128
 
 
-def test_a_form_that_reads_every_slot_shows(monkeypatch):
+def test_a_form_that_reads_every_slot_shows(monkeypatch, anew):
     def plain(inputs, key, value):
         return ops.call_torch(ops.dense_attention.plain, inputs, key, value, _all(inputs, key))
 
@@ -113,5 +123,6 @@ def test_a_form_that_reads_every_slot_shows(monkeypatch):
         return torch.ones(1, 1, inputs.query.shape[2], key.shape[2], dtype=torch.bool)
 
     monkeypatch.setattr(ops, "stream_dense", plain)
+    anew()
     assert moves(*compiled(torch.float32, False))
     assert read_by_slot(False) > 128

@@ -172,18 +172,18 @@ def test_other_widths_than_the_trained_one_on_xla():
 
 
 def test_rows_stop_at_their_own_limits(runtime):
-    become("qwen3", "good")
+    become("llama", "good")
     budgets = [1, 7, NEW, 2, 13]
-    texts, stats = run(engine("qwen3", runtime), prompts(), max_new_tokens=budgets, do_sample=False)
+    texts, stats = run(engine("llama", runtime), prompts(), max_new_tokens=budgets, do_sample=False)
     for row, (text, budget) in enumerate(zip(texts, budgets, strict=True)):
-        assert text == own("qwen3", row)[:budget] + [0] * (NEW - budget)
+        assert text == own("llama", row)[:budget] + [0] * (NEW - budget)
         assert sum(stats.acceptance_lengths[row]) == budget - 1
     assert stats.new_tokens == sum(budgets)
 
 
 def test_one_new_token_needs_no_round(runtime):
-    texts, stats = run(engine("qwen3", runtime), prompts(), max_new_tokens=1, do_sample=False)
-    assert texts == [own("qwen3", row)[:1] for row in range(5)]
+    texts, stats = run(engine("llama", runtime), prompts(), max_new_tokens=1, do_sample=False)
+    assert texts == [own("llama", row)[:1] for row in range(5)]
     assert stats.rounds == 0 and stats.acceptance_lengths == [[]] * 5
 
 
@@ -230,9 +230,9 @@ def test_nothing_follows_a_stop_id_met_in_mid_block(runtime):
 
 
 def test_a_first_token_that_stops_ends_the_row(runtime):
-    stops = [[own("qwen3", 0)[0]], [], [], [], []]
-    texts, stats = run(engine("qwen3", runtime), prompts(), max_new_tokens=4, eos_token_id=stops)
-    assert texts == [own("qwen3", 0)[:1] + [0] * 3] + [own("qwen3", row)[:4] for row in range(1, 5)]
+    stops = [[own("llama", 0)[0]], [], [], [], []]
+    texts, stats = run(engine("llama", runtime), prompts(), max_new_tokens=4, eos_token_id=stops)
+    assert texts == [own("llama", 0)[:1] + [0] * 3] + [own("llama", row)[:4] for row in range(1, 5)]
     assert stats.acceptance_lengths[0] == []
 
 
@@ -255,10 +255,10 @@ def test_sampled_text_is_that_of_plain_decoding(runtime, filters):
 
 
 def test_a_row_samples_the_same_alone_and_in_a_batch(runtime):
-    become("qwen3", "good")
+    become("llama", "good")
     options = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": NEW}
-    batch, _ = run(engine("qwen3", runtime), prompts(), seed=[3, 4, 5, 6, 7], **options)
-    alone, _ = run(engine("qwen3", runtime), prompts()[3:4], seed=6, **options)
+    batch, _ = run(engine("llama", runtime), prompts(), seed=[3, 4, 5, 6, 7], **options)
+    alone, _ = run(engine("llama", runtime), prompts()[3:4], seed=6, **options)
     assert alone[0] == batch[3]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.scripted import Scripted, own_text, run
 from support.states import look
-from support.tiny import make_pair
+from support.tiny import make_pair, small_pair
 from support.widths import mix
 
 import torch_dflash as td
@@ -83,11 +83,11 @@ def test_rounds_of_any_width_leave_the_drafter_as_a_prompt_does(kind, monkeypatc
 
 
 def test_switching_compiles_nothing():
-    target, drafter = make_pair("llama", agree=6.0)
+    target, drafter = small_pair("llama", agree=6.0)
     engine = mixed((target, drafter), "xla").warmup()
     for new in (20, 50):
-        _, stats = run(engine, PROMPTS[:1], max_new_tokens=new, do_sample=False)
-        assert stats.compilations == 0
+        texts, stats = run(engine, PROMPTS[:1], max_new_tokens=new, do_sample=False)
+        assert stats.compilations == 0 and texts == [own_text(target, PROMPTS[0], new)]
     assert set(engine._widths.used) == {1, 4, 6}
 
 
@@ -234,7 +234,7 @@ def test_plain_decoding_loses_little_to_looking():
 
 @pytest.mark.parametrize("where", ["eager", "xla"])
 def test_a_warm_engine_knows_what_rounds_cost_and_nothing_of_texts(where):
-    target, drafter = make_pair("llama", agree=6.0)
+    target, drafter = small_pair("llama", agree=6.0)
     engine = td.compile(target, drafter, runtime=where, max_length=96, batch_size=2, verify_width="auto")
     assert not engine._widths.measured
     engine.warmup()

@@ -40,8 +40,8 @@ def hub(monkeypatch, tmp_path, request):
     spells = "grammar" in request.node.name  # that page needs a tokenizer of text, and a way to end
     tokenizer = byte_tokenizer(TEMPLATE) if spells else NumberTokenizer(VOCAB)
     own = {"vocab_size": 257, "eos_token_id": 0} if spells else {}
-    target = make_target("qwen3", num_hidden_layers=3, max_position_embeddings=4096, **own)
-    drafter = make_drafter(target, num_hidden_layers=1, max_position_embeddings=4096)
+    target = make_target("qwen3", num_hidden_layers=2, max_position_embeddings=4096, **own)
+    drafter = make_drafter(target, num_hidden_layers=1, target_layer_ids=[0, 1], max_position_embeddings=4096)
     target.save_pretrained(tmp_path)  # this directory stands for the id; the loading is real
     asked: list[str] = []
 

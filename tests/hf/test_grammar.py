@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import llguidance.hf
 import numpy as np
@@ -53,11 +54,16 @@ def make_grammar(kind):
     }[kind]()
 
 
+@cache
+def read_tokenizer():
+    return llguidance.hf.from_tokenizer(TOKENIZER)
+
+
 class Reference:
     """As transformers' users write it: a matcher made anew for every row and token, with its own stop id."""
 
     def __init__(self, kind, starts):
-        self.tokenizer = llguidance.hf.from_tokenizer(TOKENIZER)
+        self.tokenizer = read_tokenizer()
         text = {"json": json.dumps(SCHEMA), "lark": LARK}.get(kind, PATTERN)
         form = {"json": LLMatcher.grammar_from_json_schema, "lark": LLMatcher.grammar_from_lark}
         self.grammar, self.starts = form.get(kind, LLMatcher.grammar_from_regex)(text), starts
@@ -79,8 +85,8 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def pair():
-    target = make_target("qwen3", vocab_size=VOCAB)
-    drafter = make_drafter(target)
+    target = make_target("qwen3", vocab_size=VOCAB, num_hidden_layers=2)
+    drafter = make_drafter(target, num_hidden_layers=1, target_layer_ids=[0, 1])
     correlate(target, drafter, 2.5)
     return target, drafter
 
