@@ -262,7 +262,7 @@ BUDGETS = {
     "jax_bridge": {
         "": 1820,
         "aot": 1000,
-        "checkpoints": 370,
+        "checkpoints": 540,
         "hosts": 340,
         "kernels": 680,
         "mesh": 560,

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 
+from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.storage.weight_files import Stored
 
-# A stacked weight's name -> what each expert stores of it, in the order of its rows.
-_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# A stacked weight's name -> what each expert stores of it, in the order of its rows; then Mixtral's names.
+_PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""What the name of one expert's tensor holds."""
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """A weight [E, out, in] of E experts, each stored as one or more tensors with rows of their own."""
+    """A weight [E, out, in] of E experts, each stored as one or more tensors with rows of their own.
+
+    ``names`` are those of the tensors, as transformers renames them.
+    """
 
     name: str
     shape: tuple[int, ...]
-    experts: tuple[tuple[Stored, ...], ...]
+    experts: tuple[tuple[Stored | Dequantised, ...], ...]
+    names: frozenset[str] = frozenset()
 
     @property
     def file(self) -> Path:
@@ -35,7 +45,7 @@ class Stacked:
     @property
     def nbytes(self) -> int:
         """Bytes in the files."""
-        return prod(self.shape) * self.dtype.itemsize
+        return sum(part.nbytes for expert in self.experts for part in expert)
 
     def read(self) -> torch.Tensor:
         """A tensor of its own, filled expert by expert."""
@@ -46,7 +56,7 @@ class Stacked:
         first, *inside = index
         return self._stacked(self.experts[first])[:, *inside]
 
-    def _stacked(self, experts: tuple[tuple[Stored, ...], ...]) -> torch.Tensor:
+    def _stacked(self, experts: tuple[tuple[Stored | Dequantised, ...], ...]) -> torch.Tensor:
         whole = torch.empty((len(experts), *self.shape[1:]), dtype=self.dtype)
         for rows, expert in zip(whole, experts, strict=True):
             for piece, part in zip(rows.chunk(len(expert)), expert, strict=True):
@@ -54,19 +64,22 @@ class Stacked:
         return whole
 
 
-def find_experts(name: str, shape: tuple[int, ...], stored: dict[str, Stored]) -> Stacked | None:
+def find_experts(
+    name: str, shape: tuple[int, ...], stored: dict[str, Stored | Dequantised]
+) -> Stacked | None:
     """The weight ``name`` [E, out, in] from its experts' tensors; None if they are not what is stored.
 
     Raises:
         ValueError: an expert is missing, or of another shape or type than the others.
     """
     prefix, _, last = name.rpartition(".")
-    parts = _PARTS.get(last, ())
-    if len(shape) != 3 or not parts or f"{prefix}.0.{parts[0]}.weight" not in stored:
+    named = (one for one in _PARTS.get(last, ()) if f"{prefix}.0.{one[0]}.weight" in stored)
+    parts = next(named, None)
+    if len(shape) != 3 or parts is None:
         return None
     first = stored[f"{prefix}.0.{parts[0]}.weight"]
     wanted = (shape[1] // len(parts), shape[2])
-    experts = []
+    experts, used = [], []
     for expert in range(shape[0]):  # ends at the first that is missing, however many the config promises
         names = [f"{prefix}.{expert}.{part}.weight" for part in parts]
         for one in names:
@@ -79,4 +92,5 @@ def find_experts(name: str, shape: tuple[int, ...], stored: dict[str, Stored]) -
                     "different models."
                 )
         experts.append(tuple(stored[one] for one in names))
-    return Stacked(name, shape, tuple(experts))
+        used += names
+    return Stacked(name, shape, tuple(experts), frozenset(used))

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from jax_bridge.checkpoints.experts import Stacked, find_experts
+from jax_bridge.checkpoints.experts import EXPERT, Stacked, find_experts
+from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.checks import names_a_folder
 from torch_dflash.storage.weight_files import CONVERTED, Stored
 
@@ -44,21 +45,28 @@ def find_source(path_or_id: str | os.PathLike[str]) -> str:
     return source
 
 
-def renamed(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stored]:
+Source = Stored | Stacked | Dequantised
+"""What fills a weight."""
+
+
+def renamed(
+    model: PreTrainedModel, stored: dict[str, Stored | Dequantised]
+) -> dict[str, Stored | Dequantised]:
     """``stored`` under the names that ``model`` has: transformers renames those of older layouts.
 
     A name that it would not know either stays as it is.
     """
     saved = model.state_dict(keep_vars=True)
     renames = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    found: dict[str, Stored] = {}
+    found: dict[str, Stored | Dequantised] = {}
     for name, part in stored.items():
         other = rename_source_key(name, renames, [], model.base_model_prefix, saved)[0]
-        found[other if name not in saved and other in saved and other not in stored else name] = part
+        known = other in saved or EXPERT.search(other)
+        found[other if name not in saved and known and other not in stored else name] = part
     return found
 
 
-def fingerprint_of(parts: dict[str, list[Stored | Stacked]], kept: dict[str, torch.dtype]) -> str:
+def fingerprint_of(parts: dict[str, list[Source]], kept: dict[str, torch.dtype]) -> str:
     """Names, types, those they are ``kept`` in, shapes, some values from each tensor's middle, in short."""
     crc = 0
     for name, group in parts.items():
@@ -71,7 +79,9 @@ def fingerprint_of(parts: dict[str, list[Stored | Stacked]], kept: dict[str, tor
     return f"{crc:08x}"
 
 
-def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict[str, list[Stored | Stacked]]:
+def match(
+    model: PreTrainedModel, stored: dict[str, Stored | Dequantised], where: str
+) -> dict[str, list[Source]]:
     """What of the files fills each parameter and persistent buffer of ``model``.
 
     It is one tensor, or a tied weight's several, of which the values must be equal, or a layer's experts.
@@ -84,13 +94,13 @@ def match(model: PreTrainedModel, stored: dict[str, Stored], where: str) -> dict
     for name, tensor in saved.items():
         names[id(tensor)].append(name)
     used = set(saved)
-    filled: dict[str, list[Stored | Stacked]] = {}
+    filled: dict[str, list[Source]] = {}
     for group in names.values():
         wanted = tuple(saved[group[0]].shape)
         filled[group[0]] = [stored[name] for name in group if name in stored]
         if not filled[group[0]] and (experts := find_experts(group[0], wanted, stored)):
             filled[group[0]] = [experts]
-            used |= {part.name for expert in experts.experts for part in expert}
+            used |= experts.names
         if not filled[group[0]]:
             raise ValueError(
                 f"{where}: {group[0]} {wanted} is missing from its safetensors files. {CONVERTED}"

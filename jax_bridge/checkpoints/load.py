@@ -15,8 +15,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from jax_bridge.arrays import default_device, shape_of, to_jax
 from jax_bridge.checkpoints.check_config import check_sizes
-from jax_bridge.checkpoints.experts import Stacked
-from jax_bridge.checkpoints.files import find_source, fingerprint_of, match, renamed
+from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, match, renamed
+from jax_bridge.checkpoints.quantised import dequantised, method_of
 from jax_bridge.forms import Weight
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.layout import Forms, keep
@@ -31,7 +31,7 @@ from torch_dflash.engine.together import read_alike
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
 from torch_dflash.storage.json_text import naming_deep_json
-from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, read_checkpoint
+from torch_dflash.storage.weight_files import HUB_OPTIONS, read_checkpoint
 from torch_dflash.targets.auto import auto_class
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,7 +109,8 @@ def load(
     """Read a causal LM's safetensors into JAX arrays, one tensor at a time.
 
     On the host there is never more than a tensor or two beside what a CPU backend keeps there anyway. Experts
-    that are stored one by one become the stacked weight that the model has.
+    that are stored one by one become the stacked weight that the model has. Weights in MXFP4, in FP8 with
+    scales, and in compressed-tensors' FP8 and int8 are dequantised one by one, to ``dtype``.
     Linear weights get the layout that the backend multiplies fastest (`jax_bridge.layout`).
 
     Args:
@@ -170,7 +171,9 @@ def _load(
     if devices is not None:
         check_family(model.config)
     mesh = None if devices is None else slice_mesh(devices, heads_of(model.config))
-    parts = match(model, renamed(model, stored), source)
+    wanted: Any = dtype or model.config.dtype or torch.bfloat16
+    weights = dequantised(stored, method_of(fields, source), wanted)
+    parts = match(model, renamed(model, weights), source)
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
     ways = None if mesh is None else ways_of_target(model, mesh)
@@ -201,21 +204,21 @@ def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[
     check_room({"weights": bytes_of(shapes)}, room_of(devices), f"load the model on {more}, mesh=...")
 
 
-def _on_device(model: Any) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
+def _on_device(model: Any) -> Callable[[str, Source, torch.dtype], Weight]:
     """What keeps a stored weight, whole, on JAX's default device."""
     forms, device = Forms.of(model, model.get_output_embeddings()), default_device()
 
-    def kept(name: str, part: Stored | Stacked, dtype: torch.dtype) -> Weight:
+    def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         form = forms.choose(name, part.shape, dtype, device)
         return keep(part.read(), form, dtype, SingleDeviceSharding(device))
 
     return kept
 
 
-def _on_mesh(ways: dict[str, Way]) -> Callable[[str, Stored | Stacked, torch.dtype], Weight]:
+def _on_mesh(ways: dict[str, Way]) -> Callable[[str, Source, torch.dtype], Weight]:
     """What keeps a stored weight in parts, of which this process reads those of its devices."""
 
-    def kept(name: str, part: Stored | Stacked, dtype: torch.dtype) -> Weight:
+    def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
         return place(lambda index: part.read_part(index).to(dtype), part.shape, ways[name])
 
     return kept
@@ -226,6 +229,8 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTr
     try:
         config = AutoConfig.from_pretrained(path_or_id, **hub)
         with init_empty_weights(include_buffers=False):
+            for part in (config, config.get_text_config()):  # what is loaded is not quantised
+                vars(part).pop("quantization_config", None)
             model: Any = auto_class(config).from_config(config, dtype=dtype or config.dtype)
     except _UNBUILDABLE as error:
         raise ValueError(
@@ -246,18 +251,11 @@ def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
     with naming_deep_json(source):
         fields, _ = PreTrainedConfig.get_config_dict(source, **hub)
     check_types(fields, source)
-    method = (fields.get("quantization_config") or {}).get("quant_method")
-    if method is not None:
-        raise ValueError(
-            f"{source}: quantization_config says {method}; only plain weights are read. Dequantise the "
-            "checkpoint first."
-        )
+    method_of(fields, source)
     return fields
 
 
-def _dtype(
-    model: Any, name: str, part: Stored | Stacked, tensor: Any, asked: torch.dtype | None
-) -> torch.dtype:
+def _dtype(model: Any, name: str, part: Source, tensor: Any, asked: torch.dtype | None) -> torch.dtype:
     """The type a stored tensor is kept in, as ``from_pretrained`` decides it."""
     if not part.dtype.is_floating_point or not isinstance(tensor, torch.nn.Parameter):
         return tensor.dtype
@@ -268,7 +266,7 @@ def _dtype(
     return torch.float32 if any(f".{module}." in f".{name}." for module in kept) else wanted
 
 
-def _check_tied(kept: Stored | Stacked, other: Stored | Stacked) -> None:
+def _check_tied(kept: Source, other: Source) -> None:
     if not torch.equal(kept.read(), other.read()):
         raise ValueError(
             f"{other.file}: {other.name} differs from {kept.name}, and the config ties them "

@@ -17,7 +17,7 @@ KINDS = ("DFlash", "DFlash2", "DSpark")
 """The kinds of drafter that draft here."""
 DSPARK_LAYOUTS = ("speculators", "DeepSpec", "SpecForge", "LiquidAI")
 """Layouts whose DSpark drafters are read."""
-PLAIN_FORMS: tuple[str, ...] = ()
+PLAIN_FORMS = ("mxfp4", "fp8", "int8")
 """Forms of quantised weights that ``jb.load`` dequantises."""
 
 

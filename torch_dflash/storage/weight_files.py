@@ -18,6 +18,9 @@ from torch_dflash.storage.json_text import parse_json
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types of quantised weights, whose values a scale beside them gives."""
+_DTYPES |= {"F8_E4M3": NARROW[0], "F8_E5M2": NARROW[1], "F8_E8M0": torch.float8_e8m0fnu}
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 """How ``from_pretrained`` is told where in a repository to look, and how to fetch it."""
 CONVERTED = (

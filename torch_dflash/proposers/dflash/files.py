@@ -119,7 +119,7 @@ def _check_parts(files: Files, kind: Any, source: Any) -> None:
     """Compare the tensors with the config, which is first told what of ids and masks the files hold."""
     weights = {name: piece for name, piece in files.pieces.items() if name not in _MAPS}
     for name, piece in weights.items():
-        if not piece.dtype.is_floating_point:
+        if not piece.dtype.is_floating_point or piece.dtype.itemsize < 2:
             raise ValueError(
                 f"{name} in {source} is stored as {piece.dtype}: a quantised drafter, or a damaged one; load "
                 "one with plain weights."

@@ -1,0 +1,239 @@
+"""Quantised checkpoints in published fields: arrays are transformers' own dequantised weights, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import weakref
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from support.refusals import refuses
+from transformers.quantizers import auto
+
+import jax_bridge as jb
+from jax_bridge.checkpoints import experts, quantised
+from jax_bridge.checkpoints.quantised import Dequantised
+from jax_bridge.forms import unwrap
+from torch_dflash.storage.weight_files import read_checkpoint
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+KINDS = {
+    "mxfp4": (hf.GptOssForCausalLM, hf.GptOssConfig, SMALL | MOE | {"sliding_window": 6}),
+    "fp8": (hf.Qwen3ForCausalLM, hf.Qwen3Config, SMALL),
+    "fp8_experts": (hf.MiniMaxM2ForCausalLM, hf.MiniMaxM2Config, SMALL | MOE | {"rotary_dim": 8}),
+    "fp8_tensor": (hf.Qwen3ForCausalLM, hf.Qwen3Config, SMALL),
+}
+BLOCK = 16
+
+
+def publish(name, folder):
+    """A random model of ``name`` in published fields: codes and scales of blocks, the rest as it is."""
+    kind, config, fields = KINDS[name]
+    torch.manual_seed(0)
+    kind(config(**fields)).to(torch.bfloat16).save_pretrained(folder)
+    state, found = load_file(folder / "model.safetensors"), {}
+    for tensor, value in state.items():
+        last = tensor.rpartition(".")[2]
+        if name == "mxfp4" and last in ("gate_up_proj", "down_proj"):
+            e, i, o = value.shape
+            found[tensor + "_blocks"] = torch.randint(0, 256, (e, o, i // 32, 16), dtype=torch.uint8)
+            found[tensor + "_scales"] = torch.randint(118, 128, (e, o, i // 32), dtype=torch.uint8)
+        elif name != "mxfp4" and value.ndim == 2 and ("proj" in tensor or ".experts." in tensor):
+            rows, columns = (1, 1) if name == "fp8_tensor" else (side // BLOCK for side in value.shape)
+            found[tensor] = (torch.randn(value.shape) * 100).to(torch.float8_e4m3fn)
+            found[tensor + "_scale_inv"] = torch.rand(rows, columns) + 0.1
+            if name == "fp8_tensor":
+                found[tensor + "_scale_inv"] = found[tensor + "_scale_inv"][0, 0].clone()
+        else:
+            found[tensor] = value
+    save_file({key: value.contiguous() for key, value in found.items()}, folder / "model.safetensors")
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
+    if name != "mxfp4":
+        method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    say(folder, quantization_config=method)
+    return folder
+
+
+def say(folder, **fields):
+    """Change fields of a config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return {name: publish(name, tmp_path_factory.mktemp(name)) for name in KINDS}
+
+
+def differing(folder, dtype, **asked):
+    """The names of arrays that are not transformers' own weights."""
+    arrays = unwrap(jb.load(folder, dtype=dtype).arrays)
+    given = {} if dtype is None else {"dtype": dtype}
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder, **given, **asked)
+    wanted = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
+    assert arrays.keys() == wanted.keys()
+    return [
+        name
+        for name, tensor in wanted.items()
+        if jb.to_torch(arrays[name]).dtype != tensor.dtype
+        or not torch.equal(jb.to_torch(arrays[name]), tensor)
+    ]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_arrays_are_transformers_own_dequantised_weights(published, name, dtype):
+    assert differing(published[name], dtype) == []
+
+
+def wrong_axis(codes, scales, dtype):
+    return quantised.Fp8Dequantize(None)._dequantize_one(
+        codes.float(), scales.T.contiguous() if scales.ndim == 2 else scales, output_dtype=dtype
+    )
+
+
+def test_a_scale_of_the_wrong_axis_is_seen(published, monkeypatch):
+    monkeypatch.setattr(quantised, "_scaled", wrong_axis)
+    found = differing(published["fp8_experts"], None)  # square weights: shapes alone do not show it
+    assert any("self_attn" in name or "experts" in name for name in found)
+
+
+def test_halves_of_an_expert_that_are_swapped_are_seen(published, monkeypatch):
+    monkeypatch.setitem(experts._PARTS, "gate_up_proj", (("w3", "w1"),))
+    assert [name for name in differing(published["fp8_experts"], None) if name.endswith("gate_up_proj")]
+
+
+def weights_of(folder, method):
+    return quantised.dequantised(read_checkpoint(str(folder)), method, torch.float32)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_part_is_that_of_the_whole(published, name):
+    """As devices of a mesh read them, with edges inside of a block."""
+    method = "mxfp4" if name == "mxfp4" else "fp8"
+    parts = [part for part in weights_of(published[name], method).values() if isinstance(part, Dequantised)]
+    assert len(parts) > 3
+    for part in parts[:4]:
+        whole = part.read()
+        assert whole.shape == part.shape
+        for index in (
+            (slice(1, 2),),
+            (slice(0, 3), slice(5, 40)),
+            (slice(None), slice(17, 18), slice(3, 60)),
+        ):
+            index = index[: len(part.shape)]
+            assert torch.equal(part.read_part(index), whole[index]), (part.name, index)
+
+
+def test_no_more_than_two_tensors_are_in_memory(published, monkeypatch):
+    alive, most, read = weakref.WeakSet(), [], Dequantised.read
+
+    def counted(part):
+        value = read(part)
+        alive.add(value)
+        most.append(len(alive))
+        return value
+
+    monkeypatch.setattr(Dequantised, "read", counted)
+    jb.load(published["fp8_experts"])
+    assert len(most) > 20 and max(most) <= 2
+
+
+COMPRESSED = {
+    "channel": {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True},
+    "int8": {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True},
+}
+
+
+def compressed(folder, name, **changes):
+    """A tiny Qwen3 as compressed-tensors writes it: a scale in bfloat16 for each output row."""
+    kind, config, fields = KINDS["fp8"]
+    torch.manual_seed(0)
+    kind(config(**fields)).to(torch.bfloat16).save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    for tensor, value in [item for item in state.items() if "proj" in item[0]]:
+        state[tensor + "_scale"] = (torch.rand(len(value), 1) + 0.1).to(torch.bfloat16)
+        codes = torch.randn(value.shape) * 50
+        state[tensor] = codes.clamp(-127, 127).to(torch.int8 if name == "int8" else torch.float8_e4m3fn)
+    save_file(state, folder / "model.safetensors")
+    form = "int-quantized" if name == "int8" else "float-quantized"
+    group = {"weights": COMPRESSED[name], "targets": ["Linear"], "input_activations": None}
+    say(folder, quantization_config={
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "quantization_status": "compressed",
+    } | changes)  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compressed_tensors_multiply_in_the_type_of_their_scales(tmp_path, name, dtype):
+    arrays = unwrap(jb.load(compressed(tmp_path, name), dtype=dtype).arrays)
+    state = load_file(tmp_path / "model.safetensors")
+    for tensor in [one for one in state if one.endswith("proj.weight")]:
+        scale = state[tensor + "_scale"]
+        assert torch.equal(jb.to_torch(arrays[tensor]), (state[tensor].to(scale.dtype) * scale).to(dtype)), (
+            tensor
+        )
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_compressed_tensors_are_transformers_own(tmp_path, name, dtype):
+    pytest.importorskip("compressed_tensors")
+    asked = hf.CompressedTensorsConfig(dequantize=True)
+    assert differing(compressed(tmp_path, name), dtype, quantization_config=asked) == []
+
+
+@pytest.mark.parametrize(
+    "method", sorted(set(auto.AUTO_QUANTIZER_MAPPING) - {"mxfp4", "fp8", "compressed-tensors"})
+)
+def test_another_method_is_refused_by_name(published, tmp_path, method):
+    hf.Qwen3ForCausalLM(hf.Qwen3Config(**SMALL)).save_pretrained(tmp_path)
+    say(tmp_path, quantization_config={"quant_method": method})
+    with refuses(ValueError, f"quant_method={method!r}", "mxfp4, fp8, compressed-tensors", "from_pretrained"):
+        jb.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "pack-quantized"}, ["format='pack-quantized'", "float-quantized"]),
+        ({"format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized'"]),
+        (
+            {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"num_bits": 4}}}},
+            ["num_bits=4"],
+        ),
+        (
+            {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"symmetric": False}}}},
+            ["symmetric=False"],
+        ),
+        ({"transform_config": {"config_groups": {}}}, ["transform_config"]),
+    ],
+)
+def test_forms_of_compressed_tensors_that_are_not_read_are_named(tmp_path, changes, words):
+    with refuses(ValueError, *words):
+        jb.load(compressed(tmp_path, "int8", **changes))
+
+
+def test_codes_and_scales_that_do_not_fit_are_named(tmp_path):
+    folder = publish("fp8", tmp_path)
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for change, words in (
+        ({name + "_scale_inv": torch.ones(3, 4)}, ["(3, 4)", "a block of the same size"]),
+        ({name + "_scale_inv": None}, [f"{name} is stored as torch.float8_e4m3fn without a scale"]),
+        ({name: state[name].float()}, [f"{name} is stored as torch.float32, but has scales"]),
+    ):
+        changed = {key: value for key, value in (state | change).items() if value is not None}
+        save_file(changed, folder / "model.safetensors")
+        with refuses(ValueError, *words):
+            jb.load(folder)
