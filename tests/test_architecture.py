@@ -243,7 +243,7 @@ BUDGETS = {
         "": 1530,
         "cache": 250,
         "cli": 2810,
-        "demo": 350,
+        "demo": 360,
         "doctor": 710,
         "engine": 3120,
         "grammars": 670,

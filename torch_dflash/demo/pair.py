@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_dflash.demo.target import load_demo_target, progress_bars
+from torch_dflash.demo.target import load_demo_target, only_our_lines
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 if TYPE_CHECKING:
@@ -27,18 +27,18 @@ def load_demo_pair(
 
     Args:
         dtype: type of both models' weights.
-        progress: whether to say on stderr what is being fetched and loaded.
+        progress: whether to say on stderr what is being fetched and converted.
 
     Raises:
         DemoModelError: the target could not be fetched; the message says what to do.
     """
     target, tokenizer = load_demo_target(dtype, progress)
-    return target, load_demo_drafter(dtype, progress), tokenizer
+    return target, load_demo_drafter(dtype), tokenizer
 
 
-def load_demo_drafter(dtype: torch.dtype = torch.float32, progress: bool = True) -> DFlashDraftModel:
+def load_demo_drafter(dtype: torch.dtype = torch.float32) -> DFlashDraftModel:
     """The drafter of `load_demo_pair` alone."""
-    with as_file(files("torch_dflash") / "assets" / DRAFTER) as directory, progress_bars(progress):
+    with as_file(files("torch_dflash") / "assets" / DRAFTER) as directory, only_our_lines():
         drafter: Any = DFlashDraftModel.from_pretrained(directory, dtype=dtype, local_files_only=True)
     return drafter.eval()
 

@@ -10,9 +10,9 @@ import errno
 import importlib.util
 import io
 import json
+import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from torch_dflash.demo.checked import DemoModelError, sha256
 from torch_dflash.demo.fetch import fetch_gguf
 from torch_dflash.demo.gguf_reading import parsed_once
+from torch_dflash.progress import tell
 from torch_dflash.storage.folders import cache_root
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def load_demo_target(
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with progress_bars(progress):
+    with only_our_lines():
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         target = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, use_safetensors=True, local_files_only=True
@@ -100,13 +101,13 @@ def _build(directory: Path, progress: bool) -> None:
             work = Path(folder)
             _say(progress, f"Fetching SmolLM2-135M-Instruct (93 MB, once) into {directory}")
             started = time.monotonic()
-            gguf = fetch_gguf(work, directory, progress)
+            gguf = fetch_gguf(work, directory)
             fetched = time.monotonic()
             _say(progress, "Converting it to safetensors (about a quarter of a minute, once)")
             built = work / "built"
             # The reader of GGUF files has a progress bar that no switch turns off.
-            quiet = contextlib.nullcontext() if progress else contextlib.redirect_stderr(io.StringIO())
-            with parsed_once(), quiet, progress_bars(progress):  # the lock of the first guards all
+            quiet = contextlib.redirect_stderr(io.StringIO())
+            with parsed_once(), quiet, only_our_lines():  # the lock of the first guards all
                 _convert(gguf, built)
             files = sorted(path for path in built.iterdir() if path.is_file())
             manifest = {path.name: sha256(path) for path in files}
@@ -187,19 +188,24 @@ def _disk_full(root: Path) -> DemoModelError:
 
 def _say(progress: bool, message: str) -> None:
     if progress:
-        print(message, file=sys.stderr, flush=True)
+        tell(message)
 
 
 @contextlib.contextmanager
-def progress_bars(progress: bool) -> Iterator[None]:
-    """Silence transformers' progress bars for a while, where they are not wanted."""
-    from transformers.utils import logging
+def only_our_lines() -> Iterator[None]:
+    """Silence transformers' bars, and what it and gguf log below an error, for a while."""
+    from transformers.utils import logging as transformers_logging
 
-    if progress or not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()
+    shown, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    gguf = logging.getLogger("gguf")
+    gguf_level = gguf.level
+    gguf.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        gguf.setLevel(gguf_level)
+        transformers_logging.set_verbosity(level)
+        if shown:
+            transformers_logging.enable_progress_bar()
