@@ -45,5 +45,8 @@ def parse(argv: Sequence[str] | None = None) -> Call | int | None:
 def _refuse(error: click.UsageError) -> int:
     path = PROGRAM if error.ctx is None else error.ctx.command_path
     near: list[str] = getattr(error, "possibilities", None) or []  # the nearest first
-    message = f"{error.message} Did you mean {near[0]}?" if near else error.format_message()
+    message = error.message if near else error.format_message()
+    if isinstance(error, click.NoSuchOption):  # whose words differ by click's version
+        message = f"No such option {error.option_name!r}."
+    message += f" Did you mean {near[0]}?" if near else ""
     return fail(path.removeprefix(PROGRAM).strip(), message if near else f"{message} See {path} --help.")
