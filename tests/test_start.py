@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import pkgutil
 import types
 
@@ -22,6 +23,25 @@ def test_the_import_is_lazy():
         "print(torch_dflash.checkpoints[0].name, sorted({'torch', 'numpy'} & set(sys.modules)))\n"
     )
     assert done.stdout.splitlines() == ["[] True", "qwen3-4b []"], done.stderr
+
+
+def spent(code):
+    """The least CPU seconds of three runs."""
+    found = []
+    for _ in range(3):
+        before = os.times()
+        assert python(code).returncode == 0
+        after = os.times()
+        found.append(sum(after[2:4]) - sum(before[2:4]))
+    return min(found)
+
+
+def test_the_import_and_help_take_little_cpu():
+    idle = spent("pass")
+    assert spent("import torch_dflash") - idle <= 0.3
+    for line in ("--help", "generate --help", "train fit --help", "list", "generate --promt hi"):
+        code = f"from torch_dflash.cli import main\nmain({line.split()!r})"
+        assert spent(code) - idle <= 0.2, line
 
 
 def test_one_list_names_what_is_public():
