@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from itertools import accumulate
 
 import pytest
-from support.tiny import make_pair
+from support.tiny import small_pair
 
 import torch_dflash as td
 from jax_bridge.in_turn import AHEAD, run_in_turn
@@ -99,7 +99,7 @@ def test_the_bar_says_what_is_waited_for():
 
 def test_a_warm_up_runs_a_round_of_every_width(monkeypatch):
     """XLA prepares products when a program first runs: a round of rows that rest prepares none."""
-    engine = td.compile(*make_pair("llama"), runtime="xla", max_length=48, verify_width="auto")
+    engine = td.compile(*small_pair("llama"), runtime="xla", max_length=48, verify_width="auto")
     seen, read = [], engine.runtime.read
     monkeypatch.setattr(
         engine.runtime, "read", lambda state, *rest: seen.append(state.rounds) or read(state, *rest)

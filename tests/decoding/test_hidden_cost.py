@@ -11,7 +11,7 @@ import pytest
 import torch
 from jax._src.array import ArrayImpl
 from support.scripted import own_text, run
-from support.tiny import MASK, make_pair
+from support.tiny import MASK, small_pair
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_dflash as td
@@ -27,7 +27,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @pytest.fixture(scope="module")
 def pair():
-    return make_pair("gpt_oss", agree=6.0)
+    return small_pair("gpt_oss", agree=6.0)
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +194,10 @@ def test_a_draft_costs_the_same_at_any_length(pair, monkeypatch):
     flops, lengths = [], []
     propose = DFlashProposer.propose
 
-    def counted(self, pstate, anchor, length, embed, head):
+    def counted(self, pstate, anchor, length, embed, head, *asked):
         lengths.append(int(length[0]))
         with FlopCounterMode(display=False) as counter:
-            out = propose(self, pstate, anchor, length, embed, head)
+            out = propose(self, pstate, anchor, length, embed, head, *asked)
         flops.append(counter.get_total_flops())
         return out
 

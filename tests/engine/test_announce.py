@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from support.shell import python
-from support.tiny import make_pair
+from support.tiny import small_pair
 
 import torch_dflash as td
 from jax_bridge.lower import Programs
@@ -38,7 +38,7 @@ def messages(lines):
 
 def test_slow_compilations_are_a_line_at_each_end(lines, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    engine = td.compile(*make_pair("llama"), max_length=ROOM)
+    engine = td.compile(*small_pair("llama"), max_length=ROOM)
     ask = {"max_new_tokens": 4, "do_sample": False}
     engine.generate(torch.tensor([[5, 6, 7]]), **ask)
     engine.runtime._programs._compiling.join()
@@ -64,12 +64,12 @@ def test_slow_compilations_are_a_bar_at_a_terminal(monkeypatch, capsys):
 
 
 def test_warmup_has_its_bar_instead(lines):
-    td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup(progress=False)
+    td.compile(*small_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup(progress=False)
     assert not messages(lines)
 
 
 def test_warmup_without_a_terminal_says_in_one_line_what_its_bar_would(lines, monkeypatch):
-    engine = td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16)
+    engine = td.compile(*small_pair("llama"), max_length=ROOM, prefill_chunk_size=16)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     engine.warmup()
     begun, ended = messages(lines)
@@ -79,7 +79,7 @@ def test_warmup_without_a_terminal_says_in_one_line_what_its_bar_would(lines, mo
 
 def test_warmup_at_a_terminal_has_its_bar_alone(lines, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    td.compile(*make_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup()
+    td.compile(*small_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup()
     assert not messages(lines) and "rounds" in capsys.readouterr().err
 
 
@@ -142,7 +142,7 @@ def test_rounds_are_compiled_beside_the_prompt(monkeypatch):
 
     monkeypatch.setattr(Programs, "get", get)
     heard.clear()
-    engine = td.compile(*make_pair("llama"), max_length=ROOM)
+    engine = td.compile(*small_pair("llama"), max_length=ROOM)
     before = engine.runtime.compilations
     engine.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
     assert ("prefill", ["begin", "caches", "prefill", "rounds"]) in order

@@ -12,7 +12,7 @@ from support.refusals import refuses as refuses
 from support.scripted import own_text, run
 from support.states import look
 from support.threads import in_threads
-from support.tiny import make_pair, ragged_prompts
+from support.tiny import make_pair, ragged_prompts, small_pair
 
 import torch_dflash as td
 from torch_dflash.engine import state_file as state_io
@@ -204,7 +204,7 @@ def test_tied_weights_that_were_parted_are_followed():
 
 
 def test_a_state_of_another_plan_or_side_is_refused_by_name():
-    pair = make_pair("llama")
+    pair = small_pair("llama")
     options = {"max_length": 48, "batch_size": 2}
     engine = td.compile(*pair, **options)
     ids, mask = ragged_prompts(2)
