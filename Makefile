@@ -44,8 +44,7 @@ LIBTPU := $(CURDIR)/$(VENV)/libtpu
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Most of the tests' time would be the compiler's, on programs that run once: without optimisation, XLA's older
 # emitters and one LLVM module a program take 0.4 of it. The further cases compile as users do.
-COMPILE_FAST := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
-	--xla_cpu_parallel_codegen_split_count=1"
+COMPILE_FAST := XLA_FLAGS="$$($(BIN)/python tests/support/__init__.py)"
 
 help:
 	@echo "make demo      a real pair answers a question, plainly and with DFlash"
@@ -101,6 +100,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/python make/blocks.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -42,9 +42,11 @@ class Chat(OfOneProcess):
         TypeError: what stands for the engine or the tokenizer is none. ValueError: the tokenizer has no chat
             template, or ``template_options`` holds what is none of it.
 
-    >>> # chat = td.Chat(engine, tokenizer, do_sample=False)
-    >>> # messages = [{"role": "user", "content": "Why is the sky blue?"}]
-    >>> # messages.append(chat(messages))
+    ```python
+    chat = td.Chat(engine, tokenizer, do_sample=False)
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    messages.append(chat(messages))
+    ```
     """
 
     def __init__(

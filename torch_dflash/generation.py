@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -114,6 +114,66 @@ def compile(
     return engine
 
 
+@overload
+def generate(
+    target: PreTrainedModel | LoadedTarget,
+    drafter: Any = Missing,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int | list[int] | None = None,
+    do_sample: bool | None = None,
+    temperature: float | list[float] | None = None,
+    seed: int | list[int] | None = None,
+    eos_token_id: Any = UNSET,
+    pad_token_id: int | None = None,
+    processors: tuple[Processor, ...] | None = None,
+    runtime: str = "xla",
+    return_dict_in_generate: Literal[True],
+    streamer: Any = None,
+    stopping_criteria: Any = None,
+    **options: Any,
+) -> GenerateOutput: ...
+@overload
+def generate(
+    target: PreTrainedModel | LoadedTarget,
+    drafter: Any = Missing,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int | list[int] | None = None,
+    do_sample: bool | None = None,
+    temperature: float | list[float] | None = None,
+    seed: int | list[int] | None = None,
+    eos_token_id: Any = UNSET,
+    pad_token_id: int | None = None,
+    processors: tuple[Processor, ...] | None = None,
+    runtime: str = "xla",
+    return_dict_in_generate: Literal[False] = False,
+    streamer: Any = None,
+    stopping_criteria: Any = None,
+    **options: Any,
+) -> torch.LongTensor: ...
+@overload
+def generate(
+    target: PreTrainedModel | LoadedTarget,
+    drafter: Any = Missing,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int | list[int] | None = None,
+    do_sample: bool | None = None,
+    temperature: float | list[float] | None = None,
+    seed: int | list[int] | None = None,
+    eos_token_id: Any = UNSET,
+    pad_token_id: int | None = None,
+    processors: tuple[Processor, ...] | None = None,
+    runtime: str = "xla",
+    return_dict_in_generate: bool,
+    streamer: Any = None,
+    stopping_criteria: Any = None,
+    **options: Any,
+) -> torch.LongTensor | GenerateOutput: ...
 def generate(
     target: PreTrainedModel | LoadedTarget,
     drafter: Any = Missing,
@@ -129,7 +189,7 @@ def generate(
     processors: tuple[Processor, ...] | None = None,
     runtime: str = "xla",
     return_dict_in_generate: bool = False,
-    streamer=None,
+    streamer: Any = None,
     stopping_criteria: Any = None,
     **options: Any,
 ) -> torch.LongTensor | GenerateOutput:

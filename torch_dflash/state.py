@@ -36,7 +36,8 @@ class DecodeState:
     The anchor is derived, not stored: ``tokens[b, length[b]]`` is committed but not yet seen by the
     target, so a row holds ``length + 1`` committed tokens. Entries past it are stale drafts.
 
-    >>> # tokens [[5, 6, 7, 9, 0, 0]], prompt 5 6 7, first new token 9:  length 3, anchor 9
+    With the prompt 5 6 7 and the first new token 9, ``tokens`` is [[5, 6, 7, 9, 0, 0]], ``length`` 3 and the
+    anchor 9.
     """
 
     tokens: Int[Tensor, "B S"]  # left-aligned: column = absolute position

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 from importlib.resources import as_file, files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torch_dflash.demo.target import load_demo_target, only_our_lines
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 DRAFTER = "smollm2-135m-instruct-dflash"
 
 
 def load_demo_pair(
     dtype: torch.dtype = torch.float32, progress: bool = True
-) -> tuple["PreTrainedModel", DFlashDraftModel, "PreTrainedTokenizerBase"]:
+) -> tuple[Any, DFlashDraftModel, Any]:
     """SmolLM2-135M-Instruct, its drafter and its tokenizer, ready for `torch_dflash.generate`.
 
     The target is fetched on the first call (`load_demo_target`); the drafter is part of the package. Both
     are Apache-2.0. How the drafter was trained and what it reaches stands in its model card beside it.
+
+    Model and tokenizer are typed as `Any`, as transformers' Auto classes give them: what a tokenizer's
+    ``apply_chat_template`` is annotated to return cannot be passed on as ``**inputs``.
 
     Args:
         dtype: type of both models' weights.

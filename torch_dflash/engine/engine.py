@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -185,12 +185,42 @@ class Engine(OfOneProcess):
                 self._measure_widths(params)
         return self
 
+    @overload
     def generate(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        streamer=None,
+        streamer: Any = None,
+        return_dict_in_generate: Literal[True],
+        **options: Any,
+    ) -> GenerateOutput: ...
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        streamer: Any = None,
+        return_dict_in_generate: Literal[False] = False,
+        **options: Any,
+    ) -> torch.LongTensor: ...
+    @overload
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        streamer: Any = None,
+        return_dict_in_generate: bool,
+        **options: Any,
+    ) -> torch.LongTensor | GenerateOutput: ...
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        streamer: Any = None,
         return_dict_in_generate: bool = False,
         **options: Any,
     ) -> torch.LongTensor | GenerateOutput:

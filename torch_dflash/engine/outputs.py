@@ -31,7 +31,9 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     computes over the padding. Scores and logits lie in the host's memory.
     """
 
-    stats: DecodeStats | None = None
+    # The base class gives every field a default; these two are always set.
+    sequences: torch.LongTensor = cast(LongTensor, None)
+    stats: DecodeStats = cast(DecodeStats, None)
     logprobs: torch.FloatTensor | None = None
     top_logprobs: torch.FloatTensor | None = None
     top_ids: torch.LongTensor | None = None
@@ -39,7 +41,6 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
     @property
     def new_tokens(self) -> list[list[int]]:
         """The ids each row gained, its stop id included, without padding."""
-        assert self.stats is not None and self.sequences is not None
         counts = [1 + sum(lengths) for lengths in self.stats.acceptance_lengths]
         added = self.sequences[:, self.sequences.shape[1] - max(counts) :].tolist()
         return [row[:count] for row, count in zip(added, counts, strict=True)]

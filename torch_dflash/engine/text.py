@@ -14,10 +14,12 @@ class TextStream:
     Args:
         tokenizer: anything with transformers' ``decode(ids, skip_special_tokens=True)``.
 
-    >>> # text = td.TextStream(tokenizer)
-    >>> # for (ids,) in engine.stream(**inputs):
-    >>> #     print(text.push(ids), end="", flush=True)
-    >>> # print(text.push([], final=True))
+    ```python
+    text = td.TextStream(tokenizer)
+    for (ids,) in engine.stream(**inputs):
+        print(text.push(ids), end="", flush=True)
+    print(text.push([], final=True))
+    ```
     """
 
     def __init__(self, tokenizer: Any):

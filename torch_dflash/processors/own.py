@@ -24,7 +24,9 @@ class BlockProcessor(Forgetful):
     once: the text is then that of plain decoding with it, whatever is drafted. Two of the same function are
     equal, and compiled once.
 
-    >>> never = td.BlockProcessor(lambda tokens, length, logits: logits.index_fill(2, ids, -torch.inf))
+    ```python
+    never = td.BlockProcessor(lambda tokens, length, logits: logits.index_fill(2, ids, -torch.inf))
+    ```
     """
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
