@@ -240,12 +240,12 @@ def functions(path):
 # a number here on purpose; a change that needs fewer lowers one. The files beside a package's rooms are "".
 BUDGETS = {
     "torch_dflash": {
-        "": 1530,
+        "": 1590,
         "cache": 250,
         "cli": 2810,
         "demo": 360,
         "doctor": 710,
-        "engine": 3120,
+        "engine": 3150,
         "grammars": 670,
         "guards": 100,
         "integrations": 440,
