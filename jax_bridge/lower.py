@@ -26,7 +26,7 @@ from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, holding, inside
 from torch_dflash.progress import Compiling
-from torch_dflash.targets.forgetting import forgetting
+from torch_dflash.targets.hooks import forgetting
 
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
 _tracing = threading.RLock()

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import torch
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import to_jax, to_numpy
 from jax_bridge.layout import Forms
 from jax_bridge.state import state_to_jax
 from jax_bridge.weights import Weights
@@ -52,8 +53,9 @@ class OneDevice:
         return to_jax(tree, device=self._device)
 
     def send(self, tree: Any) -> Any:
-        """Numpy arrays of ``tree`` as arrays that are read alone."""
-        return jax.device_put(tree, self._device)
+        """Torch tensors and numpy arrays of ``tree``, in one transfer, as arrays that are never donated."""
+        hosts = jax.tree.map(lambda leaf: to_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+        return jax.device_put(hosts, self._device)
 
     def put_state(self, state: Any) -> Any:
         """A state of torch tensors as arrays that may be donated."""

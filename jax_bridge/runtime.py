@@ -154,7 +154,7 @@ class XlaRuntime:
 
     def begin(self, params: Arrays, rows: RowRequests, stale: bool = False) -> DecodeState:
         """An empty state on the device."""
-        args = params, self._place.put(rows)
+        args = params, self._place.send(rows)
         if self._spare is None:
             return self._run("begin", self._border.begin, args)
 
@@ -210,7 +210,7 @@ class XlaRuntime:
         self, params: Arrays, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
     ) -> DecodeState:
         """Rows that go on with another prompt; consumes ``state``."""
-        args = params, state, *self._place.put((torch.from_numpy(kept), rows, snapshot))
+        args = params, state, *self._place.send((kept, rows, snapshot))
         return self._run("rewind", self._rewind, args, donate=(1,))
 
     def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
@@ -276,7 +276,7 @@ class XlaRuntime:
 
     def _piece(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> tuple:
         """What `Programs` needs to know of a piece of the prompts."""
-        return "prefill", self._prefill, (params, state, self._place.put(chunk)), (1,)
+        return "prefill", self._prefill, (params, state, self._place.send(chunk)), (1,)
 
     def _chunk(self, params: Arrays, state: DecodeState, turn: Turn) -> tuple:
         """What `Programs` needs to know of a chunk."""

@@ -46,7 +46,27 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
     """Changes with every write that torch's version counter sees. Inference tensors have no counter."""
     version = None if tensor.is_inference() else tensor._version
     view = tensor.is_neg(), tensor.is_conj()
-    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
+    return tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride(), view
+
+
+class _Mark(NamedTuple):
+    """What every call compares of a tensor: less than its `fingerprint`, of hundreds of tensors."""
+
+    tensor: weakref.ref
+    form: Kept | Way
+    counted: bool
+    now: tuple
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, form: Kept | Way) -> _Mark:
+        counted = not tensor.is_inference()
+        return cls(weakref.ref(tensor), form, counted, _glance(tensor, counted))
+
+
+def _glance(tensor: torch.Tensor, counted: bool) -> tuple:
+    version = tensor._version if counted else None
+    where = tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride()
+    return *where, tensor.requires_grad
 
 
 class Kept(NamedTuple):
@@ -62,7 +82,7 @@ def _forms_of(tensor: torch.Tensor) -> dict[Kept | Way, _Converted]:
     return {form: made for form, made in known.items() if made.weight() is not None}
 
 
-def _known(tensor: torch.Tensor, form: Kept | Way) -> _Converted | None:
+def _known(tensor: Any, form: Kept | Way) -> _Converted | None:
     """What was made of this tensor, if no counted write came since."""
     known = (_converted.get(tensor) or {}).get(form)
     if known is None or known.weight() is None or known.mark != fingerprint(tensor):
@@ -97,7 +117,8 @@ class Weights:
         self._arrays: dict[str, Weight] = {}
         self._copies: dict[str, tuple[Weight, Weight]] = {}  # what was loaded, and what was made of it here
         self._current: dict[str, Weight] = {}
-        self._marks: dict[str, Any] = {}  # of each weight, what `_is_current` compares
+        self._marks: dict[str, _Mark | Weight] = {}  # of each weight, what `_is_current` compares
+        self._groups: list[list[_Mark]] = []  # of which a part is looked at in each call
         self._changes, self._turn = -1, 0
 
     def refresh(self, tensors: dict[str, Any]) -> dict[str, Weight]:
@@ -132,43 +153,36 @@ class Weights:
                     self._arrays.pop(name, None)  # freed before its successor: the device holds one copy
                     weight = _convert(tensor, forms[name])
                 self._arrays[name] = weight
-            self._marks = {
-                name: (weakref.ref(leaf), fingerprint(leaf)) if name in torches else leaf
-                for name, leaf in tensors.items()
-            }
+            marks = {name: _Mark.of(leaf, forms[name]) for name, leaf in torches.items()}
+            self._marks, self._groups = tensors | marks, _groups(marks)
             self._current, self._changes = dict(self._arrays), _changes[0]
             return self._current
 
     def release(self) -> None:
         """Hold no array until the next `refresh`."""
         with _lock:
-            self._arrays, self._current, self._marks, self._changes = {}, {}, {}, -1
+            self._arrays, self._current, self._marks, self._groups, self._changes = {}, {}, {}, [], -1
             self._copies.clear()
 
     def _is_current(self, tensors: dict[str, Any]) -> bool:
         """Whether nothing was written since the last call, as far as a look at a part of them tells."""
         if self._changes != _changes[0] or self._marks.keys() != tensors.keys():
             return False
-        groups: dict[tuple[str, bool], list[tuple[str, torch.Tensor]]] = defaultdict(list)
-        uncounted: list[tuple[str, torch.Tensor]] = []
         for name, leaf in tensors.items():
             mark = self._marks[name]
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(mark, _Mark):
                 if mark is not leaf:
                     return False
-            elif type(mark) is not tuple or mark[0]() is not leaf or mark[1] != fingerprint(leaf):
+            elif mark.tensor() is not leaf or mark.now != _glance(leaf, mark.counted):
                 return False
-            elif leaf.is_inference():
-                uncounted.append((name, leaf))
-            else:  # what is trained is written together, and may be a small part of all
-                groups[_part(name), leaf.requires_grad].append((name, leaf))
         self._turn += 1
-        looked_at = uncounted
-        for group in groups.values():
-            step = min(TURNS, len(group))
-            looked_at += group[self._turn % step :: step]
-        known = {name: _known(leaf, self._form(name, leaf)) for name, leaf in looked_at}
-        return not _doubted(known)
+        for group in self._groups:
+            step = min(TURNS, len(group)) if group[0].counted else 1
+            looked_at = group[self._turn % step :: step]
+            known = [made for one in looked_at if (made := _known(one.tensor(), one.form))]
+            if len(known) < len(looked_at) or not unchanged((made.places, made.bits) for made in known):
+                return False
+        return True
 
     def _here(self, name: str, loaded: Weight) -> Weight:
         """A loaded weight on these devices, as it is where it lies there."""
@@ -192,6 +206,14 @@ class Weights:
                 if isinstance(tensor, torch.Tensor):
                     _converted.pop(tensor, None)
             _changes[0] += 1
+
+
+def _groups(marks: dict[str, _Mark]) -> list[list[_Mark]]:
+    """Weights that are written together: of a model, those that are trained, and inference tensors apart."""
+    groups = defaultdict(list)
+    for name, mark in marks.items():
+        groups[_part(name), mark.now[-1], mark.counted].append(mark)
+    return list(groups.values())
 
 
 def _part(name: str) -> str:

@@ -83,11 +83,11 @@ class Engine(OfOneProcess):
         options, model = self.options, model_of(target)
         check_target(model)
         for _ in range(KEPT):
-            before = Guard(model)
+            guard = Guard(model)
             skeleton = Target(model)
-            guard = Guard(model, skeleton.written)
-            if before.holds():  # no other thread changed the model meanwhile
+            if guard.holds():  # no other thread changed the model meanwhile
                 break
+        guard.ignore(skeleton.written)
         check_context(model, options.max_length)
         tell_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)

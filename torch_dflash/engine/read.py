@@ -87,7 +87,7 @@ def row_requests(request: Request, plan: DecodePlan) -> RowRequests:
     idle, rows = RowRequests.idle(plan), len(request.rows)
 
     def column(values: list, unused: Tensor) -> Tensor:
-        return torch.cat([torch.tensor(values, dtype=unused.dtype, device="cpu"), unused[rows:]])
+        return torch.tensor([*values, *unused[rows:].tolist()], dtype=unused.dtype, device="cpu")
 
     stops = [[*ids, *[-1] * (plan.stop_slots - len(ids))] for ids in request.stop_ids]
     keys = [seed_key(seed) for seed in request.seed]  # here, where Python's integers do not overflow

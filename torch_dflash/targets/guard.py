@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from operator import itemgetter
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
@@ -21,10 +20,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from torch_dflash.targets.hooks import TORCHS, hooks_of
+from torch_dflash.targets.reached import MOST, globals_of, is_theirs, parts
 from torch_dflash.targets.skeleton import configs_of
 
-TORCHS = frozenset(vars(nn.Module()))
-"""The attributes that torch gives every module."""
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,
 # defaults of `generate`, which outputs a forward returns, what a model card or a loader reads.
 IGNORED = TORCHS | frozenset(
@@ -35,18 +34,16 @@ IGNORED = TORCHS | frozenset(
     "base_model_prefix supports_gradient_checkpointing generation_config hf_device_map hf_quantizer "
     "_attn_implementation _attn_implementation_internal _experts_implementation_internal _loss_function "
     "_is_hf_initialized _commit_hash _output_capturing_hooks_installed _gradient_checkpointing_func "
-    "_compiled_call_impl".split()
+    "_compiled_call_impl _compiled_call _last_compile_config _require_grads_hook _require_grads_hooks".split()
 )
 # What transformers and Python note in a class as they ask it something.
 _NOTES = frozenset(
     "_auto_class _can_set_attn_implementation_cached_value _can_set_experts_implementation_cached_value "
     "_abc_impl __abstractmethods__ __annotations__ __doc__ __weakref__ __dict__".split()
 )
-_THEIRS = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, transformers))
 _HELPERS = {part.__name__ for part in (activations, masking_utils, modeling_rope_utils)}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _DEEP = 3
-_MOST = 1_000
 _SMALL = 1 << 16
 _MISSING = object()
 
@@ -64,18 +61,13 @@ class Guard:
 
     Args:
         model: the live model.
-        written: (module's path, attribute) that a forward writes itself: they say nothing.
     """
 
-    def __init__(self, model: nn.Module, written: Iterable[tuple[str, str]] = ()):
-        self._doubt = False
-        written, note = set(written), self._note
-        self._spaces: list[Any] = [
-            _Module(module, frozenset(key for at, key in written if at == path), note)
-            for path, module in model.named_modules()
-        ]
+    def __init__(self, model: nn.Module):
+        self._doubt, note = False, self._note
+        self._modules = {path: _Module(module, note) for path, module in model.named_modules()}
         parts = [part for config in configs_of(model) for part in parts_of(config)]
-        self._spaces += [_Space(_dict_of(part), IGNORED, _DEEP, note) for part in parts]
+        self._spaces = [_Space(_dict_of(part), IGNORED, _DEEP, note) for part in parts]
         self._spaces += classes_guarded(classes_of(model), note)
         for kind in {type(module) for module in model.modules()}:  # torch's, too
             self._spaces.append(_Space(partial(_forward_of, kind), frozenset(), 0, note))
@@ -86,15 +78,19 @@ class Guard:
         """Of the classes of a model and what they read, whichever model of them is asked."""
         guard = cls.__new__(cls)
         guard._doubt, kinds = False, [*classes_of(model), *map(type, configs_of(model))]
-        guard._spaces = classes_guarded(kinds, guard._note)
+        guard._modules, guard._spaces = {}, classes_guarded(kinds, guard._note)
         return guard
+
+    def ignore(self, written: Iterable[tuple[str, str]]) -> None:
+        """From now on: these (module's path, attribute), which a forward writes itself."""
+        for path, key in written:
+            self._modules[path].ignore(key)
 
     def holds(self) -> bool:
         """Whether nothing was changed."""
         doubt, self._doubt = self._doubt, False  # something was freed: its address may be another's
-        if doubt:
-            return all(space.is_same() for space in self._spaces)
-        return all(space.holds() for space in self._spaces)
+        parts = *self._modules.values(), *self._spaces
+        return all(part.is_same() if doubt else part.holds() for part in parts)
 
     def _note(self, _: Any) -> None:
         self._doubt = True
@@ -111,7 +107,7 @@ class _Space:
         inside = {key for key in self._checks if type(found[key]) not in _PLAIN and deep}
         fixed = PreTrainedConfig | property | type
         self.inside = [
-            key for key in inside if not isinstance(found[key], fixed) and not _is_theirs(found[key])
+            key for key in inside if not isinstance(found[key], fixed) and not is_theirs(found[key])
         ]
 
     def holds(self) -> bool:
@@ -121,6 +117,11 @@ class _Space:
         if tuple(map(id, found.values())) != self._ids:
             return self.is_same()
         return all(self._checks[key](found[key]) for key in self.inside)
+
+    def ignore(self, key: str) -> None:
+        self._ignored |= {key}
+        self._checks.pop(key, None)
+        self.inside = [name for name in self.inside if name != key]
 
     def is_same(self) -> bool:
         found = dict(self._read() or {})
@@ -136,47 +137,53 @@ class _Space:
 class _Module:
     """A module: its attributes, its children, its hooks, and which tensors it has."""
 
-    def __init__(self, module: nn.Module, written: frozenset[str], note: Any):
-        self._module = weakref.ref(module)
-        self._own = _Space(read := _dict_of(module), IGNORED | written, _DEEP, note)
-        self._children = _Space(partial(_held, read, "_modules"), frozenset(), 0, note)
-        hooks = "_forward_pre_hooks", "_forward_hooks"
-        self._hooks = [_Space(partial(_held, read, name), frozenset(), _DEEP, note) for name in hooks]
-        self._tensors, self._kind = _which_tensors(vars(module)), type(module)
-        self._ids = self._now(vars(module))
-        self._plain = not self._own.inside and not any(_held(read, name) for name in hooks)
+    def __init__(self, module: nn.Module, note: Any):
+        self._module, self._kind = weakref.ref(module), type(module)
+        self._own = _Space(read := _dict_of(module), IGNORED, _DEEP, note)
+        self._spaces = [self._own, _Space(partial(_held, read, "_modules"), frozenset(), 0, note)]
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            self._spaces.append(_Space(partial(_held, read, name), frozenset(), _DEEP, note))
+        self._tensors = _which_tensors(vars(module))
+        self._see(vars(module))
 
     def holds(self) -> bool:
+        """As `is_same`, at a glance where that is enough: a model has hundreds of modules."""
         module = self._module()
-        if module is None:
-            return False
-        own = module.__dict__
         if type(module) is not self._kind:
             return False
-        if self._plain and not own["_forward_hooks"] and not own["_forward_pre_hooks"]:
-            return self._now(own) == self._ids or self.is_same()
-        return self.is_same()
+        seen = self._glance(module.__dict__)
+        return seen is not None and seen == self._seen or self.is_same()
 
     def is_same(self) -> bool:
         module = self._module()
-        if module is None:
+        if type(module) is not self._kind or _which_tensors(vars(module)) != self._tensors:
             return False
-        own = module.__dict__
-        spaces = self._own, self._children, *self._hooks
-        if type(module) is not self._kind or _which_tensors(own) != self._tensors:
+        if not all(space.is_same() for space in self._spaces):
             return False
-        if not all(space.is_same() for space in spaces):
-            return False
-        self._ids = self._now(own)
+        self._see(vars(module))
         return True
 
-    def _now(self, own: dict[str, Any]) -> tuple:
-        return (
-            *map(id, own.values()),
-            *map(id, own["_modules"].values()),
-            *map(id, own["_parameters"].values()),
-            *map(id, own["_buffers"].values()),
+    def ignore(self, key: str) -> None:
+        self._own.ignore(key)
+        if module := self._module():
+            self._see(vars(module))
+
+    def _see(self, own: dict[str, Any]) -> None:
+        self._entries = itemgetter(
+            "_modules", "_parameters", *(key for key in own if key not in self._own._ignored)
         )
+        self._seen = self._glance(own)
+
+    def _glance(self, own: dict[str, Any]) -> tuple | None:
+        """What tells modules apart that have no hooks, and attributes without anything inside; else None."""
+        if self._own.inside or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return None
+        try:
+            values = self._entries(own)
+        except KeyError:
+            return None
+        inside = *own["_modules"].values(), *own["_parameters"].values(), *own["_buffers"].values()
+        return len(own), *map(id, values), *map(id, inside)
 
 
 def _which_tensors(own: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -238,7 +245,7 @@ def _dict_of(value: Any) -> Callable[[], dict[str, Any] | None]:
 def _held(read: Callable[[], dict[str, Any] | None], name: str) -> dict[Any, Any] | None:
     """A module's children or hooks, without those that transformers hangs in for hidden states."""
     own = read()
-    return None if own is None else {key: value for key, value in own[name].items() if not _is_theirs(value)}
+    return None if own is None else {key: value for key, value in own[name].items() if not is_theirs(value)}
 
 
 def _forward_of(kind: type) -> dict[str, Any]:
@@ -260,11 +267,10 @@ def names_read(kinds: list[type]) -> list[tuple[dict[str, Any], tuple[str, ...]]
         function = function_of(left.pop())
         if function is None or id(function) in seen:
             continue
-        if _is_theirs(function) and function.__module__ not in files:
+        if is_theirs(function) and function.__module__ not in files:
             continue
         seen.add(id(function))
-        space = function.__globals__
-        names = {name for name in _names(function.__code__) if name in space}
+        space, names = globals_of(function)
         found.setdefault(id(space), (space, set()))[1].update(names)
         left += [space[name] for name in names]
         left += [getattr(function, "__wrapped__", None)]
@@ -281,13 +287,6 @@ def function_of(value: Any) -> FunctionType | None:
         if type(value) is not FunctionType and not isinstance(value, type | nn.Module | Tensor):
             value = getattr(value, name, None) or value
     return value if type(value) is FunctionType else None
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
 
 
 def _swapped(config: Any) -> dict[str, Any]:
@@ -313,11 +312,11 @@ def _check(value: Any, deep: int, note: Any) -> Check:
     if isinstance(value, np.ndarray):
         array = value.copy() if value.size <= _SMALL else None
         return lambda now: same(now) and (array is None or array.tobytes() == now.tobytes())
-    if not deep or isinstance(value, PreTrainedConfig | type | ModuleType) or _is_theirs(value):
+    if not deep or isinstance(value, PreTrainedConfig | type | ModuleType) or is_theirs(value):
         return same
     if isinstance(value, nn.Module):
         return _check_module(value, same, note)
-    if isinstance(value, dict | list | tuple | deque) and len(value) > _MOST:
+    if isinstance(value, dict | list | tuple | deque) and len(value) > MOST:
         size = len(value)  # a table: nobody changes one entry of it
         return lambda now: same(now) and len(now) == size
     if isinstance(value, dict):
@@ -337,19 +336,21 @@ def _check(value: Any, deep: int, note: Any) -> Check:
     if isinstance(value, set | frozenset):
         known = frozenset(map(id, value)), len(value)
         return lambda now: same(now) and (frozenset(map(id, now)), len(now)) == known
-    parts = _parts(value)
-    checks = {key: _check(held, deep - 1, note) for key, held in parts.items()}
-    return lambda now: (
-        same(now)
-        and all(check(held) for check, held in zip(checks.values(), _parts(now).values(), strict=False))
-        and len(_parts(now)) == len(checks)
-    )
+    checks = {key: _check(held, deep - 1, note) for key, held in parts(value).items()}
+
+    def check(now: Any) -> bool:
+        found = parts(now) if same(now) else {}
+        return same(now) and found.keys() == checks.keys() and all(checks[key](found[key]) for key in checks)
+
+    return check
 
 
 def _check_tensor(value: Tensor, same: Check) -> Check:
     """Of a tensor that is no weight, such as a hook's vector: a program may hold it as a constant."""
     version = None if value.is_inference() else value._version
-    kept = value.detach().clone() if value.device.type == "cpu" and value.numel() <= _SMALL else None
+    own = type(value) not in (Tensor, nn.Parameter, nn.Buffer)  # a quantised one need not compare
+    small = value.device.type == "cpu" and value.numel() <= _SMALL
+    kept = value.detach().clone() if small and not own else None
 
     def check(now: Any) -> bool:
         if not same(now) or (None if now.is_inference() else now._version) != version:
@@ -364,17 +365,21 @@ def _check_tensor(value: Tensor, same: Check) -> Check:
 def _check_module(value: nn.Module, same: Check, note: Any) -> Check:
     """Of a module that is reached by a closure or an object: what it holds may be constants of a program."""
 
-    def shown(part: nn.Module) -> dict[str, Any]:
+    def shown(part: nn.Module) -> dict[Any, Any]:
         own = {key: held for key, held in vars(part).items() if key not in IGNORED}
-        return own | part._parameters | part._buffers
+        hooks = dict(enumerate(hooks_of(part))) | {"class": type(part)}
+        return own | part._parameters | part._buffers | part._modules | hooks
 
-    parts = [
-        (weakref.ref(part), {key: _check(held, 1, note) for key, held in shown(part).items()})
+    def checked(held: Any) -> Check:
+        return _identity(held, note) if isinstance(held, nn.Module) else _check(held, 1, note)
+
+    found = [
+        (weakref.ref(part), {key: checked(held) for key, held in shown(part).items()})
         for part in value.modules()
     ]
 
     def check(now: Any) -> bool:
-        alive = [(part(), checks) for part, checks in parts]
+        alive = [(part(), checks) for part, checks in found]
         return same(now) and all(
             part is not None
             and shown(part).keys() == checks.keys()
@@ -383,35 +388,6 @@ def _check_module(value: nn.Module, same: Check, note: Any) -> Check:
         )
 
     return check
-
-
-def _is_theirs(value: Any) -> bool:
-    """Whether a function is transformers' or torch's, which read no global that anybody sets."""
-    # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
-    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_THEIRS)
-
-
-def _parts(value: Any) -> dict[str, Any]:
-    """What a function closes over, and what a bound method, a partial or an object of somebody's holds."""
-    if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        found = {name: cell.cell_contents for name, cell in cells if cell != type(cell)()}
-        space = value.__globals__
-        named = {name: space[name] for name in _names(value.__code__) if name in space}
-        return found | named | {"defaults": value.__defaults__, "more": value.__kwdefaults__}
-    if isinstance(value, MethodType):
-        return {"function": value.__func__, "self": value.__self__}
-    if isinstance(value, partial):
-        return {"function": value.func, "args": value.args, "more": value.keywords}
-    own = getattr(value, "__dict__", None)
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind) if hasattr(value, name)]
-    return (own if isinstance(own, dict) else {}) | {name: getattr(value, name) for name in slots}
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ()) if kind.__module__ not in ("builtins", "torch") else ()
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _identity(value: Any, note: Any) -> Check:

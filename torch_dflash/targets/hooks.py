@@ -1,17 +1,40 @@
-"""What a forward leaves in values that it reaches: taken out again, and of hooks refused."""
+"""Hooks of a copy, which are the live model's own, and what a forward leaves in values that it reaches."""
 
 from __future__ import annotations
 
-import operator
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-DEEP = 4
-_MOST = 1_000
+from torch_dflash.targets.reached import entries, holders, restore
+
+TORCHS = frozenset(vars(nn.Module()))
+"""The attributes that torch gives every module."""
+
+
+class Weakly:
+    """A hook of a live model, in its copy: an engine keeps no model alive by a hook that knows it."""
+
+    def __init__(self, hook: Any):
+        self.hook = weakref.ref(hook)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        hook = self.hook()
+        if hook is None:
+            raise RuntimeError(
+                "a hook of the target was removed while a text was decoded; keep it to the end of the text, "
+                "or call again."
+            )
+        return hook(*args, **named)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks of a module's forward, both kinds; of a copy those of the live model."""
+    found = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    return [hook.hook() if isinstance(hook, Weakly) else hook for hook in found]
 
 
 @contextmanager
@@ -26,7 +49,7 @@ def keeping_nothing(model: nn.Module, refuse: bool = True) -> Iterator[None]:
     found = [
         (name, hook, [(holder, entries(holder)) for holder in holders(hook)])
         for name, module in model.named_modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for hook in hooks_of(module)
     ]
     keeps = None
     try:
@@ -44,46 +67,25 @@ def keeping_nothing(model: nn.Module, refuse: bool = True) -> Iterator[None]:
         )
 
 
-def holders(value: Any, deep: int = DEEP) -> list[Any]:
-    """The lists, dicts, sets, attributes of objects and cells of functions that a value reaches."""
-    if isinstance(value, MethodType):
-        value = value.__self__
-    if isinstance(value, nn.Module | type | ModuleType) or not deep:
-        return []
-    if isinstance(value, FunctionType):
-        cells = [cell for cell in value.__closure__ or () if cell != CellType()]
-        return [*cells, *(one for cell in cells for one in holders(cell.cell_contents, deep - 1))]
-    if isinstance(value, list | dict | set):
-        inner = list(value.values()) if isinstance(value, dict) else list(value)
-        return [value, *(one for held in inner[:_MOST] for one in holders(held, deep - 1))]
-    own = getattr(value, "__dict__", None)
-    return holders(own, deep) if isinstance(own, dict) else []
+@contextmanager
+def forgetting(root: nn.Module) -> Iterator[None]:
+    """Afterwards modules have the attributes and hooks they had, and values in attributes their entries.
 
-
-def entries(holder: Any) -> list[Any]:
-    """What a holder holds, for `restore`."""
-    if isinstance(holder, CellType):
-        return [holder.cell_contents]
-    if isinstance(holder, dict):
-        return [one for entry in holder.items() for one in entry]
-    return list(holder)
-
-
-def restore(holder: Any, before: list[Any]) -> bool:
-    """Put back what `entries` has given; whether anything had changed."""
-    now = entries(holder)
-    if len(now) == len(before) and not any(map(operator.is_not, now, before)):
-        return False
-    if isinstance(holder, CellType):
-        holder.cell_contents = before[0]
-    elif isinstance(holder, list):
-        holder[:] = before
-    elif isinstance(holder, set):
-        holder.intersection_update(before)
-        holder.update(before)
-    else:
-        kept = dict(zip(before[::2], before[1::2], strict=True))
-        for key in holder.keys() - kept.keys():
-            del holder[key]
-        holder.update(kept)
-    return True
+    Every program finds in a skeleton what was copied. A tensor that stayed there would be a trace's. One that
+    lies more than four deep becomes an input of the next program, which nobody has: the XLA runtime refuses
+    that by name.
+    """
+    modules = [vars(module) for module in root.modules()]
+    dicts = [(own, own["_forward_hooks"], own["_forward_pre_hooks"]) for own in modules]
+    kept = [(held, dict(held)) for three in dicts for held in three]
+    values = [value for own in modules for name, value in own.items() if name not in TORCHS]
+    inside = [(one, entries(one)) for value in values for one in holders(value)]
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            for name in held.keys() - before.keys():
+                del held[name]
+            held.update(before)  # never emptied: another thread may read it
+        for one, before in inside:
+            restore(one, before)

@@ -6,7 +6,8 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
+from operator import is_
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.experts import EXPERTS
+from torch_dflash.targets.hooks import Weakly, hooks_of
+from torch_dflash.targets.reached import cells_of
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 MOST_SHARED = 8
@@ -62,8 +65,10 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> Any:
     """A copy of the live model's structure on the meta device, with our attention and static-shape experts.
 
-    Adapters, hooks, replaced modules and attributes come along. Each parameter and buffer is an empty tensor;
-    tied ones stay tied. Hooks, and tensors in attributes, are shared with the model, which is not touched.
+    Adapters, hooks, replaced modules and attributes come along; a function in an attribute that closes over
+    modules of the model (``own = layer.forward``) then closes over those of the copy. Each parameter and
+    buffer is an empty tensor; tied ones stay tied. Hooks, and tensors in attributes, are shared with the
+    model, which is not touched.
 
     Raises:
         TypeError: the model cannot be copied.
@@ -74,14 +79,18 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> Any:
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         kept = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if kept else empty
-    own = set(map(id, model.modules()))
-    for module in model.modules():
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            # An object behind a hook is the user's switchboard: a copy would not see it change.
-            if id(getattr(hook, "__self__", None)) not in own:
-                memo[id(hook)] = hook
+    own_modules = dict.fromkeys(map(id, model.modules()))
+    for hook in (hook for module in model.modules() for hook in hooks_of(module)):
+        # An object behind a hook is the user's switchboard: a copy would not see it change.
+        if id(getattr(hook, "__self__", None)) not in own_modules:
+            memo[id(hook)] = Weakly(hook) if getattr(type(hook), "__weakrefoffset__", 0) else hook
     skeleton = _copied(model, memo).eval()
     experts = takes_experts(model)
+    twins = dict(zip(own_modules, skeleton.modules(), strict=True))
+    for module in skeleton.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType):
+                vars(module)[name] = _rebound(value, twins)
     for config in configs_of(skeleton):
         config._attn_implementation = attention
         for part in (config, config.get_text_config()):
@@ -99,6 +108,41 @@ def takes_experts(model: nn.Module) -> bool:
     """
     parts = (one for one in model.modules() if isinstance(one, PreTrainedModel))
     return any(one._can_set_experts_implementation() for one in parts)
+
+
+def _rebound(value: Any, twins: dict[int, Any]) -> Any:
+    """``value``, or a copy where it closes over, or holds, modules of a model (by id): it has their twins."""
+    if id(value) in twins:
+        return twins[id(value)]
+    twins = twins | {id(value): value}  # it may hold itself
+    if isinstance(value, MethodType):
+        parts: Any = [value.__func__, value.__self__]
+    elif isinstance(value, FunctionType):
+        held = [cell.cell_contents for cell in cells_of(value).values()]
+        parts = [*held, value.__defaults__, value.__kwdefaults__]
+    elif type(value) in (dict, list, tuple):
+        parts = _values(value)
+    else:
+        return value
+    new = [_rebound(one, twins) for one in parts]
+    if all(map(is_, parts, new)):
+        return value
+    if isinstance(value, MethodType):
+        return MethodType(*new)
+    if isinstance(value, FunctionType):
+        return _with_parts(value, new, twins)
+    return type(value)(zip(value, new, strict=True) if isinstance(value, dict) else new)
+
+
+def _with_parts(function: FunctionType, parts: list[Any], twins: dict[int, Any]) -> FunctionType:
+    held = iter(parts)
+    cells = [cell if cell == CellType() else CellType(next(held)) for cell in function.__closure__ or ()]
+    defaults, more = held
+    code, space, name = function.__code__, function.__globals__, function.__name__
+    copied = FunctionType(code, space, name, defaults, tuple(cells))
+    copied.__kwdefaults__ = more
+    vars(copied).update({key: _rebound(one, twins) for key, one in vars(function).items()})
+    return copied
 
 
 def configs_of(model: nn.Module) -> list[Any]:

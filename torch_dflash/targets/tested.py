@@ -25,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.targets.guard import classes_of, function_of, names_read
+from torch_dflash.targets.hooks import hooks_of
 
 TRANSFORMERS = str(Path(transformers.__file__).parent) + os.sep
 _HOMES = (
@@ -95,9 +96,8 @@ def runs_own_code(model: nn.Module) -> bool:
 def is_as_built(model: Any) -> bool:
     """Whether ``model`` has the modules that its class builds, with no hook, adapter or replaced method."""
     for module in model.modules():
-        hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
         own = [value for name, value in vars(module).items() if name != "generate" and _may_run(value)]
-        if not all(map(at_home, (*hooks, *own))):
+        if not all(map(at_home, (*hooks_of(module), *own))):
             return False
     everywhere = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
     if not all(at_home(hook) for one in everywhere for hook in one.values()):
@@ -152,7 +152,7 @@ def check_implementations(config: Any) -> None:
 
 
 def check_instance(model: nn.Module) -> None:
-    """Refuse what acts outside of a forward: accelerate's hooks, and replaced methods of `generate`.
+    """Refuse what acts outside of a forward: accelerate's hooks, aLoRA, and replaced methods of `generate`.
 
     Raises:
         ValueError: names the module, and how to undo the change.
@@ -165,6 +165,13 @@ def check_instance(model: nn.Module) -> None:
                 f"{where} carries accelerate's {type(hook).__name__}, which moves weights as it runs; call "
                 "accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
                 "offloading, before passing it."
+            )
+    for name, config in (vars(model).get("peft_config") or {}).items():
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"{type(model).__name__} has the adapter {name!r}, an aLoRA, which acts behind its "
+                "alora_invocation_tokens alone: PEFT looks for them in a whole prompt, which is not decoded "
+                "here; use the PeftModel's own generate, or delete the adapter."
             )
     for name, value in vars(model).items():
         own = name == "generate" and isinstance(value, partial) and value.keywords.get("model") is model

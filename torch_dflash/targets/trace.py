@@ -200,9 +200,12 @@ def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, 
     layers = field_of(config, "num_hidden_layers") or 1 + max(cache.shapes, default=-1)
     odd = sorted(set(range(layers)) ^ set(cache.shapes) | set(range(layers)) ^ set(cache.masks))
     if odd:
+        kept = min(odd)
+        fewer = f" (num_hidden_layers={kept} in its config, if the others were removed)"
         raise ValueError(
             f"target={name}: layers {odd} keep no keys and values of their own, or attend to them by other "
-            f"means than transformers' attention interface; {SUPPORTED}."
+            f"means than transformers' attention interface; {SUPPORTED}"
+            f"{fewer if kept and odd == [*range(kept, layers)] else ''}."
         )
     context = context_of(skeleton)
     read = functools.cache(functools.partial(read_window, context=context))  # layers share two masks or so

@@ -145,7 +145,7 @@ class LiveTensors:
             tensor = _held(module(), key)
             if tensor is None or tensor.shape != shape:
                 raise Restructured(self._kind)
-            if tensor.device.type == "meta":
+            if tensor.is_meta:
                 raise ValueError(
                     f"{self._kind}: {name} is on the meta device; load the weights before decoding."
                 )

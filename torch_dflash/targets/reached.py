@@ -1,0 +1,134 @@
+"""Values that a callable or an object reaches, and the collections among them that it may write to."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+DEEP = 4
+MOST = 1_000
+_BUILT_IN = ("builtins", "torch")
+_THEIRS = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, transformers))
+
+
+class Names(NamedTuple):
+    """Globals that a function names."""
+
+    space: dict[str, Any]
+    names: tuple[str, ...]
+
+
+def is_theirs(value: Any) -> bool:
+    """Whether a function is transformers' or torch's, which read no global that anybody sets."""
+    if isinstance(value, classmethod | staticmethod):
+        value = value.__func__
+    # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
+    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_THEIRS)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """What code names beside its own variables: globals, and attributes."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names_in(inner)
+
+
+def globals_of(function: FunctionType) -> Names:
+    """The globals that ``function`` names."""
+    space = function.__globals__
+    return Names(space, tuple(name for name in dict.fromkeys(names_in(function.__code__)) if name in space))
+
+
+def cells_of(function: FunctionType) -> dict[str, CellType]:
+    """The variables that ``function`` closes over, without those that have no value yet."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in cells if cell != CellType()}
+
+
+def parts(value: Any) -> dict[str, Any]:
+    """What a function closes over or names, and what a bound method, a partial or somebody's object holds."""
+    if isinstance(value, FunctionType):
+        space, names = globals_of(value)
+        found = {name: space[name] for name in names}  # a variable that it closes over may have such a name
+        found |= {f"cell {name}": cell.cell_contents for name, cell in cells_of(value).items()}
+        return found | {"default values": value.__defaults__, "keyword defaults": value.__kwdefaults__}
+    if isinstance(value, MethodType):
+        return {"function": value.__func__, "self": value.__self__}
+    if isinstance(value, partial):
+        return {"function": value.func, "args": value.args, "more": value.keywords}
+    slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+    return (attributes(value) or {}) | slots
+
+
+def attributes(value: Any) -> dict[str, Any] | None:
+    """Those of an object of somebody's; not of Python's own, such as a logger, which notes who asked it."""
+    root = type(value).__module__.partition(".")[0]
+    if root in sys.stdlib_module_names - {"__main__"} and type(value) is not SimpleNamespace:
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) else None
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ not in _BUILT_IN]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    return [name for name in names if not name.startswith("__")]
+
+
+def holders(value: Any, deep: int = DEEP) -> list[Any]:
+    """The collections, attributes of objects, cells and named globals that a value reaches."""
+    if not deep or isinstance(value, nn.Module | Tensor | type | ModuleType) or is_theirs(value):
+        return []
+    if isinstance(value, list | dict | set | deque):
+        own: list[Any] = [value]
+        inner = [*(value.values() if isinstance(value, dict) else value)]
+    else:
+        inner, own = [*parts(value).values()], []
+        if isinstance(value, FunctionType):
+            own = [*cells_of(value).values(), globals_of(value)]
+        elif (held := attributes(value)) is not None:
+            own = [held]
+        deep += isinstance(value, MethodType | partial)
+    return [*own, *(one for held in inner[:MOST] for one in holders(held, deep - 1))]
+
+
+def entries(holder: Any) -> list[Any]:
+    """What a holder holds, for `restore`."""
+    if isinstance(holder, CellType):
+        return [holder.cell_contents]
+    if isinstance(holder, Names):
+        return [holder.space.get(name) for name in holder.names]
+    if isinstance(holder, dict):
+        return [one for entry in holder.items() for one in entry]
+    return list(holder)
+
+
+def restore(holder: Any, before: list[Any]) -> bool:
+    """Put back what `entries` has given; whether anything had changed."""
+    now = entries(holder)
+    if len(now) == len(before) and not any(map(operator.is_not, now, before)):
+        return False
+    if isinstance(holder, CellType):
+        holder.cell_contents = before[0]
+    elif isinstance(holder, Names):
+        holder.space.update(zip(holder.names, before, strict=True))
+    elif isinstance(holder, dict):
+        kept = dict(zip(before[::2], before[1::2], strict=True))
+        for key in holder.keys() - kept.keys():
+            del holder[key]
+        holder.update(kept)
+    else:
+        holder.clear()
+        (holder.update if isinstance(holder, set) else holder.extend)(before)
+    return True
