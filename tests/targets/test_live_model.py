@@ -250,6 +250,15 @@ def test_a_hook_that_logs_keeps_nothing(caplog):
         assert CHANGED not in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_alora_is_refused_by_name():
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "alora_invocation_tokens": [4, 1]}
+    model = peft.get_peft_model(make_target("llama"), peft.LoraConfig(**options))
+    with refuses(ValueError, "LlamaForCausalLM", "'default', an aLoRA", "delete the adapter"):
+        td.compile(model, None, runtime="eager", max_length=64)
+
+
 def test_state_that_a_module_keeps_from_call_to_call_is_refused():
     target = make_target("llama")
     target.model.layers[1].mlp = Counting(target.model.layers[1].mlp)
@@ -678,7 +687,14 @@ def quantised(name, folder):
     }[name]
     pytest.importorskip(name)
     kind = transformers.LlamaForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float32, quantization_config=config()).eval()
+    target = kind.from_pretrained(folder, dtype=torch.float32, quantization_config=config()).eval()
+    packing = [module for module in target.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    if any(module.support_avx512bf16_for_cpu for module in packing):
+        with refuses(ValueError, "bitsandbytes", "support_avx512bf16_for_cpu=False"):
+            td.compile(target, None, runtime="eager", max_length=64)
+    for module in packing:
+        module.support_avx512bf16_for_cpu = False
+    return target
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -152,7 +152,7 @@ def check_implementations(config: Any) -> None:
 
 
 def check_instance(model: nn.Module) -> None:
-    """Refuse what acts outside of a forward: accelerate's hooks, aLoRA, and replaced methods of `generate`.
+    """Refuse accelerate's hooks, bitsandbytes' packed layers, aLoRA, and replaced methods of `generate`.
 
     Raises:
         ValueError: names the module, and how to undo the change.
@@ -165,6 +165,12 @@ def check_instance(model: nn.Module) -> None:
                 f"{where} carries accelerate's {type(hook).__name__}, which moves weights as it runs; call "
                 "accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
                 "offloading, before passing it."
+            )
+        if getattr(module, "support_avx512bf16_for_cpu", False) and model.device.type == "cpu":
+            raise ValueError(
+                f"{type(model).__name__}.{name} is a {type(module).__name__} of bitsandbytes, which packs "
+                "its weight for this CPU in its first forward, and packed weights are not decoded here; load "
+                "the model anew and set support_avx512bf16_for_cpu=False of such modules before any forward."
             )
     for name, config in (vars(model).get("peft_config") or {}).items():
         if getattr(config, "alora_invocation_tokens", None):

@@ -153,7 +153,7 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> Traced:
         raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
     except Exception as error:  # whatever a model of another kind trips over
         # Recurrent layers look for a state of their own in the cache, and find no entry.
-        reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else error
+        reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else repr(error)
         raise ValueError(
             f"target={name}: its forward cannot be traced with a cache of keys and values ({reason}); "
             f"{SUPPORTED}."
