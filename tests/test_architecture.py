@@ -260,7 +260,7 @@ BUDGETS = {
         "verify": 480,
     },
     "jax_bridge": {
-        "": 1820,
+        "": 1835,
         "aot": 1000,
         "checkpoints": 540,
         "hosts": 340,
