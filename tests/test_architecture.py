@@ -262,7 +262,7 @@ BUDGETS = {
     "jax_bridge": {
         "": 1835,
         "aot": 1000,
-        "checkpoints": 540,
+        "checkpoints": 600,
         "hosts": 340,
         "kernels": 680,
         "mesh": 560,

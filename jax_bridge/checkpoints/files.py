@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from jax_bridge.checkpoints.experts import EXPERT, Stacked, find_experts
+from jax_bridge.checkpoints.method import INSTEAD
 from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.checks import names_a_folder
 from torch_dflash.storage.weight_files import CONVERTED, Stored
@@ -106,6 +107,11 @@ def match(
                 f"{where}: {group[0]} {wanted} is missing from its safetensors files. {CONVERTED}"
             )
         for part in filled[group[0]]:
+            if saved[group[0]].is_floating_point() and not _is_plain(part.dtype):
+                raise ValueError(
+                    f"{part.file}: {part.name} is stored as {part.dtype} without a scale that the "
+                    f"quantization_config of config.json tells of; fetch both again, or {INSTEAD}"
+                )
             if part.shape != wanted:
                 raise ValueError(
                     f"{part.file}: {part.name} has shape {part.shape}, by config.json it should be {wanted}; "
@@ -119,3 +125,8 @@ def match(
                 f"{CONVERTED}"
             )
     return filled
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Whether a type's values are weights, not codes."""
+    return dtype.is_floating_point and dtype.itemsize > 1

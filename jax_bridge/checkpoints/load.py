@@ -16,7 +16,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from jax_bridge.arrays import default_device, shape_of, to_jax
 from jax_bridge.checkpoints.check_config import check_sizes
 from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, match, renamed
-from jax_bridge.checkpoints.quantised import dequantised, method_of
+from jax_bridge.checkpoints.method import method_of
+from jax_bridge.checkpoints.quantised import dequantised
 from jax_bridge.forms import Weight
 from jax_bridge.hosts.hosts import spanning
 from jax_bridge.layout import Forms, keep

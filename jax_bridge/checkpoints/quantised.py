@@ -7,31 +7,31 @@ Sources: transformers 5.24, ``integrations/mxfp4.py``, ``integrations/finegraine
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import dequantize_convertops
 
+from jax_bridge.checkpoints.method import INSTEAD, Method
 from torch_dflash.storage.weight_files import NARROW, Stored
 
 _PAIR = 2  # MXFP4 stores two values a byte
 _BYTES = (*NARROW, torch.int8)
 _STORED = {"mxfp4": (torch.uint8,), "fp8": _BYTES, "compressed-tensors": _BYTES}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SCALES = {"mxfp4": (torch.uint8,), "fp8": (*_FLOATS, torch.float8_e8m0fnu, torch.uint8)}
+_SCALES |= {"compressed-tensors": _FLOATS}
+"""Types of codes and of scales by method; uint8 is an exponent."""
 _CODES = {"mxfp4": ("_blocks", ("_scales",)), "fp8": ("", ("_scale_inv", "_scale"))}
 _CODES |= {"compressed-tensors": ("", ("_scale",))}
 """Of each method what the names of a weight's values and of its scales end in."""
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _UNREAD = re.compile(r"\.(input|output|activation|k|v|q)_scale$")
 """Scales of activations and caches: weights alone are read."""
-_INSTEAD = (
-    "load it with AutoModelForCausalLM.from_pretrained if transformers dequantises it, or use plain weights."
-)
 
 
 @dataclass(frozen=True)
@@ -100,111 +100,65 @@ def _blocks(start: int, stop: int, step: int) -> tuple[int, int]:
     return start // step, -(-stop // step)
 
 
-def method_of(config: Mapping[str, Any], where: str) -> str | None:
-    """How a config.json says that its weights are quantised; None: they are plain.
-
-    Raises:
-        ValueError: by a method that is not read; names it, and the field.
-    """
-    text = config.get("text_config")
-    given = config.get("quantization_config")
-    if given is None and isinstance(text, dict):  # a wrapper's, of its language model alone
-        given = text.get("quantization_config")
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise ValueError(
-            f"{where}: quantization_config={given!r} must be an object; fetch config.json again."
-        )
-    method = given.get("quant_method")
-    if method not in _CODES:
-        raise ValueError(
-            f"{where}: quantization_config says quant_method={method!r}; {', '.join(_CODES)} and plain "
-            f"weights are read. Else {_INSTEAD}"
-        )
-    if method == "compressed-tensors":
-        _check_compressed(given, where)
-    return method
-
-
-def _check_compressed(given: Mapping[str, Any], where: str) -> None:
-    groups = given.get("config_groups") or {}
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") or {}
-        said = {
-            "format": group.get("format") or given.get("format"),
-            "num_bits": weights.get("num_bits"),
-            "symmetric": weights.get("symmetric", True),
-        }
-        for name, known in (("format", _FORMATS), ("num_bits", (8,)), ("symmetric", (True,))):
-            if said[name] not in known:
-                raise ValueError(
-                    f"{where}: {name}={said[name]!r} of compressed-tensors in quantization_config; "
-                    f"{', '.join(map(str, known))} is read. Else {_INSTEAD}"
-                )
-    for name in ("sparsity_config", "transform_config"):
-        if given.get(name) and given[name].get("format") != "dense":
-            raise ValueError(f"{where}: {name} of compressed-tensors is not read; {_INSTEAD}")
-
-
 def dequantised(
-    stored: dict[str, Stored], method: str | None, dtype: torch.dtype
+    stored: dict[str, Stored], method: Method | None, dtype: torch.dtype
 ) -> dict[str, Stored | Dequantised]:
     """``stored`` with each pair of codes and scales as one weight, read in ``dtype``.
 
     Raises:
-        ValueError: codes have no scales, scales no codes, or the shapes of the two do not fit.
+        ValueError: types or shapes of codes and scales do not fit, or codes have two scales.
     """
     found: dict[str, Stored | Dequantised] = dict(stored)
-    end, ends = _CODES.get(str(method), ("", ()))
+    if method is None:
+        return found
+    end, ends = _CODES[method.name]
     for name, scales in stored.items():
         last = next((one for one in ends if name.endswith(one)), None)
         base = None if last is None else name.removesuffix(last)
         if base is None or (codes := stored.get(base + end)) is None:
             continue
-        del found[codes.name], found[name]
-        found[base] = _pair(base, codes, scales, str(method), dtype)
-    if method is not None:
-        found = {name: part for name, part in found.items() if not _UNREAD.search(name)}
-    for name, part in found.items():
-        if part.dtype.is_floating_point and part.dtype.itemsize < 2:
+        if isinstance(pair := found.get(base), Dequantised):
             raise ValueError(
-                f"{part.file}: {name} is stored as {part.dtype} without a scale beside it, and "
-                f"quant_method={method!r}; fetch the checkpoint again."
+                f"{scales.file}: {name} and {pair.scales.name} are both scales of {base}; keep one."
             )
-    return found
+        del found[codes.name], found[name]
+        found[base] = _pair(base, codes, scales, method, dtype)
+    return {name: part for name, part in found.items() if not _UNREAD.search(name)}
 
 
-def _pair(name: str, codes: Stored, scales: Stored, method: str, dtype: torch.dtype) -> Dequantised:
-    if codes.dtype not in _STORED[method]:
-        raise ValueError(f"{codes.file}: {codes.name} is stored as {codes.dtype}, but has scales beside it.")
-    if method == "mxfp4":
+def _pair(name: str, codes: Stored, scales: Stored, method: Method, dtype: torch.dtype) -> Dequantised:
+    kind = method.name
+    for part, known in ((codes, _STORED[kind]), (scales, _SCALES[kind])):
+        if part.dtype not in known:
+            raise ValueError(
+                f"{part.file}: {part.name} is stored as {part.dtype}; of quant_method={kind!r} "
+                f"{', '.join(map(str, known))} is read. Fetch the checkpoint again, or {INSTEAD}"
+            )
+    if kind == "mxfp4":
         *leading, out, blocks, packed = codes.shape
         shape = (*leading, blocks * packed * _PAIR, out)
         if scales.shape != codes.shape[:-1]:
-            raise _unfit(codes, scales)
+            raise _unfit(codes, scales, method)
         return Dequantised(name, shape, dtype, codes, scales, _mxfp4, (packed * _PAIR, 1), turned=True)
-    packed = method == "fp8" and codes.dtype == torch.int8  # two FP4 values a byte
-    shape = (*codes.shape[:-1], codes.shape[-1] * (_PAIR if packed else 1))
-    single = prod(scales.shape) == 1
-    grid = (1, 1) if single else scales.shape[-2:]
-    if (
-        packed
-        or not (single or len(scales.shape) == len(shape))
-        or len(shape) < 2
-        or shape[-2] % grid[0]
-        or shape[-1] % grid[1]
-    ):
-        raise _unfit(codes, scales)
-    block = shape[-2] // grid[0], shape[-1] // grid[1]
-    alone = method == "compressed-tensors" and ".experts." not in name
+    shape, single = codes.shape, prod(scales.shape) == 1
+    packed = kind == "fp8" and codes.dtype == torch.int8  # two FP4 values a byte
+    if packed or len(shape) < 2 or not (single or len(scales.shape) == len(shape)):
+        raise _unfit(codes, scales, method)
+    rows, columns = (1, 1) if single else scales.shape[-2:]
+    if not rows or not columns or shape[-2] % rows or shape[-1] % columns:
+        raise _unfit(codes, scales, method)
+    block = shape[-2] // rows, shape[-1] // columns
+    if not single and not (scales.shape[:-2] == shape[:-2] and method.fits(block, shape)):
+        raise _unfit(codes, scales, method)
+    alone = kind == "compressed-tensors" and ".experts." not in name
     return Dequantised(name, shape, dtype, codes, scales, _rounded if alone else _scaled, block)
 
 
-def _unfit(codes: Stored, scales: Stored) -> ValueError:
+def _unfit(codes: Stored, scales: Stored, method: Method) -> ValueError:
+    named = "" if method.blocks is None else f", of {method.blocks} (rows, columns; None: all) by config.json"
     return ValueError(
         f"{codes.file}: {codes.name} {codes.dtype} {codes.shape} and {scales.name} {scales.shape} do not "
-        f"fit: every scale must be for a block of the same size; {_INSTEAD}"
+        f"fit: every scale must be for a block of the same size{named}; {INSTEAD}"
     )
 
 

@@ -188,7 +188,7 @@ NORM = "model.layers.1.input_layernorm.weight"
         (lambda t: t.update(lora=torch.ones(2, 3)), ["model.safetensors", "lora (2, 3)", "unexpected"]),
         (
             lambda t: t.update({NORM: torch.ones(32).to(torch.float8_e4m3fn)}),
-            ["model.safetensors", NORM, "float8_e4m3fn without a scale", "None"],
+            ["model.safetensors", NORM, "float8_e4m3fn without a scale", "quantization_config"],
         ),
     ],
 )

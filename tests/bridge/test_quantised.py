@@ -14,6 +14,7 @@ from transformers.quantizers import auto
 
 import jax_bridge as jb
 from jax_bridge.checkpoints import experts, quantised
+from jax_bridge.checkpoints.method import method_of
 from jax_bridge.checkpoints.quantised import Dequantised
 from jax_bridge.forms import unwrap
 from torch_dflash.storage.weight_files import read_checkpoint
@@ -110,15 +111,15 @@ def test_halves_of_an_expert_that_are_swapped_are_seen(published, monkeypatch):
     assert [name for name in differing(published["fp8_experts"], None) if name.endswith("gate_up_proj")]
 
 
-def weights_of(folder, method):
+def weights_of(folder):
+    method = method_of(json.loads((folder / "config.json").read_text()), folder)
     return quantised.dequantised(read_checkpoint(str(folder)), method, torch.float32)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_part_is_that_of_the_whole(published, name):
     """As devices of a mesh read them, with edges inside of a block."""
-    method = "mxfp4" if name == "mxfp4" else "fp8"
-    parts = [part for part in weights_of(published[name], method).values() if isinstance(part, Dequantised)]
+    parts = [part for part in weights_of(published[name]).values() if isinstance(part, Dequantised)]
     assert len(parts) > 3
     for part in parts[:4]:
         whole = part.read()
@@ -217,6 +218,20 @@ def test_another_method_is_refused_by_name(published, tmp_path, method):
             ["symmetric=False"],
         ),
         ({"transform_config": {"config_groups": {}}}, ["transform_config"]),
+        ({"sparsity_config": "dense"}, ["sparsity_config='dense'", "must be an object"]),
+        ({"config_groups": None}, ["config_groups=None", "must be an object"]),
+        ({"config_groups": {"W8A8": ["Linear"]}}, ["config_groups['W8A8']=['Linear']"]),
+        ({"config_groups": {"group_0": {"weights": None}}}, ["weights of config_groups['group_0']=None"]),
+        (
+            {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"strategy": "token"}}}},
+            ["strategy='token'", "channel"],
+        ),
+        (
+            {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"strategy": "block"}}}},
+            ["block_structure=None"],
+        ),
+        ({"quant_method": ["fp8"]}, ["quant_method=['fp8']"]),
+        ({"quant_method": "fp8", "weight_block_size": 128}, ["weight_block_size=128"]),
     ],
 )
 def test_forms_of_compressed_tensors_that_are_not_read_are_named(tmp_path, changes, words):
@@ -224,16 +239,47 @@ def test_forms_of_compressed_tensors_that_are_not_read_are_named(tmp_path, chang
         jb.load(compressed(tmp_path, "int8", **changes))
 
 
-def test_codes_and_scales_that_do_not_fit_are_named(tmp_path):
+Q = "model.layers.0.self_attn.q_proj.weight"
+DOWN = "model.layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("fp8", {Q + "_scale_inv": torch.ones(3, 4)}, ["(3, 4)", "a block of the same size"]),
+        ("fp8", {Q + "_scale_inv": torch.ones(2, 2)}, ["(2, 2)", "((16, 16),)"]),
+        ("fp8", {Q + "_scale_inv": None}, [f"{Q} is stored as torch.float8_e4m3fn without a scale"]),
+        ("fp8", {Q: torch.ones(64, 64)}, [f"{Q} is stored as torch.float32", "float8_e4m3fn"]),
+        ("fp8", {Q + "_scale": torch.ones(4, 4)}, [f"are both scales of {Q}"]),
+        ("mxfp4", {DOWN + "_scales": torch.ones(4, 64, 2)}, [f"{DOWN}_scales is stored as torch.float32"]),
+        ("int8", {Q + "_scale": None}, [f"{Q} is stored as torch.int8 without a scale"]),
+        ("int8", {Q + "_scale": torch.ones(64, 1).byte()}, [f"{Q}_scale is stored as torch.uint8"]),
+        ("int8", {Q + "_scale": torch.ones(1, 64)}, ["(1, 64)", "((1, None),)"]),
+    ],
+)
+def test_codes_and_scales_that_do_not_fit_are_named(tmp_path, kind, change, words):
+    folder = compressed(tmp_path, kind) if kind == "int8" else publish(kind, tmp_path)
+    changed = load_file(folder / "model.safetensors") | change
+    save_file(
+        {key: value for key, value in changed.items() if value is not None}, folder / "model.safetensors"
+    )
+    with refuses(ValueError, *words):
+        jb.load(folder)
+
+
+def test_codes_without_a_quantization_config_are_named(tmp_path):
+    folder = compressed(tmp_path, "int8")
+    say(folder, quantization_config=None)
+    with refuses(ValueError, "torch.int8", "quantization_config of config.json"):
+        jb.load(folder)
+
+
+def test_blocks_that_the_config_names_are_the_scales(tmp_path):
+    """64 rows in blocks of 48: their number alone says 32, which transformers takes."""
     folder = publish("fp8", tmp_path)
+    say(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [48, 48]})
     state = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj.weight"
-    for change, words in (
-        ({name + "_scale_inv": torch.ones(3, 4)}, ["(3, 4)", "a block of the same size"]),
-        ({name + "_scale_inv": None}, [f"{name} is stored as torch.float8_e4m3fn without a scale"]),
-        ({name: state[name].float()}, [f"{name} is stored as torch.float32, but has scales"]),
-    ):
-        changed = {key: value for key, value in (state | change).items() if value is not None}
-        save_file(changed, folder / "model.safetensors")
-        with refuses(ValueError, *words):
-            jb.load(folder)
+    scales = {name: torch.ones(2, 2) for name in state if name.endswith("_scale_inv")}
+    save_file(state | scales, folder / "model.safetensors")
+    with refuses(ValueError, "(2, 2)", "((48, 48),)"):
+        jb.load(folder)
