@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -41,8 +41,12 @@ class NumberTokenizer:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
-    def __call__(self, text):
-        return {"input_ids": [len(text) % self.vocab_size, 5, 6, 7]}
+    def __call__(self, text, return_tensors=None):
+        ids = [len(text) % self.vocab_size, 5, 6, 7]
+        if return_tensors == "pt":
+            row = torch.tensor([ids])
+            return BatchEncoding({"input_ids": row, "attention_mask": torch.ones_like(row)})
+        return {"input_ids": ids}
 
     def apply_chat_template(self, messages, **options):
         assert options["return_dict"]
