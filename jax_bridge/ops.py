@@ -18,7 +18,7 @@ from jax_bridge.angles import cos_jax, sin_jax
 from jax_bridge.argmax import argmax_jax
 from jax_bridge.forms import Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
-from jax_bridge.kernels.paged_attention import paged_attention_jax
+from jax_bridge.kernels.paged_attention import append_pages_jax, paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
 from jax_bridge.mesh.best import argmax_on_slice, slice_under, topk_on_slice
 from jax_bridge.mesh.current import current
@@ -34,7 +34,7 @@ from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
 from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.on_host import on_host
-from torch_dflash.ops.paged_attention import paged_attention
+from torch_dflash.ops.paged_attention import append_pages, paged_attention
 from torch_dflash.ops.spread import spread
 from torch_dflash.ops.stacked import stacked_linear, stacked_sum
 from torch_dflash.ops.windows import write_rows
@@ -222,6 +222,10 @@ def _layer_norm(rows, shape, weight=None, bias=None, eps=1e-5):
     return call_jax(partial(once, layer_norm_jax, eps=eps), rows, weight, bias)
 
 
+def _append_pages(key, value, start, pages):
+    return call_jax(append_pages_jax, key, value, start, pages)
+
+
 def _paged_attention(inputs, pages):
     return call_jax(_on_slice(paged_on_slice, paged_attention_jax), inputs, pages)
 
@@ -276,6 +280,7 @@ LOWERED = {
     grouped_attention: _grouped_attention,
     dense_attention: _dense_attention,
     paged_attention: _paged_attention,
+    append_pages: _append_pages,
     block_attention: _block_attention,
     spread: _spread,
     on_host: _on_host,

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from torch_dflash.ops.trees import Tree
 from torch_dflash.plan import DecodePlan
 from torch_dflash.state import Draft
 
@@ -25,6 +26,33 @@ def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Int[Tensor, " B"]:
     step = torch.arange(rows - 1, device=target.device, dtype=torch.int32)
     match = match * (step < draft.valid[:, None]).to(torch.int32)
     return torch.cumprod(match, dim=1).sum(dim=1, dtype=torch.int32) + 1
+
+
+def accept_tree(
+    tokens: Int[Tensor, "B N"], tree: Tree, target: Int[Tensor, "B M"], deepest: int
+) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
+    """(The rows of the deepest path that the target picks, how many they are: tokens that a round commits).
+
+    A walk from the anchor: at each row the target's pick, on to the child that equals it; the first pick
+    without a child is the bonus. Each committed token is the target's own after those before it, whatever the
+    tree. ``tokens`` are those of rows 1 to N; a path has at most ``deepest`` + 1 rows; behind its last row it
+    repeats that one.
+    """
+    row = torch.arange(target.shape[1], device=target.device, dtype=torch.int32)
+    seen, depth = tree.seen(), tree.depth
+    before = seen & (depth[:, None] == depth[..., None] - 1)
+    wanted = torch.where(before, target[:, None], 0).sum(dim=-1, dtype=torch.int32)[:, 1:]
+    equal = (tokens == wanted) & (row[1:] <= tree.valid[:, None])
+    equal = torch.cat([torch.ones_like(equal[:, :1]), equal], dim=1)
+    picked = (equal[:, None] | ~seen).all(dim=-1)
+    # The deepest; of two alike, which only one that is no tree's draft has, the first.
+    best = torch.where(picked, depth * len(row) + row.flip(0), -1).argmax(dim=1)[:, None]
+    mine = (seen & (row == best)[..., None]).any(dim=1)
+    step = torch.arange(min(deepest, len(row) - 1) + 1, device=target.device, dtype=torch.int32)
+    here = mine[:, None] & (depth[:, None] == step[:, None])
+    path = torch.where(here, row, 0).sum(dim=-1, dtype=torch.int32)
+    count = mine.sum(dim=1, dtype=torch.int32)
+    return torch.where(step < count[:, None], path, best.to(torch.int32)), count
 
 
 def trim_at_stop(
@@ -53,26 +81,32 @@ def drafted_by(proposer: Any, proposed: Any) -> tuple[Any, Any]:
     )
 
 
-def known_chain(draft: Any, plan: DecodePlan, vocab_size: int) -> Draft:
+def known_draft(draft: Any, plan: DecodePlan, vocab_size: int) -> Draft:
     """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
 
     Raises:
-        TypeError, ValueError: no draft of integers for every row, or a tree.
+        TypeError, ValueError: no draft of integers for every row, or a tree of a proposer without depth.
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"propose() drafted {type(draft).__name__}: return a Draft and the proposer's state.")
     wanted = {"tokens": (plan.batch_size, plan.nodes), "valid": (plan.batch_size,)}
+    if draft.parent is not None:
+        if plan.depth is None:
+            raise ValueError(
+                "Draft.parent is set: a tree of drafts, and the proposer has no depth; set how many nodes "
+                "its deepest path has (depth = 7), or propose a chain and leave parent None."
+            )
+        fewer = getattr(draft.tokens, "shape", ())[1:] or (plan.nodes,)  # of a narrower round
+        wanted["tokens"] = wanted["parent"] = (plan.batch_size, min(plan.nodes, *fewer))
     for name, shape in wanted.items():
         found = getattr(draft, name)
         whole = isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64)
         if not whole or tuple(found.shape) != shape:
             kind = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', []))}"
             raise ValueError(f"Draft.{name} is {kind}: it must be a tensor of int32 {list(shape)}.")
-    if draft.parent is not None:
-        raise ValueError(
-            "Draft.parent is set: a tree of drafts would be verified as if it were a chain; propose a chain "
-            "and leave parent None."
-        )
     tokens = draft.tokens.clamp(0, vocab_size - 1).to(torch.int32)
     known = torch.cumprod((tokens == draft.tokens).to(torch.int32), dim=1).sum(dim=1, dtype=torch.int32)
-    return Draft(tokens, torch.minimum(draft.valid.to(torch.int32), known))
+    parent = draft.parent
+    if parent is None and plan.depth is not None:  # this round's is a chain
+        parent = torch.arange(-1, plan.nodes - 1, device=tokens.device).expand(tokens.shape)
+    return Draft(tokens, torch.minimum(draft.valid.to(torch.int32), known), parent)

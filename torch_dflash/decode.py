@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_dflash.accept import accept_chain, drafted_by, known_chain, trim_at_stop
-from torch_dflash.cache.allocate import check_specs, no_pages
+from torch_dflash.accept import accept_chain, accept_tree, drafted_by, known_draft, trim_at_stop
+from torch_dflash.cache.allocate import check_specs, check_tree, no_pages
 from torch_dflash.guards.reentry import check_outside
+from torch_dflash.ops.trees import Tree, read_tree, take_rows
 from torch_dflash.ops.windows import clear_rows, positions, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text, process
@@ -38,6 +39,7 @@ class Pair(nn.Module):
         super().__init__()
         check_specs(target.specs, plan)
         target.check_taps(proposer.taps)
+        check_tree(target.specs, plan)
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan
@@ -117,7 +119,7 @@ class Verified(NamedTuple):
     """The target on M rows: ``ids`` [B, M], its own ``logits`` [B, M, V] and ``picks`` [B, M] after each row.
 
     ``features`` [B, M, n*H] are the tapped layers' outputs, None without taps; ``cache`` the layers after it.
-    ``scores`` [B, M, V], what was picked from, is None unless the plan keeps it.
+    ``scores`` [B, M, V], what was picked from, is None unless the plan keeps it; ``tree``: None of a chain.
     """
 
     ids: Int[Tensor, "B M"]
@@ -126,15 +128,23 @@ class Verified(NamedTuple):
     features: Tensor | None
     cache: tuple
     scores: Tensor | None
+    tree: Tree | None = None
+
+    def along(self, path: Tensor) -> Verified:
+        """The rows ``path`` [B, P] alone; the layers wait for their ``commit``."""
+        rows = (self.ids, self.logits, self.picks, self.features, self.scores)
+        ids, logits, picks, features, scores = (None if a is None else take_rows(a, path) for a in rows)
+        return Verified(cast(Any, ids), cast(Any, logits), cast(Any, picks), features, self.cache, scores)
 
 
-def draft(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
-    """The proposer's pass: (a draft after each row's anchor, the proposer's state)."""
-    target, proposer = pair.target, pair.proposer
+def draft(pair: Pair, state: DecodeState, width: int | None = None) -> tuple[Draft, Any]:
+    """The proposer's pass: (a draft after each row's anchor, its state); ``width`` as in `verify`."""
+    target, proposer, plan = pair.target, pair.proposer, pair.plan
     own = state.anchor.clone(), state.length.clone()  # the proposer's: it may write into them
-    proposed = proposer.draft(state.proposer, *own, target.embed, target.head, Asked(state.sampling))
+    asked = Asked(state.sampling, width or plan.verify_width)
+    proposed = proposer.draft(state.proposer, *own, target.embed, target.head, asked)
     drafted, pstate = drafted_by(proposer, proposed)
-    return known_chain(drafted, pair.plan, target.vocab_size), pstate
+    return known_draft(drafted, plan, target.vocab_size), pstate
 
 
 def skip(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
@@ -156,18 +166,19 @@ def verify(
     ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : width - 1]], dim=1)
     spare = ids[:, -1:].expand(-1, max(fewest - width, 0))
     rows = torch.cat([ids, spare], dim=1)
-    out = pair.target(rows, state.length, state.cache, pair.proposer.taps, state.page_table)
+    tree = None if drafted.parent is None else _tree(plan, drafted, rows)
+    out = pair.target(rows, state.length, state.cache, pair.proposer.taps, state.page_table, tree=tree)
     own = out.logits[:, :width]
-    following = positions(state.committed, width)
     tokens = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
-    picks, scores = _pick(plan, state.rules, Text(tokens, following, ids), own, state.sampling)
+    text = Text(tokens, _following(state, tree, width), ids)
+    picks, scores = _pick(plan, state.rules, text, own, state.sampling)
     features = None if out.features is None else out.features[:, :width]
-    return Verified(ids, own, picks, features, out.cache, scores)
+    return Verified(ids, own, picks, features, out.cache, scores, tree)
 
 
 def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Verified) -> DecodeState:
     """Keep the drafts that equal the target's picks and the pick after them, up to a stop id or the limit."""
-    accepted = accept_chain(drafted, seen.picks)
+    seen, accepted, path = _accepted(pair.plan, drafted, seen)
     kept, stopped = trim_at_stop(seen.picks, accepted, state.stop_ids)
     room = state.limit - state.committed
     count = torch.where(state.done, 0, torch.minimum(kept, room))
@@ -176,7 +187,7 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
         tokens=write_rows(state.tokens, seen.picks, state.committed, dim=1),
         length=state.length + count,
         done=state.done | (stopped & (kept <= room)) | (kept >= room),
-        cache=tuple(layer.commit(count) for layer in seen.cache),
+        cache=tuple(layer.commit(count, path) for layer in seen.cache),
         proposer=pair.proposer.observe(pstate, seen.features, seen.ids, seen.picks, count),
         rules=tuple(
             processor.observe(memory, seen.ids, count)
@@ -186,6 +197,33 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
         rounds=state.rounds + (~state.done).to(torch.int32),
         record=note_picks(state.record, seen.picks, seen.logits, seen.scores, state.committed),
     )
+
+
+def _tree(plan: DecodePlan, drafted: Draft, rows: Tensor) -> Tree:
+    """The tree of a pass's ``rows`` [B, M]."""
+    nodes = rows.shape[1] - 1
+    parent: Any = drafted.parent
+    parent = parent[:, :nodes]
+    alone = torch.full_like(rows[:, parent.shape[1] + 1 :], -1)  # rows that are computed and dropped
+    valid = drafted.valid.clamp(max=parent.shape[1])
+    return read_tree(torch.cat([parent.to(alone.dtype), alone], dim=1), valid, plan.depth or 1)
+
+
+def _following(state: DecodeState, tree: Tree | None, width: int) -> Tensor:
+    """The position [B, M] behind each row."""
+    if tree is None:
+        return positions(state.committed, width)
+    return state.committed[:, None] + tree.depth[:, :width]
+
+
+def _accepted(plan: DecodePlan, drafted: Draft, seen: Verified) -> tuple[Verified, Tensor, Tensor | None]:
+    """(The rows that a round may commit, how many of them it does, which they are of a tree)."""
+    if seen.tree is None:
+        return seen, accept_chain(drafted, seen.picks), None
+    width = seen.ids.shape[1]
+    tree = Tree(seen.tree.depth[:, :width], seen.tree.end[:, :width], seen.tree.valid)
+    path, count = accept_tree(seen.ids[:, 1:], tree, seen.picks, plan.depth or 1)
+    return seen.along(path), count, path
 
 
 def _pick(
@@ -200,7 +238,7 @@ def _pick(
 
 
 def _decode_round(pair: Pair, state: DecodeState, width: int, fewest: int) -> DecodeState:
-    drafted, pstate = (draft if width > 1 else skip)(pair, state)
+    drafted, pstate = draft(pair, state, width) if width > 1 else skip(pair, state)
     seen = verify(pair, state, drafted, width, fewest)
     return commit(pair, state, drafted, pstate, seen)
 

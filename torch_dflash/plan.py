@@ -15,6 +15,7 @@ else:
 TILE = 16
 """Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
 MIN_BUCKET = TILE
+MOST_TREE_ROWS = 64
 OUTPUTS = ("output_scores", "output_logits", "output_logprobs")
 """Options that ask for what tokens were picked from."""
 
@@ -31,8 +32,9 @@ class DecodePlan:
     Args:
         batch_size: rows B.
         capacity: positions a row may fill (prompt and new tokens), before slack.
-        block_size: rows W of the draft pass, the anchor included; 1 decodes without drafting.
+        block_size: rows W of a draft, the anchor included; 1 decodes without drafting.
         verify_width: rows M of the verify pass, the anchor included; at most ``block_size``.
+        depth: nodes on the deepest path of a draft that may be a tree; None: drafts are chains.
         stop_slots: stop ids E a row may carry.
         rounds_per_chunk: rounds between two host reads.
         filters: whether top-k, top-p and min-p are compiled in (they sort the vocabulary).
@@ -59,6 +61,7 @@ class DecodePlan:
     cache: Cache = "static"
     page_size: int = 64
     pool_pages: int | None = None
+    depth: int | None = None
 
     def __post_init__(self):
         for name in ("batch_size", "capacity", "block_size", "verify_width", "rounds_per_chunk"):
@@ -71,6 +74,11 @@ class DecodePlan:
             )
         if self.block_size > 255:
             raise ValueError(f"block_size={self.block_size}: acceptance is counted in 8 bits; use <= 255.")
+        if self.depth is not None and (self.verify_width > MOST_TREE_ROWS or self.depth < 1):
+            raise ValueError(
+                f"verify_width={self.verify_width}, depth={self.depth}: a tree of drafts has at most "
+                f"{MOST_TREE_ROWS} rows, the anchor included, and at least one node on a path."
+            )
         check_precision(self.matmul_precision)
         check_cache(self.cache)
         if self.cache == "static" and self.pool_pages is not None:
@@ -100,14 +108,19 @@ class DecodePlan:
         return self.block_size - 1
 
     @property
+    def gain(self) -> int:
+        """Most tokens that a round brings: a path's drafts and the bonus."""
+        return self.verify_width if self.depth is None else min(self.verify_width, self.depth + 1)
+
+    @property
     def most_gained(self) -> int:
         """Most tokens that a row gains between two host reads: of all rounds, and of a prompt's pass."""
-        return self.rounds_per_chunk * self.verify_width + 1
+        return self.rounds_per_chunk * self.gain + 1
 
     @property
     def slack(self) -> int:
         """Slots past ``capacity`` that a clamped window may spill into; every buffer ends in them."""
-        return max(MIN_BUCKET, self.block_size, self.verify_width, self.nodes)
+        return max(MIN_BUCKET, self.block_size if self.depth is None else self.gain)
 
     @property
     def slots(self) -> int:

@@ -85,7 +85,9 @@ class PromptChunk:
 class Draft:
     """Proposed tokens [B, N] after the anchor, ``valid`` [B] of them real, up to one out of the vocabulary.
 
-    ``parent`` None means a chain; a round refuses anything else.
+    ``parent`` [B, N] makes them a tree: nodes in depth-first preorder, each with the number of the node
+    before it, -1 for the anchor. The first nodes of a tree are a tree. One that is no preorder, or
+    deeper than `Proposer.depth`, ends before its first such node. None means a chain.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -98,6 +100,8 @@ class Asked(NamedTuple):
 
     Attributes:
         sampling: how each row picks its tokens.
+        rows: of the verify pass, the anchor included: more nodes of a tree are dropped.
     """
 
     sampling: Sampling
+    rows: int

@@ -29,9 +29,9 @@ MOST_ROWS = 64
 def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Float[Array, "B W Q D"]:
     """`torch_dflash.ops.block_attention`: by platform, the Pallas kernel or a loop in plain jnp.
 
-    With sinks, which the kernel does not know, it is the loop everywhere.
+    With sinks or a tree, which the kernel does not know, it is the loop everywhere.
     """
-    if inputs.sinks is not None:
+    if inputs.sinks is not None or inputs.tree is not None:
         return stream_past(inputs, past, causal)
     arrays, rule = inputs[:4], {"scale": inputs.scale, "window": inputs.window}
     kernel = partial(pallas_block_attention, **rule, causal=causal)

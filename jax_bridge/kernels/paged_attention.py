@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from jax_bridge.kernels.streamed import Block, Running, fitting_keys, stream
+from jax_bridge.kernels.streamed import Block, Running, ancestry, fitting_keys, seen_inside, stream
 from torch_dflash.plan import TILE
 
 BLOCK_KEYS = 512
@@ -29,6 +29,11 @@ def paged_attention_jax(
     sinks = None if sinks is None else sinks.reshape(groups, -1)
     # Columns of page 0 past the last: a bucket of padded rows may reach beyond what a row may hold.
     table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
+    if inputs.tree is not None:
+        out = _tree_attention(
+            grouped, key.astype(pool.dtype), value.astype(pool.dtype), inputs, (pool, table)
+        )
+        return _rows_first(out, query), pool
     static = {"k_dim": k_dim, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
     static |= {"block_keys": BLOCK_KEYS}
     out, pool = jax.lax.platform_dependent(
@@ -41,8 +46,51 @@ def paged_attention_jax(
         tpu=partial(pallas_paged_attention, **static),
         default=partial(jnp_paged_attention, **static),
     )
-    out = out[..., :v_dim].reshape(batch, heads, rows, v_dim)
-    return out.transpose(0, 2, 1, 3), pool
+    return _rows_first(out[..., :v_dim], query), pool
+
+
+def append_pages_jax(key: Array, value: Array, start: Array, pages: Any) -> Float[Array, "P G page_size KV"]:
+    """`torch_dflash.ops.paged_attention.append_pages`: tiles that are read, changed and put back."""
+    pool, table = pages
+    rows, lanes = key.shape[2], pool.shape[3] - key.shape[3] - value.shape[3]
+    fresh = jnp.concatenate([key, value], axis=-1).astype(pool.dtype)
+    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, lanes)))
+    table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
+    return _write(pool, fresh, table, start)
+
+
+def _tree_attention(
+    query: Float[Array, "B G heads M D"], key: Array, value: Array, inputs: Any, pages: Any
+) -> Float[Array, "B G heads M Dv"]:
+    """Attention of a tree's rows to pages, in which they do not stand, and to their own paths."""
+    (pool, table), start, window, tree = pages, inputs.start, inputs.window, inputs.tree
+    k_dim, v_dim, page = key.shape[3], value.shape[3], pool.shape[2]
+    block_pages = max(1, min(BLOCK_KEYS, fitting_keys(query, v_dim)) // page)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
+    at = (start[:, None] + tree.depth)[:, :, None]
+
+    def read(number: Any) -> Block:
+        numbers = jax.lax.dynamic_slice_in_dim(table, number * block_pages, block_pages, axis=1)
+        kv = pool[numbers].transpose(0, 2, 1, 3, 4).reshape(*query.shape[:2], -1, pool.shape[3])
+        position = number * block_pages * page + jnp.arange(kv.shape[2], dtype=start.dtype)
+        held = position < start[:, None]
+        kv = jnp.where(held[:, None, :, None], kv, 0)
+        seen = jnp.broadcast_to(held[:, None], (*at.shape[:2], kv.shape[2]))
+        seen = seen if window is None else seen & (position > at - window)
+        return Block(kv[..., :k_dim], kv[..., k_dim : k_dim + v_dim], seen)
+
+    sinks = None if inputs.sinks is None else inputs.sinks.reshape(query.shape[1], -1)
+    own = Block(key, value, seen_inside(tree.depth, window, True) & ancestry(tree))
+    rule = inputs.scale, inputs.softcap
+    running = Running.begin(query, v_dim, sinks).add(query, own, *rule)
+    first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // (block_pages * page)
+    blocks = -(-jnp.max(start) // (block_pages * page))
+    return stream(running, query, read, first, blocks, *rule).result().astype(query.dtype)
+
+
+def _rows_first(out: Array, query: Array) -> Float[Array, "B M Q Dv"]:
+    batch, heads, rows = query.shape[:3]
+    return out.reshape(batch, heads, rows, -1).transpose(0, 2, 1, 3)
 
 
 def jnp_paged_attention(

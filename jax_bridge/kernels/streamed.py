@@ -158,10 +158,11 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
     grouped = query.reshape(batch, groups, heads // groups, rows, dim)
     keys = min(fitting_keys(grouped, past.value.shape[3]), slots)
     row = jnp.arange(rows, dtype=start.dtype)
-    gap = row[:, None] - row
-    inside = gap >= 0 if causal else gap == gap
-    inside = inside if window is None else inside & (jnp.abs(gap) < window)
-    at = (start[:, None] + row)[:, :, None]
+    depth = row[None] if inputs.tree is None else inputs.tree.depth
+    inside = seen_inside(depth, window, causal)
+    if inputs.tree is not None:
+        inside = inside & ancestry(inputs.tree)
+    at = (start[:, None] + depth)[:, :, None]
 
     def read(number: Any) -> Block:
         *held, slot, new = dense_block(past.key, past.value, number, keys)
@@ -171,9 +172,26 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
 
     own = Block(inputs.key, inputs.value, jnp.broadcast_to(inside, (batch, rows, rows)))
     sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
-    running = Running.begin(grouped, past.value.shape[3], sinks).add(grouped, own, inputs.scale)
+    running = Running.begin(grouped, past.value.shape[3], sinks).add(
+        grouped, own, inputs.scale, inputs.softcap
+    )
     used = jnp.max(jnp.where(past.position >= 0, jnp.arange(1, slots + 1, dtype=jnp.int32), 0))
-    return _rows_first(stream(running, grouped, read, 0, -(-used // keys), inputs.scale), query)
+    return _rows_first(
+        stream(running, grouped, read, 0, -(-used // keys), inputs.scale, inputs.softcap), query
+    )
+
+
+def seen_inside(depth: Array, window: int | None, causal: bool) -> Bool[Array, "B M M"]:
+    """Which rows of a block see which, by how far behind the first they stand."""
+    gap = depth[:, :, None] - depth[:, None]
+    inside = gap >= 0 if causal else gap == gap
+    return inside if window is None else inside & (jnp.abs(gap) < window)
+
+
+def ancestry(tree: Any) -> Bool[Array, "B M M"]:
+    """`torch_dflash.ops.trees.Tree.seen` of arrays."""
+    row = jnp.arange(tree.end.shape[1], dtype=tree.end.dtype)
+    return (row <= row[:, None]) & (row[:, None] < tree.end[:, None])
 
 
 def _rows_first(running: Running, query: Array) -> Float[Array, "B M Q Dv"]:

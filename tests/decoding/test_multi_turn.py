@@ -147,9 +147,9 @@ def test_layers_are_told_what_a_round_really_keeps(pair, monkeypatch):
     state = engine.start(*pad(prompts), max_new_tokens=[4, new, new], **options)
     told, commit = [], StaticLayer.commit
 
-    def recorded(self, kept):
+    def recorded(self, kept, path):
         told.append(kept.tolist())
-        return commit(self, kept)
+        return commit(self, kept, path)
 
     monkeypatch.setattr(StaticLayer, "commit", recorded)
     rounds, trimmed = 0, 0

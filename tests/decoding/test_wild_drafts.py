@@ -10,7 +10,7 @@ from support.scripted import Scripted, own_text, run
 from support.tiny import VOCAB, make_target
 
 import torch_dflash as td
-from torch_dflash.accept import known_chain
+from torch_dflash.accept import known_draft
 from torch_dflash.state import Draft
 
 PROMPT, NEW, WIDTH = [11, 23, 5, 80, 41], 12, 4
@@ -42,7 +42,7 @@ def test_an_id_outside_the_vocabulary_is_a_rejected_draft(scripted, token):
 def test_what_stands_for_an_id_outside_is_never_accepted():
     tokens = torch.tensor([[4, VOCAB, 5], [-1, 2, 3], [1, 2, 3]], dtype=torch.int32)
     plan = td.DecodePlan(batch_size=3, capacity=16, block_size=4, verify_width=4)
-    draft = known_chain(Draft(tokens, torch.tensor([3, 3, 2], dtype=torch.int32)), plan, VOCAB)
+    draft = known_draft(Draft(tokens, torch.tensor([3, 3, 2], dtype=torch.int32)), plan, VOCAB)
     assert draft.valid.tolist() == [1, 0, 2]
     assert draft.tokens.tolist() == [[4, VOCAB - 1, 5], [0, 2, 3], [1, 2, 3]]
 

@@ -34,6 +34,21 @@ def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
         )
 
 
+def check_tree(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
+    """Raise ``ValueError`` where drafts are trees, which were not tried with what the plan names besides."""
+    odd = sorted({spec.kind for spec in specs} - {"attention"})
+    if plan.depth is not None and odd:
+        raise ValueError(
+            f"a tree of drafts with layers of kind {odd[0]!r}: they verify chains alone; draft with the "
+            "drafter itself, or td.Union(td.NGramProposer(), drafter) without rows."
+        )
+    if plan.depth is not None and plan.processors:
+        raise ValueError(
+            f"a tree of drafts beside {type(plan.processors[0]).__name__}: rules were tried with chains "
+            "alone; draft with the drafter itself, or leave the rule out."
+        )
+
+
 def no_pages(plan: DecodePlan, device) -> Int[Tensor, "B row_pages"] | None:
     """The page tables of rows that have no page; None where the cache has none."""
     if plan.cache == "static":

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from torch_dflash.cache.fresh import FreshRows
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
+from torch_dflash.ops.block_attention import Past, block_attention
 from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.windows import clear_rows, reach, write_rows
 from torch_dflash.plan import DecodePlan
@@ -40,8 +43,18 @@ class StaticLayer:
         """What the attention module goes on with: its own rows, for ``attend`` does the rest."""
         return key, value, self
 
-    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, StaticLayer]:
-        """Write the rows' K and V, attend causally to all positions so far; consumes self."""
+    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, StaticLayer | FreshRows]:
+        """Write the rows' K and V, attend causally to all positions so far; consumes self.
+
+        Rows of a tree are not written, but kept beside the layer.
+        """
+        if inputs.tree is not None:
+            held = Past(self.key, self.value, self.positions(inputs.start))
+            kind = self.key.dtype
+            inputs = inputs._replace(key=inputs.key.to(kind), value=inputs.value.to(kind))
+            out = block_attention(inputs, held, causal=True)
+            own = FreshRows(self, inputs.key, inputs.value, inputs.start, None)
+            return out.to(inputs.query.dtype), own
         layer = self.write(inputs.key, inputs.value, inputs.start, view.count)
         mask = view.mask(inputs, layer.key.shape[2])
         return dense_attention(inputs, layer.key, layer.value, mask), layer
@@ -51,7 +64,11 @@ class StaticLayer:
         slots = torch.arange(self.key.shape[2], device=length.device, dtype=length.dtype)
         return torch.where(slots < length[:, None], slots, -1)
 
-    def commit(self, count: Int[Tensor, " B"]) -> StaticLayer:
+    def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> StaticLayer:
+        """The layer with the rows of one path of a tree; consumes self."""
+        return self.write(key, value, start)
+
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B P"] | None) -> StaticLayer:
         """A chain's accepted rows already stand where they belong."""
         return self
 

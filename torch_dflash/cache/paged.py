@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from torch_dflash.cache.fresh import FreshRows
 from torch_dflash.ops.attention import AttentionInputs
-from torch_dflash.ops.paged_attention import Pages, paged_attention, pool_width
+from torch_dflash.ops.paged_attention import Pages, append_pages, paged_attention, pool_width
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
 
@@ -30,12 +31,22 @@ class PagedLayer:
         """What the attention module goes on with: its own rows, for ``attend`` does the rest."""
         return key, value, self
 
-    def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Tensor, PagedLayer]:
-        """Write the rows' K and V, attend causally to all positions so far; consumes self."""
-        out, pool = paged_attention(inputs, Pages(self.pool, view.table))
-        return out, PagedLayer(pool)
+    def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Tensor, PagedLayer | FreshRows]:
+        """Write the rows' K and V, attend causally to all positions so far; consumes self.
 
-    def commit(self, count: Int[Tensor, " B"]) -> PagedLayer:
+        Rows of a tree are not written, but kept beside the layer.
+        """
+        out, pool = paged_attention(inputs, Pages(self.pool, view.table))
+        layer = PagedLayer(pool)
+        if inputs.tree is None:
+            return out, layer
+        return out, FreshRows(layer, inputs.key, inputs.value, inputs.start, view.table)
+
+    def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> PagedLayer:
+        """The layer with the rows of one path of a tree; consumes self."""
+        return PagedLayer(append_pages(key, value, start, Pages(self.pool, table)))
+
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B P"] | None) -> PagedLayer:
         """A chain's accepted rows already stand where they belong."""
         return self
 

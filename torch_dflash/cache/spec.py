@@ -45,8 +45,13 @@ class CacheLayer(Protocol):
         """Causal attention of the rows to all positions so far, their own included."""
         ...
 
-    def commit(self: Layer, count: Int[Tensor, " B"]) -> Layer:
-        """Keep the first ``count`` [B] rows of the pass, drop the rest: a round has rejected them."""
+    def commit(self: Layer, count: Int[Tensor, " B"], path: Int[Tensor, "B P"] | None) -> Any:
+        """Keep the first ``count`` [B] rows of the pass, drop the rest: a round has rejected them.
+
+        ``path``: of a pass over a tree, the rows of which the first ``count`` are kept; None: all, in order.
+        What stands in the layer's place after such a pass (`FreshRows`) keeps what it needs for this: keys
+        and values, or whatever a recurrent layer's state is made of.
+        """
         ...
 
     def reset(self: Layer, rows: Tensor) -> Layer:

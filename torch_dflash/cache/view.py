@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from torch_dflash.ops.attention import AttentionInputs, finite_values, visible
+from torch_dflash.ops.trees import Tree
 from torch_dflash.ops.windows import positions, reach
 
 
@@ -24,6 +25,7 @@ class CacheView(Cache):
         table: page numbers [B, row_pages], where the layers are paged.
         count: of a prompt chunk, how many rows of each sequence are real.
         said: the answer to how many tokens are cached. Rows differ, so nothing may depend on it.
+        tree: of rows that are a tree's.
         dtype: what keys and values are rounded to as they are kept; a program may keep them in a wider one
             meanwhile; unset: the buffers'.
     """
@@ -37,11 +39,12 @@ class CacheView(Cache):
         count: Int[Tensor, " B"] | None = None,
         said: int = 0,
         dtype: torch.dtype | None = None,
+        tree: Tree | None = None,
     ):
         super().__init__(layers=[])
         self.said, self.dtype = said, dtype
         self.states, self.windows = list(states), windows
-        self.start, self.table, self.count = start, table, count
+        self.start, self.table, self.count, self.tree = start, table, count, tree
         self._masks: dict[int | None, Tensor] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
@@ -51,7 +54,7 @@ class CacheView(Cache):
     def attend(self, layer_idx: int, inputs: AttentionInputs, *_: Any) -> Float[Tensor, "B M Q Dv"]:
         """The layer's attention of these rows; their K and V are kept, as `finite_values` has them."""
         key, value = finite_values(self.rounded(inputs.key), self.rounded(inputs.value))
-        inputs = inputs._replace(key=key, value=value, window=self.windows[layer_idx])
+        inputs = inputs._replace(key=key, value=value, window=self.windows[layer_idx], tree=self.tree)
         out, self.states[layer_idx] = self.states[layer_idx].attend(inputs, self)
         return out
 

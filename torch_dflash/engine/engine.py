@@ -91,7 +91,7 @@ class Engine(OfOneProcess):
         check_context(model, options.max_length)
         tell_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)
-        plan = options.plan(proposer.width)
+        plan = options.plan(proposer.width, proposer.depth)
         check_top(plan.top_logprobs, skeleton.vocab_size)
         plan = replace(plan, processors=self._processors(model, skeleton.vocab_size))
         pair = Pair(skeleton, proposer, plan)

@@ -103,14 +103,15 @@ class EngineOptions:
                 "td.HostProcessor(..., pure=True) if its scores follow from ids and scores alone."
             )
 
-    def plan(self, width: int) -> DecodePlan:
-        """The plan of these options with a proposer that drafts ``width`` rows, and without processors."""
+    def plan(self, width: int, depth: int | None = None) -> DecodePlan:
+        """The plan of these options with a proposer of these attributes, and without processors."""
         kept = {*self.outputs, *(["output_logprobs"] if self.top_logprobs else [])}
         return DecodePlan(
             batch_size=self.batch_size,
             capacity=self.max_length,
             block_size=width,
             verify_width=self.verify_width if isinstance(self.verify_width, int) else width,
+            depth=depth,
             stop_slots=self.stop_slots,
             # A chunk ends in one host read: worth batching on a device, free in eager mode.
             rounds_per_chunk=self.rounds_per_chunk or (16 if self.runtime == "xla" else 1),

@@ -45,7 +45,7 @@ class Scheduler:
         self._done = self.ended.copy()  # as the device has it
         self._allocator = None
         if plan.cache == "paged":
-            self._allocator = PageAllocator(plan, [limit + plan.verify_width for limit in limits], page_table)
+            self._allocator = PageAllocator(plan, [limit + plan.gain for limit in limits], page_table)
 
     @classmethod
     def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Scheduler:
@@ -97,5 +97,5 @@ class Scheduler:
     def _reserve(self, row: int) -> bool:
         """Pages for all positions that a chunk can write, were every draft accepted."""
         plan = self.plan
-        reach = min(int(self.lengths[row]) + plan.rounds_per_chunk * plan.verify_width, self.limits[row])
-        return self._allocator is None or self._allocator.reserve(row, reach + plan.verify_width)
+        reach = min(int(self.lengths[row]) + plan.rounds_per_chunk * plan.gain, self.limits[row])
+        return self._allocator is None or self._allocator.reserve(row, reach + plan.gain)

@@ -11,6 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torch_dflash.ops.lowerable import lowerable
+from torch_dflash.ops.trees import Tree
+from torch_dflash.ops.windows import positions
 
 
 class KeyValue(NamedTuple):
@@ -38,6 +40,7 @@ class AttentionInputs(NamedTuple):
         window: how many positions a row sees, itself included; None for all.
         sinks: one learned logit per query head that takes part in the softmax and carries no value.
         softcap: ``c`` in ``c * tanh(score / c)``.
+        tree: of rows that are a tree's, whose keys and values no cache holds; None: each follows the last.
     """
 
     query: Float[Tensor, "B Q M D"]
@@ -48,6 +51,13 @@ class AttentionInputs(NamedTuple):
     window: int | None = None
     sinks: Float[Tensor, " Q"] | None = None
     softcap: float | None = None
+    tree: Tree | None = None
+
+    @property
+    def at(self) -> Int[Tensor, "B M"]:
+        """The rows' positions."""
+        count = self.query.shape[2]
+        return positions(self.start, count) if self.tree is None else self.start[:, None] + self.tree.depth
 
 
 @lowerable

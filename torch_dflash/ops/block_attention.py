@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, visible
 from torch_dflash.ops.lowerable import lowerable
-from torch_dflash.ops.windows import last_used, positions
+from torch_dflash.ops.windows import last_used
 
 
 class Past(NamedTuple):
@@ -37,13 +37,15 @@ def block_attention(inputs: AttentionInputs, past: Past, causal: bool) -> Float[
     block's rows instead, so that no score goes through HBM.
 
     Args:
-        inputs: of the block; ``window`` reaches both ways unless ``causal``. No soft cap.
+        inputs: of the block; ``window`` reaches both ways unless ``causal``. No soft cap, except with a tree.
         past: the context; all its positions are below ``inputs.start``.
-        causal: whether a row is blind to the block's later rows.
+        causal: whether a row is blind to the block's later rows; those of a tree see their own paths.
     """
     past = past.used()
-    at, window = positions(inputs.start, inputs.query.shape[2]), inputs.window
+    at, window = inputs.at, inputs.window
     seen = visible(at, past.position, window, causal) & (past.position >= 0)[:, None, None]
     inside = visible(at, at, window, causal)
+    if inputs.tree is not None:
+        inside = inside & inputs.tree.seen()[:, None]
     parts = [KeyValue(past.key, past.value, seen), KeyValue(inputs.key, inputs.value, inside)]
-    return grouped_attention(inputs.query, parts, inputs.scale, inputs.sinks)
+    return grouped_attention(inputs.query, parts, inputs.scale, inputs.sinks, inputs.softcap)

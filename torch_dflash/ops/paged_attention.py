@@ -28,11 +28,33 @@ def paged_attention(
     """Write M new rows into the pages, then causal attention of these rows: (output, pool).
 
     The pool is consumed: eagerly it is written in place, under XLA donated. Positions past the table's
-    columns are written to page 0 and must not be read back. This is the plain form, which gathers every row's
-    pages; `jax_bridge.kernels` has those that read pages where they lie.
+    columns are written to page 0 and must not be read back. Rows of a tree are not written: `append_pages`
+    does so with those of one path. This is the plain form, which gathers every row's pages;
+    `jax_bridge.kernels` has those that read pages where they lie.
     """
-    (pool, table), key, value, start = pages, inputs.key, inputs.value, inputs.start
+    (pool, table), key, value, start, tree = pages, inputs.key, inputs.value, inputs.start, inputs.tree
     k_dim, v_dim = key.shape[3], value.shape[3]
+    if tree is None:
+        pool = append_pages.plain(key, value, start, pages)
+    dense = pool[table.long()].transpose(1, 2).flatten(2, 3)
+    slots = torch.arange(dense.shape[2], device=start.device, dtype=start.dtype)
+    # Behind a row's end lie other rows' pages, and what is not finite there would pass a weight of zero.
+    own = slots < (start if tree is not None else start + key.shape[2])[:, None]
+    dense = torch.where(own[:, None, :, None], dense, 0)
+    seen = visible(inputs.at, slots[None], inputs.window, causal=True) & own[:, None, None]
+    parts = [KeyValue(dense[..., :k_dim], dense[..., k_dim : k_dim + v_dim], seen)]
+    if tree is not None:
+        inside = visible(inputs.at, inputs.at, inputs.window, causal=True) & tree.seen()[:, None]
+        parts.append(KeyValue(key.to(pool.dtype), value.to(pool.dtype), inside))
+    return grouped_attention(inputs.query, parts, inputs.scale, inputs.sinks, inputs.softcap), pool
+
+
+@lowerable
+def append_pages(
+    key: Float[Tensor, "B G M D"], value: Float[Tensor, "B G M Dv"], start: Int[Tensor, " B"], pages: Pages
+) -> Float[Tensor, "P G page_size KV"]:
+    """The pool with M rows more of each sequence at positions from ``start`` on; the pool is consumed."""
+    pool, table = pages
     page, columns = pool.shape[2], table.shape[1]
     at = positions(start, key.shape[2])
     column = at // page
@@ -40,14 +62,7 @@ def paged_attention(
     number = torch.where(column < columns, number, 0)
     fresh = side_by_side(key, value, pool.shape[3]).to(pool.dtype)
     pool[number.long(), :, (at % page).long()] = fresh.transpose(1, 2)
-    dense = pool[table.long()].transpose(1, 2).flatten(2, 3)
-    slots = torch.arange(dense.shape[2], device=start.device, dtype=start.dtype)
-    # Behind a row's end lie other rows' pages, and what is not finite there would pass a weight of zero.
-    own = slots < start[:, None] + key.shape[2]
-    dense = torch.where(own[:, None, :, None], dense, 0)
-    seen = visible(at, slots[None], inputs.window, causal=True)
-    part = KeyValue(dense[..., :k_dim], dense[..., k_dim : k_dim + v_dim], seen)
-    return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap), pool
+    return pool
 
 
 def side_by_side(key: Tensor, value: Tensor, width: int) -> Float[Tensor, "B G M KV"]:

@@ -43,11 +43,13 @@ class Proposer(nn.Module):
         name: of the method; saved states carry it, so it must not change.
         taps: target layers whose outputs it wants (0-based block indices), () for none.
         width: rows W of its draft, the anchor included.
+        depth: of one that drafts trees (`Draft.parent`), nodes on the deepest path; None: it drafts chains.
     """
 
     name: str
     taps: tuple[int, ...] = ()
     width: int
+    depth: int | None = None
 
     def start(self, plan: DecodePlan, device) -> Any:
         """Empty state for ``plan``."""
@@ -86,7 +88,7 @@ class Proposer(nn.Module):
     ) -> Any:
         """Take in the first ``count`` [B] of the M rows of a round that `propose` or `skip` has begun.
 
-        M may differ from round to round, up to the plan's ``verify_width``.
+        M may differ from round to round, up to the plan's ``gain``: of a tree, only a path's rows come here.
 
         ``ids`` [B, M] are the tokens the features [B, M, n*H] belong to (the anchor and what was accepted),
         ``next_ids`` [B, M] the tokens after them (accepted and bonus; the bonus has no feature yet).

@@ -19,6 +19,7 @@ from torch_dflash.cache.allocate import allocate
 from torch_dflash.cache.argument import CACHE
 from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
+from torch_dflash.ops.trees import Tree
 from torch_dflash.ops.windows import positions, take_row
 from torch_dflash.plan import DecodePlan
 from torch_dflash.targets.blocks import check_tappable, tapped
@@ -123,6 +124,7 @@ class Target(nn.Module):
         taps: tuple[int, ...] = (),
         page_table: Int[Tensor, "B row_pages"] | None = None,
         count: Int[Tensor, " B"] | None = None,
+        tree: Tree | None = None,
     ) -> TargetOutput:
         """One cached forward of M rows per sequence at positions ``start[b] .. start[b]+M-1``.
 
@@ -134,12 +136,14 @@ class Target(nn.Module):
             page_table: page numbers, where the cache is paged.
             count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
                 to the last of them alone.
+            tree: of rows that are a tree's: what they see, and how far behind ``start`` each stands. What
+                then stands in the place of a layer waits for its ``commit``.
         """
         kept = next((leaf for leaf in pytree.tree_leaves(cache) if leaf.is_floating_point()), None)
         if kept is not None and not has_torch_function((kept,)):  # a lowered cache may be wider
             check_dtype("target", kept.dtype, self.dtype)
-        view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said, self.dtype)
-        position = positions(start, ids.shape[1])
+        view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said, self.dtype, tree)
+        position = positions(start, ids.shape[1]) if tree is None else start[:, None] + tree.depth
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             hooks.enter_context(tapped(self.model, self.blocks, taps, outputs))

@@ -66,7 +66,7 @@ class DFlashProposer(Proposer):
     def start(self, plan: DecodePlan, device) -> DFlashState:
         config, dtype = self.drafter.config, self.drafter.fc.weight.dtype
         heads, dim = config.num_key_value_heads, config.head_dim
-        rows = plan.verify_width
+        rows = plan.gain
 
         def empty(window: int | None):
             if window is None or window + 2 * rows - 1 >= plan.slots:

@@ -1,0 +1,61 @@
+"""Trees of drafts as rows of a pass: the anchor is row 0, the nodes follow in depth-first preorder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+class Tree(NamedTuple):
+    """Who stands before whom among M rows: row j is row i, or before it, iff ``j <= i < end[j]``.
+
+    ``depth`` is a row's distance from the anchor, so that it stands at the anchor's position plus its depth.
+    ``valid`` [B] rows behind the anchor are real nodes; each row behind those follows the anchor alone.
+    """
+
+    depth: Int[Tensor, "B M"]
+    end: Int[Tensor, "B M"]
+    valid: Int[Tensor, " B"]
+
+    def seen(self) -> Bool[Tensor, "B M M"]:
+        """Whether row i (second axis) sees row j (third): itself, and what stands before it on its path."""
+        row = torch.arange(self.end.shape[1], device=self.end.device, dtype=self.end.dtype)
+        return (row <= row[:, None]) & (row[:, None] < self.end[:, None])
+
+
+def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int) -> Tree:
+    """The rows of N nodes, ``valid`` [B] of them real; ``parent`` is a node's number, -1 the anchor.
+
+    A tree ends before its first node whose parent is not on the path of the node before it, or that is deeper
+    than ``deepest``: what is no preorder cannot be refused on a device.
+    """
+    count = parent.shape[1]
+    node = torch.arange(count, device=parent.device, dtype=torch.int32)
+    row = torch.arange(count + 1, device=parent.device, dtype=torch.int32)
+    legal = (parent >= -1) & (parent < node)
+    above = torch.where(legal, parent.to(torch.int32) + 1, 0)
+    above = torch.cat([torch.zeros_like(above[:, :1]), above], dim=1)  # the anchor's is itself
+    reached = ((row == above[..., None]) | (row == row[:, None])).to(torch.float32)
+    for _ in range(deepest.bit_length()):  # each product doubles the steps that are reached
+        reached = (reached @ reached > 0).to(torch.float32)
+    seen = reached > 0
+    depth = seen.sum(dim=-1, dtype=torch.int32) - 1
+    on_path = (seen[:, :-1] & (row == above[:, 1:, None])).any(dim=-1)
+    good = legal & on_path & (depth[:, 1:] <= deepest) & (node < valid[:, None])
+    valid = torch.cumprod(good.to(torch.int32), dim=1).sum(dim=1, dtype=torch.int32)
+    real = row <= valid[:, None]
+    last = torch.where(seen & real[..., None], row[:, None] + 1, 0).amax(dim=1)
+    end = torch.where(row == 0, count + 1, torch.where(real, last, row + 1))
+    return Tree(torch.where(real, depth, 1), end, valid)
+
+
+def take_rows(rows: Tensor, path: Int[Tensor, "B P"], dim: int = 1) -> Tensor:
+    """The rows ``path`` of each sequence, of M along ``dim``."""
+    shape = [1] * rows.ndim
+    shape[0], shape[dim] = path.shape
+    size = [*rows.shape]
+    size[dim] = path.shape[1]
+    return rows.gather(dim, path.long().view(shape).expand(size))
