@@ -240,8 +240,8 @@ def functions(path):
 # a number here on purpose; a change that needs fewer lowers one. The files beside a package's rooms are "".
 BUDGETS = {
     "torch_dflash": {
-        "": 1590,
-        "cache": 250,
+        "": 1665,
+        "cache": 300,
         "cli": 2810,
         "demo": 360,
         "doctor": 710,
@@ -249,7 +249,7 @@ BUDGETS = {
         "grammars": 670,
         "guards": 100,
         "integrations": 440,
-        "ops": 310,
+        "ops": 360,
         "processors": 440,
         "proposers": 2595,
         "published": 205,

@@ -30,7 +30,7 @@ def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Int[Tensor, " B"]:
 
 def accept_tree(
     tokens: Int[Tensor, "B N"], tree: Tree, target: Int[Tensor, "B M"], deepest: int
-) -> tuple[Int[Tensor, "B P"], Int[Tensor, " B"]]:
+) -> tuple[Int[Tensor, "B path"], Int[Tensor, " B"]]:
     """(The rows of the deepest path that the target picks, how many they are: tokens that a round commits).
 
     A walk from the anchor: at each row the target's pick, on to the child that equals it; the first pick

@@ -131,7 +131,7 @@ class Verified(NamedTuple):
     tree: Tree | None = None
 
     def along(self, path: Tensor) -> Verified:
-        """The rows ``path`` [B, P] alone; the layers wait for their ``commit``."""
+        """The rows ``path`` [B, path] alone; the layers wait for their ``commit``."""
         rows = (self.ids, self.logits, self.picks, self.features, self.scores)
         ids, logits, picks, features, scores = (None if a is None else take_rows(a, path) for a in rows)
         return Verified(cast(Any, ids), cast(Any, logits), cast(Any, picks), features, self.cache, scores)

@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 import torch
+from support.families import MORE
 from support.scripted import Scripted, assert_same_text, own_text, run
 from support.tabled import Tabled, with_path
-from support.tiny import VOCAB, make_target
+from support.tiny import BASE, VOCAB, make_target
 
 import torch_dflash as td
 from torch_dflash.accept import accept_tree
@@ -132,10 +133,25 @@ def test_a_chain_is_a_tree_without_branches():
     assert stats.acceptance_lengths == [[6, 6, 6, 5]] * 3
 
 
-@pytest.mark.parametrize("options", [{"processors": ("repetition_penalty",)}])
-def test_what_was_not_tried_with_trees_is_refused(options):
-    with pytest.raises(ValueError, match="a tree of drafts beside RepetitionPenalty"):
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"processors": ("repetition_penalty",)}, "a tree of drafts beside RepetitionPenalty"),
+        ({"verify_width": "auto"}, "verify_width='auto' with a tree of drafts"),
+    ],
+)
+def test_what_was_not_tried_with_trees_is_refused(options, names):
+    with pytest.raises(ValueError, match=names):
         td.compile(target("qwen3"), Tabled(1, 128, ROWS, DEPTH), runtime="eager", max_length=64, **options)
+
+
+def test_latent_layers_and_more_rows_than_the_kernels_take_are_refused():
+    cls, config, extra = MORE["deepseek_v3"]
+    latent = cls(config(**(BASE | extra)))
+    with pytest.raises(ValueError, match="a tree of drafts with layers of kind 'latent'"):
+        td.compile(latent, Tabled(1, 128, ROWS, DEPTH), runtime="eager", max_length=64, verify=False)
+    with pytest.raises(ValueError, match="verify_width=65, depth=4: a tree of drafts has at most 64 rows"):
+        td.compile(target("qwen3"), Tabled(1, 128, 65, DEPTH), runtime="eager", max_length=64)
 
 
 def test_a_tree_of_a_proposer_without_depth_is_refused():

@@ -68,7 +68,7 @@ class StaticLayer:
         """The layer with the rows of one path of a tree; consumes self."""
         return self.write(key, value, start)
 
-    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B P"] | None) -> StaticLayer:
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> StaticLayer:
         """A chain's accepted rows already stand where they belong."""
         return self
 

@@ -26,7 +26,7 @@ class FreshRows:
     start: Int[Tensor, " B"]
     table: Int[Tensor, "B row_pages"] | None
 
-    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B P"] | None) -> Any:
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Any:
         """The layer with the rows ``path`` behind what it holds; the first ``count`` of them count."""
         assert path is not None, "a tree without a path"
         key, value = take_rows(self.key, path, dim=2), take_rows(self.value, path, dim=2)

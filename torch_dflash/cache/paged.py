@@ -46,7 +46,7 @@ class PagedLayer:
         """The layer with the rows of one path of a tree; consumes self."""
         return PagedLayer(append_pages(key, value, start, Pages(self.pool, table)))
 
-    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B P"] | None) -> PagedLayer:
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> PagedLayer:
         """A chain's accepted rows already stand where they belong."""
         return self
 

@@ -41,11 +41,14 @@ class CacheLayer(Protocol):
         """Keys and values that the attention module goes on with."""
         ...
 
-    def attend(self: Layer, inputs: AttentionInputs, view: Any) -> tuple[Float[Tensor, "B M Q Dv"], Layer]:
-        """Causal attention of the rows to all positions so far, their own included."""
+    def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Float[Tensor, "B M Q Dv"], Any]:
+        """Causal attention of the rows to all positions so far, their own included.
+
+        With it comes the next layer or, of a tree, what becomes the next one by ``commit``.
+        """
         ...
 
-    def commit(self: Layer, count: Int[Tensor, " B"], path: Int[Tensor, "B P"] | None) -> Any:
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Any:
         """Keep the first ``count`` [B] rows of the pass, drop the rest: a round has rejected them.
 
         ``path``: of a pass over a tree, the rows of which the first ``count`` are kept; None: all, in order.

@@ -127,6 +127,11 @@ class EngineOptions:
     def widths(self, plan: DecodePlan) -> Widths:
         """How many rows the rounds of ``plan`` verify."""
         widest = plan.verify_width
+        if plan.depth is not None and self.verify_width == "auto":
+            raise ValueError(
+                "verify_width='auto' with a tree of drafts: widths are weighed for chains alone; pass a "
+                "number of rows, or leave it out."
+            )
         return Widths(ladder(widest) if self.verify_width == "auto" else (widest,), plan.rounds_per_chunk)
 
 

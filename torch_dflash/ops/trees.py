@@ -52,7 +52,7 @@ def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int
     return Tree(torch.where(real, depth, 1), end, valid)
 
 
-def take_rows(rows: Tensor, path: Int[Tensor, "B P"], dim: int = 1) -> Tensor:
+def take_rows(rows: Tensor, path: Int[Tensor, "B path"], dim: int = 1) -> Tensor:
     """The rows ``path`` of each sequence, of M along ``dim``."""
     shape = [1] * rows.ndim
     shape[0], shape[dim] = path.shape
