@@ -245,7 +245,7 @@ BUDGETS = {
         "cli": 2810,
         "demo": 360,
         "doctor": 710,
-        "engine": 3150,
+        "engine": 3160,
         "grammars": 670,
         "guards": 100,
         "integrations": 440,

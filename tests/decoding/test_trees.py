@@ -138,11 +138,13 @@ def test_a_chain_is_a_tree_without_branches():
     [
         ({"processors": ("repetition_penalty",)}, "a tree of drafts beside RepetitionPenalty"),
         ({"verify_width": "auto"}, "verify_width='auto' with a tree of drafts"),
+        ({"runtime": "xla", "mesh": 1}, "mesh=.* with a tree of drafts"),
     ],
 )
 def test_what_was_not_tried_with_trees_is_refused(options, names):
     with pytest.raises(ValueError, match=names):
-        td.compile(target("qwen3"), Tabled(1, 128, ROWS, DEPTH), runtime="eager", max_length=64, **options)
+        fixed = {"runtime": "eager", "max_length": 64}
+        td.compile(target("qwen3"), Tabled(1, 128, ROWS, DEPTH), **(fixed | options))
 
 
 def test_latent_layers_and_more_rows_than_the_kernels_take_are_refused():
