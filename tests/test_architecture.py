@@ -264,7 +264,7 @@ BUDGETS = {
         "aot": 1000,
         "checkpoints": 600,
         "hosts": 340,
-        "kernels": 680,
+        "kernels": 730,
         "mesh": 560,
         "reference": 1030,
         "train": 240,
