@@ -25,6 +25,11 @@ def test_the_import_is_lazy():
     assert done.stdout.splitlines() == ["[] True", "qwen3-4b []"], done.stderr
 
 
+def test_a_drafter_has_its_method_whichever_name_comes_first():
+    code = "import torch_dflash as td\nprint(callable(td.{}.spec_generate))"
+    assert python(code.format("DFlashDraftModel")).stdout == "True\n"
+
+
 def spent(code):
     """The least CPU seconds of three runs."""
     found = []

@@ -6,6 +6,7 @@ A public name is imported at its first use, for torch and transformers take seco
 imports JAX; ``runtime="xla"`` loads `jax_bridge` when it is first used.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    if "torch_dflash.proposers.dflash.model" in sys.modules:  # drafters get the method of that name
+        import_module("torch_dflash.integrations.spec_generate")
     return value
 
 

@@ -110,8 +110,19 @@ def test_each_interpreter_and_set_of_versions_has_its_environment(options, name,
     other.write_text("#!/bin/sh\necho 9.7\n")
     other.chmod(0o755)
     version = "{}.{}".format(*sys.version_info)
-    line = ["make", "shown", "--eval", "shown: ; @echo $(VENV)", f"DEFAULT_PYTHON={sys.executable}"]
+    line = [
+        "make",
+        "--no-print-directory",
+        "shown",
+        "--eval",
+        "shown: ; @echo $(VENV)",
+        f"DEFAULT_PYTHON={sys.executable}",
+    ]
     line += [one.format(same=sys.executable, other=other) for one in options]
-    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "TORCH", "MAKEFLAGS")}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHON", "TORCH", "MAKEFLAGS", "MAKELEVEL")
+    }
     done = subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [name.format(version=version)]

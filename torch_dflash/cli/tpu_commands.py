@@ -25,6 +25,7 @@ BY_HAND = (
     "processors",
     "outputs",
     "top_logprobs",
+    "depth",  # of the proposer
 )
 DRAFTED, VERIFIED = (
     "Rows of the draft pass (the drafter's own).",
