@@ -45,25 +45,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
-    rows = {name: judge(arguments, name) for name in arguments.drafters}
+    rows = {}
+    for name in arguments.drafters:
+        loaded = load_pair(arguments.target, name)
+        forms = {"likeliest": Likeliest(loaded.drafter), "shared noise": loaded.drafter}
+        print(name, flush=True)
+        rows[name] = judge(arguments, loaded, forms)
     write_json(arguments.json, {"temperature": arguments.temperature, "drafters": rows})
 
 
-def judge(arguments: argparse.Namespace, name: str) -> dict[str, dict[str, float]]:
-    """One drafter's mean acceptance lengths, by set and form."""
-    loaded = load_pair(arguments.target, name)
-    likeliest = Likeliest(loaded.drafter)
-    found = {}
+def judge(arguments: argparse.Namespace, loaded: Any, forms: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Mean acceptance lengths by set and form, whose texts must be the first form's."""
+    found, first = {}, next(iter(forms))
     for path in arguments.prompts:
         asked = [
             encode_conversation(loaded.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
             for prompt in read_prompts([path])[: arguments.limit]
         ]
         texts, found[path.stem] = {}, {}
-        for form, drafter in (("likeliest", likeliest), ("shared noise", loaded.drafter)):
+        for form, drafter in forms.items():
             texts[form], found[path.stem][form] = decode(arguments, loaded.target, drafter, asked)
-        assert texts["likeliest"] == texts["shared noise"], f"{path}: a draft changed the text"
-        print(name, path.stem, found[path.stem], flush=True)
+            assert texts[form] == texts[first], f"{path}, {form}: a draft changed the text"
+        print(path.stem, found[path.stem], flush=True)
     return found
 
 

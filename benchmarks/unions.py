@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sampled_drafts import Likeliest, decode
+from sampled_drafts import Likeliest, judge
 
 import torch_dflash as td
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.provenance import write_json
-from torch_dflash.train.answers.data import encode_conversation, read_prompts
 
 
 def main() -> None:
@@ -39,17 +38,7 @@ def main() -> None:
     }
     if arguments.temperature > 0:
         forms["drafter without the noise"] = Likeliest(drafter)
-    found = {}
-    for path in arguments.prompts:
-        asked = [
-            encode_conversation(loaded.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
-            for prompt in read_prompts([path])[: arguments.limit]
-        ]
-        texts, found[path.stem] = {}, {}
-        for form, drafts in forms.items():
-            texts[form], found[path.stem][form] = decode(arguments, loaded.target, drafts, asked)
-            assert texts[form] == texts["lookup"], f"{path}, {form}: a draft changed the text"
-        print(path.stem, found[path.stem], flush=True)
+    found = judge(arguments, loaded, forms)
     options = {"temperature": arguments.temperature, "prompts of each set": arguments.limit}
     write_json(arguments.json, options | {"tokens a round": found})
 

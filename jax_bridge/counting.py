@@ -1,4 +1,4 @@
-"""How many XLA programs a thread has compiled."""
+"""The number of XLA programs that a thread has compiled."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch_dflash.accept import accept_chain, accept_tree, drafted_by, known_draft, trim_at_stop
 from torch_dflash.cache.allocate import check_specs, check_tree, no_pages
 from torch_dflash.guards.reentry import check_outside
-from torch_dflash.ops.trees import Tree, read_tree, take_rows
-from torch_dflash.ops.windows import clear_rows, positions, write_rows
+from torch_dflash.ops.trees import Tree, read_tree, rows_at, take_rows
+from torch_dflash.ops.windows import clear_rows, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text, process
 from torch_dflash.proposers.base import Proposer
@@ -170,7 +170,7 @@ def verify(
     out = pair.target(rows, state.length, state.cache, pair.proposer.taps, state.page_table, tree=tree)
     own = out.logits[:, :width]
     tokens = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
-    text = Text(tokens, _following(state, tree, width), ids)
+    text = Text(tokens, rows_at(state.committed, width, tree), ids)
     picks, scores = _pick(plan, state.rules, text, own, state.sampling)
     features = None if out.features is None else out.features[:, :width]
     return Verified(ids, own, picks, features, out.cache, scores, tree)
@@ -207,13 +207,6 @@ def _tree(plan: DecodePlan, drafted: Draft, rows: Tensor) -> Tree:
     alone = torch.full_like(rows[:, parent.shape[1] + 1 :], -1)  # rows that are computed and dropped
     valid = drafted.valid.clamp(max=parent.shape[1])
     return read_tree(torch.cat([parent.to(alone.dtype), alone], dim=1), valid, plan.depth or 1)
-
-
-def _following(state: DecodeState, tree: Tree | None, width: int) -> Tensor:
-    """The position [B, M] behind each row."""
-    if tree is None:
-        return positions(state.committed, width)
-    return state.committed[:, None] + tree.depth[:, :width]
 
 
 def _accepted(plan: DecodePlan, drafted: Draft, seen: Verified) -> tuple[Verified, Tensor, Tensor | None]:

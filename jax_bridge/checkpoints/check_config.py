@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, checked against its files before anything is built from it.
+"""A checkpoint's config.json, checked against its files before anything is built from it.
 
 A model's class builds whatever its config says: layers by the million, weights no memory holds. The headers
 of the files know better, whatever the class.

@@ -17,7 +17,7 @@ _PARTS = {
     "down_proj": (("down_proj",), ("w2",)),
 }
 EXPERT = re.compile(r"\.experts\.\d+\.")
-"""What the name of one expert's tensor holds."""
+"""A part of the name of each single expert's tensors."""
 
 
 @dataclass(frozen=True)

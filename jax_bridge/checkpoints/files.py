@@ -47,7 +47,7 @@ def find_source(path_or_id: str | os.PathLike[str]) -> str:
 
 
 Source = Stored | Stacked | Dequantised
-"""What fills a weight."""
+"""Each kind fills a weight."""
 
 
 def renamed(

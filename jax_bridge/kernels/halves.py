@@ -1,4 +1,4 @@
-"""What the two cores of a chip take a half each of: the first axis of the kernels' grids."""
+"""Halves of the first axis of the kernels' grids, one for each of a chip's two cores."""
 
 from __future__ import annotations
 

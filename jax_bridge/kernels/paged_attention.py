@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from jax_bridge.kernels.streamed import Block, Running, ancestry, fitting_keys, seen_inside, stream
+from jax_bridge.kernels.streamed import Block, Running, fitting_keys, seen_inside, stream
 from torch_dflash.plan import TILE
 
 BLOCK_KEYS = 512
@@ -80,7 +80,7 @@ def _tree_attention(
         return Block(kv[..., :k_dim], kv[..., k_dim : k_dim + v_dim], seen)
 
     sinks = None if inputs.sinks is None else inputs.sinks.reshape(query.shape[1], -1)
-    own = Block(key, value, seen_inside(tree.depth, window, True) & ancestry(tree))
+    own = Block(key, value, seen_inside(tree.depth, window, True, tree))
     rule = inputs.scale, inputs.softcap
     running = Running.begin(query, v_dim, sinks).add(query, own, *rule)
     first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // (block_pages * page)

@@ -159,9 +159,7 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
     keys = min(fitting_keys(grouped, past.value.shape[3]), slots)
     row = jnp.arange(rows, dtype=start.dtype)
     depth = row[None] if inputs.tree is None else inputs.tree.depth
-    inside = seen_inside(depth, window, causal)
-    if inputs.tree is not None:
-        inside = inside & ancestry(inputs.tree)
+    inside = seen_inside(depth, window, causal, inputs.tree)
     at = (start[:, None] + depth)[:, :, None]
 
     def read(number: Any) -> Block:
@@ -181,17 +179,15 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
     )
 
 
-def seen_inside(depth: Array, window: int | None, causal: bool) -> Bool[Array, "B M M"]:
-    """Which rows of a block see which, by how far behind the first they stand."""
+def seen_inside(depth: Array, window: int | None, causal: bool, tree: Any) -> Bool[Array, "B M M"]:
+    """Which rows of a block see which, by how far behind the first they stand; of a tree also by ancestry."""
     gap = depth[:, :, None] - depth[:, None]
     inside = gap >= 0 if causal else gap == gap
-    return inside if window is None else inside & (jnp.abs(gap) < window)
-
-
-def ancestry(tree: Any) -> Bool[Array, "B M M"]:
-    """`torch_dflash.ops.trees.Tree.seen` of arrays."""
+    inside = inside if window is None else inside & (jnp.abs(gap) < window)
+    if tree is None:
+        return inside
     row = jnp.arange(tree.end.shape[1], dtype=tree.end.dtype)
-    return (row <= row[:, None]) & (row[:, None] < tree.end[:, None])
+    return inside & (row <= row[:, None]) & (row[:, None] < tree.end[:, None])
 
 
 def _rows_first(running: Running, query: Array) -> Float[Array, "B M Q Dv"]:

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torch_dflash.ops.lowerable import lowerable
-from torch_dflash.ops.trees import Tree
-from torch_dflash.ops.windows import positions
+from torch_dflash.ops.trees import Tree, rows_at
 
 
 class KeyValue(NamedTuple):
@@ -56,8 +55,7 @@ class AttentionInputs(NamedTuple):
     @property
     def at(self) -> Int[Tensor, "B M"]:
         """The rows' positions."""
-        count = self.query.shape[2]
-        return positions(self.start, count) if self.tree is None else self.start[:, None] + self.tree.depth
+        return rows_at(self.start, self.query.shape[2], self.tree)
 
 
 @lowerable

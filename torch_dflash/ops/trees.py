@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from torch_dflash.ops.windows import positions
+
 
 class Tree(NamedTuple):
     """Who stands before whom among M rows: row j is row i, or before it, iff ``j <= i < end[j]``.
@@ -50,6 +52,11 @@ def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int
     last = torch.where(seen & real[..., None], row[:, None] + 1, 0).amax(dim=1)
     end = torch.where(row == 0, count + 1, torch.where(real, last, row + 1))
     return Tree(torch.where(real, depth, 1), end, valid)
+
+
+def rows_at(start: Int[Tensor, " B"], count: int, tree: Tree | None) -> Int[Tensor, "B count"]:
+    """Positions of ``count`` rows from ``start[b]`` on: each behind the last or, in a tree, by its depth."""
+    return positions(start, count) if tree is None else start[:, None] + tree.depth[:, :count]
 
 
 def take_rows(rows: Tensor, path: Int[Tensor, "B path"], dim: int = 1) -> Tensor:

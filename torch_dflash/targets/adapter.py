@@ -19,8 +19,8 @@ from torch_dflash.cache.allocate import allocate
 from torch_dflash.cache.argument import CACHE
 from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
-from torch_dflash.ops.trees import Tree
-from torch_dflash.ops.windows import positions, take_row
+from torch_dflash.ops.trees import Tree, rows_at
+from torch_dflash.ops.windows import take_row
 from torch_dflash.plan import DecodePlan
 from torch_dflash.targets.blocks import check_tappable, tapped
 from torch_dflash.targets.guard import attributes_of, written_in
@@ -143,7 +143,7 @@ class Target(nn.Module):
         if kept is not None and not has_torch_function((kept,)):  # a lowered cache may be wider
             check_dtype("target", kept.dtype, self.dtype)
         view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said, self.dtype, tree)
-        position = positions(start, ids.shape[1]) if tree is None else start[:, None] + tree.depth
+        position = rows_at(start, ids.shape[1], tree)
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             hooks.enter_context(tapped(self.model, self.blocks, taps, outputs))
