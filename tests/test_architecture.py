@@ -242,7 +242,7 @@ BUDGETS = {
     "torch_dflash": {
         "": 1665,
         "cache": 300,
-        "cli": 2810,
+        "cli": 2850,
         "demo": 360,
         "doctor": 710,
         "engine": 3160,

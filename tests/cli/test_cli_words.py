@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from support import ROOT
 from support.shell import python
 
 from torch_dflash import __version__
@@ -27,6 +31,9 @@ WRONG = {
     "list --jsn qwen": "Did you mean --json?",
     "train fit --answer a --outs b": "Did you mean --answers?",
     "train --quick fit": "No such option '--quick'.",
+    "train --epochs 3 fit": "Options follow the command: torch-dflash train fit --epochs",
+    "--temp 1 chat --model demo": "Options follow the command: torch-dflash chat --temp",
+    "--json list": "Options follow the command: torch-dflash list --json",
     "--verbose generate --prompt hi": "No such option '--verbose'.",
     "generate --version": "No such option '--version'.",
     "list --device cpu": "No such option '--device'.",
@@ -91,6 +98,23 @@ def test_help_the_version_the_list_and_wrong_usage_import_nothing_heavy():
     )
     assert done.stdout == "[]\n", done.stderr
     assert len(lines) > 18
+
+
+@pytest.mark.parametrize(
+    "words", ["-q list", "list --quiet", "--quiet train fit --model m --out o --answers a"]
+)
+def test_quiet_stands_before_the_command_or_after_it(words):
+    assert parse(words.split()).arguments.quiet is True
+    assert parse(words.replace("--quiet", "").replace("-q", "").split()).arguments.quiet is False
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+@pytest.mark.parametrize("words", ["--help", "--version", "train fit --help", "list"])
+def test_a_full_disk_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-m", "torch_dflash", *words.split()]
+        done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
 
 
 def test_the_version(capsys):
