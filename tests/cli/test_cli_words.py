@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import ROOT
 from support.shell import python
 
 from torch_dflash import __version__
-from torch_dflash.cli import main, parse
+from torch_dflash.cli import leave_garbage, main, parse
 from torch_dflash.cli.commands import root
 
 PAIR = "--target demo --drafter demo"
@@ -115,6 +117,18 @@ def test_a_full_disk_is_one_line(words):
         line = [sys.executable, "-m", "torch_dflash", *words.split()]
         done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_triton_is_collected_at_the_end_and_nothing_else(there, monkeypatch):
+    left = []
+    monkeypatch.setattr(gc, "freeze", lambda: left.append(True))
+    if there:
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    else:
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+    leave_garbage()
+    assert left == [True] * (not there)
 
 
 def test_the_version(capsys):

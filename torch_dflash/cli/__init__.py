@@ -23,10 +23,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not isinstance(asked, Call):
         return asked or 0
     import atexit
-    import gc
 
-    atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second
+    atexit.register(leave_garbage)
     return asked()
+
+
+def leave_garbage() -> None:
+    """At the end of a process: to collect a million objects would take a second.
+
+    Triton, which comes with torch's CUDA builds, prints a page of leaks if it is not collected.
+    """
+    if "triton" not in sys.modules:
+        import gc
+
+        gc.freeze()
 
 
 def parse(argv: Sequence[str] | None = None) -> Call | int | None:
