@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11 or later and make: the environment is made first,
 # and made again only when pyproject.toml changes. Another interpreter and other versions have another one.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-full versions lint format hooks figures docs dist clean
+.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-vllm test-full lint format hooks figures docs dist clean
 
 DEFAULT_PYTHON := $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 PYTHON ?= $(DEFAULT_PYTHON)
@@ -40,6 +40,8 @@ WITH_DOCS := $(VENV)/.installed-docs
 WITH_DIST := $(VENV)/.installed-dist
 WITH_LIBTPU := $(VENV)/.installed-libtpu
 LIBTPU := $(CURDIR)/$(VENV)/libtpu
+VLLM := .venv-vllm
+WITH_VLLM := $(VLLM)/.installed
 # Two OpenMP threads on busy cores are many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Most of the tests' time would be the compiler's, on programs that run once: without optimisation, XLA's older
@@ -54,8 +56,8 @@ help:
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
 	@echo "make test-oldest run make test with the lowest versions that pyproject.toml states"
-	@echo "make test-full all five; two and a half hours or so"
-	@echo "make versions  run the tests, and keep the environment's versions in docs/results"
+	@echo "make test-vllm run the vLLM plug-in in vLLM, on the CPU (installs 4 GB with uv; Python 3.12)"
+	@echo "make test-full all but test-vllm; two and a half hours or so"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"
@@ -88,19 +90,19 @@ test-typed: $(WITH_REFERENCE)
 		-m "not aot" --jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype \
 		--ignore=tests/decoding/test_lossless_layouts.py $(TYPED) $(PYTEST_ARGS)
 
-test-oldest:
+test-oldest: build/lowest.txt
 	$(MAKE) test CONSTRAINTS=build/lowest.txt
 
 build/lowest.txt: pyproject.toml make/lowest.py
 	@mkdir -p build
 	$(PYTHON) make/lowest.py > $@
 
-test-full: test test-heavy test-aot test-typed test-oldest
+# vLLM's environment is its own: no version in it is moved. Its tests see none of the others' options.
+test-vllm: $(WITH_VLLM)
+	LD_LIBRARY_PATH="$(CURDIR)/$(VLLM)/stubs" $(ONE_THREAD) $(VLLM)/env/bin/python -m pytest \
+	    -c tests/in_vllm/pytest.ini --confcutdir tests/in_vllm tests/in_vllm $(PYTEST_ARGS)
 
-# Keeps the versions of an environment in docs/results, if all tests pass there.
-versions: $(WITH_REFERENCE)
-	$(MAKE) test PYTEST_ARGS="--junitxml=build/tests.xml $(PYTEST_ARGS)"
-	$(BIN)/python make/versions.py build/tests.xml
+test-full: test test-heavy test-aot test-typed test-oldest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -141,7 +143,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Order-only: the age of the interpreter's link says nothing about what is installed.
-$(WITH_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(WITH_DEMO): pyproject.toml | $(BIN)/python
 	@rm -f $(VENV)/.installed*
 	@$(QUIETLY) "install torch" $(INSTALL) "$(TORCH)"
 	@$(QUIETLY) "install torch-dflash" $(INSTALL) --upgrade -e ".[demo]" "$(TRANSFORMERS)"
@@ -161,6 +163,11 @@ $(WITH_DOCS): $(INSTALLED)
 
 $(WITH_DIST): $(INSTALLED)
 	@$(QUIETLY) "install what builds need" $(INSTALL) build check-wheel-contents twine
+	@touch $@
+
+$(WITH_VLLM): $(wildcard make/vllm/*)
+	@rm -rf $(VLLM) && mkdir -p $(VLLM)
+	sh make/vllm/install.sh $(VLLM)
 	@touch $@
 
 # The compiler that the installed jax asks for, without the rest of its tpu extra. It lies in a

@@ -1,6 +1,5 @@
 import gc
 import os
-import sys
 import tempfile
 
 import pytest
@@ -11,6 +10,8 @@ from support.heavy import heavy_cases
 from support.trained import overfit, world
 
 __all__ = ["overfit", "world"]  # fixtures of the session
+
+collect_ignore = ["in_vllm"]  # runs in vLLM's environment (`make test-vllm`)
 
 # Threads that wait for a busy core make small tensors many times slower than one thread is.
 torch.set_num_threads(1)
@@ -35,8 +36,6 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     config.kept_programs.cleanup()
-    if "triton" in sys.modules:  # it prints a page of leaks if it is not collected
-        gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,121 @@
+"""Draft keys and values in vLLM's pages: written row by row, read by a block that is never written.
+
+A page array is [pages, rows of a page, *row]; tpu-inference chooses the shape of ``row`` for its own kernels.
+In the order of memory a row holds, for each head, its key and then its value, each padded to ``width``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+ROWS_AT_ONCE = 512
+"""Context rows read in one turn of the loop: what a pass holds beside the pages is bounded by them."""
+
+
+def write_rows(
+    pages: Array,
+    key: Float[Array, "R G D"],
+    value: Float[Array, "R G D"],
+    page: Int[Array, " R"],
+    row: Int[Array, " R"],
+    width: int,
+) -> Array:
+    """``pages`` with each row's key and value at (``page``, ``row``); a page beyond the last drops it."""
+    pad = [(0, 0), (0, 0), (0, width - key.shape[-1])]
+    both = jnp.concatenate([jnp.pad(key, pad), jnp.pad(value, pad)], axis=-1)
+    shape = pages.shape[2:]
+    if math.prod(both.shape[1:]) != math.prod(shape):  # tpu-inference aligns a row to whole words
+        both = both.reshape(len(both), -1)
+        both = jnp.pad(both, [(0, 0), (0, math.prod(shape) - both.shape[1])])
+    return pages.at[page, row].set(both.reshape(-1, *shape).astype(pages.dtype), mode="drop")
+
+
+def attend_block(
+    query: Float[Array, "B Q W D"],
+    key: Float[Array, "B G W D"],
+    value: Float[Array, "B G W D"],
+    pages: Array,
+    table: Int[Array, "B P"],
+    length: Int[Array, " B"],
+    *,
+    scale: float,
+    width: int,
+    window: int | None = None,
+    causal: bool = False,
+    sinks: Float[Array, " Q"] | None = None,
+) -> Float[Array, "B W Q D"]:
+    """Attention of a block at positions ``length`` onwards to the context before it and to itself.
+
+    Args:
+        query, key, value: the block's own, rotated.
+        pages: as `write_rows` fills them. table: the pages of each sequence, in order.
+        length: rows of context. scale: factor on the scores. width: of a padded head.
+        window: positions that a row sees on each side, its own included; None: all.
+        causal: whether a row is blind to later rows of the block.
+        sinks: one learned logit per query head, without a value.
+
+    The context is read in a loop over pages, as far as the longest sequence: softmax is joined online.
+    """
+    batch, heads, rows, dim = query.shape
+    groups = key.shape[1]
+    grouped = query.reshape(batch, groups, heads // groups, rows, dim)
+    at = jnp.arange(rows)
+    score = partial(jnp.einsum, "bghwd,bgld->bghwl", preferred_element_type=jnp.float32)
+    mix = partial(jnp.einsum, "bghwl,bgld->bghwd", preferred_element_type=jnp.float32)
+    own = jnp.where(_visible(at[:, None] - at, window, causal), score(grouped, key) * scale, -jnp.inf)
+    top = own.max(-1)  # a row sees itself, so the maximum is finite
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, groups, -1, 1)
+        top = jnp.maximum(top, sink)
+    weight = jnp.exp(own - top[..., None])
+    total = weight.sum(-1) + (0 if sinks is None else jnp.exp(sink - top))
+    mixed = mix(weight.astype(value.dtype), value)
+
+    size = pages.shape[1]
+    each = max(1, ROWS_AT_ONCE // size)
+    table = jnp.pad(table, [(0, 0), (0, -table.shape[1] % each)])
+
+    def turn(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, mixed = carry
+        these = jax.lax.dynamic_slice_in_dim(table, step * each, each, axis=1)
+        past_key, past_value = _heads(pages[these], groups, width, dim)
+        position = step * each * size + jnp.arange(each * size)
+        gap = length[:, None, None] + at[:, None] - position
+        seen = _visible(gap, window, causal) & (position < length[:, None])[:, None]
+        past = jnp.where(seen[:, None, None], score(grouped, past_key.astype(query.dtype)) * scale, -jnp.inf)
+        higher = jnp.maximum(top, past.max(-1))
+        weight, shrunk = jnp.exp(past - higher[..., None]), jnp.exp(top - higher)
+        new = mix(weight.astype(value.dtype), past_value.astype(value.dtype))
+        return higher, total * shrunk + weight.sum(-1), mixed * shrunk[..., None] + new
+
+    turns = -(-jnp.max(length) // (each * size))
+    first = jnp.int32(0)
+    if window is not None:
+        shortest = jnp.min(length, where=length > 0, initial=jnp.iinfo(jnp.int32).max)
+        first = jnp.maximum(shortest - window, 0) // (each * size)
+    top, total, mixed = jax.lax.fori_loop(first, turns, turn, (top, total, mixed))
+    out = (mixed / total[..., None]).astype(query.dtype)
+    return out.reshape(batch, heads, rows, dim).transpose(0, 2, 1, 3)
+
+
+def _visible(gap: Int[Array, "*S"], window: int | None, causal: bool) -> Bool[Array, "*S"]:
+    """Who sees whom by how many positions the key lies before the query (`torch_dflash.ops.attention`)."""
+    seen = gap >= 0 if causal else jnp.ones(gap.shape, bool)
+    if window is not None:
+        seen = seen & (gap < window)
+        seen = seen if causal else seen & (gap > -window)
+    return seen
+
+
+def _heads(rows: Array, groups: int, width: int, dim: int) -> tuple[Array, Array]:
+    """Keys and values [B, G, L, D] of gathered pages [B, pages, rows of a page, *row]."""
+    batch, count, size, *row = rows.shape
+    if math.prod(row) != groups * 2 * width:
+        rows = rows.reshape(batch, count * size, -1)[..., : groups * 2 * width]
+    both = rows.reshape(batch, count * size, groups, 2, width)[..., :dim]
+    return both[..., 0, :].transpose(0, 2, 1, 3), both[..., 1, :].transpose(0, 2, 1, 3)

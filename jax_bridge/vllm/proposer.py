@@ -1,0 +1,233 @@
+"""The proposer: tpu-inference's contract for DFlash, kept by our drafter over vLLM's own pages.
+
+`Proposer.prepare_inputs` projects the target's features; `Proposer.propose` writes the context's keys and
+values and drafts. Each is one compiled call, and the host reads nothing. The proposer keeps no state of
+requests: their keys and values lie in pages that vLLM's scheduler allocates, shares and frees.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torchax
+from jax.sharding import NamedSharding, PartitionSpec
+from torchax.interop import jax_view, torch_view
+from torchax.ops.mappings import t2j
+from tpu_inference.layers.common.sharding import ShardingAxisName
+from tpu_inference.models.vllm.vllm_model_wrapper_context import set_vllm_model_wrapper_context
+from tpu_inference.spec_decode.jax.dflash import DFlashProposer
+from tpu_inference.utils import get_mesh_shape_product, get_padded_head_dim
+
+from jax_bridge.vllm.pages import attend_block, write_rows
+from torch_dflash.integrations.vllm.drafter import PagedDrafter
+from torch_dflash.proposers.checkpoints import load_drafter, load_drafter_config
+
+LAYER = "draft_layer.{}"
+"""The name of a drafter's layer among vLLM's layers."""
+_CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 0, "up_proj": 0, "down_proj": 1}
+
+
+class Proposer(DFlashProposer):
+    """Drafts for a PyTorch target with a drafter of any layout that `torch_dflash.load_drafter` reads.
+
+    Args:
+        vllm_config, runner: as tpu-inference's own proposer gets them.
+    """
+
+    def __init__(self, vllm_config: Any, runner: Any):
+        super().__init__(vllm_config, runner)
+        revision = self.draft_model_config.revision
+        self.source = {"revision": revision} if revision else {}
+        self.config = load_drafter_config(self.draft_model_config.model)
+        self.block_size = 1  # ids per request in tpu-inference's warm-up: the anchor alone
+        read = self.draft_model_config.hf_config  # by that warm-up, in z-lab's layout
+        taps = {"target_layer_ids": list(self.config.target_layer_ids)}
+        read.dflash_config = (getattr(read, "dflash_config", None) or {}) | taps
+        ways = get_mesh_shape_product(self.mesh, ShardingAxisName.KV_HEAD)
+        groups = self.config.num_key_value_heads
+        self.groups, self.width = max(groups, ways), get_padded_head_dim(self.config.head_dim)
+        self.cut = ways > 1 and groups % ways == 0
+        self._prepare = jax.jit(self._prepare_step)
+        self._draft = jax.jit(self._draft_step, donate_argnames=("pages",), static_argnames=("places",))
+
+    def load_model(self, target_model: Any) -> None:
+        """Load the drafter; ``target_model`` is not needed, for the runner holds it."""
+        target = self.vllm_config.model_config
+        drafter = load_drafter(
+            self.draft_model_config.model, target=target.model, dtype=target.dtype, **self.source
+        )
+        module = PagedDrafter(drafter.eval(), self.num_speculative_tokens)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        self.state_leaves = {
+            name: jax.device_put(t2j(tensor.detach()), NamedSharding(self.mesh, self._spec(name, tensor)))
+            for name, tensor in named.items()
+        }
+        self.module = module.to("meta")
+
+    def _spec(self, name: str, tensor: torch.Tensor) -> PartitionSpec:
+        """Where a weight lies: cut by heads and by columns of the MLP as the target's, or on every chip."""
+        axis = _CUT.get(name.split(".")[-2])
+        if not self.cut or axis is None or tensor.ndim < axis + 1:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * axis, ShardingAxisName.KV_HEAD)
+
+    def kv_cache_spec(self) -> dict[str, Any]:
+        """vLLM's specification of the drafter's pages, by layer name.
+
+        A layer with a window keeps whole sequences, too: vLLM then needs no second group of pages for it.
+        """
+        manager, size = self.runner.kv_cache_manager, self.runner.cache_config.block_size
+        spec = manager._create_attention_spec(size, self.groups, self.width)
+        return {LAYER.format(at): spec for at in range(self.config.num_hidden_layers)}
+
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer of the drafter the group of its block table, and the index of its page array."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        names = map(LAYER.format, range(self.config.num_hidden_layers))
+        return tuple(
+            (
+                next(at for at, group in enumerate(groups) if name in group.layer_names),
+                self.runner.layer_name_to_kvcache_index[name],
+            )
+            for name in names
+        )
+
+    def prepare_inputs(
+        self,
+        attn_metadata: Any,
+        input_ids: jax.Array,
+        aux_hidden_states: Any,
+        last_sampled_token_id: jax.Array,
+        next_prompt_token_id: jax.Array,
+        is_in_prefill: jax.Array,
+        num_rejected_tokens: jax.Array,
+        num_reqs_dp: jax.Array,
+    ) -> tuple[Any, jax.Array, jax.Array, Any]:
+        """(context rows and where they belong, anchors [S], unused, metadata with accepted lengths [S])."""
+        given = (
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            num_rejected_tokens,
+            num_reqs_dp,
+            tuple(aux_hidden_states),
+            last_sampled_token_id,
+            next_prompt_token_id,
+            is_in_prefill,
+        )
+        context, anchors, lengths = self._prepare(self.state_leaves, *self._everywhere(given))
+        return context, anchors, anchors, replace(attn_metadata, seq_lens=lengths)
+
+    def propose(
+        self,
+        kv_caches: list[jax.Array],
+        input_ids: jax.Array,
+        attn_metadata: Any,
+        last_token_indices: jax.Array,
+        target_hidden_states: Any,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """(the page arrays, drafts [S, K]); ``input_ids`` are the anchors."""
+        places = self.places()
+        block_table = self.runner.input_batch.block_table
+        tables = {group: block_table[group].get_cpu_tensor().copy() for group, _ in places}
+        pages, drafts = self._draft(
+            self.state_leaves,
+            self.runner.state_leaves,
+            {index: kv_caches[index] for _, index in places},
+            *self._everywhere((tables, input_ids, attn_metadata.seq_lens, *target_hidden_states)),
+            places=places,
+        )
+        kept = list(kv_caches)
+        for index, array in pages.items():
+            kept[index] = array
+        return kept, drafts
+
+    def _everywhere(self, given: Any) -> Any:
+        """Arrays on every chip: tpu-inference's warm-up places some otherwise, which would compile twice."""
+        return jax.device_put(given, NamedSharding(self.mesh, PartitionSpec()))
+
+    def _prepare_step(
+        self, weights, starts, lengths, rejected, live, features, sampled, following, prefilling
+    ):
+        rows, requests = features[0].shape[0], lengths.shape[0]
+        starts = jnp.where(jnp.arange(requests + 1) <= live, starts, starts[live[0]])
+        alive = jnp.arange(requests) < live
+        accepted = jnp.where(alive, starts[1:] - starts[:-1] - rejected, 0)
+        lengths = jnp.where(alive, lengths - rejected, 0)
+        owner = _owners(starts, rows)
+        within = jnp.arange(rows) - starts[owner]
+        at = lengths[owner] - accepted[owner] + within
+        # Rows of rejected drafts, and those that pad the batch, have no place in the context.
+        at = jnp.where((within < accepted[owner]) & (jnp.arange(rows) < starts[-1]), at, -1)
+        context = self._call(weights, "project", torch_view(jnp.concatenate(features, axis=-1)))
+        anchors = jnp.where(prefilling.astype(bool), following, sampled)
+        return (jax_view(context), starts, at), anchors, lengths
+
+    def _draft_step(self, weights, target, pages, tables, anchors, lengths, context, starts, at, *, places):
+        pages, owner = dict(pages), _owners(starts, at.shape[0])
+        tables = {group: table.reshape(lengths.shape[0], -1) for group, table in tables.items()}
+
+        def write(layer, key, value):
+            group, index = places[layer]
+            size, beyond = pages[index].shape[1], pages[index].shape[0]
+            page = jnp.where(at >= 0, tables[group][owner, jnp.maximum(at, 0) // size], beyond)
+            rows = self._repeated(jax_view(key), 1), self._repeated(jax_view(value), 1)
+            pages[index] = write_rows(pages[index], *rows, page, at % size, self.width)
+
+        def attend(attention, query, key, value, scale):
+            group, index = places[attention.index]
+            own = self._repeated(jax_view(key), 1), self._repeated(jax_view(value), 1)
+            sinks = attention.attention_sink_bias
+            return torch_view(
+                attend_block(
+                    jax_view(query),
+                    *own,
+                    pages[index],
+                    tables[group],
+                    lengths,
+                    scale=scale,
+                    width=self.width,
+                    window=attention.window,
+                    causal=attention.causal,
+                    sinks=None if sinks is None else jax_view(sinks),
+                )
+            )
+
+        self._call(weights, "remember", *torch_view((context, jnp.maximum(at, 0))), write)
+        embed, head = partial(self._embed, target), partial(self._logits, target)
+        drafts = self._call(weights, "draft", *torch_view((anchors, lengths)), attend, embed, head)
+        return pages, jax_view(drafts).astype(jnp.int32)
+
+    def _repeated(self, rows: jax.Array, axis: int) -> jax.Array:
+        """Keys or values with each head as often as there are chips beyond the heads."""
+        return jnp.repeat(rows, self.groups // rows.shape[axis], axis=axis)
+
+    def _call(self, weights: Any, step: str, *args: Any) -> Any:
+        with torchax.default_env(), torch.inference_mode(False), torch.no_grad():
+            return torch.func.functional_call(self.module, torch_view(weights), (step, *args))
+
+    def _embed(self, target: Any, ids: torch.Tensor) -> torch.Tensor:
+        """The target's embedding, through vLLM's own method."""
+        call = {"call_method": "embed_input_ids", "call_args": (ids,)}
+        model = self.runner.model.model
+        with set_vllm_model_wrapper_context(kv_caches=[], mesh=self.mesh):
+            return torch.func.functional_call(model, torch_view(target), kwargs=call, tie_weights=False)
+
+    def _logits(self, target: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's logits, through the runner's own function. Columns that pad the vocabulary lose."""
+        rows = jax_view(hidden)
+        logits = self.runner.compute_logits_fn(target, rows.reshape(-1, rows.shape[-1]), None)
+        known = jnp.arange(logits.shape[-1]) < self.runner.model_config.get_vocab_size()
+        logits = jnp.where(known, logits, -jnp.inf)
+        return torch_view(logits.reshape(*rows.shape[:-1], -1))
+
+
+def _owners(starts: jax.Array, rows: int) -> jax.Array:
+    """The request [R] of each of ``rows`` rows, whose requests begin at ``starts`` [S + 1]."""
+    found = jnp.searchsorted(starts[1:], jnp.arange(rows), side="right")
+    return jnp.minimum(found, starts.shape[0] - 2)

@@ -1,0 +1,56 @@
+"""tpu-inference's worker and runner with our proposer. Only configurations with it get this worker."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest.mock import patch
+
+from tpu_inference.runner.tpu_runner import TPUModelRunner
+from tpu_inference.worker import tpu_worker
+
+from jax_bridge.vllm.proposer import Proposer
+
+
+class Worker(tpu_worker.TPUWorker):
+    """tpu-inference's worker with a `Runner`."""
+
+    def init_device(self, *args: Any, **kwargs: Any) -> None:
+        with patch.object(tpu_worker, "TPUModelRunner", Runner):  # which upstream's method names
+            super().init_device(*args, **kwargs)
+
+
+class Runner(TPUModelRunner):
+    """tpu-inference's runner: another proposer, its pages beside the target's, and the target's taps."""
+
+    def _init_speculative_decoding(self) -> None:
+        super()._init_speculative_decoding()
+        self.drafter = Proposer(self.vllm_config, self)
+
+    def load_model(self) -> None:
+        own = self.vllm_config
+        self.vllm_config = tapped(own, self.drafter.config.target_layer_ids)
+        try:
+            super().load_model()
+        finally:
+            vars(own).update(vars(self.vllm_config) | {"speculative_config": own.speculative_config})
+            self.vllm_config = own
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return super().get_kv_cache_spec() | self.drafter.kv_cache_spec()
+
+
+def tapped(vllm_config: Any, taps: Any) -> Any:
+    """A copy for the target's wrapper, which hands out features for the method "eagle3" alone.
+
+    ``taps``: layers whose outputs are the features, counted from 0. vLLM names a layer's output by the next.
+    """
+    given, speculative = copy.copy(vllm_config), copy.copy(vllm_config.speculative_config)
+    speculative.method = "eagle3"
+    speculative.draft_model_config = copy.copy(speculative.draft_model_config)
+    drafter = copy.copy(speculative.draft_model_config.hf_config)
+    drafter.eagle_aux_hidden_state_layer_ids = [tap + 1 for tap in taps]
+    speculative.draft_model_config.hf_config = drafter
+    given.speculative_config = speculative
+    return given

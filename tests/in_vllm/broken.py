@@ -1,0 +1,111 @@
+"""What may be broken, each on purpose: a test does so with every one and expects the replay to notice."""
+
+import jax.numpy as jnp
+import torch
+from torchax.interop import torch_view
+
+from jax_bridge.vllm import proposer, worker
+from jax_bridge.vllm.proposer import Proposer
+from torch_dflash.integrations.vllm.drafter import PagedDrafter
+
+ALL = {}
+
+
+def replaces(owner, name):
+    """A function ``broken(original) -> replacement`` of the attribute ``name``."""
+
+    def listed(broken):
+        ALL[broken.__name__] = lambda patch: patch.setattr(owner, name, broken(getattr(owner, name)))
+        return broken
+
+    return listed
+
+
+@replaces(worker, "tapped")
+def taps_off_by_one(tapped):
+    return lambda config, taps: tapped(config, [tap + 1 for tap in taps])
+
+
+@replaces(Proposer, "_prepare_step")
+def rejected_rows_in_place_of_accepted_ones(step):
+    def kept(self, weights, starts, lengths, rejected, *rest):
+        found = step(self, weights, starts, lengths, rejected, *rest)
+        (context, starts, at), *others = found
+        return (jnp.roll(context, 1, axis=0), starts, at), *others
+
+    return kept
+
+
+@replaces(proposer, "attend_block")
+def rejected_rows_kept_as_context(attend):
+    def longer(query, key, value, pages, table, length, **options):
+        return attend(query, key, value, pages, table, length + 1, **options)
+
+    return longer
+
+
+@replaces(proposer, "attend_block")
+def window_left_out(attend):
+    return lambda *args, **options: attend(*args, **(options | {"window": None}))
+
+
+@replaces(proposer, "attend_block")
+def block_that_is_causal(attend):
+    return lambda *args, **options: attend(*args, **(options | {"causal": True}))
+
+
+@replaces(proposer, "attend_block")
+def pages_of_the_request_beside(attend):
+    def shifted(query, key, value, pages, table, *rest, **options):
+        return attend(query, key, value, pages, jnp.roll(table, 1, axis=0), *rest, **options)
+
+    return shifted
+
+
+@replaces(Proposer, "propose")
+def tables_of_the_step_before(propose):
+    """Requests that were condensed, or got a page, read and write pages of others."""
+    tables = []
+
+    def stale(self, *args, **named):
+        table = self.runner.input_batch.block_table[0].get_cpu_tensor()
+        now = table.copy()
+        if tables:
+            table[...] = tables[-1]
+        try:
+            return propose(self, *args, **named)
+        finally:
+            table[...] = now
+            tables.append(now)
+
+    return stale
+
+
+@replaces(Proposer, "_logits")
+def head_that_is_the_embedding(logits):
+    def tied(self, target, hidden):
+        name = next(name for name in target if name.endswith("embed_tokens.weight"))
+        return torch.matmul(hidden, torch_view(target[name]).T)
+
+    return tied
+
+
+@replaces(Proposer, "_logits")
+def padded_column_drafted(logits):
+    """What pads a vocabulary may hold anything; here it holds the highest logits."""
+
+    def padded(self, target, hidden):
+        found = logits(self, target, hidden)
+        return torch.cat([found[..., :1] * 0 + 1e4, found[..., 1:]], -1)
+
+    return padded
+
+
+@replaces(PagedDrafter, "remember")
+def positions_off_by_one(remember):
+    return lambda self, context, at, write: remember(self, context, at + 1, write)
+
+
+@replaces(proposer, "write_rows")
+def context_not_written(write):
+    return lambda pages, *rest: pages

@@ -1,0 +1,62 @@
+"""What a drafter drafts at each recorded step, from the emitted text alone: transformers' target, float32."""
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import torch_dflash as td
+
+
+class Replay:
+    """Drafts and logits of a pair in float32, whole texts at a time."""
+
+    def __init__(self, target, drafter):
+        self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.drafter = td.load_drafter(drafter, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def read(self, tokens):
+        """(features [1, R, nH], logits [R, V]) of a whole text."""
+        out = self.target(torch.tensor([tokens]), output_hidden_states=True)
+        taps = self.drafter.config.target_layer_ids
+        return torch.cat([out.hidden_states[tap + 1] for tap in taps], -1), out.logits[0]
+
+    @torch.no_grad()
+    def draft(self, features, anchor, length, count):
+        """The tokens drafted after ``anchor`` at position ``length``."""
+        config = self.drafter.config
+        first = int(not config.sample_from_anchor)
+        ids = torch.tensor([[anchor] + [config.mask_token_id] * (count - 1 + first)])
+        noise = self.drafter.embed(ids, self.target.get_input_embeddings(), torch.float32)
+        at = torch.arange(length + ids.shape[1])[None]
+        out = self.drafter(noise, features[:, :length], at, past_key_values=DynamicCache())
+        hidden, head = out.last_hidden_state[:, first:], self.target.get_output_embeddings()
+        return self.drafter.choose(hidden, ids[:, 0], head)[0].tolist()
+
+    def compare(self, request, count):
+        """Of a recorded request: (drafts, accepted in vLLM, accepted here, drafts that are alike)."""
+        text = request["prompt"] + [token for *_, gained in request["steps"] for token in gained]
+        features, _ = self.read(text)
+        found = [0, 0, 0, 0]
+        for at, drafts, gained in request["steps"]:
+            if not drafts:
+                continue
+            mine = self.draft(features, text[at], at, count)[: len(drafts)]
+            following = text[at + 1 : at + 1 + len(drafts)]
+            accepted = next(
+                (k for k, (a, b) in enumerate(zip(mine, following, strict=False)) if a != b), None
+            )
+            accepted = min(len(mine), len(following)) if accepted is None else accepted
+            found[0] += 1
+            found[1] += len(gained) - 1
+            # The last token of a text is followed by nothing that could be compared.
+            found[2] += min(accepted, len(text) - 1 - at)
+            found[3] += accepted == len(gained) - 1
+        return found
+
+    def parts_at_a_tie(self, prompt, one, other, gap):
+        """Whether two texts are equal, or part first where float32 logits differ by less than ``gap``."""
+        at = next((k for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        if at is None:
+            return True
+        _, logits = self.read(prompt + one[:at])
+        return bool((logits[-1, one[at]] - logits[-1, other[at]]).abs() < gap)

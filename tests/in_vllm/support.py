@@ -1,0 +1,56 @@
+"""Pairs by name, and engines whose answers are kept for the whole run."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import engine
+import pair
+
+FOLDER = Path(tempfile.mkdtemp(prefix="in_vllm_"))
+DRAFTS = pair.BLOCK - 1
+PAIRS = {
+    "tied": {},
+    "untied": {"target": {"tie_word_embeddings": False}},
+    "windows": {
+        "drafter": {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "is_causal": False,
+        }
+    },
+    "dflash2": {"drafter": {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 16}},
+}
+
+
+@cache
+def pair_folder(name):
+    """The folder of a pair of `PAIRS`."""
+    folder = FOLDER / name
+    folder.mkdir()
+    pair.save(folder, **PAIRS[name])
+    return folder
+
+
+def options_of(name, drafted=True):
+    """An engine's options for a pair."""
+    folder = pair_folder(name)
+    found = {"model": str(folder / "target")}
+    if drafted:
+        given = {"method": "dflash", "model": str(folder / "drafter"), "num_speculative_tokens": DRAFTS}
+        found["speculative_config"] = given
+    return found
+
+
+_known = {}
+
+
+def run(name, batches, drafted=True, keep=True, **options):
+    """The answer of an engine with the pair ``name``; the same question is asked once."""
+    key = repr((name, batches, drafted, sorted(options.items())))
+    if key not in _known or not keep:
+        answer = engine.run(batches, **options_of(name, drafted), **options)
+        if not keep:
+            return answer
+        _known[key] = answer
+    return _known[key]

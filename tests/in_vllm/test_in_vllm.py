@@ -1,0 +1,169 @@
+"""Our drafter in vLLM on CPUs: the texts are those without drafting, and the drafts those of a replay.
+
+The replay (`replay.py`) reads the emitted text alone. A draft that saw another request's pages, a rejected
+row or another tap is a draft that the replay does not make, though the text stays right.
+"""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import broken
+import pair
+import pytest
+import torch
+from replay import Replay
+from support import DRAFTS, pair_folder, run
+
+from jax_bridge.vllm.worker import Worker
+
+TOKENS, NEAR = 48, 0.25  # bfloat16 logits of these targets are up to 20, in steps of 0.125
+PROMPTS = pair.prompts(10)
+LONG = [[*pair.prompts(1, 7, 70)[0], *one] for one in pair.prompts(4, 9, 100)]
+SHARED = [[*(pair.prompts(1, 5)[0] * 3)[:70], *one] for one in pair.prompts(6, 11, 20)]
+
+
+def batch(prompts, **params):
+    return [(prompt, {"max_tokens": TOKENS} | params) for prompt in prompts]
+
+
+BATCHES = [batch(PROMPTS), batch(LONG), batch(SHARED[:1]), batch(SHARED)]
+CROWDED = [*BATCHES[1:], batch(PROMPTS[:5], max_tokens=140)]
+
+
+@pytest.fixture(scope="module")
+def replays():
+    known = {}
+
+    def replay(name):
+        if name not in known:
+            known[name] = Replay(pair_folder(name) / "target", pair_folder(name) / "drafter")
+        return known[name]
+
+    return replay
+
+
+def check_texts(replay, batches, plain, drafted):
+    """Greedy texts with and without drafting part at near-ties alone, and rarely; returns how many part."""
+    parted = 0
+    for given, ones, others in zip(batches, plain.texts, drafted.texts, strict=True):
+        for (prompt, _), texts, drawn in zip(given, ones, others, strict=True):
+            for text, other in zip(texts, drawn, strict=True):
+                parted += text != other
+                assert replay.parts_at_a_tie(prompt, text, other, NEAR)
+    return parted
+
+
+def counts(replay, answer, chosen=lambda request: True):
+    """Sums of `Replay.compare` over the requests that are ``chosen``."""
+    found = [replay.compare(request, DRAFTS) for request in answer.requests if chosen(request)]
+    return [sum(column) for column in zip([0] * 4, *found, strict=True)]
+
+
+def check_replay(found, least=1):
+    drafts, accepted, replayed, alike = found
+    assert drafts >= least
+    assert alike >= 0.95 * drafts, found
+    assert abs(accepted - replayed) <= 0.05 * max(replayed, 20), found
+
+
+def test_texts_and_drafts_of_requests_beside_each_other(replays):
+    plain, drafted = run("tied", BATCHES, drafted=False), run("tied", BATCHES)
+    assert check_texts(replays("tied"), BATCHES, plain, drafted) <= 2
+    found = counts(replays("tied"), drafted)
+    check_replay(found, 200)
+    assert found[1] > 0.25 * found[0]  # the pair agrees, so that a wrong draft shows
+    metrics = drafted.metrics
+    assert metrics["vllm:spec_decode_num_drafts"] == found[0]
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] == found[1]
+    moved = counts(replays("tied"), drafted, lambda request: request["moved"])
+    check_replay(moved, 10)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_chunks_preemption_and_prefix_hits(replays, async_scheduling):
+    """Prompts in chunks of 32, so few pages that requests are preempted, and pages that are shared."""
+    options = {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    plain = run("tied", CROWDED, drafted=False)
+    drafted = run("tied", CROWDED, async_scheduling=async_scheduling, **options)
+    assert check_texts(replays("tied"), CROWDED, plain, drafted) <= 4
+    groups = {
+        "preempted": lambda request: request["preempted"] > 0,
+        "prefix hits": lambda request: request["cached"] > 0 and not request["preempted"],
+        "moved": lambda request: request["moved"],
+        "rest": lambda request: not request["cached"] and not request["preempted"] and not request["moved"],
+    }
+    for name, chosen in groups.items():
+        found = counts(replays("tied"), drafted, chosen)
+        assert found[0] >= 10, name
+        check_replay(found)
+
+
+def test_several_answers_of_a_request(replays):
+    batches = [batch(PROMPTS[:3], n=2, temperature=1.0, top_k=1)]  # vLLM takes n > 1 with sampling alone
+    plain = run("tied", [batch(PROMPTS[:3])], drafted=False)
+    twice = [[[*texts, *texts] for texts in ones] for ones in plain.texts]
+    drafted = run("tied", batches)
+    check_texts(replays("tied"), batches, SimpleNamespace(texts=twice), drafted)
+    check_replay(counts(replays("tied"), drafted))
+
+
+@pytest.mark.parametrize("name", ["untied", "windows", "dflash2"])
+def test_other_pairs(replays, name):
+    plain, drafted = run(name, BATCHES[:2], drafted=False), run(name, BATCHES[:2])
+    check_texts(replays(name), BATCHES[:2], plain, drafted)
+    check_replay(counts(replays(name), drafted), 50)
+
+
+def test_two_devices(replays):
+    """Tensor parallelism: one key/value head of the drafter on two devices, and two of the target's."""
+    drafted = run("tied", BATCHES[:2], tensor_parallel_size=2)
+    plain = run("tied", BATCHES[:2], drafted=False)
+    check_texts(replays("tied"), BATCHES[:2], plain, drafted)
+    check_replay(counts(replays("tied"), drafted), 50)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_nothing_is_compiled_after_the_start(monkeypatch, async_scheduling):
+    """With tpu-inference's warm-up, as on a TPU; its own guard raises on a later compilation."""
+    monkeypatch.setenv("SKIP_JAX_PRECOMPILE", "0")
+    monkeypatch.setenv("VLLM_XLA_CHECK_RECOMPILATION", "1")
+    options = {"max_num_batched_tokens": 16, "max_model_len": 128, "max_num_seqs": 2}
+    run("tied", [batch(PROMPTS[:2], max_tokens=8)], async_scheduling=async_scheduling, **options)
+
+
+def test_sampled_tokens_have_the_target_distribution(replays):
+    """The second and third token after a prompt, which are verified drafts, against exact probabilities."""
+    prompt, times = PROMPTS[0], 400
+    given = [batch([prompt] * times, max_tokens=3, temperature=1.0)]
+    answer = run("tied", given, max_num_seqs=64, num_gpu_blocks_override=512)
+    texts = [texts[0] for texts in answer.texts[0]]
+    first = Counter(text[0] for text in texts).most_common(1)[0][0]
+    chosen = [text for text in texts if text[0] == first]
+    _, logits = replays("tied").read([*prompt, first])
+    expected = torch.softmax(logits[-1], -1)
+    top = expected.argmax().item()
+    share, wanted = sum(text[1] == top for text in chosen) / len(chosen), expected[top].item()
+    spread = (wanted * (1 - wanted) / len(chosen)) ** 0.5
+    assert abs(share - wanted) < 4 * spread + 0.01, (share, wanted, len(chosen))
+
+
+BROKEN_PAIR = {"window_left_out": "windows", "head_that_is_the_embedding": "untied"}
+
+
+@pytest.mark.parametrize("what", broken.ALL)
+def test_what_is_broken_on_purpose_is_noticed(replays, monkeypatch, what):
+    name = BROKEN_PAIR.get(what, "tied")
+    broken.ALL[what](monkeypatch)
+    found = counts(replays(name), run(name, BATCHES[:2], keep=False))
+    print(what, found)
+    with pytest.raises(AssertionError):
+        check_replay(found)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("pipeline_parallel_size", 2), ("kv_cache_dtype", "fp8"), ("enable_lora", True)]
+)
+def test_vllms_own_configuration_is_refused_before_a_model_loads(monkeypatch, field, value):
+    monkeypatch.setattr(Worker, "load_model", None)
+    with pytest.raises(ValueError, match="does not support it"):
+        run("tied", [], **{field: value})

@@ -1,0 +1,83 @@
+"""A DFlash drafter over keys and values that somebody else keeps: three steps, all of them stateless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+
+Attend = Callable[[Any, Tensor, Tensor, Tensor, float], Tensor]
+"""``(attention layer, query [B, Q, W, D], key [B, G, W, D], value, scale) -> [B, W, Q, D]``."""
+
+
+class PagedDrafter(nn.Module):
+    """The steps `project`, `remember` and `draft` of a drafter, each by its name through ``forward``.
+
+    So ``torch.func.functional_call`` reaches every step with given weights.
+
+    Args:
+        drafter: a DFlash or DFlash2 drafter.
+        drafts: K, the tokens drafted at once.
+
+    Raises:
+        ValueError: the drafter was not trained to draft so many.
+    """
+
+    def __init__(self, drafter: DFlashDraftModel, drafts: int):
+        super().__init__()
+        self.drafter: Any = drafter
+        self.first_row = int(not drafter.config.sample_from_anchor)
+        self.rows, most = drafts + self.first_row, drafter.config.block_size - self.first_row
+        if not 1 <= drafts <= most:
+            raise ValueError(
+                f"num_speculative_tokens={drafts}: this drafter drafts 1 to {most} tokens at once "
+                f"(block_size={drafter.config.block_size}); pass a number in that range."
+            )
+
+    def forward(self, step: str, *args: Any) -> Any:
+        return getattr(self, step)(*args)
+
+    def project(self, features: Float[Tensor, "R nH"]) -> Float[Tensor, "R H"]:
+        """Target features, tap beside tap, to context rows."""
+        return self.drafter.project(features[None].to(self.drafter.fc.weight.dtype))[0]
+
+    def remember(self, context: Float[Tensor, "R H"], at: Int[Tensor, " R"], write: Callable) -> None:
+        """Call ``write(layer index, key [R, G, D], value [R, G, D])`` for each layer, with context rows' own.
+
+        ``at``: the rows' positions.
+        """
+        rows = context[None]
+        rope = self.drafter.rotary_emb(rows, at[None])
+        for layer in self.drafter.layers:
+            key, value = layer.self_attn.key_value(layer.context_rows(rows), rope)
+            write(layer.self_attn.index, key[0].transpose(0, 1), value[0].transpose(0, 1))
+
+    def draft(
+        self,
+        anchor: Int[Tensor, " B"],
+        length: Int[Tensor, " B"],
+        attend: Attend,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> Int[Tensor, "B K"]:
+        """K drafts after ``anchor``, which stands at position ``length``; the target's ids.
+
+        ``attend``: attention of a block's rows to the context and to each other.
+        ``embed``, ``head``: the target's, ``ids -> rows`` and ``rows -> logits``.
+        """
+        drafter = self.drafter
+        masks = torch.full_like(anchor, drafter.config.mask_token_id)[:, None]
+        ids = torch.cat([anchor[:, None], masks.expand(-1, self.rows - 1)], dim=1)
+        noise = drafter.embed(ids, embed, drafter.fc.weight.dtype)
+        at = length[:, None] + torch.arange(self.rows, device=length.device)
+
+        def memory(attention, key, value):
+            return lambda query, scale: attend(attention, query, key, value, scale)
+
+        hidden = drafter.block(noise, noise[:, :0], at, memory)
+        return drafter.choose(hidden[:, self.first_row :], anchor, head)

@@ -1,0 +1,69 @@
+"""The entry point: after vLLM's platform has read a configuration, name our worker or refuse."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from torch_dflash.integrations.vllm.refusals import refuse
+
+KNOWN = {"tpu-inference": ("0.32.0",), "vllm-tpu": ("0.32.0",)}
+"""The releases whose inner classes the plug-in extends; each was tested (`make test-vllm`)."""
+WORKER = "jax_bridge.vllm.worker.Worker"
+_MARK = "__torch_dflash__"
+
+
+def register() -> None:
+    """Watch the configurations of vLLM on TPU; without tpu-inference do nothing. May run many times.
+
+    A configuration is ours if a PyTorch target (``MODEL_IMPL_TYPE=vllm``) drafts by the method "dflash".
+    vLLM then builds our worker in place of its own. Any other configuration stays as it is.
+    """
+    try:
+        version("tpu-inference")
+    except PackageNotFoundError:
+        return
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    update = platform.check_and_update_config
+    if hasattr(update.__func__, _MARK):
+        return
+
+    @wraps(update.__func__)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        update.__func__(cls, vllm_config)
+        if is_ours(vllm_config):
+            check_releases()
+            refuse(vllm_config)
+            vllm_config.parallel_config.worker_cls = WORKER
+
+    setattr(check_and_update_config, _MARK, True)
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def is_ours(vllm_config: Any) -> bool:
+    """Whether a PyTorch target drafts by DFlash, or by DSpark, which `refuse` names."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in ("dflash", "dspark"):
+        return False
+    from tpu_inference.models.common.model_loader import resolve_model_impl_type
+
+    return resolve_model_impl_type(vllm_config) == "vllm"
+
+
+def check_releases() -> None:
+    """Raise ``ValueError`` on releases whose inner classes nobody compared with ours."""
+    for package, known in KNOWN.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue  # vLLM may be built from source, under its own name
+        if found.partition("+")[0] not in known:
+            raise ValueError(
+                f"{package} {found}: torch-dflash's plug-in knows {package} {', '.join(known)}; install "
+                f'"{package}=={known[-1]}", or start vLLM without the plug-in: set VLLM_PLUGINS to the names '
+                "of the other plug-ins."
+            )
