@@ -1,7 +1,7 @@
 # Every target works on a fresh machine with Python 3.11 or later and make: the environment is made first,
 # and made again only when pyproject.toml changes. Another interpreter and other versions have another one.
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-vllm test-full lint format hooks figures docs dist clean
+.PHONY: help install demo test test-heavy test-transformers test-aot test-typed test-oldest test-vllm test-full versions lint format hooks figures docs dist clean
 
 DEFAULT_PYTHON := $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 PYTHON ?= $(DEFAULT_PYTHON)
@@ -58,6 +58,7 @@ help:
 	@echo "make test-oldest run make test with the lowest versions that pyproject.toml states"
 	@echo "make test-vllm run the vLLM plug-in in vLLM, on the CPU (installs 4 GB with uv; Python 3.12)"
 	@echo "make test-full all but test-vllm; two and a half hours or so"
+	@echo "make versions  run the tests, and keep the environment's versions in docs/results"
 	@echo "make lint      check format, style and types;  make format  rewrite"
 	@echo "make figures   fill the tables of README and docs from docs/results"
 	@echo "make docs      build the site into build/site; warnings are errors"
@@ -90,7 +91,7 @@ test-typed: $(WITH_REFERENCE)
 		-m "not aot" --jaxtyping-packages=torch_dflash,jax_bridge,beartype.beartype \
 		--ignore=tests/decoding/test_lossless_layouts.py $(TYPED) $(PYTEST_ARGS)
 
-test-oldest: build/lowest.txt
+test-oldest:
 	$(MAKE) test CONSTRAINTS=build/lowest.txt
 
 build/lowest.txt: pyproject.toml make/lowest.py
@@ -103,6 +104,11 @@ test-vllm: $(WITH_VLLM)
 	    -c tests/in_vllm/pytest.ini --confcutdir tests/in_vllm tests/in_vllm $(PYTEST_ARGS)
 
 test-full: test test-heavy test-aot test-typed test-oldest
+
+# Keeps the versions of an environment in docs/results, if all tests pass there.
+versions: $(WITH_REFERENCE)
+	$(MAKE) test PYTEST_ARGS="--junitxml=build/tests.xml $(PYTEST_ARGS)"
+	$(BIN)/python make/versions.py build/tests.xml
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -143,7 +149,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Order-only: the age of the interpreter's link says nothing about what is installed.
-$(WITH_DEMO): pyproject.toml | $(BIN)/python
+$(WITH_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@rm -f $(VENV)/.installed*
 	@$(QUIETLY) "install torch" $(INSTALL) "$(TORCH)"
 	@$(QUIETLY) "install torch-dflash" $(INSTALL) --upgrade -e ".[demo]" "$(TRANSFORMERS)"

@@ -13,6 +13,7 @@ from figure_slices import slices_aot, slices_needed
 from figure_text import RESULTS, command, item, result, spread, table
 from figure_train import embedded_fit, sampled_drafts, throughput, train_heads, train_heads_command
 
+from torch_dflash.published.rows import share
 from torch_dflash.train.export.card import acceptance_table
 
 STEPS = {
@@ -29,6 +30,7 @@ SCANS = {
     "paged_sliced": "`lax.scan` that carries stacked pools, sliced for the kernel",
     "paged_flat": "`lax.scan` that carries one pool of all layers' pages",
 }
+DEMOS = "demo_cpu", "demo_cpu_xeon", "demo_cpu_vnni", "demo_cpu_avx2"
 ANSWERS = {
     "empty": "the first, no compiled program on disk",
     "full": "the first, with those of another process",
@@ -76,6 +78,23 @@ def hf_calls() -> str:
 def acceptance_control() -> str:
     """The acceptance length with another prompt's features."""
     return f"{result('acceptance_shuffled_cpu')['sets']['gsm8k']['acceptance_length']:.2f}"
+
+
+def demo_line() -> str:
+    """What DFlash brought on each CPU, in bfloat16."""
+    plain, best, asked = [], [], set()
+    for name in DEMOS:
+        found = result(name)
+        asked.add(len(found["questions"]))
+        rows = {row["method"]: row["speedup"] for row in found["rows"]}
+        plain.append(rows["DFlash"])
+        best.append(rows["DFlash"] / max(rows[one] for one in rows if "transformers' generate" in one))
+    (questions,) = asked
+    return (
+        f"The bundled pair in bfloat16, median of {questions} questions on {len(DEMOS)} CPUs: "
+        f"{min(plain):.2f} to {max(plain):.2f} times plain decoding, and {min(best):.2f} to {max(best):.2f} "
+        "times transformers' `generate` without a drafter, in its best type"
+    )
 
 
 def families_counts() -> str:
@@ -234,6 +253,7 @@ def first_answer() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "demo": demo,
+    "demo-line": demo_line,
     "demo-int8": lambda: demo("demo_cpu_int8"),
     "demo-avx2": lambda: demo("demo_cpu_avx2"),
     "demo-vnni": lambda: demo("demo_cpu_vnni"),
@@ -255,6 +275,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-heads-command": train_heads_command,
     "sampled-drafts": sampled_drafts,
     "published": published,
+    "published-counts": lambda: str(share()),
     "hf-calls": hf_calls,
     "cpu-distance": cpu_distance,
     "draft-ids": draft_ids,

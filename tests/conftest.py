@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 import tempfile
 
 import pytest
@@ -36,6 +37,8 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     config.kept_programs.cleanup()
+    if "triton" in sys.modules:  # it prints a page of leaks if it is not collected
+        gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

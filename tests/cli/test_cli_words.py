@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support import ROOT
 from support.shell import python
 
 from torch_dflash import __version__
-from torch_dflash.cli import main, parse
+from torch_dflash.cli import leave_garbage, main, parse
 from torch_dflash.cli.commands import root
 
 PAIR = "--target demo --drafter demo"
@@ -27,6 +33,9 @@ WRONG = {
     "list --jsn qwen": "Did you mean --json?",
     "train fit --answer a --outs b": "Did you mean --answers?",
     "train --quick fit": "No such option '--quick'.",
+    "train --epochs 3 fit": "Options follow the command: torch-dflash train fit --epochs",
+    "--temp 1 chat --model demo": "Options follow the command: torch-dflash chat --temp",
+    "--json list": "Options follow the command: torch-dflash list --json",
     "--verbose generate --prompt hi": "No such option '--verbose'.",
     "generate --version": "No such option '--version'.",
     "list --device cpu": "No such option '--device'.",
@@ -91,6 +100,35 @@ def test_help_the_version_the_list_and_wrong_usage_import_nothing_heavy():
     )
     assert done.stdout == "[]\n", done.stderr
     assert len(lines) > 18
+
+
+@pytest.mark.parametrize(
+    "words", ["-q list", "list --quiet", "--quiet train fit --model m --out o --answers a"]
+)
+def test_quiet_stands_before_the_command_or_after_it(words):
+    assert parse(words.split()).arguments.quiet is True
+    assert parse(words.replace("--quiet", "").replace("-q", "").split()).arguments.quiet is False
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
+@pytest.mark.parametrize("words", ["--help", "--version", "train fit --help", "list"])
+def test_a_full_disk_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-m", "torch_dflash", *words.split()]
+        done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_triton_is_collected_at_the_end_and_nothing_else(there, monkeypatch):
+    left = []
+    monkeypatch.setattr(gc, "freeze", lambda: left.append(True))
+    if there:
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
+    else:
+        monkeypatch.delitem(sys.modules, "triton", raising=False)
+    leave_garbage()
+    assert left == [True] * (not there)
 
 
 def test_the_version(capsys):

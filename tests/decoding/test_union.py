@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.authors import SECOND
 from support.scripted import Scripted, own_text, run
+from support.tabled import Tabled
 from support.tiny import VOCAB, make_drafter, make_pair
 from support.widths import mix
 
@@ -18,6 +19,7 @@ from torch_dflash.engine.registry import cached_engine
 from torch_dflash.ops.windows import positions
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
 from torch_dflash.proposers.dflash.vocabulary import Noise
+from torch_dflash.proposers.trees.proposer import BestNodes
 from torch_dflash.proposers.union import UnionProposer
 from torch_dflash.sampling import noisy_logits, pick_tokens
 from torch_dflash.state import Sampling
@@ -33,8 +35,8 @@ def pair():
     return make_pair("llama", agree=6.0)
 
 
-def union(drafter=None, width=16):
-    return td.Union(td.NGramProposer(width), pair()[1] if drafter is None else drafter)
+def union(drafter=None, width=16, rows=None):
+    return td.Union(td.NGramProposer(width), pair()[1] if drafter is None else drafter, rows=rows)
 
 
 @cache
@@ -103,10 +105,11 @@ def test_no_row_needs_the_drafter_and_its_pass_is_left_out(monkeypatch):
     assert passes == [1]
 
 
-def test_a_saved_state_goes_on(tmp_path):
+@pytest.mark.parametrize("rows", [None, 8])
+def test_a_saved_state_goes_on(tmp_path, rows):
     options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
     ids = torch.tensor(PROMPTS[:1])
-    alone = td.compile(pair()[0], union(), runtime="eager", max_length=96)
+    alone = td.compile(pair()[0], union(rows=rows), runtime="eager", max_length=96)
     state = alone.start(ids, **options)
     state = alone.advance(alone.advance(state))
     td.save_state(state, tmp_path / "a.safetensors", alone)
@@ -115,12 +118,13 @@ def test_a_saved_state_goes_on(tmp_path):
         state = alone.advance(state)
     assert state.tokens[0, 12 : 12 + NEW].tolist() == own_text(pair()[0], PROMPTS[0], NEW)
     other = td.compile(pair()[0], pair()[1], runtime="eager", max_length=96)
-    with pytest.raises(ValueError, match="proposer is 'ngram or dflash|proposer is ngram or dflash"):
+    with pytest.raises(ValueError, match="proposer is '?ngram or dflash|state has block_size=8"):
         td.load_state(tmp_path / "a.safetensors", other)
 
 
-def test_a_chat_goes_on_with_it():
-    session = td.compile(pair()[0], union(), runtime="eager", max_length=96).session()
+@pytest.mark.parametrize("rows", [None, 8])
+def test_a_chat_goes_on_with_it(rows):
+    session = td.compile(pair()[0], union(rows=rows), runtime="eager", max_length=96).session()
     text = PROMPTS[0]
     for _ in range(3):
         gains = session.gains(text, max_new_tokens=8, do_sample=False, eos_token_id=None)
@@ -134,12 +138,17 @@ def test_unions_made_anew_share_an_engine():
     first = cached_engine(pair()[0], union(), options)
     assert cached_engine(pair()[0], union(), options) is first
     assert cached_engine(pair()[0], union(width=4), options) is not first
+    tree = cached_engine(pair()[0], union(rows=8), options)
+    assert cached_engine(pair()[0], union(rows=8), options) is tree is not first
+    assert cached_engine(pair()[0], union(rows=16), options) is not tree
+    assert cached_engine(pair()[0], union(width=4, rows=8), options) is not tree
     assert cached_engine(pair()[0], pair()[1], options) is not first
 
 
-def test_new_weights_of_the_drafter_are_seen():
+@pytest.mark.parametrize("rows", [None, 8])
+def test_new_weights_of_the_drafter_are_seen(rows):
     target, drafter = make_pair("llama", agree=6.0)
-    made = td.compile(target, td.Union(td.NGramProposer(), drafter), runtime="eager", max_length=96)
+    made = td.compile(target, union(drafter, rows=rows), runtime="eager", max_length=96)
     before = run(made, PROMPTS[1:2], max_new_tokens=NEW, do_sample=False)
     with torch.no_grad():
         for weight in drafter.parameters():
@@ -149,26 +158,63 @@ def test_new_weights_of_the_drafter_are_seen():
     assert before[1].mean_acceptance_length > after[1].mean_acceptance_length
 
 
-def test_a_proposer_of_ones_own_may_stand_in_it():
+@pytest.mark.parametrize("rows", [None, 8])
+def test_a_proposer_of_ones_own_may_stand_in_it(rows):
     told = Scripted(1, 112, 6)
     told.say([PROMPTS[1] + own_text(pair()[0], PROMPTS[1], NEW)])
-    made = td.compile(pair()[0], union(told), runtime="eager", max_length=96)
+    made = td.compile(pair()[0], union(told, rows=rows), runtime="eager", max_length=96)
     texts, stats = run(made, PROMPTS[1:2], max_new_tokens=NEW, do_sample=False)
-    assert texts == [own_text(pair()[0], PROMPTS[1], NEW)] and isinstance(made.pair.proposer, UnionProposer)
+    assert texts == [own_text(pair()[0], PROMPTS[1], NEW)] and isinstance(
+        made.pair.proposer, BestNodes if rows else UnionProposer
+    )
     assert stats.mean_acceptance_length > 3
 
 
+@pytest.mark.parametrize("rows", [None, 8])
 @pytest.mark.parametrize(
-    ("lookup", "drafter", "names"),
+    ("parts", "names"),
     [
-        (None, td.NGramProposer(), "lookup=NoneType"),
-        (td.NGramProposer(), None, "drafter=None"),
-        (td.NGramProposer(), td.Union(td.NGramProposer(), td.NGramProposer()), "drafter=Union"),
+        ((td.NGramProposer(),), "td.Union of 1"),
+        ((None, td.NGramProposer()), "NoneType before the drafter"),
+        ((Scripted(1, 64, 6), td.NGramProposer()), "Scripted before the drafter"),
+        ((td.NGramProposer(), None), "drafter=None"),
+        ((td.NGramProposer(), td.Union(td.NGramProposer(), td.NGramProposer())), "drafter=Union"),
     ],
 )
-def test_other_parts_are_refused(lookup, drafter, names):
+def test_other_parts_are_refused(parts, names, rows):
     with pytest.raises(TypeError, match=names):
-        td.Union(lookup, drafter)
+        td.Union(*parts, rows=rows)
+
+
+def test_several_lookups_are_a_tree_alone():
+    with pytest.raises(TypeError, match="NGramProposer, NGramProposer before the drafter: pass one"):
+        td.Union(td.NGramProposer(), td.NGramProposer(max_ngram=6), pair()[1])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 65, 2.0, True])
+def test_rows_that_no_tree_has_are_refused(rows):
+    with pytest.raises(ValueError, match="must be an integer from 2 to 64"):
+        union(rows=rows)
+    with pytest.raises(ValueError, match="must be an integer from 2 to 64"):
+        td.TreeProposer(pair()[1], rows=rows)
+
+
+def test_a_union_without_rows_takes_no_tree_for_a_chain():
+    proposer = Tabled(1, 112, 8, 4)
+    with pytest.raises(ValueError, match="Tabled drafts trees, and a union without rows verifies chains"):
+        union(proposer)
+    proposer.depth = None  # and still sets Draft.parent
+    made = td.compile(pair()[0], union(proposer), runtime="eager", max_length=96)
+    with pytest.raises(ValueError, match="Tabled drafts trees, and a union without rows"):
+        run(made, PROMPTS[1:2], max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "drafter", [None, td.NGramProposer(), td.Union(td.NGramProposer(), td.NGramProposer())]
+)
+def test_a_tree_is_made_of_a_drafters_block(drafter):
+    with pytest.raises(TypeError, match="a tree is made of a drafter's block"):
+        td.TreeProposer(drafter)
 
 
 def test_a_name_in_it_is_refused():
@@ -205,7 +251,9 @@ def test_noise_is_added_by_the_targets_ids(kind):
     head, loud = target.get_output_embeddings(), torch.zeros(VOCAB).index_fill(0, torch.tensor(42), 1e4)
     added = lambda logits, ids: logits + loud[:ids] if isinstance(ids, int) else logits + loud[ids]  # noqa: E731
     with torch.no_grad():
-        found = drafter.choose(hidden, anchor, head, Noise(torch.tensor([False, True]), added))
-        silent = drafter.choose(hidden, anchor, head, Noise(torch.tensor([False, False]), added))
+        found = drafter.choose(hidden, anchor, head, Noise(torch.tensor([False, True]), added, torch.ones(2)))
+        silent = drafter.choose(
+            hidden, anchor, head, Noise(torch.tensor([False, False]), added, torch.ones(2))
+        )
         assert (found == 42).all()
         assert torch.equal(silent, drafter.choose(hidden, anchor, head)) and not (silent == 42).all()

@@ -21,7 +21,7 @@ from support.tiny import VOCAB, make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
-from torch_dflash.cli import call, demo, demo_report, errors, main
+from torch_dflash.cli import demo, demo_report, errors, main
 from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json, report
 from torch_dflash.demo.contest import Answer
 from torch_dflash.demo.questions import QUESTIONS
@@ -151,7 +151,9 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
 
     monkeypatch.setattr(td.Engine, "stream", wrong)
     assert main(arguments) == 1
-    assert "OTHER TEXT" in capsys.readouterr().out
+    alone = capsys.readouterr().out
+    assert "OTHER TEXT" in alone and "transformers' generate" in alone
+    assert "transformers' DFlash" not in alone  # of one question fewer methods take part
 
 
 def test_answers_of_one_token_have_no_speed():
@@ -224,7 +226,7 @@ def test_the_demo_ends_when_nobody_reads_it(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(demo, "_contest", lambda *_: 0)
-    monkeypatch.setattr(call, "hang_up", lambda: 7)
+    monkeypatch.setattr(errors, "hang_up", lambda: 7)
     monkeypatch.setattr(sys, "stdout", Left())
     assert main(["demo"]) == 7
 

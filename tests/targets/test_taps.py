@@ -86,7 +86,7 @@ def before_the_residual(found):
 @pytest.mark.parametrize("broken", [off_by_one, of_the_vision_tower, before_the_residual])
 def test_a_tap_of_something_else_is_seen(monkeypatch, broken):
     target, find = build("llava"), trace.find_blocks
-    monkeypatch.setattr(trace, "find_blocks", lambda recorded: broken(find(recorded)))
+    monkeypatch.setattr(trace, "find_blocks", lambda *found: broken(find(*found)))
     try:
         assert gap(target) > SEEN
     except KeyError:  # nothing ran there
@@ -192,7 +192,7 @@ def test_two_states_of_a_block_are_not_guessed_between():
     for layer, given in enumerate(([state], [state, other])):
         recorded.calls.append(blocks_module._Call(paths[layer], given, (state, other)))
         recorded.callers[layer] = ("", "model", paths[layer])
-    assert "more than one state" in (blocks_module.find_blocks(recorded).fault or "")
+    assert "more than one state" in (blocks_module.find_blocks(recorded, 2).fault or "")
 
 
 LOSSLESS = ("gpt2", "gpt_neox", "opt", "gemma3", "mistral3", "qwen2_5_vl")

@@ -72,6 +72,14 @@ class StaticLayer:
         """A chain's accepted rows already stand where they belong."""
         return self
 
+    def snapshot(self) -> Any:
+        """Nothing: later rows leave earlier ones as they are."""
+        return ()
+
+    def restore(self, snapshot: Any) -> StaticLayer:
+        """Rows behind the length that a row goes back to are hidden by every mask."""
+        return self
+
     def reset(self, rows: Bool[Tensor, " B"]) -> StaticLayer:
         """Zeros in the rows marked: what an old occupant left may not be finite."""
         return type(self)(clear_rows(self.key, rows), clear_rows(self.value, rows))

@@ -50,6 +50,14 @@ class PagedLayer:
         """A chain's accepted rows already stand where they belong."""
         return self
 
+    def snapshot(self) -> Any:
+        """Nothing: later rows leave earlier ones as they are."""
+        return ()
+
+    def restore(self, snapshot: Any) -> PagedLayer:
+        """Rows behind the length that a row goes back to are hidden by every mask."""
+        return self
+
     def reset(self, rows: Bool[Tensor, " B"]) -> PagedLayer:
         """Nothing to forget: the pages that the host gives again are written before they are read."""
         return self

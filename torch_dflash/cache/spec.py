@@ -17,8 +17,12 @@ Layer = TypeVar("Layer", bound="CacheLayer")
 class LayerSpec:
     """One target layer's cache needs, as seen in a traced forward (`torch_dflash.targets.trace`).
 
-    ``kind``: "attention" where the cached rows are what is attended to, "latent" where the model expands
-    what it has cached (multi-head latent attention).
+    Attributes:
+        kind: "attention" where the cached rows are what is attended to, "latent" where the model expands what
+            it has cached (multi-head latent attention), "recurrent" where nothing is kept by position, "both"
+            of a layer that attends and recurs.
+        scan: a recurrent state's heads, key width and value width.
+        conv: channels of a short convolution, and the positions before a row that it reads.
     """
 
     kind: str
@@ -26,6 +30,8 @@ class LayerSpec:
     k_dim: int
     v_dim: int
     window: int | None
+    scan: tuple[int, int, int] | None = None
+    conv: tuple[int, int] | None = None
 
 
 @runtime_checkable
@@ -55,6 +61,14 @@ class CacheLayer(Protocol):
         What stands in the layer's place after such a pass (`FreshRows`) keeps what it needs for this: keys
         and values, or whatever a recurrent layer's state is made of.
         """
+        ...
+
+    def snapshot(self) -> Any:
+        """What later rows overwrite; of torch tensors or none, as `restore` takes it."""
+        ...
+
+    def restore(self: Layer, snapshot: Any) -> Layer:
+        """The layer as it was when its `snapshot` was taken, once the rows' lengths are those of then."""
         ...
 
     def reset(self: Layer, rows: Tensor) -> Layer:

@@ -46,6 +46,7 @@ class CacheView(Cache):
         self.states, self.windows = list(states), windows
         self.start, self.table, self.count, self.tree = start, table, count, tree
         self._masks: dict[int | None, Tensor] = {}
+        self._layer = -1  # that asked for a recurrent state last
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         key, value, self.states[layer_idx] = self.states[layer_idx].update(key_states, value_states, self)
@@ -69,6 +70,32 @@ class CacheView(Cache):
             slot = torch.arange(seen, device=at.device, dtype=at.dtype)[None]
             self._masks[inputs.window] = visible(at, slot, inputs.window, causal=True)
         return self._masks[inputs.window]
+
+    def get_conv_state(self, layer_idx, state_idx=0):
+        return None  # so that every pass is one of several rows: those of one write states in place
+
+    def get_recurrent_state(self, layer_idx, state_idx=0):
+        self._layer = layer_idx
+
+    def update_conv_state(self, conv_states, layer_idx, *args, **kwargs):
+        self._layer = layer_idx
+        return conv_states  # `convolve` puts what is cached before them
+
+    def update_recurrent_state(self, recurrent_states, *args, **kwargs):
+        return recurrent_states  # `scan` has seen to it
+
+    def is_recording_past(self, layer_idx):
+        return True
+
+    def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "B C M"]:
+        """The convolution of the layer that runs, of its rows [B, C, M]."""
+        out, self.states[self._layer] = self.states[self._layer].convolve(rows, weight, bias, self)
+        return out
+
+    def scan(self, rows: Any) -> Float[Tensor, "B H M dv"]:
+        """The scan of the layer that runs, of its `ScanRows`."""
+        out, self.states[self._layer] = self.states[self._layer].scan(rows, self)
+        return out
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Keys or values in the type in which they are kept between programs."""

@@ -11,7 +11,7 @@ import click
 
 from torch_dflash.cli.call import PROGRAM, Call
 from torch_dflash.cli.commands import root
-from torch_dflash.cli.errors import INTERRUPTED, fail
+from torch_dflash.cli.errors import INTERRUPTED, fail, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,34 +19,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by who called: what is said goes nowhere
             setattr(sys, name, Path(os.devnull).open("w", errors="backslashreplace"))
-    asked = parse(argv)
+    asked = status_of("", lambda: parse(argv))
     if not isinstance(asked, Call):
         return asked or 0
     import atexit
-    import gc
 
-    atexit.register(gc.freeze)  # the process ends: to collect a million objects would take a second
+    atexit.register(leave_garbage)
     return asked()
+
+
+def leave_garbage() -> None:
+    """At the end of a process: to collect a million objects would take a second.
+
+    Triton, which comes with torch's CUDA builds, prints a page of leaks if it is not collected.
+    """
+    if "triton" not in sys.modules:
+        import gc
+
+        gc.freeze()
 
 
 def parse(argv: Sequence[str] | None = None) -> Call | int | None:
     """The `Call` that the words ask for, or the exit status of an answer that is given already."""
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return root.main(None if argv is None else list(argv), PROGRAM, standalone_mode=False)
+        return root.main(words, PROGRAM, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return error.exit_code
     except click.UsageError as error:
-        return _refuse(error)
+        return _refuse(error, words)
     except click.Abort:
         return INTERRUPTED
 
 
-def _refuse(error: click.UsageError) -> int:
+def _refuse(error: click.UsageError, words: list[str]) -> int:
     path = PROGRAM if error.ctx is None else error.ctx.command_path
     near: list[str] = getattr(error, "possibilities", None) or []  # the nearest first
-    message = error.message if near else error.format_message()
-    if isinstance(error, click.NoSuchOption):  # whose words differ by click's version
-        message = f"No such option {error.option_name!r}."
-    message += f" Did you mean {near[0]}?" if near else ""
-    return fail(path.removeprefix(PROGRAM).strip(), message if near else f"{message} See {path} --help.")
+    message, fix = error.message if near else error.format_message(), f"See {path} --help."
+    if near:
+        fix = f"Did you mean {near[0]}?"
+    if isinstance(error, click.NoSuchOption):
+        message = f"No such option {error.option_name!r}."  # click's words differ by its version
+        if takes := _commands_with(error.option_name, error.ctx):
+            command = next((word for word in words if word in takes), takes[0])
+            fix = f"Options follow the command: {path} {command} {error.option_name}"
+    return fail(path.removeprefix(PROGRAM).strip(), f"{message} {fix}")
+
+
+def _commands_with(option: str, context: click.Context | None) -> list[str]:
+    """The commands of the group of ``context`` that take ``option``; none where it is no group."""
+    if context is None or not isinstance(context.command, click.Group):
+        return []
+    return [
+        name
+        for name, one in context.command.commands.items()
+        if any(option in param.opts for param in one.params)
+    ]

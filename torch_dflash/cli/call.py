@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from torch_dflash.cli.errors import INTERRUPTED, NO_ROOM, UserError, fail, hang_up, unwritten
+from torch_dflash.cli.errors import UserError, fail, status_of
 from torch_dflash.cli.options import Command, flag
 
 PROGRAM = "torch-dflash"
@@ -28,26 +28,23 @@ class Call:
 
     def __call__(self) -> int:
         """Run it; returns the exit status."""
-        try:
-            from torch_dflash.progress import quiet
+        return status_of(self.name, self._run)
 
-            with quiet(self.arguments.quiet):
-                run = import_module(self.module).run
-                if self.arguments.quiet:
-                    hush()
-                status = run(self.arguments)
-            sys.stdout.flush()  # a reader that has left is noticed here, not when the interpreter ends
-            return status
-        except UserError as error:
-            return fail(self.name, error)
-        except BrokenPipeError:
-            return hang_up()
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            return unwritten(self.name, error)
-        except KeyboardInterrupt:
-            return INTERRUPTED
+    def _run(self) -> int:
+        from torch_dflash.progress import quiet
+
+        with quiet(self.arguments.quiet):
+            run = import_module(self.module).run
+            if self.arguments.quiet:
+                hush()
+            status = run(self.arguments)
+        sys.stdout.flush()  # a reader that has left is noticed here, not when the interpreter ends
+        return status
+
+
+def quiet_flag() -> click.Option:
+    """``--quiet``, of each command and of each group before one."""
+    return flag("-q", "--quiet", help="Only errors on stderr: no bars, notes or statistics.")
 
 
 def command(
@@ -68,8 +65,11 @@ def command(
     """
 
     def made(**values: Any) -> Call | int:
-        path = click.get_current_context().command_path.removeprefix(PROGRAM).strip()
+        context = click.get_current_context()
+        path = context.command_path.removeprefix(PROGRAM).strip()
         arguments = SimpleNamespace(command=name, **values)
+        while context := context.parent:
+            arguments.quiet |= context.params["quiet"]
         try:
             if check is not None:
                 check(arguments)
@@ -77,9 +77,8 @@ def command(
             return fail(path, error)
         return Call(path, f"torch_dflash.cli.{module or name.replace('-', '_')}", arguments)
 
-    silent = flag("-q", "--quiet", help="Only errors on stderr: no bars, notes or statistics.")
     text = f"{help}\n\n{more}" if more else help
-    return Command(name, params=[*params, silent], help=text, short_help=help, callback=made)
+    return Command(name, params=[*params, quiet_flag()], help=text, short_help=help, callback=made)
 
 
 def hush() -> None:

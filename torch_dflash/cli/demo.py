@@ -125,7 +125,10 @@ def _capacity(needed: int, target: Any) -> int:
 def _methods(
     arguments: SimpleNamespace, target: Any, drafter: Any, tokenizer: Any, asked: list[Asked], parts: Parts
 ) -> dict[str, Method]:
-    """What takes turns, warm: nothing compiles any more, and the costs of each width are known."""
+    """What takes turns, warm: nothing compiles any more, and the costs of each width are known.
+
+    A single question is a first look: transformers' `generate` in the pair's own type takes part alone.
+    """
     stops, new = default_stop_ids(target, tokenizer), arguments.max_new_tokens
     options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False, "rounds_per_chunk": 1}
     longest = max(one.ids.shape[1] for one in asked)
@@ -142,12 +145,13 @@ def _methods(
         DFLASH: ours(drafting, stops),
         TRANSFORMERS.format(arguments.dtype): transformers_own(target, stops),
     }
-    if arguments.dtype != "float32":
+    several = len(asked) > 1
+    if several and arguments.dtype != "float32":
         with parts.timed("load"):
             exact: Any = load_demo_target(torch.float32, progress=False)[0]
             exact = exact.to(target.device)
         methods[TRANSFORMERS.format("float32")] = transformers_own(exact, stops)
-    if ends_in_blocks():
+    if several and ends_in_blocks():
         native = {"assistant_model": drafter, "speculation_type": "dflash"}
         methods[NATIVE.format(arguments.dtype)] = transformers_own(target, stops, **native)
     bar = progress_bar(None, total=len(methods), unit="method", leave=False)

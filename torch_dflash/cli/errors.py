@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
+T = TypeVar("T")
 USAGE = 2  # click's, too
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
 """Why a file or stdout itself may not be written, through no fault of the program."""
@@ -25,6 +28,22 @@ def fail(command: str, error: BaseException | str) -> int:
     """Print ``error`` as one line of ``command`` and return the exit status of wrong usage."""
     print(f"{' '.join(['torch-dflash', *command.split()])}: {one_line(error)}", file=sys.stderr)
     return USAGE
+
+
+def status_of(command: str, run: Callable[[], T]) -> T | int:
+    """What ``run`` returns; errors that are no fault of the program end in one line and an exit status."""
+    try:
+        return run()
+    except UserError as error:
+        return fail(command, error)
+    except BrokenPipeError:
+        return hang_up()
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return unwritten(command, error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def unwritten(command: str, error: OSError | RuntimeError) -> int:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import click
 
 from torch_dflash.checks import RUNTIMES
-from torch_dflash.cli.call import command
+from torch_dflash.cli.call import command, quiet_flag
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.options import COUNT, PATH, Command, flag, option, options_of
 from torch_dflash.cli.writable import check_folder
@@ -140,6 +140,7 @@ every = _stage(
 
 train = click.Group(
     "train",
+    params=[quiet_flag()],
     commands=[regenerate, features, fit, evaluate, vocabulary, every],
     help="Make a drafter for a target.\n\nA stage goes on where it stopped if its command is run again.",
     short_help="Make a drafter for a target.",

@@ -101,7 +101,7 @@ class Engine(OfOneProcess):
         plan = replace(plan, processors=self._processors(model, skeleton.vocab_size))
         pair = Pair(skeleton, proposer, plan)
         if options.verify:
-            verify_class(model, plan, options.runtime)
+            verify_class(model, plan, options.runtime, skeleton.recurrent)
         models = Models(pair, model, drafter, self._arrays, guard)
         widths = options.widths(plan)
         check_widths(self.hosts, widths)

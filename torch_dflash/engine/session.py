@@ -21,18 +21,20 @@ from torch_dflash.engine.request import Request
 from torch_dflash.engine.stats import DecodeStats
 from torch_dflash.engine.told import check_streamed
 from torch_dflash.guards.processes import OfOneProcess
+from torch_dflash.rewind import earliest, snapshot_of
 from torch_dflash.runtime import Gain, Progress, Runtime
 
 SNAPSHOTS = 8
-"""The latest that a session keeps, on the host: each may be as large as a drafter's window."""
+"""The latest that a session keeps, on the host: each may be as large as a drafter's window and the target's
+recurrent states."""
 
 
 class Session(OfOneProcess):
     """Keeps the state of its last request; each text is that of a fresh one. Made by `Engine.session`.
 
-    A prompt goes on behind what it shares with the text that is held. Where the proposer cannot go back so
-    far, it goes on from its last snapshot before, or begins anew. Weights that torch saw written since, a
-    changed model, and an error in mid-step, make it begin anew, too.
+    A prompt goes on behind what it shares with the text that is held. Where the proposer, or a recurrent
+    layer, cannot go back so far, it goes on from the last snapshot before, or begins anew. Weights that
+    torch saw written since, a changed model, and an error in mid-step, make it begin anew, too.
 
     Args:
         built: the engine's runtime and pair, which are others once a model was changed.
@@ -56,11 +58,11 @@ class Session(OfOneProcess):
         self._params, self._steps = params, steps
         self._state: Any = None
         self._held = np.zeros(0, np.int32)  # the text of the state, its anchor included
-        self._snapshots: list[tuple[int, Any]] = []  # tokens held then, and the proposer's
+        self._snapshots: list[tuple[int, Any]] = []  # tokens held then, and what they left
         self._weights: list[Any] = []
         self._current: object = None
-        proposer, plan = self._pair.proposer, self._pair.plan
-        self._forgets = proposer.earliest(proposer.start(plan, "meta"), plan.capacity) > 0
+        plan = self._pair.plan
+        self._forgets = earliest(self._pair, self._pair.proposer.start(plan, "meta"), plan.capacity) > 0
         self.stats: DecodeStats | None = None
 
     def gains(self, prompt: list[int], settled: int = 0, **options: Any) -> Iterator[Gain]:
@@ -118,7 +120,7 @@ class Session(OfOneProcess):
         if self._forgets and kept < settled:
             part = self._go_on(params, replace(request, rows=[prompt[:settled]], halts=[]), kept, snapshot)
             next(self._steps(part))  # which reads the prompt alone
-            taken = self._runtime.fetch(self._pair.proposer.snapshot(part.state.proposer))
+            taken = self._runtime.fetch(snapshot_of(self._pair, part.state))
             self._snapshots = [*self._snapshots, (settled, taken)][-SNAPSHOTS:]
             self._state, kept, snapshot, read = part.state, settled, None, part.prefilled
         return self._go_on(params, request, kept, snapshot), read
@@ -134,7 +136,7 @@ class Session(OfOneProcess):
         self._snapshots = [one for one in self._snapshots if one[0] <= common]
         # The state may be ahead of the text, where that was cut.
         length = int(self._runtime.fetch(self._state.length)[0])
-        if common >= self._pair.proposer.earliest(self._state.proposer, length):
+        if common >= earliest(self._pair, self._state.proposer, length):
             return common, None
         return self._snapshots[-1] if self._snapshots else (0, None)
 

@@ -40,10 +40,7 @@ def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int
     legal = (parent >= -1) & (parent < node)
     above = torch.where(legal, parent.to(torch.int32) + 1, 0)
     above = torch.cat([torch.zeros_like(above[:, :1]), above], dim=1)  # the anchor's is itself
-    reached = ((row == above[..., None]) | (row == row[:, None])).to(torch.float32)
-    for _ in range(deepest.bit_length()):  # each product doubles the steps that are reached
-        reached = (reached @ reached > 0).to(torch.float32)
-    seen = reached > 0
+    seen = lines(above, deepest)
     depth = seen.sum(dim=-1, dtype=torch.int32) - 1
     on_path = (seen[:, :-1] & (row == above[:, 1:, None])).any(dim=-1)
     good = legal & on_path & (depth[:, 1:] <= deepest) & (node < valid[:, None])
@@ -52,6 +49,18 @@ def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int
     last = torch.where(seen & real[..., None], row[:, None] + 1, 0).amax(dim=1)
     end = torch.where(row == 0, count + 1, torch.where(real, last, row + 1))
     return Tree(torch.where(real, depth, 1), end, valid)
+
+
+def lines(above: Int[Tensor, "B M"], deepest: int) -> Bool[Tensor, "B M M"]:
+    """Whether row i (second axis) is row j (third), or behind it within ``deepest`` steps to ``above``.
+
+    ``above`` is a row's number; -1: there is none.
+    """
+    row = torch.arange(above.shape[1], device=above.device, dtype=torch.int32)
+    reached = ((row == above[..., None]) | (row == row[:, None])).to(torch.float32)
+    for _ in range(deepest.bit_length()):  # each product doubles the steps that are reached
+        reached = (reached @ reached > 0).to(torch.float32)
+    return reached > 0
 
 
 def rows_at(start: Int[Tensor, " B"], count: int, tree: Tree | None) -> Int[Tensor, "B count"]:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch_dflash.accept import drafted_by
 from torch_dflash.ops.windows import clear_rows
 from torch_dflash.plan import DecodePlan
+from torch_dflash.proposers.trees.nodes import Nodes, unscored
 from torch_dflash.state import Asked, Draft
 
 
@@ -107,6 +108,18 @@ class Proposer(nn.Module):
     ) -> tuple[Draft, Any]:
         """`propose`, by a method that heeds ``asked``; what a round calls."""
         return self.propose(pstate, anchor, length, embed, head)
+
+    def nodes(
+        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: Asked
+    ) -> tuple[Nodes, Any]:
+        """`draft` as scored nodes, of which a tree takes the best; by default siblings are equally likely."""
+        draft, pstate = drafted_by(self, self.draft(pstate, anchor, length, embed, head, asked))
+        return unscored(draft, self.deepest), pstate
+
+    @property
+    def deepest(self) -> int:
+        """Nodes on the longest path of a draft."""
+        return self.width - 1 if self.depth is None else self.depth
 
     def skip(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> Any:
         """``pstate`` ready for `observe`, in a round that verifies no draft; arguments as in `propose`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,10 +14,13 @@ from torch_dflash.checks import is_count
 from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Proposer
+from torch_dflash.proposers.trees.nodes import Nodes
 from torch_dflash.pytrees import register_state
 from torch_dflash.state import Draft
 
 MOST = 255
+LIKELY, LATER = (0.0, 0.25, 0.5, 0.7), 0.8
+"""The probability that the target picks what follows a match of so many tokens, and each token after it."""
 
 
 @register_state
@@ -79,6 +83,9 @@ class NGramProposer(Proposer):
     def earliest(self, pstate, length) -> int:
         return 0
 
+    def snapshot(self, pstate) -> tuple:
+        return ()
+
     def rewind(self, pstate, kept, snapshot=None) -> NGramState:
         return NGramState(pstate.history, kept.clone())
 
@@ -86,6 +93,14 @@ class NGramProposer(Proposer):
         found, pstate = self.look_up(pstate, anchor, length)
         valid = torch.where(found.matched > 0, self.width - 1, 0)
         return Draft(found.tokens, valid.to(torch.int32)), pstate
+
+    def nodes(self, pstate, anchor, length, embed, head, asked) -> tuple[Nodes, NGramState]:
+        found, pstate = self.look_up(pstate, anchor, length)
+        first = torch.tensor(LIKELY, device=length.device).log()
+        first = first.gather(0, found.matched.clamp(max=len(LIKELY) - 1).long())[:, None]
+        tokens = found.tokens[:, : asked.rows - 1]
+        node = torch.arange(tokens.shape[1], device=length.device, dtype=torch.int32)
+        return Nodes(tokens, (node - 1).expand(tokens.shape), first + node * math.log(LATER)), pstate
 
     def look_up(
         self, pstate: NGramState, anchor: Int[Tensor, " B"], length: Int[Tensor, " B"]

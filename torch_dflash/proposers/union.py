@@ -1,41 +1,27 @@
-"""Prompt lookup beside a drafter: the text's own continuation where it repeats itself, else the drafter's."""
+"""Prompt lookup beside a drafter: both in one tree, or lookup's chain where the text repeats itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from torch_dflash.accept import drafted_by
 from torch_dflash.ops.control_flow import branch
-from torch_dflash.proposers.base import Cost, Proposer
+from torch_dflash.proposers.base import Proposer
 from torch_dflash.proposers.composed import Composed
 from torch_dflash.proposers.ngram import NGramProposer
-from torch_dflash.pytrees import register_state
+from torch_dflash.proposers.several import Beside, Several, States
+from torch_dflash.proposers.trees.proposer import TreeRecipe, check_rows
 from torch_dflash.state import Asked, Draft
 
 LONG = 2
 """Tokens of a match from which on lookup is right more often than the drafter (`docs/proposers.md`)."""
 
 
-@register_state
-@dataclass(frozen=True)
-class UnionState:
-    """The states of both."""
-
-    lookup: Any
-    inner: Any
-
-    @property
-    def committed(self) -> Int[Tensor, " B"]:
-        """Tokens that lookup has taken in; a drafter that counts its own has as many."""
-        return self.lookup.committed
-
-
-class UnionProposer(Proposer):
+class UnionProposer(Several):
     """Lookup's draft where its match is `LONG` tokens or more, else the other's.
 
     The other's pass is left out in a round in which no row needs it.
@@ -46,66 +32,37 @@ class UnionProposer(Proposer):
     """
 
     def __init__(self, inner: Proposer, most: int, max_ngram: int):
-        super().__init__()
-        self.name = f"{NGramProposer.name} or {inner.name}"
-        self.taps, self.width = inner.taps, inner.width
-        self.most, self.max_ngram = min(most, inner.width), max_ngram
-        self.lookup, self.inner = NGramProposer(max(inner.width, 2), max_ngram), inner
+        lookup = NGramProposer(max(inner.width, 2), max_ngram)
+        super().__init__(inner, (lookup,))
+        self.name = f"{lookup.name} or {inner.name}"
+        self.lookup, self.width, self.most = lookup, inner.width, min(most, inner.width)
 
-    def start(self, plan, device) -> UnionState:
-        return UnionState(self.lookup.start(plan, device), self.inner.start(plan, device))
-
-    def reset(self, pstate, rows) -> UnionState:
-        return UnionState(self.lookup.reset(pstate.lookup, rows), self.inner.reset(pstate.inner, rows))
-
-    def earliest(self, pstate, length) -> int:
-        return self.inner.earliest(pstate.inner, length)  # lookup can go back to any
-
-    def snapshot(self, pstate) -> Any:
-        return self.inner.snapshot(pstate.inner)
-
-    def rewind(self, pstate, kept, snapshot=None) -> UnionState:
-        inner = self.inner.rewind(pstate.inner, kept, snapshot)
-        return UnionState(self.lookup.rewind(pstate.lookup, kept), inner)
-
-    def ingest(self, pstate, features, ids, next_ids, count) -> UnionState:
-        rows = features, ids, next_ids, count
-        return UnionState(self.lookup.ingest(pstate.lookup, *rows), self.inner.ingest(pstate.inner, *rows))
-
-    def observe(self, pstate, features, ids, next_ids, count) -> UnionState:
-        rows = features, ids, next_ids, count
-        return UnionState(self.lookup.observe(pstate.lookup, *rows), self.inner.observe(pstate.inner, *rows))
-
-    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, UnionState]:
+    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
         return self._draft(pstate, anchor, length, embed, head, None)
 
-    def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, UnionState]:
+    def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
         return self._draft(pstate, anchor, length, embed, head, asked)
 
-    def skip(self, pstate, anchor, length, embed, head) -> UnionState:
-        return UnionState(pstate.lookup, self.inner.skip(pstate.inner, anchor, length, embed, head))
-
-    def cost(self, plan, context) -> Cost:
-        return self.inner.cost(plan, context)
-
-    def _draft(self, pstate, anchor, length, embed, head, asked: Asked | None) -> tuple[Draft, UnionState]:
-        found, lookup = self.lookup.look_up(pstate.lookup, anchor, length)
+    def _draft(self, pstate, anchor, length, embed, head, asked: Asked | None) -> tuple[Draft, States]:
+        found, lookup = self.lookup.look_up(pstate.parts[0], anchor, length)
         long = found.matched >= LONG
 
         def drafted(state, anchor, length):
             given = state, anchor, length, embed, head
             proposed = self.inner.propose(*given) if asked is None else self.inner.draft(*given, asked)
             draft, state = drafted_by(self.inner, proposed)
+            if draft.parent is not None:
+                raise ValueError(_trees(self.inner))
             return draft.tokens.to(torch.int32), draft.valid.to(torch.int32), state
 
         def spared(state, anchor, length):
             none = torch.zeros(len(anchor), self.width - 1, dtype=torch.int32, device=anchor.device)
             return none, torch.zeros_like(none[:, 0]), self.inner.idle(state, anchor, length, embed, head)
 
-        tokens, valid, inner = branch(long.all(), spared, drafted, pstate.inner, anchor, length)
+        tokens, valid, inner = branch(long.all(), spared, drafted, pstate.parts[1], anchor, length)
         tokens = torch.where(long[:, None], found.tokens[:, : self.width - 1], tokens)
         valid = torch.where(long, self.most - 1, valid)
-        return Draft(tokens, valid.to(torch.int32)), UnionState(lookup, inner)
+        return Draft(tokens, valid.to(torch.int32)), States((lookup, inner))
 
 
 @dataclass(frozen=True)
@@ -122,23 +79,62 @@ class UnionRecipe:
 class Union(Composed):
     """Prompt lookup beside a drafter: pass ``td.Union(td.NGramProposer(), drafter)`` as ``drafter``.
 
-    A row drafts what lookup finds if it matches two tokens or more, else what ``drafter`` says. Both take in
-    all text, and rounds are as wide as the drafter's.
+    With ``rows`` a round verifies one tree of the best nodes of all proposers, by one score: for a drafter's
+    node the log-probability of its path, for lookup's a table by the length of its match. Without, drafts are
+    chains: a row drafts what lookup finds if it matches two tokens or more, else what the drafter says, in
+    rounds as wide as the drafter's.
 
     Args:
-        lookup: an `NGramProposer`; its ``width`` is the most tokens it drafts, the anchor included.
-        drafter: a `DFlashDraftModel`, or another proposer that drafts at least one token.
+        proposers: an `NGramProposer`, then a `DFlashDraftModel` or another proposer; all take in all text.
+            Lookup's ``width`` is the most tokens it drafts, the anchor included. With ``rows`` more may stand
+            before the last: proposers without weights that have a ``key``.
+        rows: of the verify pass, the anchor included, from 2 to 64; None: drafts are chains.
 
     Raises:
         TypeError: they are something else, or in another order.
+        ValueError: ``rows`` is out of range, or missing beside a proposer that drafts trees.
     """
 
-    def __init__(self, lookup: NGramProposer, drafter: Any):
-        if not isinstance(lookup, NGramProposer):
-            raise TypeError(
-                f"lookup={type(lookup).__name__}: pass td.NGramProposer() first, then the drafter."
-            )
+    def __init__(self, *proposers: Any, rows: int | None = None):
+        if len(proposers) < 2:
+            raise TypeError(f"td.Union of {len(proposers)}: pass td.NGramProposer() first, then the drafter.")
+        *others, drafter = proposers
         if drafter is None or isinstance(drafter, Composed):
             given = None if drafter is None else type(drafter).__name__
-            raise TypeError(f"drafter={given}: pass a drafter of td.load_drafter, or a proposer.")
+            raise TypeError(f"drafter={given}: pass a drafter of td.load_drafter, or a proposer, last.")
+        if rows is not None:
+            check_rows(rows)
+            return super().__init__(drafter, TreeRecipe(tuple(map(_beside, others)), rows))
+        lookup = others[0]
+        if len(others) > 1 or not isinstance(lookup, NGramProposer):
+            names = ", ".join(type(one).__name__ for one in others)
+            raise TypeError(
+                f"{names} before the drafter: pass one td.NGramProposer() there, or rows=... for a tree of "
+                "all proposers' drafts."
+            )
+        if getattr(drafter, "depth", None) is not None:
+            raise ValueError(_trees(drafter))
         super().__init__(drafter, UnionRecipe(lookup.width, lookup.max_ngram))
+
+
+def _trees(drafter: Any) -> str:
+    return (
+        f"td.Union: {type(drafter).__name__} drafts trees, and a union without rows verifies chains; pass "
+        "rows=... (the rows of a verify pass, such as 16)."
+    )
+
+
+def _beside(proposer: Any) -> Beside:
+    """``proposer`` as part of a recipe."""
+    if not isinstance(proposer, Proposer):
+        raise TypeError(
+            f"{type(proposer).__name__} before the drafter: pass td.NGramProposer() there, the drafter last."
+        )
+    problems = {
+        "it holds tensors": next(chain(proposer.parameters(), proposer.buffers()), None) is not None,
+        "it has taps": bool(proposer.taps),
+        "it has no key, a hashable value that says what it is": getattr(proposer, "key", None) is None,
+    }
+    for problem in (name for name, holds in problems.items() if holds):
+        raise TypeError(f"{type(proposer).__name__} before the drafter: {problem}; pass it last.")
+    return Beside((type(proposer), proposer.key), proposer)

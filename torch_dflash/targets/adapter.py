@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.overrides import has_torch_function
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from torch_dflash.cache.allocate import allocate
 from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.recurrent import kept_in_model_type
 from torch_dflash.cache.view import CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
 from torch_dflash.ops.trees import Tree, rows_at
@@ -25,6 +25,7 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.targets.blocks import check_tappable, tapped
 from torch_dflash.targets.guard import attributes_of, written_in
 from torch_dflash.targets.hooks import keeping_nothing
+from torch_dflash.targets.scans import find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, remembered_in
 from torch_dflash.targets.tested import check_implementations, check_instance
 from torch_dflash.targets.trace import trace_layers
@@ -66,6 +67,7 @@ class Target(nn.Module):
         with keeping_nothing(tried):
             self.specs, self.blocks = trace_layers(tried, own if runs else None)
         self.written = written_in(tried, before)
+        self._scans = find_scans(self.model)
         self._windows = tuple(spec.window for spec in self.specs)
         self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
 
@@ -88,6 +90,11 @@ class Target(nn.Module):
     def dtype(self) -> torch.dtype:
         """Of the embedding, and so of the cache; of the weights that are bound, where some are."""
         return self.model.get_input_embeddings().weight.dtype
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layer keeps a state that cannot go back to fewer tokens."""
+        return any(spec.scan or spec.conv for spec in self.specs)
 
     def check_taps(self, taps: Any) -> None:
         """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""
@@ -139,7 +146,7 @@ class Target(nn.Module):
             tree: of rows that are a tree's: what they see, and how far behind ``start`` each stands. What
                 then stands in the place of a layer waits for its ``commit``.
         """
-        kept = next((leaf for leaf in pytree.tree_leaves(cache) if leaf.is_floating_point()), None)
+        kept = next(iter(kept_in_model_type(cache)), None)
         if kept is not None and not has_torch_function((kept,)):  # a lowered cache may be wider
             check_dtype("target", kept.dtype, self.dtype)
         view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said, self.dtype, tree)
@@ -148,6 +155,7 @@ class Target(nn.Module):
         with ExitStack() as hooks:
             hooks.enter_context(tapped(self.model, self.blocks, taps, outputs))
             hooks.enter_context(remembered_in(view))
+            hooks.enter_context(scanning(self.model, self._scans))
             if count is not None:
                 row = (count - 1).clamp(min=0)
                 head = self.model.get_output_embeddings()

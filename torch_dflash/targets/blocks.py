@@ -62,7 +62,7 @@ class CallRecorder:
             yield
 
     def attended(self, layer: int) -> None:
-        """Note that what runs now attends for ``layer``."""
+        """Note that what runs now attends, or keeps another state, for ``layer``."""
         self.callers[layer] = tuple(call.path for call in self.open)
 
     def _enter(self, path: Path, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -74,8 +74,8 @@ class CallRecorder:
         self.open.pop().result = result
 
 
-def find_blocks(recorded: CallRecorder) -> Blocks:
-    """The blocks of a recorded model: where the ways to the layers' attentions part.
+def find_blocks(recorded: CallRecorder, count: int) -> Blocks:
+    """The blocks of a recorded model of ``count`` layers: where the ways to the layers' states part.
 
     Each block must run once, and be handed just what the block before it gave: what is done to a state
     between two blocks would stand in no tap.
@@ -83,6 +83,7 @@ def find_blocks(recorded: CallRecorder) -> Blocks:
     model = recorded.model
     ways = [recorded.callers[layer] for layer in sorted(recorded.callers)]
     paths = [_single(model, ways[0])] if len(ways) == 1 else _parting(ways)
+    paths = _with_silent(dict(zip(sorted(recorded.callers), paths, strict=True)), count)
     fault = _fault(recorded, paths)
     if fault is not None:
         return Blocks(fault=fault)
@@ -96,6 +97,14 @@ def _parting(ways: Sequence[tuple[Path, ...]]) -> list[Path | None]:
     while all(len(way) > shared for way in ways) and len({way[shared] for way in ways}) == 1:
         shared += 1
     return [way[shared] if len(way) > shared else None for way in ways]
+
+
+def _with_silent(paths: dict[int, Path | None], count: int) -> list[Path | None]:
+    """``paths`` by layer, and of layers that keep no state those beside them in the same list."""
+    homes = {(path or "").removesuffix(f".{layer}") for layer, path in paths.items()}
+    home = homes.pop() if len(homes) == 1 else None
+    beside = {layer: None if home is None else f"{home}.{layer}" for layer in range(count)}
+    return [paths.get(layer, beside[layer]) for layer in range(count)]
 
 
 def _single(model: Any, way: tuple[Path, ...]) -> Path | None:

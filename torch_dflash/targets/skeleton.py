@@ -58,6 +58,11 @@ def _mask(*, q_length, kv_length, mask_function, **_):
     return _memory.get().make_mask(mask_function, q_length, kv_length)
 
 
+def current_cache() -> Any:
+    """The cache of `remembered_in`, whose forward this is."""
+    return _memory.get()
+
+
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 

@@ -75,10 +75,26 @@ TESTED = frozenset(
 """Classes of transformers whose decoding was held against their own (`docs/families.md`)."""
 
 
-def is_tested(model: nn.Module) -> bool:
-    """Whether ``model`` is of a tested class, with no patch, and every module is its own."""
+TESTED_RECURRENT = frozenset(
+    """
+    BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM
+    KimiLinearForCausalLM LaraMiniForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+    NemotronHForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5MoeForCausalLM
+    """.split()
+)
+"""The same of models with recurrent layers: some classes build models with them and models without."""
+
+
+def is_tested(model: nn.Module, recurrent: bool = False) -> bool:
+    """Whether ``model`` is of a tested class, with no patch, and every module is its own.
+
+    ``recurrent``: whether it has recurrent layers.
+    """
     kind = type(model)
-    if kind.__name__ not in TESTED or not kind.__module__.startswith("transformers.models."):
+    if kind.__name__ not in (TESTED_RECURRENT if recurrent else TESTED) or not kind.__module__.startswith(
+        "transformers.models."
+    ):
         return False
     if Version(transformers.__version__).release[:2] > Version(WITH).release:
         return False

@@ -22,6 +22,7 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.targets.hooks import keeping_nothing
 from torch_dflash.targets.masks import read_window
+from torch_dflash.targets.scans import find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, remembered_in
 
 SUPPORTED = "supported are decoders of causal attention alone, such as Llama, Qwen3, Gemma 3 and gpt-oss"
@@ -48,8 +49,9 @@ class Refusal(ValueError):
 class RecordingCache(Cache):
     """Notes what each layer hands over; run once on meta tensors to learn shapes and masks."""
 
-    def __init__(self, said: int = 0, calls: CallRecorder | None = None):
+    def __init__(self, dtype: torch.dtype, said: int = 0, calls: CallRecorder | None = None):
         super().__init__(layers=[])
+        self.dtype = dtype  # of the model
         self.said = said  # the answer to how many tokens are cached
         self.calls = calls
         self.start = torch.zeros(1, dtype=torch.int32, device="meta")
@@ -57,9 +59,12 @@ class RecordingCache(Cache):
         self.masks: dict[int, Callable] = {}
         self.windows: dict[int, int | None] = {}
         self.latent: set[int] = set()
+        self.convs: dict[int, tuple[int, int]] = {}
+        self.scans: dict[int, tuple[int, int, int]] = {}
         self.beyond_sdpa: set[str] = set()
         self._made: list[tuple[Tensor, Callable]] = []
         self._handed: tuple[Tensor, Tensor] | None = None
+        self._asked: dict[int, tuple[int, Tensor | None]] = {}  # who asked for a state and has not used it
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx in self.shapes:
@@ -105,6 +110,58 @@ class RecordingCache(Cache):
         kind = "no mask" if mask is None else "a mask of its own"
         raise Refusal(f"layer {layer_idx} hands {kind} to its attention, not one that transformers made")
 
+    def get_conv_state(self, layer_idx, state_idx=0):
+        return None  # so that every pass is one of several rows, as in `CacheView`
+
+    def get_recurrent_state(self, layer_idx, state_idx=0):
+        self._ask(layer_idx, self.scans, state_idx, None)
+
+    def update_conv_state(self, conv_states, layer_idx, state_idx=0, **kwargs):
+        self._ask(layer_idx, self.convs, state_idx, conv_states)
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states, *args, **kwargs):
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx):
+        return True
+
+    def _ask(self, layer: int, known: dict[int, Any], state: int, given: Tensor | None) -> None:
+        """A layer asks for a state: what it does with it is seen in `convolve` or `scan`."""
+        if layer in known or state:
+            raise Refusal(f"layer {layer} keeps more than one convolution, or more than one recurrent state")
+        if self.calls is not None:
+            self.calls.attended(layer)
+        self._asked[id(known)] = layer, given
+
+    def _answer(self, known: dict[int, Any], rows: Tensor | None, what: str) -> int:
+        layer, given = self._asked.pop(id(known), (-1, None))
+        if layer < 0 or given is not rows:
+            raise Refusal(f"a layer {what} other rows than those of its state")
+        return layer
+
+    def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Note the shapes of a layer's convolution."""
+        layer = self._answer(self.convs, rows, "convolves")
+        if rows.dtype != self.dtype:
+            raise Refusal(f"layer {layer} convolves {rows.dtype} rows in a model of {self.dtype}")
+        self.convs[layer] = rows.shape[1], weight.shape[1] - 1
+        return rows.to(weight.dtype)
+
+    def scan(self, rows: Any) -> Tensor:
+        """Note the shapes of a layer's recurrent state."""
+        layer = self._answer(self.scans, None, "scans")
+        self.scans[layer] = rows.key.shape[1], rows.key.shape[3], rows.value.shape[3]
+        return torch.empty_like(rows.value)
+
+    def check_answered(self) -> None:
+        """Raise `Refusal` if a layer asked for a state and did with it what no cache here follows."""
+        for layer, _ in self._asked.values():
+            raise Refusal(
+                f"layer {layer} keeps a state that is neither a short convolution's nor one of a gated delta "
+                "rule, Kimi delta attention or Mamba-2"
+            )
+
     def get_query_offset(self, layer_idx=0):
         return 0
 
@@ -145,10 +202,12 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> Traced:
 
 
 def _trace(skeleton: Any, name: str, implementation: str | None) -> Traced:
-    cache = RecordingCache(calls=(calls := CallRecorder(skeleton)))
+    kind = skeleton.get_input_embeddings().weight.dtype
+    cache = RecordingCache(kind, calls=(calls := CallRecorder(skeleton)))
     try:
         with calls.recording():
             _run(skeleton, cache, rows=1, length=2)
+        cache.check_answered()
     except Refusal as refusal:
         raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
     except Exception as error:  # whatever a model of another kind trips over
@@ -163,7 +222,8 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> Traced:
             f"target={name}: its layers hand {min(cache.beyond_sdpa)} to their attention, which sdpa "
             "drops in some releases of transformers; load the target with attn_implementation='eager'."
         )
-    return Traced(_specs(cache, skeleton, name), find_blocks(calls))
+    specs = _specs(cache, skeleton, name)
+    return Traced(specs, find_blocks(calls, len(specs)))
 
 
 def blocks_of(model: Any) -> Blocks:
@@ -191,14 +251,16 @@ class _OnMeta(TorchDispatchMode):
 def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int) -> None:
     ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
     position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
-    with torch.no_grad(), remembered_in(cache), _OnMeta():
+    with torch.no_grad(), remembered_in(cache), scanning(skeleton, find_scans(skeleton)), _OnMeta():
         skeleton(input_ids=ids, position_ids=position, **{CACHE: cache, "use_cache": True})
 
 
 def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:
     config = skeleton.config.get_text_config()
+    recurrent = cache.convs.keys() | cache.scans.keys()
     layers = field_of(config, "num_hidden_layers") or 1 + max(cache.shapes, default=-1)
-    odd = sorted(set(range(layers)) ^ set(cache.shapes) | set(range(layers)) ^ set(cache.masks))
+    unknown = {*range(layers)} - recurrent - cache.shapes.keys() - _without_state(config)
+    odd = sorted(unknown | cache.shapes.keys() ^ cache.masks.keys() | (recurrent - {*range(layers)}))
     if odd:
         kept = min(odd)
         fewer = f" (num_hidden_layers={kept} in its config, if the others were removed)"
@@ -209,10 +271,25 @@ def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, 
         )
     context = context_of(skeleton)
     read = functools.cache(functools.partial(read_window, context=context))  # layers share two masks or so
-    windows = [_window(cache, layer, read, context, name) for layer in range(layers)]
-    _check_promises(config, windows, context, name)
-    kinds = ("latent" if layer in cache.latent else "attention" for layer in range(layers))
-    return tuple(LayerSpec(kind, *cache.shapes[layer], windows[layer]) for layer, kind in enumerate(kinds))
+    windows = {layer: _window(cache, layer, read, context, name) for layer in sorted(cache.masks)}
+    _check_promises(config, [windows.get(layer) for layer in range(layers)], context, name)
+    return tuple(_spec(cache, layer, windows.get(layer), name) for layer in range(layers))
+
+
+def _spec(cache: RecordingCache, layer: int, window: int | None, name: str) -> LayerSpec:
+    states = cache.scans.get(layer), cache.convs.get(layer)
+    if layer not in cache.shapes:
+        return LayerSpec("recurrent", 0, 0, 0, None, *states)
+    if any(states) and layer in cache.latent:
+        raise ValueError(f"target={name}: layer {layer} recurs beside latent attention; {SUPPORTED}.")
+    kind = "both" if any(states) else "latent" if layer in cache.latent else "attention"
+    return LayerSpec(kind, *cache.shapes[layer], window, *states)
+
+
+def _without_state(config: Any) -> set[int]:
+    """Layers of which the config says that they only compute on each token by itself."""
+    kinds = field_of(config, "layer_types") or []
+    return {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}
 
 
 def _window(cache: RecordingCache, layer: int, read: Callable, context: int, name: str) -> int | None:

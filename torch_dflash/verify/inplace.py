@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_dflash.targets.tested import TESTED, TRANSFORMERS
+from torch_dflash.targets.tested import TESTED, TESTED_RECURRENT, TRANSFORMERS
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 
@@ -51,7 +51,7 @@ def _is_tested(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(TRANSFORMERS):
         return False
-    return not TESTED.isdisjoint(frame.f_globals)
+    return not (TESTED | TESTED_RECURRENT).isdisjoint(frame.f_globals)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -20,6 +20,8 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Cost, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash.vocabulary import Noise
+from torch_dflash.proposers.trees.beam import beam, children
+from torch_dflash.proposers.trees.nodes import Nodes
 from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import noisy_logits
 from torch_dflash.state import Asked, Draft
@@ -154,6 +156,18 @@ class DFlashProposer(Proposer):
     def propose(
         self, pstate, anchor, length, embed, head, asked: Asked | None = None
     ) -> tuple[Draft, DFlashState]:
+        hidden, pstate = self._block(pstate, anchor, length, embed)
+        noise = None if asked is None else _noise(length, asked)
+        tokens = self.drafter.choose(hidden, anchor, head, noise)
+        return Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1)), pstate
+
+    def nodes(self, pstate, anchor, length, embed, head, asked) -> tuple[Nodes, DFlashState]:
+        hidden, pstate = self._block(pstate, anchor, length, embed)
+        following = self.drafter.branches(hidden, head, _noise(length, asked), children(asked.rows))
+        return beam(following, anchor, self.width - 1, asked.rows), pstate
+
+    def _block(self, pstate: DFlashState, anchor, length, embed) -> tuple[Tensor, DFlashState]:
+        """(The hidden states [B, N, H] of the rows that say the drafts, the state after the pass)."""
         drafter, context = self.drafter, pstate.context
         rows = context.shape[1]
         check_dtype("drafter", context.dtype, drafter.fc.weight.dtype)
@@ -180,10 +194,8 @@ class DFlashProposer(Proposer):
 
         position = torch.cat([positions(pstate.length, rows), block_at], dim=1)
         hidden = drafter.block(noise, context, position, memory)
-        tokens = drafter.choose(hidden[:, self.first_row :], anchor, head, _noise(length, asked))
-        draft = Draft(tokens=tokens, valid=torch.full_like(length, self.width - 1))
         # `length` and buffer move together: the buffered rows are K/V now.
-        return draft, replace(
+        return hidden[:, self.first_row :], replace(
             pstate,
             layers=tuple(written),
             length=pstate.length + pstate.buffered,
@@ -195,12 +207,11 @@ def _rings(pstate: DFlashState) -> tuple[RingLayer, ...]:
     return tuple(layer for layer in pstate.layers if isinstance(layer, RingLayer))
 
 
-def _noise(length: Tensor, asked: Asked | None) -> Noise | None:
+def _noise(length: Tensor, asked: Asked) -> Noise:
     """What sampled rows draft with: the noise of those positions at which their drafts are to stand."""
-    if asked is None:
-        return None
-    sampling = asked.sampling
+    sampling, sampled = asked.sampling, asked.sampling.temperature > 0
     return Noise(
-        sampling.temperature > 0,
+        sampled,
         lambda logits, ids: noisy_logits(logits, positions(length + 1, logits.shape[1]), sampling, ids),
+        torch.where(sampled, sampling.temperature, 1.0).clamp(min=1e-30),
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_dflash.ops.control_flow import branch
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.markov import MarkovHead, look_up
+from torch_dflash.proposers.trees.beam import Following
 
 
 class Noise(NamedTuple):
@@ -20,10 +21,12 @@ class Noise(NamedTuple):
     Attributes:
         sampled: [B], the rows that have some.
         added: (draft logits [B, N, V], the target's ids of the V places) -> logits [B, N, V] with noise.
+        scale: [B], by which logits are divided where they become probabilities; 1 of a greedy row.
     """
 
     sampled: Bool[Tensor, " B"]
     added: Callable[[Tensor, int | Tensor], Tensor]
+    scale: Float[Tensor, " B"]
 
 
 class DraftVocabulary:
@@ -76,7 +79,7 @@ class DraftVocabulary:
         logits = self.logits(hidden, head)
         if noise is None:
             return self.chosen(hidden, logits, anchor)
-        known = logits.shape[-1] if self.d2t is None else self._all_ids()
+        known = self._known_ids(logits)
 
         def noisy(hidden: Tensor, logits: Tensor, anchor: Tensor) -> Tensor:
             return self.chosen(hidden, noise.added(logits, known), anchor)
@@ -101,10 +104,48 @@ class DraftVocabulary:
     def _likeliest(self, logits: Float[Tensor, "*R V"]) -> Int[Tensor, "*R"]:
         return self.targets_ids(torch.argmax(logits, dim=-1)).to(torch.int32)
 
-    def _all_ids(self) -> Int[Tensor, " V"]:
-        """The target's ids of all places."""
-        offsets: Any = self.d2t
-        places = torch.arange(len(offsets), device=offsets.device)
+    def branches(self, hidden: Float[Tensor, "B N H"], head, noise: Noise, most: int) -> Following:
+        """The ``most`` likeliest drafts at each position; with `Noise`, of sampled rows those it makes so.
+
+        Log-probabilities of a sampled row are those of ``log_softmax(logits / temperature + noise)``.
+        """
+        logits = self.logits(hidden, head).to(torch.float32)
+        known = self._known_ids(logits)
+        noisy = branch(noise.sampled.any(), lambda logits: noise.added(logits, known), torch.clone, logits)
+        return self.followers(hidden, noisy, noise.scale[:, None, None], most)
+
+    def followers(
+        self,
+        hidden: Float[Tensor, "B N H"],
+        logits: Float[Tensor, "B N V"],
+        scale: Float[Tensor, "B 1 1"],
+        most: int,
+    ) -> Following:
+        """The ``most`` likeliest of ``logits`` / ``scale`` at each position; the target's ids."""
+
+        def likeliest(scores: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+            scaled = (scores - scores.amax(dim=-1, keepdim=True)) / scale
+            logs, places = scaled.topk(min(most, scaled.shape[-1]), dim=-1)
+            ids = self.targets_ids(places).to(torch.int32)
+            return ids, logs - torch.logsumexp(scaled, dim=-1, keepdim=True)
+
+        markov = self.markov_head
+        if markov is None:
+            ids, logs = likeliest(logits, scale)
+            return lambda at, before: (ids[:, at, None], logs[:, at, None])
+
+        def after(at: int, before: Tensor) -> tuple[Tensor, Tensor]:
+            added = markov(before)
+            both = min(logits.shape[-1], added.shape[-1])  # ids that one of the two lacks are not drafted
+            return likeliest(logits[:, at, None, :both] + added[..., :both], scale)
+
+        return after
+
+    def _known_ids(self, logits: Float[Tensor, "B N V"]) -> int | Int[Tensor, " V"]:
+        """The target's ids of all places; a number where they are the places."""
+        if self.d2t is None:
+            return logits.shape[-1]
+        places = torch.arange(len(self.d2t), device=self.d2t.device)
         return self.targets_ids(places).to(torch.int32)
 
     def targets_ids(self, places: Int[Tensor, "*R"]) -> Int[Tensor, "*R"]:

@@ -16,6 +16,7 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel, DFlashLayer
 from torch_dflash.proposers.dflash2.config import DFlash2Config
 from torch_dflash.proposers.dflash2.convolution import DynamicConvolution
 from torch_dflash.proposers.dflash2.selector import CandidateSelector
+from torch_dflash.proposers.trees.beam import Following
 
 
 class DFlash2Layer(DFlashLayer):
@@ -94,6 +95,12 @@ class DFlash2DraftModel(DFlashDraftModel):
     def chosen(
         self, hidden: Float[Tensor, "B N H"], logits: Float[Tensor, "B N V"], anchor: Int[Tensor, " B"]
     ) -> Int[Tensor, "B N"]:
-        if self.d2t is None:  # ids that the codebooks lack are not drafted
-            logits = logits[..., : self.config.vocab_size]
-        return self.candidate_selector(hidden, logits, anchor, self.targets_ids).to(torch.int32)
+        drafts = self.candidate_selector(hidden, self._coded(logits), anchor, self.targets_ids)
+        return drafts.to(torch.int32)
+
+    def followers(self, hidden, logits, scale, most) -> Following:
+        return self.candidate_selector.followers(hidden, self._coded(logits), scale, most, self.targets_ids)
+
+    def _coded(self, logits: Tensor) -> Tensor:
+        """The logits of ids that the codebooks have: the others are not drafted."""
+        return logits[..., : self.config.vocab_size] if self.d2t is None else logits

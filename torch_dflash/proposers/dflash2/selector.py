@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.proposers.dflash.markov import look_up
+from torch_dflash.proposers.trees.beam import Following
 
 
 class CandidateSelector(nn.Module):
@@ -58,10 +59,7 @@ class CandidateSelector(nn.Module):
 
         ``name``: from the places of ``logits`` to ids, where these have places of their own.
         """
-        unary, places = torch.topk(logits, min(self.candidates, logits.shape[-1]), dim=-1)
-        candidates = name(places)
-        state = self.hidden_projection(hidden)
-        successors = look_up(candidates, self.successor_codebook)
+        unary, candidates, state, successors = self._candidates(hidden, logits, name)
         chosen, drafts = anchor.to(candidates.dtype), []
         for at in range(hidden.shape[1]):
             key = look_up(chosen, self.predecessor_codebook) * state[:, at]
@@ -70,3 +68,39 @@ class CandidateSelector(nn.Module):
             chosen = candidates[:, at].gather(-1, best)[:, 0]
             drafts.append(chosen)
         return torch.stack(drafts, dim=1)
+
+    def followers(
+        self,
+        hidden: Float[Tensor, "B N H"],
+        logits: Float[Tensor, "B N V"],
+        scale: Float[Tensor, "B 1 1"],
+        most: int,
+        name: Callable[[Tensor], Tensor],
+    ) -> Following:
+        """The ``most`` best candidates at each position after any tokens.
+
+        All candidates together are as likely as they are by ``logits``.
+        """
+        unary, candidates, state, successors = self._candidates(hidden, logits, name)
+        some, every = (torch.logsumexp((one - unary[..., :1]) / scale, dim=-1) for one in (unary, logits))
+        most = min(most, candidates.shape[-1])
+
+        def after(at: int, before: Tensor) -> tuple[Tensor, Tensor]:
+            key = look_up(before, self.predecessor_codebook) * state[:, at, None]
+            scores = unary[:, at, None] + torch.einsum("bpr,bkr->bpk", key, successors[:, at])
+            scores = (scores - scores.amax(dim=-1, keepdim=True)) / scale
+            logs = torch.log_softmax(scores, dim=-1) + (some - every)[:, at, None, None]
+            logs, best = logs.topk(most, dim=-1)
+            ids = candidates[:, at, None].expand(*before.shape, -1).gather(-1, best)
+            return ids.to(torch.int32), logs
+
+        return after
+
+    def _candidates(
+        self, hidden: Tensor, logits: Tensor, name: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(Logits and ids of each position's candidates, the position's factor, the ids' codebook rows)."""
+        unary, places = torch.topk(logits, min(self.candidates, logits.shape[-1]), dim=-1)
+        candidates = name(places)
+        successors = look_up(candidates, self.successor_codebook)
+        return unary, candidates, self.hidden_projection(hidden), successors

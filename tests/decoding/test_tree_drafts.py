@@ -1,0 +1,138 @@
+"""Trees of a drafter's block, and of lookup and drafter: the same text, more of it a round."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from support.authors import SECOND
+from support.scripted import own_text, run
+from support.tabled import Tabled, with_path
+from support.tiny import make_drafter, make_pair
+
+import torch_dflash as td
+from torch_dflash.decode import Verified
+from torch_dflash.ops.trees import take_rows
+
+PROMPTS = [[5, 17, 80, 33] * 3, [3, 1, 4], [9, 2, 6, 40, 41, 42, 9, 2, 6]]
+NEW = 24
+SAMPLED = {"do_sample": True, "temperature": [0.0, 1.0, 4.0], "top_k": 0, "seed": 3}
+SIZES = {"max_length": 64, "batch_size": 3}
+
+
+@cache
+def pair():
+    return make_pair("llama", agree=6.0)
+
+
+@cache
+def own(row):
+    return own_text(pair()[0], PROMPTS[row], NEW)
+
+
+@cache
+def sampled():
+    plain = td.compile(pair()[0], None, runtime="eager", **SIZES)
+    return run(plain, PROMPTS, max_new_tokens=NEW, **SAMPLED)[0]
+
+
+def made(drafter, runtime="eager", **options):
+    return td.compile(pair()[0], drafter, runtime=runtime, **(SIZES | options))
+
+
+def check(engine):
+    """The texts are the target's own; statistics of greedy and of sampled rows."""
+    texts, greedy = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
+    assert texts == [own(row) for row in range(3)]
+    texts, drawn = run(engine, PROMPTS, max_new_tokens=NEW, **SAMPLED)
+    assert texts == sampled()
+    return greedy, drawn
+
+
+def lookup(width=16):
+    return td.NGramProposer(width)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "narrow", "markov", "dflash2"])
+def test_text_is_the_targets_own(kind):
+    target, drafter = pair()
+    if kind == "narrow":
+        drafter = td.with_draft_vocabulary(drafter, target, list(range(0, 90, 3)))
+    elif kind != "dflash":
+        drafter = make_drafter(target, **({"markov_rank": 4} if kind == "markov" else SECOND))
+    check(made(td.TreeProposer(drafter, rows=16)))
+
+
+def test_a_union_says_the_same_in_both_runtimes():
+    union = td.Union(lookup(), pair()[1], rows=8)
+    engines = [made(union, runtime, cache="paged") for runtime in ("eager", "xla")]
+    greedy, drawn = check(engines[0])
+    also, as_drawn = check(engines[1])
+    assert also.acceptance_lengths == greedy.acceptance_lengths
+    assert as_drawn.acceptance_lengths == drawn.acceptance_lengths
+    chain = run(made(pair()[1]), PROMPTS, max_new_tokens=NEW, do_sample=False)[1]
+    assert greedy.mean_acceptance_length > chain.mean_acceptance_length
+
+
+def test_64_rows_hold_all_that_either_drafts():
+    greedy, drawn = check(made(td.Union(lookup(), pair()[1], rows=64)))
+    for alone in (lookup(), pair()[1]):
+        engine = made(alone)
+        less, fewer = (run(engine, PROMPTS, max_new_tokens=NEW, **o)[1] for o in ({}, SAMPLED))
+        assert greedy.mean_acceptance_length >= less.mean_acceptance_length
+        assert drawn.mean_acceptance_length >= fewer.mean_acceptance_length
+
+
+def test_a_users_tree_is_merged():
+    proposer = Tabled(3, 80, 8, 4)
+    proposer.fill([p + own(row) for row, p in enumerate(PROMPTS)], with_path(7, 4))
+    engine = made(td.Union(lookup(4), proposer, rows=16))
+    texts, stats = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
+    assert texts == [own(row) for row in range(3)]
+    assert stats.mean_acceptance_length > 3
+
+
+def test_a_narrower_round_has_a_tree_of_its_own():
+    tree = td.TreeProposer(pair()[1], rows=16)
+    narrow = made(tree, verify_width=4)
+    few = made(td.TreeProposer(pair()[1], rows=4))
+    assert check(narrow)[0].acceptance_lengths == check(few)[0].acceptance_lengths
+
+
+def test_the_drafters_buffers_are_as_long_as_a_path():
+    for rows, deepest in ((64, 15), (8, 7)):
+        engine = made(td.Union(lookup(), pair()[1], rows=rows))
+        state = engine.start(torch.tensor([[5, 17]] * 3), max_new_tokens=8, do_sample=False)
+        assert engine.plan.depth == deepest and engine.plan.gain == deepest + 1
+        assert state.proposer.parts[-1].context.shape[1] == deepest + 1
+
+
+def drafters_keys(engine, ids, new):
+    """The drafter's keys and values of the first rounds' committed tokens, and how many those are."""
+    state = engine.start(torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None)
+    while not state.done.all():
+        state = engine.advance(state)
+    inner = state.proposer.parts[-1] if hasattr(state.proposer, "parts") else state.proposer
+    held = [torch.cat([layer.key, layer.value], dim=-1)[0] for layer in inner.layers]
+    return torch.stack(held), int(inner.length[0]), state.tokens[0].tolist()
+
+
+def test_the_drafter_has_taken_in_the_path_alone(monkeypatch):
+    """Its keys and values are those of the committed text, not of a branch that was verified beside it."""
+    tree = td.compile(pair()[0], td.TreeProposer(pair()[1], rows=16), runtime="eager", max_length=64)
+    chain = td.compile(pair()[0], pair()[1], runtime="eager", max_length=64)
+    held, count, tokens = drafters_keys(tree, PROMPTS[0], NEW)
+    wanted, known, same = drafters_keys(chain, PROMPTS[0], NEW)
+    assert tokens[: len(PROMPTS[0]) + NEW] == same[: len(PROMPTS[0]) + NEW]
+    both = min(count, known)
+    assert both > len(PROMPTS[0]) + 8
+    torch.testing.assert_close(held[:, :, :both], wanted[:, :, :both], rtol=1e-4, atol=1e-5)
+    along = Verified.along
+
+    def off(self, path):
+        return along(self, path)._replace(features=take_rows(self.features, (path + 1).clamp(max=15)))
+
+    monkeypatch.setattr(Verified, "along", off)
+    wrong, count, _ = drafters_keys(tree, PROMPTS[0], NEW)
+    assert not torch.allclose(wrong[:, :, : min(count, known)], wanted[:, :, : min(count, known)], atol=1e-3)

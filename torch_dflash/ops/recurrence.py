@@ -1,0 +1,209 @@
+"""Rows of a decayed outer-product recurrence from a saved state, and the state after some of them.
+
+Gated delta rule, Kimi delta attention and Mamba-2 are one formula, for each head and row t::
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T,    o_t = q_t^T S_t,    u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t)
+
+where Mamba-2 has u_t = v_t. ``u_t`` depends on no later row, so the state after any of the rows is one
+product of what the pass has computed anyway (`state_after`): no row runs twice. Everything is computed in the
+state's type, which is float32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+SMALLEST = -100.0
+"""Logarithm of a decay that leaves nothing: sums with a smaller one would lose precision."""
+CHUNK = 64
+"""Rows of a prompt that are solved at once."""
+CHUNK_OF_CHANNELS = 16
+"""The same where each channel decays by itself: every pair of rows then has a decay per channel."""
+
+
+def at_least_float32(kind: torch.dtype) -> torch.dtype:
+    """The type in which rows of ``kind`` are summed up: a program's tensors know no ``promote_types``."""
+    return torch.float64 if kind == torch.float64 else torch.float32
+
+
+class ScanRows(NamedTuple):
+    """M rows of a recurrence, in the state's type.
+
+    Attributes:
+        query, key: [B, H, M, dk]; value: [B, H, M, dv].
+        decay: logarithms, at most 0: [B, H, M], or [B, H, M, dk] where each channel of a key has its own.
+        beta: [B, H, M] of the delta rule; None writes values as they are.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor | None = None
+
+    def finite(self) -> ScanRows:
+        """The rows with zeros for what is not finite: a product with zero would not hide it from others."""
+        query, key, value = (finite(one) for one in (self.query, self.key, self.value))
+        beta = None if self.beta is None else finite(self.beta)
+        return ScanRows(query, key, value, self.decay.nan_to_num(nan=0.0).clamp(SMALLEST, 0.0), beta)
+
+    def only(self, real: Bool[Tensor, "B M"]) -> ScanRows:
+        """The rows with all but the ``real`` ones made to leave a state as it is."""
+        real = real[:, None]
+        decay = torch.where(real if self.decay.ndim == 3 else real[..., None], self.decay, 0.0)
+        key, value = (torch.where(real[..., None], one, 0.0) for one in (self.key, self.value))
+        return self._replace(key=key, value=value, decay=decay)
+
+
+class Kept(NamedTuple):
+    """What `state_after` needs of a pass: keys, updates u, and the decays summed up along each row's path."""
+
+    key: Float[Tensor, "B H M dk"]
+    update: Float[Tensor, "B H M dv"]
+    total: Float[Tensor, "B H M decays"]
+
+
+class _Solved(NamedTuple):
+    """Rows with all that does not need the state: [..., M, M] and [..., M, d]."""
+
+    inverse: Tensor | None
+    weights: Tensor
+    wanted: Tensor
+    asked: Tensor
+    reads: Tensor
+    key: Tensor
+    total: Tensor
+
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows' outputs and updates from ``state``."""
+        update = self.wanted
+        if self.inverse is not None:
+            update = self.inverse @ (self.wanted - self.asked @ state)
+        return self.reads @ state + self.weights @ update, update
+
+    def at(self, chunk: int) -> _Solved:
+        parts: Any = (None if one is None else one[:, :, chunk] for one in self)
+        return _Solved(*parts)
+
+
+def scan_block(
+    state: Float[Tensor, "B H dk dv"], rows: ScanRows, seen: Bool[Tensor, "B M M"] | None = None
+) -> tuple[Float[Tensor, "B H M dv"], Kept]:
+    """Outputs of M rows behind ``state``, and what is kept of them until it is known which are accepted.
+
+    ``seen``: of a tree's rows, which others stand before each (`torch_dflash.ops.trees.Tree.seen`); None:
+    each follows the last.
+    """
+    solved = _solve(rows.finite(), None if seen is None else seen[:, None])
+    out, update = solved.step(state)
+    return out, Kept(solved.key, update, solved.total)
+
+
+def state_after(
+    state: Float[Tensor, "B H dk dv"],
+    kept: Kept,
+    count: Int[Tensor, " B"],
+    path: Int[Tensor, "B path"] | None = None,
+) -> Float[Tensor, "B H dk dv"]:
+    """The state behind the first ``count`` [B] rows of a pass, or of its rows ``path``; 0 changes no bit.
+
+    Chosen by ``where``, so that values of rejected rows, whatever they are, reach nothing.
+    """
+    row = torch.arange(kept.key.shape[2], device=count.device, dtype=count.dtype)
+    if path is None:
+        on, last = row < count[:, None], row == count[:, None] - 1
+    else:
+        place = torch.arange(path.shape[1], device=count.device, dtype=count.dtype)
+        which = path[:, :, None].to(count.dtype) == row
+        on = (which & (place < count[:, None])[:, :, None]).any(dim=1)
+        last = (which & (place == count[:, None] - 1)[:, :, None]).any(dim=1)
+    on, last = on[:, None, :, None], last[:, None, :, None]
+    total = torch.where(last, kept.total, 0.0).sum(dim=2, keepdim=True)
+    left = torch.where(on, total - kept.total, -torch.inf).exp()
+    key, update = torch.where(on, kept.key, 0.0) * left, torch.where(on, kept.update, 0.0)
+    after = total.mT.exp() * state + key.mT @ update
+    return torch.where((count > 0).view(-1, 1, 1, 1), after, state)
+
+
+def scan_prompt(
+    state: Float[Tensor, "B H dk dv"], rows: ScanRows, count: Int[Tensor, " B"]
+) -> tuple[Float[Tensor, "B H M dv"], Float[Tensor, "B H dk dv"]]:
+    """Outputs of a prompt's M rows behind ``state``, and the state behind the first ``count`` [B] of them."""
+    height = rows.key.shape[2]
+    row = torch.arange(height, device=count.device, dtype=count.dtype)
+    rows = rows.finite().only(row < count[:, None])
+    size = min(CHUNK if rows.decay.ndim == 3 else CHUNK_OF_CHANNELS, height)
+    chunks: Any = (_chunks(one, size) for one in rows)
+    solved = _solve(ScanRows(*chunks), None)
+    outs = []
+    for chunk in range(-(-height // size)):
+        part = solved.at(chunk)
+        out, update = part.step(state)
+        total = part.total[:, :, -1:]
+        state = total.mT.exp() * state + (part.key * (total - part.total).exp()).mT @ update
+        outs.append(out)
+    return torch.cat(outs, dim=2)[:, :, :height], state
+
+
+def _solve(rows: ScanRows, seen: Tensor | None) -> _Solved:
+    query, key, value, decay, beta = rows
+    height = key.shape[-2]
+    row = torch.arange(height, device=key.device)
+    if seen is None:
+        seen = row <= row[:, None]
+        total = decay.cumsum(dim=key.ndim - 2)
+    else:
+        total = seen.to(decay.dtype) @ (decay if decay.ndim == key.ndim else decay[..., None])
+    total = total.view(*key.shape[:-1], -1)
+    # Masked before exp: a decay from a row to an earlier one would overflow.
+    if total.shape[-1] == 1:
+        left = torch.where(seen, total - total.mT, -torch.inf).exp()
+        products = [one @ key.mT * left for one in (query, key)]
+    else:
+        gaps = total[..., :, None, :] - total[..., None, :, :]
+        left = torch.where(seen[..., None], gaps, -torch.inf).exp() * key[..., None, :, :]
+        products = [(one[..., :, None, :] * left).sum(dim=-1) for one in (query, key)]
+    weights, overlap = (torch.where(seen, one, 0.0) for one in products)
+    inverse, wanted, reads = None, value, query * total.exp()
+    asked = key * total.exp()
+    if beta is not None:
+        before = seen & (row != row[:, None])
+        inverse = _inverse(torch.where(before, overlap * beta[..., None], 0.0))
+        wanted, asked = value * beta[..., None], asked * beta[..., None]
+    return _Solved(inverse, weights, wanted, asked, reads, key, total)
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """``(1 + lower)^-1`` of a strictly lower triangular matrix, by inverses of blocks of twice the size.
+
+    As exact as substitution: every product is of a true block's inverse. A series of powers would not be,
+    for the powers grow where keys repeat.
+    """
+    row = torch.arange(lower.shape[-1], device=lower.device)
+    found = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+    size = 1
+    while size < lower.shape[-1]:
+        block = row // size
+        below = (block[:, None] % 2 == 1) & (block == block[:, None] - 1)
+        found = found - found @ torch.where(below, lower, 0.0) @ found
+        size *= 2
+    return found
+
+
+def _chunks(rows: Tensor | None, size: int) -> Tensor | None:
+    """[B, H, M, ...] -> [B, H, chunks, size, ...]; rows of zeros at the end leave a state as it is."""
+    if rows is None:
+        return None
+    spare = -rows.shape[2] % size
+    rows = F.pad(rows, (0, 0) * (rows.ndim - 3) + (0, spare)) if spare else rows
+    return rows.unflatten(2, (-1, size))
+
+
+def finite(rows: Tensor) -> Tensor:
+    """``rows`` with zeros for what is not finite: not by a product, for zero times NaN is NaN."""
+    return torch.where(torch.isfinite(rows), rows, 0.0)

@@ -1,0 +1,96 @@
+"""Several proposers behind one: each takes in all text, and keeps a state of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from torch_dflash.proposers.base import Cost, Proposer
+from torch_dflash.pytrees import register_state
+
+
+@register_state
+@dataclass(frozen=True)
+class States:
+    """The states of the parts, in their order."""
+
+    parts: tuple
+
+    @property
+    def committed(self) -> Int[Tensor, " B"] | None:
+        """Tokens that the first part that counts them has taken in: all have as many."""
+        counted = (getattr(part, "committed", None) for part in self.parts)
+        return next((count for count in counted if count is not None), None)
+
+
+class Several(Proposer):
+    """What proposers of several parts share; subclasses write `draft`.
+
+    Args:
+        inner: the part that has weights, and the taps; the last one.
+        others: the parts before it.
+    """
+
+    def __init__(self, inner: Proposer, others: tuple[Proposer, ...]):
+        super().__init__()
+        self.inner, self.others, self.taps = inner, nn.ModuleList(others), inner.taps
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All of them."""
+        return *self.others, self.inner
+
+    def start(self, plan, device) -> States:
+        return States(tuple(part.start(plan, device) for part in self.parts))
+
+    def reset(self, pstate, rows) -> States:
+        return self._each(pstate, lambda part, state: part.reset(state, rows))
+
+    def earliest(self, pstate, length) -> int:
+        return max(part.earliest(state, length) for part, state in self._pairs(pstate))
+
+    def snapshot(self, pstate) -> States:
+        return self._each(pstate, lambda part, state: part.snapshot(state))
+
+    def rewind(self, pstate, kept, snapshot=None) -> States:
+        saved = (None,) * len(self.parts) if snapshot is None else snapshot.parts
+        pairs = zip(self._pairs(pstate), saved, strict=True)
+        return States(tuple(part.rewind(state, kept, one) for (part, state), one in pairs))
+
+    def ingest(self, pstate, features, ids, next_ids, count) -> States:
+        return self._each(pstate, lambda part, state: part.ingest(state, features, ids, next_ids, count))
+
+    def observe(self, pstate, features, ids, next_ids, count) -> States:
+        return self._each(pstate, lambda part, state: part.observe(state, features, ids, next_ids, count))
+
+    def skip(self, pstate, anchor, length, embed, head) -> States:
+        return self._each(pstate, lambda part, state: part.skip(state, anchor, length, embed, head))
+
+    def idle(self, pstate, anchor, length, embed, head) -> States:
+        return self._each(pstate, lambda part, state: part.idle(state, anchor, length, embed, head))
+
+    def cost(self, plan, context) -> Cost:
+        return self.inner.cost(plan, context)
+
+    def _pairs(self, pstate: States) -> Any:
+        return zip(self.parts, pstate.parts, strict=True)
+
+    def _each(self, pstate: States, step: Any) -> States:
+        return States(tuple(step(part, state) for part, state in self._pairs(pstate)))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A proposer without weights, beside one that has some; by ``key`` two of them are equal."""
+
+    key: Hashable
+    proposer: Proposer = field(compare=False)
+
+    def build(self) -> Proposer:
+        """A copy of it, which an engine may keep."""
+        return copy.deepcopy(self.proposer)

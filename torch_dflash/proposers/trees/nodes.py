@@ -1,0 +1,108 @@
+"""Scored nodes: what proposers draft, joined to the best tree of so many rows.
+
+Source: DDTree (arXiv 2604.12989), which takes the best nodes over the marginals of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from torch_dflash.ops.trees import lines, read_tree
+from torch_dflash.state import Draft
+
+UNSCORED = 0.6
+"""The probability that the target picks a node whose proposer gives none, after the node before it."""
+
+
+class Nodes(NamedTuple):
+    """C nodes that may become rows of a tree.
+
+    ``parent`` is the number of the node before it, lower than its own, or -1 for the anchor. ``score`` is the
+    logarithm of the probability that the target picks all of the path to the node. No node has a higher score
+    than its parent; -inf marks a node that is not to be drafted.
+    """
+
+    tokens: Int[Tensor, "B C"]
+    parent: Int[Tensor, "B C"]
+    score: Float[Tensor, "B C"]
+
+
+def unscored(draft: Draft, deepest: int) -> Nodes:
+    """The nodes of a chain or tree whose proposer gives no score."""
+    count = draft.tokens.shape[1]
+    node = torch.arange(count, device=draft.tokens.device, dtype=torch.int32)
+    if draft.parent is None:
+        parent, depth, valid = (node - 1).expand(draft.tokens.shape), node + 1, draft.valid
+    else:
+        tree = read_tree(draft.parent, draft.valid, deepest)
+        parent, depth, valid = draft.parent.to(torch.int32), tree.depth[:, 1:], tree.valid
+    real = node < valid.clamp(max=deepest if draft.parent is None else count)[:, None]
+    score = torch.where(real, depth * math.log(UNSCORED), -torch.inf)
+    return Nodes(draft.tokens.to(torch.int32), torch.where(real, parent, -1), score.to(torch.float32))
+
+
+def best(nodes: Nodes, most: int) -> Nodes:
+    """The ``most`` nodes of the highest scores, in falling order; a node's parent is among them."""
+    score = torch.where(nodes.score > -torch.inf, nodes.score, -torch.inf)  # also in place of NaN
+    at = torch.arange(score.shape[1], device=score.device, dtype=torch.int32)
+    # Of equal scores the earlier node comes first: a parent has a lower number than its children.
+    level = (score[:, None] == score[..., None]) & (at < at[:, None])
+    rank = ((score[:, None] > score[..., None]) | level).sum(dim=-1, dtype=torch.int32)
+    wanted = torch.arange(min(most, len(at)), device=score.device, dtype=torch.int32)
+    source = torch.where(rank[:, None] == wanted[:, None], at, 0).sum(dim=-1)
+    parent = nodes.parent.gather(1, source)
+    above = rank.gather(1, parent.clamp(min=0).long())
+    parent = torch.where(parent < 0, -1, above)
+    return Nodes(nodes.tokens.gather(1, source), parent, score.gather(1, source))
+
+
+def join(first: Nodes, second: Nodes, deepest: int) -> Nodes:
+    """The nodes of both; one that both have stands there once, with the higher of its scores.
+
+    Two nodes are equal if the same tokens lead to them from the anchor.
+    """
+    mine, theirs = paths(first, deepest), paths(second, deepest)
+    same = (theirs[:, :, None] == mine[:, None]).all(dim=-1)
+    known, count = same.any(dim=-1), first.tokens.shape[1]
+    own = torch.arange(second.tokens.shape[1], device=known.device, dtype=torch.int32) + count
+    place = torch.where(known, same.to(torch.int32).argmax(dim=-1).to(torch.int32), own)
+    above = place.gather(1, second.parent.clamp(min=0).long())
+    higher = torch.where(same, second.score[..., None], -torch.inf).amax(dim=1)
+    return Nodes(
+        torch.cat([first.tokens, second.tokens], dim=1),
+        torch.cat([first.parent, torch.where(second.parent < 0, -1, above)], dim=1),
+        torch.cat([torch.maximum(first.score, higher), torch.where(known, -torch.inf, second.score)], dim=1),
+    )
+
+
+def paths(nodes: Nodes, deepest: int) -> Int[Tensor, "B C deepest"]:
+    """The tokens from the anchor to each node, -1 behind the node."""
+    line: Bool[Tensor, "B C C"] = lines(nodes.parent, deepest)
+    step = torch.arange(1, deepest + 1, device=line.device, dtype=torch.int32)
+    depth = line.sum(dim=-1, dtype=torch.int32)
+    here = line[:, :, None] & (depth[:, None] == step[:, None])[:, None]  # [B, C, deepest, C]
+    tokens = torch.where(here, nodes.tokens[:, None, None], 0).sum(dim=-1, dtype=torch.int32)
+    return torch.where(step <= depth[..., None], tokens, -1)
+
+
+def in_preorder(nodes: Nodes, deepest: int) -> Draft:
+    """The draft of nodes that stand as `best` gives them; of two siblings the better one comes first."""
+    at = torch.arange(nodes.tokens.shape[1], device=nodes.tokens.device, dtype=torch.int32)
+    valid = (nodes.score > -torch.inf).sum(dim=1, dtype=torch.int32)
+    parent = torch.where(at < valid[:, None], nodes.parent, -1)
+    line = lines(parent, deepest)
+    size = line.sum(dim=1, dtype=torch.int32)
+    earlier = (parent[:, None] == parent[..., None]) & (at < at[:, None])
+    behind = torch.where(earlier, size[:, None], 0).sum(dim=-1, dtype=torch.int32) + 1  # the node before it
+    place = torch.where(line, behind[:, None], 0).sum(dim=-1, dtype=torch.int32) - 1
+    above = torch.where(parent < 0, -1, place.gather(1, parent.clamp(min=0).long()))
+    here = place[:, None] == at[:, None]
+    tokens, above = (
+        torch.where(here, rows[:, None], 0).sum(dim=-1, dtype=torch.int32) for rows in (nodes.tokens, above)
+    )
+    return Draft(tokens, valid, above)

@@ -1,0 +1,91 @@
+"""Trees of drafts: a round verifies the best nodes of one or several proposers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dflash.checks import is_count
+from torch_dflash.plan import MOST_TREE_ROWS
+from torch_dflash.proposers.base import Proposer
+from torch_dflash.proposers.composed import Composed
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.several import Beside, Several, States
+from torch_dflash.proposers.trees.nodes import best, in_preorder, join
+from torch_dflash.state import Asked, Draft, Sampling
+
+
+class BestNodes(Several):
+    """Drafts one tree: the nodes of all parts, equal ones once, and of those the best.
+
+    Args:
+        inner: the part that has weights. others: as in `Several`.
+        rows: most rows of a verify pass, the anchor included; a narrower one gets a smaller tree.
+    """
+
+    def __init__(self, inner: Proposer, others: tuple[Proposer, ...], rows: int):
+        super().__init__(inner, others)
+        self.name = " and ".join(part.name for part in self.parts) + " in a tree"
+        self.width, self.depth = rows, min(rows - 1, max(part.deepest for part in self.parts))
+
+    def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
+        return self.draft(pstate, anchor, length, embed, head, Asked(_greedy(anchor), self.width))
+
+    def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
+        most, states, tree = asked.rows - 1, [], None
+        for part, state in zip(self.parts, pstate.parts, strict=True):
+            nodes, state = part.nodes(state, anchor, length, embed, head, asked)
+            nodes = best(nodes, most)
+            tree = nodes if tree is None else best(join(tree, nodes, self.deepest), most)
+            states.append(state)
+        assert tree is not None
+        return in_preorder(tree, self.deepest), States(tuple(states))
+
+
+def _greedy(anchor: Tensor) -> Sampling:
+    floats, ints = torch.zeros_like(anchor, dtype=torch.float32), torch.zeros_like(anchor, dtype=torch.int32)
+    return Sampling(temperature=floats, top_k=ints, top_p=floats + 1, min_p=floats, seed=ints)
+
+
+@dataclass(frozen=True)
+class TreeRecipe:
+    """A `BestNodes` of these arguments."""
+
+    others: tuple[Beside, ...]
+    rows: int
+
+    def build(self, inner: Proposer) -> Proposer:
+        return BestNodes(inner, tuple(one.build() for one in self.others), self.rows)
+
+
+class TreeProposer(Composed):
+    """A drafter's block as a tree: pass ``td.TreeProposer(drafter, rows=16)`` as ``drafter``.
+
+    A round verifies the paths through the block that are likeliest by the drafter, instead of one path. For a
+    sampled row the row's noise is part of what is likely (`docs/proposers.md`).
+
+    Args:
+        drafter: a `DFlashDraftModel`, v1, DFlash2 or DSpark.
+        rows: of the verify pass, the anchor included, from 2 to 64.
+
+    Raises:
+        TypeError: ``drafter`` is something else. ValueError: ``rows`` is out of range.
+    """
+
+    def __init__(self, drafter: Any, rows: int = 16):
+        if not isinstance(drafter, DFlashDraftModel):
+            fix = "pass rows to td.Union" if isinstance(drafter, Composed) else "pass one of td.load_drafter"
+            raise TypeError(f"drafter={type(drafter).__name__}: a tree is made of a drafter's block; {fix}.")
+        check_rows(rows)
+        super().__init__(drafter, TreeRecipe((), rows))
+
+
+def check_rows(rows: Any) -> None:
+    """Raise ``ValueError`` unless a tree may have so many rows."""
+    if not is_count(rows) or not 2 <= rows <= MOST_TREE_ROWS:
+        raise ValueError(
+            f"rows={rows!r}: must be an integer from 2 to {MOST_TREE_ROWS}, the anchor included."
+        )
