@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 import torch_dflash as td
 from torch_dflash.selftest.pairs import make_drafter, randomise
+from torch_dflash.targets.adapter import Target
 
 LENGTHS = (19, 11, 4)
 NEW = 24
@@ -159,7 +160,7 @@ def report(pipe: Connection, case: str, runtime: str, caches: list[str], propose
         target, theirs = varied(case, rows)
     except Exception as error:
         return pipe.send({"outcome": "their generate fails", "detail": _first_line(error)})
-    pipe.send({"distinct": len(set(theirs[0]))})
+    pipe.send({"distinct": len(set(theirs[0]))} | recurrence(target))
     for cache in caches:
         verdicts = {
             name: attempt(target, rows, theirs, name, runtime=runtime, cache=cache) for name in proposers
@@ -167,6 +168,16 @@ def report(pipe: Connection, case: str, runtime: str, caches: list[str], propose
         found = worst([{"proposer": name} | verdict for name, verdict in verdicts.items()])
         ran = [name for name in proposers if verdicts[name]["outcome"] != "refused"]
         pipe.send(found | {"runtime": runtime, "cache": cache, "proposers": ran})
+
+
+def recurrence(target) -> dict[str, Any]:
+    """How many layers keep a recurrent state or a convolution's tail, and of how many; {} for none."""
+    try:
+        specs = Target(target).specs
+    except (TypeError, ValueError):
+        return {}
+    found = [spec.kind for spec in specs if spec.scan or spec.conv]
+    return {"recurrent": len(found), "layers": len(specs)} if found else {}
 
 
 def _first_line(error: Exception) -> str:

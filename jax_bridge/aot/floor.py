@@ -1,12 +1,12 @@
 """The least a pass must read from HBM and compute, and how fast a chip could do it.
 
-The floor of a pass is its weights once and the K/V of the context once; what does not run for text, such
-as a tower for images, is none of it. Target and drafter share one head, and a round reads it in both passes,
-as what the second one needs is only known after the first: a round's floor is the sum of both, the head
-twice. What is left out is small: activations, the block's own K/V, and
-the embedding and a selector's codebooks, of which a pass reads a few rows per token. A tied embedding is the
-head. Of a prompt chunk they are less small, hundreds of rows that they are, but its floor leaves them out
-too.
+The floor of a pass is its weights once, the K/V of the context once, and recurrent states once read and once
+written; what does not run for text, such as a tower for images, is none of it. Target and drafter share one
+head, and a round reads it in both passes, as what the second one needs is only known after the first: a
+round's floor is the sum of both, the head twice. What is left out is small: activations, the block's own
+K/V, and the embedding and a selector's codebooks, of which a pass reads a few rows per token. A tied
+embedding is the head. Of a prompt chunk they are less small, hundreds of rows that they are, but its floor
+leaves them out too.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ def _names(pair: Pair) -> dict[int, str]:
 
 
 def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: int = 1) -> int:
-    """Weights and cached K/V that the target reads for ``rows`` per sequence, the last at ``context``."""
+    """What the target reads for ``rows`` per sequence, the last at ``context``: weights and cached K/V.
+
+    Recurrent states are read once and written once.
+    """
     batch, target, names = pair.plan.batch_size, pair.target, _names(pair)
     embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     reads = {name: size for name, size in _sizes(params).items() if name.startswith("target.")}
@@ -152,7 +155,9 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: i
     cached = sum(
         (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, rows) for spec in target.specs
     )
-    return sum(reads.values()) + batch * params[names[id(embedding.weight)]].dtype.itemsize * cached // shares
+    item = params[names[id(embedding.weight)]].dtype.itemsize
+    states = sum(spec.state_bytes(item) for spec in target.specs)
+    return sum(reads.values()) + batch * item * cached // shares + 2 * batch * states
 
 
 def _seen(context: int, window: int | None, rows: int) -> int:

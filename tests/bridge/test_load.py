@@ -11,10 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.families import MORE
+from support.hybrids import KINDS as HYBRIDS
+from support.hybrids import make_hybrid
 from support.refusals import refuses
 from support.shell import python
 from support.tiny import BASE, make_drafter, make_pair, make_target, ragged_prompts, randomise
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 from transformers.utils import logging
 
 import jax_bridge as jb
@@ -89,6 +97,34 @@ def test_tokens_are_those_of_from_pretrained(tmp_path, family, shard, stored, dt
             assert td.load_state(tmp_path / "state", engine).length.tolist() == state.length.tolist()
     assert said[0] == said[1]
     assert max(map(max, said[0][1])) > 1
+
+
+@pytest.mark.parametrize("kind", sorted(HYBRIDS.keys() - {"kimi_linear"}))
+def test_arrays_of_recurrent_layers_are_what_from_pretrained_loads(tmp_path, kind):
+    save(make_hybrid(kind).bfloat16(), tmp_path)
+    live = AutoModelForCausalLM.from_pretrained(tmp_path)
+    if kind == "qwen3_5":  # as published: layers that predict several tokens, which no forward reads
+        file = tmp_path / "model.safetensors"
+        more = {"mtp.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}
+        save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    same_values(jb.load(tmp_path), live)
+
+
+def test_convolutions_that_transformers_joins_as_it_loads_are_refused(tmp_path):
+    with refuses(ValueError, "conv1d.weight", "is missing", "AutoModelForCausalLM.from_pretrained"):
+        jb.load(save(make_hybrid("kimi_linear"), tmp_path))
+
+
+def test_the_text_model_of_a_checkpoint_with_images_is_loaded(tmp_path):
+    config = make_hybrid("qwen3_5").config.to_dict()
+    wrapper = Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=config, vision_config={"depth": 1, "hidden_size": 32, "num_heads": 4})
+    )
+    save(wrapper, tmp_path)
+    live = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = jb.load(tmp_path)
+    assert type(loaded.model) is type(live)
+    same_values(loaded, live)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,13 @@ from support.tiny import correlate, make_drafter
 
 import torch_dflash as td
 from torch_dflash.cache.recurrent import RecurrentLayer
+from torch_dflash.decode import Pair
+from torch_dflash.plan import DecodePlan
+from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.targets import tested
+from torch_dflash.targets.adapter import Target
+from torch_dflash.train.features.extract import FeatureExtractor
+from torch_dflash.verify.check import collect_tensors
 
 NEW = 20
 PROMPTS = [[(7 * i + 3) % 89 for i in range(37)], [3, 1, 4], [9, 2, 6, 40, 41, 42, 9, 2, 6]]
@@ -170,3 +177,52 @@ def test_a_layer_that_keeps_another_state_is_refused():
     given: Any = BASE | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}
     with refuses(ValueError, "JambaForCausalLM", "neither a short convolution's nor one of"):
         td.compile(hf.JambaForCausalLM(hf.JambaConfig(**given)).eval(), None, runtime="eager", **SIZES)
+
+
+def test_widths_and_penalties_are_those_of_plain_decoding():
+    target, drafter = pair("qwen3_5")
+    options = {"repetition_penalty": 9.0, "do_sample": False}
+    said = []
+    for given, width in ((None, None), (drafter, "auto"), (drafter, 3)):
+        rules = ("repetition_penalty",)
+        engine = td.compile(target, given, runtime="eager", verify_width=width, processors=rules, **SIZES)
+        said.append(run(engine, PROMPTS, max_new_tokens=NEW, **options)[0])
+    assert said[0] == said[1] == said[2] != [own("qwen3_5", row) for row in range(3)]
+
+
+def test_features_for_training_are_the_targets_own():
+    target = pair("qwen3_5")[0]
+    extract = FeatureExtractor(target, (0, 1), torch.float32, "eager")
+    found = extract(PROMPTS)
+    with torch.no_grad():
+        for row, prompt in enumerate(PROMPTS):
+            states = target(torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
+            torch.testing.assert_close(found[row, : len(prompt), :32], states[1][0])
+
+
+def test_a_tap_before_the_residual_is_seen():
+    """Features of a round are a block's output, which a mixer's is not."""
+    target = pair("qwen3_5")[0]
+    skeleton = Target(target)
+    assert skeleton.blocks.paths == ("model.layers.0", "model.layers.1")
+    own = functional_features(skeleton, target)
+    with torch.no_grad():
+        wanted = target(torch.tensor([PROMPTS[1]]), output_hidden_states=True).hidden_states[1]
+    torch.testing.assert_close(own, wanted)
+    paths = tuple(f"{path}.linear_attn" for path in skeleton.blocks.paths[:1])
+    skeleton.blocks = replace(skeleton.blocks, paths=paths)
+    assert (functional_features(skeleton, target) - wanted).abs().max() > 0.1
+
+
+def functional_features(skeleton, target):
+    """The first layer's tapped output, of a pass over the second prompt."""
+    plan = DecodePlan(1, 64, 4, 4)
+    pair = Pair(skeleton, PlainProposer(), plan)
+    params = collect_tensors(skeleton.model, target, "target.model.")
+    ids = torch.tensor([PROMPTS[1]], dtype=torch.int32)
+    start, count = torch.zeros(1, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+
+    def step(pair):
+        return pair.target(ids, start, pair.target.start(plan), (0,), count=count).features
+
+    return pair.run(step, params)

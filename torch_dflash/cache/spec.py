@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -32,6 +33,10 @@ class LayerSpec:
     window: int | None
     scan: tuple[int, int, int] | None = None
     conv: tuple[int, int] | None = None
+
+    def state_bytes(self, item: int) -> int:
+        """Bytes that a row's recurrent state and tail take, in a model whose numbers take ``item`` bytes."""
+        return max(item, 4) * prod(self.scan or (0,)) + item * prod(self.conv or (0,))
 
 
 @runtime_checkable

@@ -78,9 +78,10 @@ TESTED = frozenset(
 TESTED_RECURRENT = frozenset(
     """
     BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM
-    KimiLinearForCausalLM LaraMiniForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
-    NemotronHForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
-    Qwen3_5MoeForCausalLM
+    KimiLinearForCausalLM LaraMiniForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Lfm2VlForConditionalGeneration Lfm3ForCausalLM Lfm3VlForConditionalGeneration NemotronHForCausalLM
+    OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+    Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
     """.split()
 )
 """The same of models with recurrent layers: some classes build models with them and models without."""
