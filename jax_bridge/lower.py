@@ -26,6 +26,7 @@ from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, holding, inside
 from torch_dflash.progress import Compiling
+from torch_dflash.targets.autocast import uncast
 from torch_dflash.targets.hooks import forgetting
 
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
@@ -107,7 +108,15 @@ def tracing(matmul_precision: str) -> Iterator[None]:
     """
     # In inference mode torch decomposes composite operators out of torchax's sight.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
-    with _tracing, inside(_tracing), plain, precise, sharing(), warnings.catch_warnings():
+    with (
+        _tracing,
+        inside(_tracing),
+        plain,
+        precise,
+        sharing(),
+        uncast(),
+        warnings.catch_warnings(),
+    ):
         # torch indexes with int64, which JAX narrows; every index here fits int32.
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         yield

@@ -128,14 +128,14 @@ def _dense_attention(inputs, key, value, mask):
     return call_jax(_on_slice(dense_on_slice, attend), arrays, key, value, mask)
 
 
-def _linear(rows, weight, bias=None):
+def _linear(input, weight, bias=None):  # torch's own names, for some pass them
     def multiply(rows, weight, bias):
         kept = stored_as(weight)
         if isinstance(kept, Cut):
             return once(cut_linear, rows, kept, bias)
         return once(linear_jax, rows, kept if isinstance(kept, Multiplier | Transposed) else weight, bias)
 
-    return call_jax(multiply, rows, weight, bias)
+    return call_jax(multiply, input, weight, bias)
 
 
 def _stacked_linear(rows, stack, transposed):

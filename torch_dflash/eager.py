@@ -44,7 +44,11 @@ class EagerRuntime:
         return ""
 
     def begin(self, params: Params, rows: RowRequests, stale: bool = False) -> DecodeState:
-        return self._step(begin, params, rows)
+        def afresh(pair: Pair, *args: Any) -> DecodeState:
+            pair.target.forget()  # a weight may have been written since
+            return begin(pair, *args)
+
+        return self._step(afresh, params, rows)
 
     def retire(self, state: DecodeState) -> None:
         """It is freed with its last reference."""

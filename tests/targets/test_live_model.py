@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import logging
+import operator
 import types
 import weakref
 
@@ -152,6 +154,168 @@ def test_a_hook_that_looks_beyond_its_own_position_is_refused(hook, drafter):
     td.compile(target, drafter, runtime="eager", max_length=64, verify=False)
 
 
+def in_steps_alone(module, args, out):
+    """As many a steering hook: a prompt is let be."""
+    return out * 3 if out.shape[1] == 1 else out
+
+
+def in_the_prompt_alone(module, args, out):
+    return out * 3 if out.shape[1] > 1 else out
+
+
+class Steered(transformers.LlamaForCausalLM):
+    """A class that does more once an attribute is set, which no twin of the class has."""
+
+    steer = None
+
+    def forward(self, input_ids=None, position_ids=None, **more):
+        out = super().forward(input_ids=input_ids, position_ids=position_ids, **more)
+        if self.steer is not None:
+            out.logits[:, -1] += self.steer
+        return out
+
+
+class Suppressing(transformers.LlamaForCausalLM):
+    """A class whose `generate` does more than its forward."""
+
+    def _get_logits_processor(self, *args, **more):
+        found = super()._get_logits_processor(*args, **more)
+        found.append(transformers.SuppressTokensLogitsProcessor(list(range(40))))
+        return found
+
+
+def set_later(monkeypatch):
+    target = randomise(Steered(transformers.LlamaConfig(**BASE)), 0)
+    target.steer = torch.linspace(-6, 6, target.config.vocab_size)
+    return target
+
+
+def beyond_the_twins_layers(monkeypatch):
+    whole = modeling_llama.LlamaDecoderLayer.forward
+
+    def patched(self, rows, *args, **more):
+        out = whole(self, rows, *args, **more)
+        if self.self_attn.layer_idx == 3:
+            out = torch.cat([out[:, :-1], out[:, -1:] + torch.linspace(-3, 3, out.shape[-1])], dim=1)
+        return out
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", patched)
+    return make_target("llama")
+
+
+def hooked(hook):
+    def make(monkeypatch):
+        target = make_target("llama")
+        target.model.layers[1].mlp.register_forward_hook(hook)
+        return target
+
+    return make
+
+
+def suppressing_behind_a_hook(monkeypatch):
+    target = randomise(Suppressing(transformers.LlamaConfig(**BASE)), 0)
+    target.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2)
+    return target
+
+
+LIVE_ALONE = {
+    "steps alone": (hooked(in_steps_alone), "tells single tokens from prompts"),
+    "the prompt alone": (hooked(in_the_prompt_alone), "tells single tokens from prompts"),
+    "an attribute": (set_later, "looks at other positions"),
+    "a later layer": (beyond_the_twins_layers, "looks at other positions"),
+    "generate": (suppressing_behind_a_hook, "it changes logits"),
+}
+
+
+@pytest.mark.parametrize("kind", LIVE_ALONE)
+def test_what_no_forward_of_a_twin_shows_is_refused(kind, monkeypatch):
+    make, words = LIVE_ALONE[kind]
+    with refuses(ValueError, words, "its own generate"):
+        td.compile(make(monkeypatch), td.NGramProposer(4), runtime="eager", max_length=64)
+
+
+def test_a_verdict_is_not_that_of_a_hook_before_it_changed():
+    target, modes = make_target("llama"), [0, "all"]
+    get = functools.partial(operator.getitem, iter(lambda: modes[1], None))  # no guard looks into this
+
+    def hook(module, args, out):
+        return out * 2 if next(get.args[0]) == "all" else last_alone(module, args, out)
+
+    target.model.layers[1].mlp.register_forward_hook(hook)
+    td.compile(target, None, runtime="eager", max_length=64)
+    modes[1] = "last"
+    with refuses(ValueError, "looks at other positions"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+def test_attention_that_was_patched_is_refused(monkeypatch):
+    whole = modeling_llama.eager_attention_forward
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *args, **more: whole(*args, **more))
+    target = make_target("llama")
+    with refuses(ValueError, "modeling_llama.eager_attention_forward", "put transformers' own back"):
+        td.compile(target, None, runtime="eager", max_length=64)
+
+
+class Merged(nn.Module):
+    """Multiplies its weights once, until it is trained again."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.turn, self.whole = inner, nn.Parameter(torch.eye(inner.out_features)), None
+
+    def train(self, mode=True):
+        self.whole = None
+        return super().train(mode)
+
+    def forward(self, rows):
+        if self.whole is None:
+            self.whole = (self.turn @ self.inner.weight).detach()
+        return nn.functional.linear(input=rows, weight=self.whole)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_weight_that_a_module_multiplies_once_is_multiplied_in_every_request(runtime):
+    target = make_target("llama")
+    for layer in target.model.layers:
+        layer.mlp.down_proj = Merged(layer.mlp.down_proj)
+    engine = td.compile(target.eval(), None, runtime=runtime, max_length=64)
+    before = text_of(engine)
+    assert before == own_text(target, PROMPT, NEW)
+    target.train()
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.mlp.down_proj.turn.mul_(-3)
+    assert text_of(engine) == own_text(target.eval(), PROMPT, NEW) != before
+
+
+class Published(nn.Module):
+    """Rotary embeddings as modelling files of older releases have them."""
+
+    def __init__(self, frequencies):
+        super().__init__()
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(self, rows, position_ids):
+        with torch.autocast(device_type=rows.device.type, enabled=False):
+            turns = position_ids[:, :, None].float() * self.inv_freq
+            turns = torch.cat((turns, turns), dim=-1)
+        return turns.cos().to(rows.dtype), turns.sin().to(rows.dtype)
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_forward_may_turn_autocast_off_and_not_on(runtime):
+    target = make_target("llama")
+    target.model.rotary_emb = Published(target.model.rotary_emb.inv_freq.clone())
+    engine = td.compile(target, None, runtime=runtime, max_length=64)
+    wanted = own_text(target, PROMPT, NEW)
+    assert text_of(engine) == wanted
+    target.forward = torch.autocast("cpu", dtype=torch.bfloat16)(target.forward)  # as accelerate prepares
+    with refuses(ValueError, "turns torch.autocast on", "unwrap_model"):
+        text_of(engine)
+    del target.forward
+    assert text_of(engine) == wanted
+
+
 def test_weights_that_a_hook_closes_over_are_refused_on_xla_by_name():
     target = make_target("llama")
     beside = nn.Linear(target.config.hidden_size, target.config.hidden_size)
@@ -248,6 +412,43 @@ def test_a_hook_that_logs_keeps_nothing(caplog):
         logging.getLogger(f"another {number}").debug("")
         text_of(engine)
         assert CHANGED not in caplog.text
+
+
+class Linear8bitLt(nn.Linear):
+    """Named as bitsandbytes' own."""
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+PARTS = {
+    "8 bits": (
+        lambda t: setattr(t.model.layers[0].mlp, "up_proj", Linear8bitLt(32, 64)),
+        "load_in_4bit=True",
+    ),
+    "an embedding": (lambda t: t.set_input_embeddings(Around(t.get_input_embeddings())), "property weight"),
+    "a script": (
+        lambda t: setattr(
+            t.model.layers[0], "mlp", torch.jit.trace(t.model.layers[0].mlp, torch.ones(1, 2, 32))
+        ),
+        "TorchScript",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_that_cannot_be_bound_are_named(part):
+    target, (change, words) = make_target("llama"), PARTS[part]
+    change(target)
+    with refuses(ValueError, "LlamaForCausalLM", words):
+        td.compile(target, None, runtime="eager", max_length=64)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -369,14 +570,26 @@ class Scale(nn.Module):
         self.by, self.gain = 2.0, nn.Parameter(torch.ones(size))
 
 
+class Shared:
+    """Settings in a class."""
+
+    gain = 1.0
+
+
+shared = types.ModuleType("settings_of_a_hook")
+shared.GAIN = 1.0
+
+
 class Switch:
     """What a hook's object holds."""
 
     def __init__(self, scale):
         self.scale, self.settings = scale, {"vector": torch.ones(scale.gain.shape), "array": np.ones(3)}
+        self.args, self.table = argparse.Namespace(gain=1.0), {1: {"gain": 1.0}}
 
     def hook(self, module, args, out):
-        return out * self.scale.by * self.scale.gain * self.settings["vector"]
+        gain = self.args.gain * self.table[1]["gain"] * Shared.gain * shared.GAIN
+        return out * self.scale.by * self.scale.gain * self.settings["vector"] * gain
 
 
 REACHED = {
@@ -389,6 +602,10 @@ REACHED = {
     "an array": lambda switch, target: switch.settings["array"].__imul__(3),
     "a hook": lambda switch, target: switch.scale.register_forward_hook(lambda module, args, out: out * 2),
     "an object": lambda switch, target: setattr(switch, "scale", Scale(target.config.hidden_size * 1)),
+    "a namespace": lambda switch, target: setattr(switch.args, "gain", 2.0),
+    "an inner dict": lambda switch, target: switch.table[1].update(gain=2.0),
+    "a class": lambda switch, target: setattr(Shared, "gain", Shared.gain + 1),
+    "a module": lambda switch, target: setattr(shared, "GAIN", shared.GAIN + 1),
 }
 
 

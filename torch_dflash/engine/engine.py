@@ -51,6 +51,7 @@ from torch_dflash.runtime import Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.guard import Guard
+from torch_dflash.targets.tested import check_instance
 from torch_dflash.targets.weights import Restructured, arrays_of, mesh_of, model_of
 from torch_dflash.verify.check import verify_class
 
@@ -82,6 +83,7 @@ class Engine(OfOneProcess):
         """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
         options, model = self.options, model_of(target)
         check_target(model)
+        check_instance(model)
         for _ in range(KEPT):
             guard = Guard(model)
             skeleton = Target(model)

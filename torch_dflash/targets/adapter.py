@@ -30,6 +30,8 @@ from torch_dflash.targets.skeleton import build_skeleton, remembered_in
 from torch_dflash.targets.tested import check_implementations, check_instance
 from torch_dflash.targets.trace import trace_layers
 
+_ABSENT = object()
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -57,7 +59,7 @@ class Target(nn.Module):
         super().__init__()
         check_target(model)
         check_static_rope(model.config)
-        check_implementations(model.config.get_text_config())
+        check_implementations(model)
         check_instance(model)
         self.model: Any = build_skeleton(model)
         runs = model.device.type != "meta"
@@ -68,8 +70,18 @@ class Target(nn.Module):
             self.specs, self.blocks = trace_layers(tried, own if runs else None)
         self.written = written_in(tried, before)
         self._scans = find_scans(self.model)
+        self._first = [(vars(self.model.get_submodule(path)), key) for path, key in self.written]
+        self._first = [(own, key, own.get(key, _ABSENT)) for own, key in self._first]
         self._windows = tuple(spec.window for spec in self.specs)
         self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
+
+    def forget(self) -> None:
+        """Put back what earlier forwards wrote to attributes: a weight may have been multiplied into it."""
+        for own, key, value in self._first:
+            if value is _ABSENT:
+                own.pop(key, None)
+            else:
+                own[key] = value
 
     @property
     def config(self):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import itemgetter
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.targets.hooks import TORCHS, hooks_of
+from torch_dflash.targets.reached import DEEP as _DEEP
 from torch_dflash.targets.reached import MOST, globals_of, is_theirs, parts
 from torch_dflash.targets.skeleton import configs_of
 
@@ -39,11 +40,10 @@ IGNORED = TORCHS | frozenset(
 # What transformers and Python note in a class as they ask it something.
 _NOTES = frozenset(
     "_auto_class _can_set_attn_implementation_cached_value _can_set_experts_implementation_cached_value "
-    "_abc_impl __abstractmethods__ __annotations__ __doc__ __weakref__ __dict__".split()
+    "_abc_impl __abstractmethods__ __annotations__ __doc__ __weakref__ __dict__ __warningregistry__".split()
 )
 _HELPERS = {part.__name__ for part in (activations, masking_utils, modeling_rope_utils)}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DEEP = 3
 _SMALL = 1 << 16
 _MISSING = object()
 
@@ -56,8 +56,8 @@ class Guard:
 
     Looked at are the modules, their attributes and hooks, the configs, the classes, and the names that
     functions of the modelling files read. A plain value counts by its value; a collection or an object in an
-    attribute, and what a hook closes over or names, by what they hold, three levels deep. What lies deeper,
-    and a global of a modelling file that is changed in place, is not seen.
+    attribute, and what a hook or a patch closes over or names, by what they hold, four levels deep. What lies
+    deeper, and a global of a modelling file that is changed in place, is not seen.
 
     Args:
         model: the live model.
@@ -72,6 +72,7 @@ class Guard:
         for kind in {type(module) for module in model.modules()}:  # torch's, too
             self._spaces.append(_Space(partial(_forward_of, kind), frozenset(), 0, note))
         self._spaces.append(_Space(partial(_swapped, parts[0] if parts else None), frozenset(), 0, note))
+        self._spaces.append(_Space(partial(vars, functional), _NOTES, 0, note))
 
     @classmethod
     def of_classes(cls, model: nn.Module) -> Guard:
@@ -103,8 +104,12 @@ class _Space:
         self._read, self._ignored = read, ignored
         found = dict(read() or {})
         self._ids = tuple(map(id, found.values()))
-        self._checks = {key: _check(value, deep, note) for key, value in found.items() if key not in ignored}
-        inside = {key for key in self._checks if type(found[key]) not in _PLAIN and deep}
+        # A function of somebody's, such as a patch of a modelling file, is looked into wherever it lies.
+        levels = {key: deep or _DEEP * _is_somebodys(value) for key, value in found.items()}
+        self._checks = {
+            key: _check(value, levels[key], note) for key, value in found.items() if key not in ignored
+        }
+        inside = {key for key in self._checks if type(found[key]) not in _PLAIN and levels[key]}
         fixed = PreTrainedConfig | property | type
         self.inside = [
             key for key in inside if not isinstance(found[key], fixed) and not is_theirs(found[key])
@@ -189,6 +194,13 @@ class _Module:
 def _which_tensors(own: dict[str, Any]) -> list[tuple[str, bool]]:
     """Names of a module's parameters and buffers, and whether there is one."""
     return [(key, leaf is None) for name in ("_parameters", "_buffers") for key, leaf in own[name].items()]
+
+
+def _is_somebodys(value: Any) -> bool:
+    """Whether it is a function, or a method, of neither torch nor transformers."""
+    if isinstance(value, type | nn.Module) or not callable(value) or is_theirs(value):
+        return False
+    return function_of(value) is not None or isinstance(value, MethodType)
 
 
 def classes_of(model: nn.Module) -> list[type]:
@@ -295,8 +307,6 @@ def _swapped(config: Any) -> dict[str, Any]:
         "attention": ALL_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)),
         "mask": ALL_MASK_ATTENTION_FUNCTIONS.get(getattr(config, "_attn_implementation", None)),
         "experts": ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None)),
-        "sdpa": functional.scaled_dot_product_attention,
-        "softmax": functional.softmax,
     }
     everywhere = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
     return found | {f"hook {number}": hook for one in everywhere for number, hook in one.items()}
@@ -336,6 +346,8 @@ def _check(value: Any, deep: int, note: Any) -> Check:
     if isinstance(value, set | frozenset):
         known = frozenset(map(id, value)), len(value)
         return lambda now: same(now) and (frozenset(map(id, now)), len(now)) == known
+    if isinstance(value, MethodType) and not isinstance(value.__self__, nn.Module):
+        deep += 1  # an object is as near as its method; a module is looked into however far it lies
     checks = {key: _check(held, deep - 1, note) for key, held in parts(value).items()}
 
     def check(now: Any) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 DEEP = 4
 MOST = 1_000
 _BUILT_IN = ("builtins", "torch")
+_HOLDERS = ("argparse", "collections", "types")
+"""Python's own modules whose objects hold what their users set: namespaces and user-made collections."""
+_LIBRARIES = ("torch", "transformers", "numpy", "jax", "torch_dflash", "jax_bridge")
 _THEIRS = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, transformers))
 
 
@@ -61,6 +64,7 @@ def parts(value: Any) -> dict[str, Any]:
     if isinstance(value, FunctionType):
         space, names = globals_of(value)
         found = {name: space[name] for name in names}  # a variable that it closes over may have such a name
+        found |= _named_inside(value, found)
         found |= {f"cell {name}": cell.cell_contents for name, cell in cells_of(value).items()}
         return found | {"default values": value.__defaults__, "keyword defaults": value.__kwdefaults__}
     if isinstance(value, MethodType):
@@ -68,13 +72,42 @@ def parts(value: Any) -> dict[str, Any]:
     if isinstance(value, partial):
         return {"function": value.func, "args": value.args, "more": value.keywords}
     slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
-    return (attributes(value) or {}) | slots
+    return (attributes(value) or {}) | slots | _of_class(type(value))
+
+
+def _named_inside(function: FunctionType, found: dict[str, Any]) -> dict[str, Any]:
+    """What ``function`` names of modules and classes of somebody's, such as ``settings.GAIN``."""
+    names = set(names_in(function.__code__))
+    inside = {}
+    for owner, held in found.items():
+        if isinstance(held, ModuleType) and not _is_librarys(held.__name__):
+            space = vars(held)
+        elif isinstance(held, type):
+            space = _of_class(held)
+        else:
+            continue
+        inside |= {f"{owner}.{name}": space[name] for name in names & space.keys()}
+    return inside
+
+
+def _is_librarys(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}
+
+
+def _of_class(kind: type) -> dict[str, Any]:
+    """Attributes and methods of a class of somebody's, without Python's own."""
+    found = {}
+    for base in reversed(kind.__mro__[:-1]):
+        if not _is_librarys(base.__module__):
+            found |= {name: value for name, value in vars(base).items() if not name.startswith("__")}
+    return found
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
     """Those of an object of somebody's; not of Python's own, such as a logger, which notes who asked it."""
     root = type(value).__module__.partition(".")[0]
-    if root in sys.stdlib_module_names - {"__main__"} and type(value) is not SimpleNamespace:
+    if root in sys.stdlib_module_names - {"__main__", *_HOLDERS}:
         return None
     own = getattr(value, "__dict__", None)
     return own if isinstance(own, dict) else None

@@ -152,7 +152,7 @@ def _with_parts(function: FunctionType, parts: list[Any], twins: dict[int, Any])
 
 def configs_of(model: nn.Module) -> list[Any]:
     """The configs that modules of ``model`` hold, each once, the model's own first."""
-    held = [vars(module).get("config") for module in model.modules()]
+    held = [value for module in model.modules() for value in vars(module).values()]
     return list({id(one): one for one in held if isinstance(one, PreTrainedConfig)}.values())
 
 

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.targets.guard import classes_of, function_of, names_read
 from torch_dflash.targets.hooks import hooks_of
+from torch_dflash.targets.weights import model_of
 
 TRANSFORMERS = str(Path(transformers.__file__).parent) + os.sep
 _HOMES = (
@@ -141,7 +142,7 @@ def at_home(value: Any) -> bool:
     )
 
 
-def check_implementations(config: Any) -> None:
+def check_implementations(model: Any) -> None:
     """Refuse attention or experts that are not transformers' and torch's own: they would not run.
 
     Raises:
@@ -152,6 +153,14 @@ def check_implementations(config: Any) -> None:
         ("attn", "_attn_implementation", ALL_MASK_ATTENTION_FUNCTIONS),
         ("experts", "_experts_implementation", ALL_EXPERTS_FUNCTIONS),
     )
+    config = model.config.get_text_config()
+    for module in {kind.__module__ for kind in classes_of(model)}:
+        own = vars(sys.modules[module]).get("eager_attention_forward")
+        if module.startswith("transformers.models.") and own is not None and not at_home(own):
+            raise ValueError(
+                f"{module}.eager_attention_forward is {own!r}, not transformers' own, and would not run; "
+                "put transformers' own back, or use the target's own generate."
+            )
     for kind, field, registry in kinds:
         name = getattr(config, field, None)
         if name in registry and not at_home(registry[name]):
@@ -169,7 +178,7 @@ def check_implementations(config: Any) -> None:
 
 
 def check_instance(model: nn.Module) -> None:
-    """Refuse accelerate's hooks, bitsandbytes' packed layers, aLoRA, and replaced methods of `generate`.
+    """Refuse what cannot be copied or bound, hooks that move weights, aLoRA, replaced parts of `generate`.
 
     Raises:
         ValueError: names the module, and how to undo the change.
@@ -183,11 +192,28 @@ def check_instance(model: nn.Module) -> None:
                 "accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
                 "offloading, before passing it."
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{type(model).__name__}.{name} is a TorchScript module, which cannot be copied; put back "
+                "the module that it was made of."
+            )
+        if type(module).__name__ == "Linear8bitLt":
+            raise ValueError(
+                f"{type(model).__name__}.{name} is a Linear8bitLt of bitsandbytes, whose state lies beside "
+                "its weight, and is not decoded here; load the model with load_in_4bit=True, or without."
+            )
         if getattr(module, "support_avx512bf16_for_cpu", False) and model.device.type == "cpu":
             raise ValueError(
                 f"{type(model).__name__}.{name} is a {type(module).__name__} of bitsandbytes, which packs "
                 "its weight for this CPU in its first forward, and packed weights are not decoded here; load "
                 "the model anew and set support_avx512bf16_for_cpu=False of such modules before any forward."
+            )
+    for kind in ("input", "output"):
+        part = getattr(model, f"get_{kind}_embeddings")()
+        if part is not None and not isinstance(getattr(part, "weight", None), torch.Tensor):
+            raise ValueError(
+                f"{type(model).__name__}.get_{kind}_embeddings() is a {type(part).__name__} without a "
+                "weight, which is read; give it a property weight that returns the inner layer's."
             )
     for name, config in (vars(model).get("peft_config") or {}).items():
         if getattr(config, "alora_invocation_tokens", None):
@@ -199,6 +225,7 @@ def check_instance(model: nn.Module) -> None:
     for name, value in vars(model).items():
         own = name == "generate" and isinstance(value, partial) and value.keywords.get("model") is model
         if callable(getattr(GenerationMixin, name, None)) and not own and not at_home(value):
+            model_of(getattr(value, "__self__", None))  # says it of a learned prompt, which PEFT hangs in so
             raise ValueError(
                 f"{type(model).__name__} carries a replaced {name}, which only its own generate would call; "
                 f"delete it (`del model.{name}`) before passing the model."

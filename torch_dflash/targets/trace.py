@@ -19,6 +19,7 @@ from torch_dflash.cache.dense import attend_densely
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import context_of, field_of
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.targets.autocast import TurnsAutocastOn, uncast
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.targets.hooks import keeping_nothing
 from torch_dflash.targets.masks import read_window
@@ -210,6 +211,8 @@ def _trace(skeleton: Any, name: str, implementation: str | None) -> Traced:
         cache.check_answered()
     except Refusal as refusal:
         raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
+    except TurnsAutocastOn as error:
+        raise ValueError(f"target={name}: {error}") from error
     except Exception as error:  # whatever a model of another kind trips over
         # Recurrent layers look for a state of their own in the cache, and find no entry.
         reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else repr(error)
@@ -251,7 +254,8 @@ class _OnMeta(TorchDispatchMode):
 def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int) -> None:
     ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
     position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
-    with torch.no_grad(), remembered_in(cache), scanning(skeleton, find_scans(skeleton)), _OnMeta():
+    scans = scanning(skeleton, find_scans(skeleton))
+    with torch.no_grad(), remembered_in(cache), scans, _OnMeta(), uncast():
         skeleton(input_ids=ids, position_ids=position, **{CACHE: cache, "use_cache": True})
 
 

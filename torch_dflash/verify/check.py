@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -32,6 +33,8 @@ from torch_dflash.verify.result import Agreement
 from torch_dflash.verify.twin import PROMPT, SPECIAL, VOCAB, build_twin
 
 BLOCK = 4
+STEPS = 6
+"""Tokens that a live target's own `generate` says while it is tried."""
 WIDEST = 32
 """Rows of the widest block that a twin is tried with."""
 MOST_ROWS = 8
@@ -86,9 +89,9 @@ _verdicts: weakref.WeakKeyDictionary[Any, list[_Verdict]] = weakref.WeakKeyDicti
 def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str, recurrent: bool = False) -> None:
     """Refuse a target that is not as tested, and that blocks decode otherwise than its own forward computes.
 
-    A class that is not tested, or is patched, is tried on a tiny random twin; a target with hooks, adapters
-    or modules that its class does not build is tried itself, on a short text. Tried are the plan's cache,
-    width and rows, once for each structure. ``recurrent``: whether it has recurrent layers.
+    A class that is not tested, or is patched, is tried on a tiny random twin, once for each structure. The
+    target itself, with its hooks, adapters, attributes and modules, is tried on a short text. Tried are the
+    plan's cache, width and rows. ``recurrent``: whether it has recurrent layers.
 
     Raises:
         ValueError: the logits part from those of its own forward, or there can be no twin.
@@ -96,32 +99,75 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str, recurr
     if is_tested(target, recurrent):
         return
     shape = plan.cache, min(plan.verify_width, WIDEST), min(plan.batch_size, MOST_ROWS)
-    by_twin = is_as_built(target)
-    # A twin's verdict is of the class, whichever model of it is asked; a live one's is of the model.
-    known = _verdicts.setdefault(type(target) if by_twin else target, [])
+    by_twin, loaded = is_as_built(target), target.device.type != "meta"
+    fault = _fault_of_class(target, shape, runtime) if by_twin else None
+    if loaded or not by_twin:
+        fault = fault or _fault_of(_fault_of_live, target, shape, runtime)
+    if loaded:
+        fault = fault or _fault_of_generate(target)
+    if fault is not None:
+        raise ValueError(f"target={type(target).__name__}: {fault}")
+
+
+def _fault_of_class(target: PreTrainedModel, shape: tuple, runtime: str) -> str | None:
+    """By its twin: the verdict is of the class, whichever model of it is asked."""
+    known = _verdicts.setdefault(type(target), [])
     parts = parts_of(target.config)
     asked = repr(target.config.to_dict()), tuple(map(type, parts)), shape, runtime
     for verdict in known:
         if verdict.asked == asked and verdict.guard.holds():
-            break
-    else:
-        guard = Guard.of_classes(target) if by_twin else Guard(target)
-        verdict = _Verdict(asked, guard, _fault_of(target, shape, runtime, by_twin))
-        known[MOST_KNOWN:] = []
-        known.insert(0, verdict)
-    if verdict.fault is not None:
-        raise ValueError(f"target={type(target).__name__}: {verdict.fault}")
+            return verdict.fault
+    fault = _fault_of(_fault_of_twin, target, shape, runtime)
+    known[MOST_KNOWN:] = []
+    known.insert(0, _Verdict(asked, Guard.of_classes(target), fault))
+    return fault
 
 
-def _fault_of(target: PreTrainedModel, shape: tuple, runtime: str, by_twin: bool) -> str | None:
+def _fault_of(trial: Callable, target: PreTrainedModel, shape: tuple, runtime: str) -> str | None:
     fault = _fault_of_writes(target) if runtime == "xla" else None
     # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
     # may be missed, and must not decide the text.
     trials = [(True, False), (False, True)] if runtime == "eager" else [(False, False)]
     for keeps, may_raise in trials:
-        trial = _fault_of_twin if by_twin else _fault_of_live
         fault = fault or trial(target, *shape, keeps=keeps, may_raise=may_raise)
     return fault
+
+
+def _fault_of_generate(target: Any) -> str | None:
+    """Of hooks and patches that tell single tokens from a prompt, and of what `generate` does beside them."""
+    if not hasattr(type(target), "generate"):
+        return None
+    alone = copy.copy(target)  # the modules are the target's own, and another thread may read its configs
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    alone.generation_config = GenerationConfig(
+        max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0, **options
+    )
+    ids = _ids(target.get_input_embeddings().weight.shape[0], 1, PROMPT).long().to(target.device)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), target.device:
+            out = type(target).generate(alone, ids, attention_mask=torch.ones_like(ids))
+            own = _own_logits(target, out.sequences, PROMPT - 1)[:-1].float()
+            with _rounded(target):
+                rounded = _own_logits(target, out.sequences, PROMPT - 1)[:-1].float()
+    except Exception as error:  # somebody's own modules may do anything
+        return f"its own generate cannot be tried ({_first_line(error)}). verify=False decodes without."
+    said = torch.cat(out.logits).float()
+    gaps = (said - own).abs().amax(dim=1).nan_to_num(nan=torch.inf)
+    at, noise = PROMPT - 1 + int(gaps.argmax()), float((rounded - own).abs().max())
+    agreement = Agreement(float(gaps.max()), at, float(own.std()), noise, len(gaps), out.logits[0].dtype)
+    if not agreement.holds:
+        return (
+            "its own generate, which steps token by token, is not what its forward computes of the whole "
+            f"text: {agreement}. What tells single tokens from prompts, as a hook may, cannot be decoded in "
+            "blocks; use its own generate."
+        )
+    if not all(map(torch.equal, out.scores, out.logits)):
+        return "its generate does more than its forward: it changes logits. Use its own generate."
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _fault_of_live(
@@ -138,10 +184,9 @@ def _fault_of_live(
     except Exception as error:  # somebody's own modules may do anything
         if may_raise:
             return None
-        reason = str(error).partition("\n")[0]
         return (
-            f"it has hooks, adapters or modules of its own, and it cannot be tried ({type(error).__name__}: "
-            f"{reason}). verify=False decodes without."
+            f"it has hooks, adapters or modules of its own, and it cannot be tried ({_first_line(error)}). "
+            "verify=False decodes without."
         )
     if agreement.holds:
         return None
@@ -165,11 +210,10 @@ def _fault_of_twin(
     except Exception as error:  # a class that is not known may do anything
         if may_raise:
             return None
-        reason = str(error).partition("\n")[0]
         return (
             "this class is not among those tested, and no tiny twin of it could be tried "
-            f"({type(error).__name__}: {reason}). torch_dflash.check(target) tries the target itself; "
-            "verify=False decodes without."
+            f"({_first_line(error)}). torch_dflash.check(target) tries the target itself; verify=False "
+            "decodes without."
         )
     if not agreement.holds:
         return (
