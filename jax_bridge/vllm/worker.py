@@ -37,6 +37,17 @@ class Runner(TPUModelRunner):
             vars(own).update(vars(self.vllm_config) | {"speculative_config": own.speculative_config})
             self.vllm_config = own
 
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self._pre_async_results  # of the step before, with async scheduling
+        if before is not None:
+            # A request that was preempted computes its prompt and its text anew, in chunks. All of these tokens
+            # come from the scheduler; upstream takes those behind the prompt for the last step's samples, and
+            # fails on their number.
+            names = {before.req_ids[at] for at in before.discard_sampled_tokens_req_indices}
+            for name in names | scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+                before.placeholder_req_id_to_index.pop(name, None)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return super().get_kv_cache_spec() | self.drafter.kv_cache_spec()
 

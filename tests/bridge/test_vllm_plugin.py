@@ -13,7 +13,14 @@ from torch_dflash.integrations.vllm.refusals import refuse
 def config(**changed):
     """What the plug-in reads of vLLM's configuration; ``part__field`` changes one field."""
     parts = {
-        "speculative_config": {"method": "dflash", "num_speculative_tokens_per_batch_size": None},
+        "speculative_config": {
+            "method": "dflash",
+            "num_speculative_tokens_per_batch_size": None,
+            "draft_model_config": SimpleNamespace(
+                hf_config=SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
+                model_arch_config=SimpleNamespace(architectures=["DFlash2DraftModel"]),
+            ),
+        },
         "model_config": {"use_mla": False, "is_hybrid": False, "uses_mrope": False},
         "parallel_config": {"pipeline_parallel_size": 1, "worker_cls": "theirs"},
         "cache_config": {"cache_dtype": "auto"},
@@ -101,7 +108,11 @@ def checked(vllm, given):
 
 
 def test_a_torchax_target_with_dflash_gets_our_worker(vllm):
-    assert checked(vllm, config()) == "jax_bridge.vllm.worker.Worker"
+    given = config()
+    assert checked(vllm, given) == "jax_bridge.vllm.worker.Worker"
+    drafter = given.speculative_config.draft_model_config
+    assert drafter.hf_config.layer_types is None  # for which vLLM's own runner would refuse the drafter
+    assert drafter.model_arch_config.architectures == ["DFlashDraftModel"]
 
 
 @pytest.mark.parametrize(

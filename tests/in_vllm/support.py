@@ -6,6 +6,7 @@ from pathlib import Path
 
 import engine
 import pair
+from replay import Replay
 
 FOLDER = Path(tempfile.mkdtemp(prefix="in_vllm_"))
 DRAFTS = pair.BLOCK - 1
@@ -40,6 +41,12 @@ def options_of(name, drafted=True):
         given = {"method": "dflash", "model": str(folder / "drafter"), "num_speculative_tokens": DRAFTS}
         found["speculative_config"] = given
     return found
+
+
+@cache
+def replay_of(name):
+    """The replay of a pair's texts."""
+    return Replay(pair_folder(name) / "target", pair_folder(name) / "drafter")
 
 
 _known = {}

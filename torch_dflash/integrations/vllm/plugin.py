@@ -38,10 +38,22 @@ def register() -> None:
         if is_ours(vllm_config):
             check_releases()
             refuse(vllm_config)
-            vllm_config.parallel_config.worker_cls = WORKER
+            take_over(vllm_config)
 
     setattr(check_and_update_config, _MARK, True)
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def take_over(vllm_config: Any) -> None:
+    """Name our worker, and hide from vLLM's checks of its own runners what only our proposer drafts with.
+
+    vLLM refuses windows in a part of a drafter's layers, and DFlash2's selector. We read the drafter's
+    ``config.json`` ourselves.
+    """
+    vllm_config.parallel_config.worker_cls = WORKER
+    drafter = vllm_config.speculative_config.draft_model_config
+    drafter.hf_config.layer_types = None
+    drafter.model_arch_config.architectures = ["DFlashDraftModel"]
 
 
 def is_ours(vllm_config: Any) -> bool:

@@ -1,0 +1,80 @@
+"""Upstream's JAX proposer with a JAX target beside ours with a PyTorch target, in vLLM on a CPU.
+
+    .venv-vllm/env/bin/python benchmarks/vllm_paths.py --json docs/results/vllm_paths.json
+
+In the environment of `make test-vllm`, with its LD_LIBRARY_PATH and ``PYTHONPATH=tests/in_vllm/site``. Both get
+one pair and the same prompts. The two targets compute in bfloat16 by different programs, so their texts part at
+near-ties: each path is held against a replay of its own text.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+IN_VLLM = Path(__file__).parents[1] / "tests" / "in_vllm"
+PATHS = {"ours, PyTorch target": "vllm", "upstream's, JAX target": "flax_nnx"}
+# Upstream divides hidden_size by heads for the width of a drafter's head: here that is right.
+SIZES = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}
+
+
+def one(folder, tokens):
+    """Counts of the path that the environment names."""
+    sys.path.insert(0, str(IN_VLLM))
+    import engine
+    import pair
+    from replay import Replay
+
+    batches = [[(prompt, {"max_tokens": tokens}) for prompt in pair.prompts(12, seed)] for seed in (0, 1, 2)]
+    drafter = str(folder / "drafter")
+    given = {"method": "dflash", "model": drafter, "num_speculative_tokens": pair.BLOCK - 1}
+    answer = engine.run(batches, model=str(folder / "target"), speculative_config=given)
+    replay = Replay(folder / "target", folder / "drafter")
+    drafts, accepted, replayed, alike = map(
+        sum, zip(*(replay.compare(request, pair.BLOCK - 1) for request in answer.requests), strict=True)
+    )
+    each = [0] * (pair.BLOCK - 1)
+    for request in answer.requests:
+        for _, drafted, gained in request["steps"]:
+            for at in range(len(gained) - 1 if drafted else 0):
+                each[at] += 1
+    counts = {"drafts": drafts, "accepted": accepted, "per_position": each}
+    return counts | {"accepted_in_replay": replayed, "drafts_as_in_replay": alike}
+
+
+def main():
+    """Run both paths, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        (args.one / "counts.json").write_text(json.dumps(one(args.one, args.tokens)))
+        return
+    sys.path.insert(0, str(IN_VLLM))
+    import pair
+
+    from torch_dflash.cli.provenance import write_json
+
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pair.save(folder, target=SIZES, drafter=SIZES)
+        for label, implementation in PATHS.items():
+            environment = {"MODEL_IMPL_TYPE": implementation, "DRAFT_MODEL_IMPL_TYPE": implementation}
+            environment |= {"JAX_PLATFORMS": "cpu", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            environment |= {"SKIP_JAX_PRECOMPILE": "1", "HF_HUB_OFFLINE": "1"}
+            command = [sys.executable, __file__, "--one", str(folder), "--tokens", str(args.tokens)]
+            subprocess.run(command, env=os.environ | environment, check=True)
+            found[label] = json.loads((folder / "counts.json").read_text())
+            print(label, found[label], flush=True)
+    if args.json:
+        write_json(args.json, {"paths": found})
+
+
+if __name__ == "__main__":
+    main()
