@@ -2,9 +2,9 @@
 
     .venv-vllm/env/bin/python benchmarks/vllm_paths.py --json docs/results/vllm_paths.json
 
-In the environment of `make test-vllm`, with its LD_LIBRARY_PATH and ``PYTHONPATH=tests/in_vllm/site``. Both get
-one pair and the same prompts. The two targets compute in bfloat16 by different programs, so their texts part at
-near-ties: each path is held against a replay of its own text.
+Runs in the environment of `make test-vllm`, with its LD_LIBRARY_PATH and ``PYTHONPATH=tests/in_vllm/site``.
+Both paths get one pair and the same prompts. The two targets compute in bfloat16 by different programs, so
+their texts part at near-ties: each path is held against a replay of its own text.
 """
 
 import argparse

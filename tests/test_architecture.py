@@ -268,7 +268,7 @@ BUDGETS = {
         "mesh": 560,
         "reference": 1030,
         "train": 240,
-        "vllm": 300,
+        "vllm": 320,
     },
 }
 

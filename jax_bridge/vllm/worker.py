@@ -38,15 +38,25 @@ class Runner(TPUModelRunner):
             self.vllm_config = own
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        before = self._pre_async_results  # of the step before, with async scheduling
-        if before is not None:
-            # A request that was preempted computes its prompt and its text anew, in chunks. All of these tokens
-            # come from the scheduler; upstream takes those behind the prompt for the last step's samples, and
-            # fails on their number.
-            names = {before.req_ids[at] for at in before.discard_sampled_tokens_req_indices}
-            for name in names | scheduler_output.scheduled_cached_reqs.resumed_req_ids:
-                before.placeholder_req_id_to_index.pop(name, None)
+        if self.scheduler_config.async_scheduling:
+            self._take_back(scheduler_output.scheduled_cached_reqs)
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _take_back(self, cached: Any) -> None:
+        """Mend what upstream does to requests that come back after a preemption, with async scheduling.
+
+        Such a request computes its prompt and its text anew, in chunks. The text is the scheduler's: this
+        runner's copy lacks the tokens that were under way when the request left, and holds zeros for them.
+        Upstream takes tokens behind the prompt for samples of the step before, and fails on their number.
+        """
+        for name, tokens in cached.all_token_ids.items():
+            request = self.requests[name]
+            request.output_token_ids[:] = tokens[request.num_prompt_tokens :]
+        before = self._pre_async_results
+        if before is not None:
+            names = {before.req_ids[at] for at in before.discard_sampled_tokens_req_indices}
+            for name in names | cached.resumed_req_ids:
+                before.placeholder_req_id_to_index.pop(name, None)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return super().get_kv_cache_spec() | self.drafter.kv_cache_spec()
