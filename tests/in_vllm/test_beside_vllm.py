@@ -1,4 +1,4 @@
-"""The package itself in vLLM's environment: with its older torch, jax, torchax, transformers and llguidance."""
+"""The package in the environment of vLLM: its torch, jax, torchax, transformers and llguidance are older."""
 
 import os
 import subprocess
