@@ -31,50 +31,62 @@ ROWS = (4, 8, 16, 32, 64)
 
 
 def main() -> None:
-    """Record each set, replay each form, write the JSON."""
+    """Record the prompts, replay each form, write the JSON after each chunk."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="demo")
     parser.add_argument("--drafter", default="demo")
     parser.add_argument("--prompts", nargs="+", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=100, help="prompts of each set")
-    parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--chunk", type=int, default=25, help="prompts of each set that share a batch")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--check", type=int, default=0, help="prompts that are decoded, too")
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
-    loaded, found = load_pair(arguments.target, arguments.drafter), {}
-    for path in arguments.prompts:
-        rounds = record_set(arguments, loaded, path)
-        found[path.stem] = {form: round(sum(own) / len(own), 4) for form, own in rounds.items()}
-        print(path.stem, found[path.stem], flush=True)
+    loaded = load_pair(arguments.target, arguments.drafter, dtype=arguments.dtype)
     checked = check(arguments, loaded) if arguments.check else {}
-    options = {"temperature": arguments.temperature, "prompts of each set": arguments.limit}
-    options |= {"new tokens": arguments.max_new_tokens, "checked by decoding": checked}
-    write_json(arguments.json, options | {"tokens a round": found})
+    rounds: dict[str, dict[str, list[int]]] = {path.stem: {} for path in arguments.prompts}
+    for start in range(0, arguments.limit, arguments.chunk):
+        some = range(start, min(start + arguments.chunk, arguments.limit))
+        for name, forms in record_prompts(arguments, loaded, some).items():
+            for form, own in forms.items():
+                rounds[name].setdefault(form, []).extend(own)
+        means = {
+            name: {form: round(sum(own) / len(own), 4) for form, own in forms.items()}
+            for name, forms in rounds.items()
+        }
+        print(some.stop, means, flush=True)
+        options = {"dtype": arguments.dtype, "temperature": arguments.temperature}
+        options |= {"prompts of each set": some.stop, "new tokens": arguments.max_new_tokens}
+        options |= {"checked by decoding": checked}
+        write_json(arguments.json, options | {"tokens a round": means})
 
 
-def record_set(arguments: argparse.Namespace, loaded: Any, path: Path) -> dict[str, list[int]]:
-    """The tokens of each form's rounds, over all turns of the set's prompts."""
-    prompts, rounds = read_prompts([path])[: arguments.limit], {}
+def record_prompts(
+    arguments: argparse.Namespace, loaded: Any, which: range
+) -> dict[str, dict[str, list[int]]]:
+    """The tokens of each form's rounds by set, over all turns of those prompts; sets share a batch."""
+    prompts = [
+        (path.stem, prompt.turns)
+        for path in arguments.prompts
+        for prompt in read_prompts([path])[which.start : which.stop]
+    ]
+    rounds: dict[str, dict[str, list[int]]] = {path.stem: {} for path in arguments.prompts}
     talks: list[list[dict]] = [[] for _ in prompts]
-    for turn in range(max(len(prompt.turns) for prompt in prompts)):
-        asking = [at for at, prompt in enumerate(prompts) if turn < len(prompt.turns)]
+    for turn in range(max(len(turns) for _, turns in prompts)):
+        asking = [at for at, (_, turns) in enumerate(prompts) if turn < len(turns)]
         for at in asking:
-            talks[at].append({"role": "user", "content": prompts[at].turns[turn]})
-        asked = {at: encode_conversation(loaded.tokenizer, talks[at]) for at in asking}
-        asking.sort(key=lambda at: len(asked[at]))
-        for start in range(0, len(asking), arguments.batch_size):
-            batch = asking[start : start + arguments.batch_size]
-            print(f"{path.stem}, turn {turn + 1}: {start} of {len(asking)}", flush=True)
-            texts, drafts = record(arguments, loaded, [asked[at] for at in batch])
-            for row, (at, text) in enumerate(zip(batch, texts, strict=True)):
-                said = loaded.tokenizer.decode(text, skip_special_tokens=True)
-                talks[at].append({"role": "assistant", "content": said})
-                for form in drafts[0]:
-                    own = [[rows[row] for rows in step[form]] for step in drafts[: len(text) - 1]]
-                    rounds.setdefault(form, []).extend(replay(text, own))
+            talks[at].append({"role": "user", "content": prompts[at][1][turn]})
+        asked = [encode_conversation(loaded.tokenizer, talks[at]) for at in asking]
+        texts, drafts = record(arguments, loaded, asked)
+        for row, (at, text) in enumerate(zip(asking, texts, strict=True)):
+            said = loaded.tokenizer.decode(text, skip_special_tokens=True)
+            talks[at].append({"role": "assistant", "content": said})
+            for form in drafts[0]:
+                own = [[rows[row] for rows in step[form]] for step in drafts[: len(text) - 1]]
+                rounds[prompts[at][0]].setdefault(form, []).extend(replay(text, own))
     return rounds
 
 
@@ -89,6 +101,7 @@ def record(arguments: argparse.Namespace, loaded: Any, asked: list[list[int]]) -
     while not state.done.all():
         told, state = engine.pair.run(step, params, state)
         drafts.append(told)
+        print(f"\r{len(drafts)} of {new}", end="", flush=True)
     texts = []
     for row, prompt in enumerate(asked):
         texts.append(state.tokens[row, len(prompt) : int(state.length[row]) + 1].tolist())
@@ -175,8 +188,9 @@ def replay(text: list[int], drafts: list) -> list[int]:
 
 def check(arguments: argparse.Namespace, loaded: Any) -> dict[str, float]:
     """Tokens a round of some forms, decoded; they must be those of the replay."""
-    path, few = arguments.prompts[0], argparse.Namespace(**(vars(arguments) | {"limit": arguments.check}))
-    rounds = record_set(few, loaded, path)
+    path = arguments.prompts[0]
+    alone = argparse.Namespace(**(vars(arguments) | {"prompts": [path]}))
+    rounds = record_prompts(alone, loaded, range(arguments.check))[path.stem]
     prompts = read_prompts([path])[: arguments.check]
     talks = [[{"role": "user", "content": prompt.turns[0]}] for prompt in prompts]
     ids, mask = pad_rows([encode_conversation(loaded.tokenizer, talk) for talk in talks])
