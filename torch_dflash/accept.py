@@ -40,8 +40,7 @@ def accept_tree(
     """
     row = torch.arange(target.shape[1], device=target.device, dtype=torch.int32)
     seen, depth = tree.seen(), tree.depth
-    before = seen & (depth[:, None] == depth[..., None] - 1)
-    wanted = torch.where(before, target[:, None], 0).sum(dim=-1, dtype=torch.int32)[:, 1:]
+    wanted = torch.where(tree.before(), target[:, None], 0).sum(dim=-1, dtype=torch.int32)[:, 1:]
     equal = (tokens == wanted) & (row[1:] <= tree.valid[:, None])
     equal = torch.cat([torch.ones_like(equal[:, :1]), equal], dim=1)
     picked = (equal[:, None] | ~seen).all(dim=-1)

@@ -168,9 +168,11 @@ def verify(
     rows = torch.cat([ids, spare], dim=1)
     tree = None if drafted.parent is None else _tree(plan, drafted, rows)
     out = pair.target(rows, state.length, state.cache, pair.proposer.taps, state.page_table, tree=tree)
-    own = out.logits[:, :width]
-    tokens = write_rows(state.tokens, ids, state.length, dim=1) if plan.processors else state.tokens
-    text = Text(tokens, rows_at(state.committed, width, tree), ids)
+    own, tree = out.logits[:, :width], None if tree is None else tree.cut(width)
+    tokens = state.tokens
+    if plan.processors and tree is None:
+        tokens = write_rows(tokens, ids, state.length, dim=1)
+    text = Text(tokens, rows_at(state.committed, width, tree), ids, tree, plan.depth or 0)
     picks, scores = _pick(plan, state.rules, text, own, state.sampling)
     features = None if out.features is None else out.features[:, :width]
     return Verified(ids, own, picks, features, out.cache, scores, tree)
@@ -213,9 +215,7 @@ def _accepted(plan: DecodePlan, drafted: Draft, seen: Verified) -> tuple[Verifie
     """(The rows that a round may commit, how many of them it does, which they are of a tree)."""
     if seen.tree is None:
         return seen, accept_chain(drafted, seen.picks), None
-    width = seen.ids.shape[1]
-    tree = Tree(seen.tree.depth[:, :width], seen.tree.end[:, :width], seen.tree.valid)
-    path, count = accept_tree(seen.ids[:, 1:], tree, seen.picks, plan.depth or 1)
+    path, count = accept_tree(seen.ids[:, 1:], seen.tree, seen.picks, plan.depth or 1)
     return seen.along(path), count, path
 
 

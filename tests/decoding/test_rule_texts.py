@@ -10,10 +10,12 @@ from decoding.test_rule_kinds import OPTIONS, VOCAB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scripted import Scripted, pad
+from support.tabled import Tabled, with_path
 from support.tiny import make_target
 
 import torch_dflash as td
 from torch_dflash.engine.rules import KINDS
+from torch_dflash.processors.interface import process
 
 NEW, WIDTH, STOP = 9, 4, 0
 NAMES = [name for name in KINDS if name not in ("grammar", "no_repeat_ngram_size")]
@@ -112,6 +114,40 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
         assert used >= {*DRAWN, *KINDS} - {"grammar", "forced_bos_token_id"}
 
 
+@cache
+def branching():
+    """(An engine whose proposer drafts the trees of a table, the proposer)."""
+    proposer = Tabled(2, 48, rows=8, depth=3)
+    fixed = {"max_length": 32, "batch_size": 2, "prefill_chunk_size": 16, "rounds_per_chunk": 2}
+    return td.compile(target(), proposer, runtime="eager", processors=PROCESSORS, **fixed), proposer
+
+
+def branched(prompts, options, known):
+    """The text where ``known`` is hidden in a branch of each tree."""
+    engine, proposer = branching()
+    whole = [prompt + row for prompt, row in zip(prompts, known, strict=True)]
+    proposer.fill(whole, with_path(7, 3, vocab=VOCAB))
+    return texts(engine, prompts, options)
+
+
+def test_any_options_together_leave_the_text_where_drafts_are_trees():
+    seen = []
+
+    @settings(max_examples=25)
+    @given(RULES, st.one_of(st.just({}), SAMPLED), st.lists(PROMPT, min_size=2, max_size=2))
+    def check(rules, sampled, prompts):
+        if "forced_eos_token_id" in rules:
+            rules.pop("suppress_tokens", None)
+        options = rules | sampled
+        plain, _ = texts(engines("eager")[2], prompts, options)
+        found, stats = branched(prompts, options, plain)
+        assert found == plain
+        seen.extend(stats.whole_rounds)
+
+    check()
+    assert {1, 3, 4} <= set(seen)
+
+
 RAGGED = [[3, 1, 4, 1, 5, 2], [2, 7, 1]]
 SHARP = {
     "SequenceBias": {"sequence_bias": [[[first, (first * 5 + 3) % 8 + 1], 30.0] for first in range(1, 9)]},
@@ -155,3 +191,21 @@ def test_a_processor_that_sees_something_else_shows(monkeypatch, name, how):
             kind, "__call__", lambda self, memory, text, logits: call(self, memory, change(text), logits)
         )
     assert drafted("eager", RAGGED, options, want, wrong)[0] != want
+
+
+@pytest.mark.parametrize("name", SHARP)
+def test_a_rule_that_takes_a_tree_for_a_chain_shows(monkeypatch, name):
+    """It counts siblings, and takes a row's number for its place in the text."""
+    options = {"RepetitionPenalty": {"repetition_penalty": 9.0}}.get(name, SHARP[name])
+    want, _ = texts(engines("eager")[2], RAGGED, options)
+    assert branched(RAGGED, options, want)[0] == want
+
+    def in_order(processors, memories, text, logits, scaled=False):
+        if text.tree is not None:
+            row = torch.arange(logits.shape[1], dtype=torch.int32)
+            tree = text.tree._replace(end=torch.full_like(text.tree.end, len(row)))
+            text = text._replace(tree=tree, length=text.length[:, :1] + row)
+        return process(processors, memories, text, logits, scaled)
+
+    monkeypatch.setattr("torch_dflash.decode.process", in_order)
+    assert branched(RAGGED, options, want)[0] != want

@@ -66,11 +66,18 @@ def test_text_is_the_targets_own(kind):
 
 def test_a_union_says_the_same_in_both_runtimes():
     union = td.Union(lookup(), pair()[1], rows=8)
-    engines = [made(union, runtime, cache="paged") for runtime in ("eager", "xla")]
+    kinds = "repetition_penalty", "frequency_penalty", "no_repeat_ngram_size"
+    engines = [made(union, runtime, cache="paged", processors=kinds) for runtime in ("eager", "xla")]
     greedy, drawn = check(engines[0])
     also, as_drawn = check(engines[1])
     assert also.acceptance_lengths == greedy.acceptance_lengths
     assert as_drawn.acceptance_lengths == drawn.acceptance_lengths
+    rules = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "no_repeat_ngram_size": 3}
+    rules |= {"max_new_tokens": NEW, "do_sample": False}
+    plain = made(None, processors=kinds)
+    wanted = run(plain, PROMPTS, **rules)[0]
+    assert [run(engine, PROMPTS, **rules)[0] for engine in engines] == [wanted] * 2
+    assert wanted != [own(row) for row in range(3)]
     chain = run(made(pair()[1]), PROMPTS, max_new_tokens=NEW, do_sample=False)[1]
     assert greedy.mean_acceptance_length > chain.mean_acceptance_length
 

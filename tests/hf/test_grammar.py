@@ -14,6 +14,7 @@ import torch
 from llguidance import LLMatcher
 from support.refusals import refuses
 from support.scripted import Scripted
+from support.tabled import Tabled, with_path
 from support.tiny import correlate, make_drafter, make_target, ragged_prompts
 from support.tokenizers import byte_tokenizer
 from transformers import LogitsProcessorList
@@ -126,6 +127,17 @@ def copier(batch, answers, rows=4):
     return drafter
 
 
+def hidden(batch, answers):
+    """Drafts trees that hold each row's own answer in a random branch."""
+    drafter, rows = (
+        Tabled(4, 96, rows=10, depth=5),
+        zip(batch["input_ids"], batch["attention_mask"], strict=True),
+    )
+    texts = [[*ids[mask.bool()].tolist(), *own] for (ids, mask), own in zip(rows, answers, strict=True)]
+    drafter.fill(texts, with_path(9, 5, vocab=250))
+    return drafter
+
+
 @pytest.mark.parametrize("kind", ["json", "regex", "table", "lark"])
 def test_eager_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
     want = theirs(pair[0], batch, kind)
@@ -135,6 +147,9 @@ def test_eager_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
     drafted, stats = ours((pair[0], copier(batch, want)), batch, grammar)
     assert drafted == want and stats.mean_acceptance_length > 2
     assert stats.grammar_reads == (0 if kind == "table" else stats.rounds + 1)
+    branched, more = ours((pair[0], hidden(batch, want)), batch, grammar)
+    assert branched == want and more.mean_acceptance_length > stats.mean_acceptance_length
+    assert more.grammar_reads == (0 if kind == "table" else more.rounds + 1)
     assert want != ours((pair[0], None), batch, None)[0]
     assert any(len(TOKENIZER.decode([token])) > 1 for row in want for token in row[:-1])
 
@@ -172,7 +187,8 @@ def test_xla_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
 def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch):
     json_, regex, lark = map(make_grammar, ("json", "regex", "lark"))
     kinds = "grammar", GrammarTable(64, 16, VOCAB), "suppress_tokens"
-    engine = td.compile(*pair, runtime="xla", max_length=96, batch_size=4, processors=kinds)
+    trees = td.Union(td.NGramProposer(), pair[1], rows=8)
+    engine = td.compile(pair[0], trees, runtime="xla", max_length=96, batch_size=4, processors=kinds)
     engine.generate(**batch, **asked({}))
     free = ours((pair[0], None), batch, None)[0]
     for given in ([json_, None, regex], [None, lark, json_], lark, [make_grammar("table"), None, lark]):

@@ -55,11 +55,6 @@ def check_tree(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
             f"a tree of drafts with layers of kind {odd[0]!r}: they verify chains alone; draft with the "
             "drafter itself, or td.Union(td.NGramProposer(), drafter) without rows."
         )
-    if plan.depth is not None and plan.processors:
-        raise ValueError(
-            f"a tree of drafts beside {type(plan.processors[0]).__name__}: rules were tried with chains "
-            "alone; draft with the drafter itself, or leave the rule out."
-        )
 
 
 def no_pages(plan: DecodePlan, device) -> Int[Tensor, "B row_pages"] | None:

@@ -126,14 +126,15 @@ def allowed_bits(
     Raises:
         RuntimeError: a row's request is gone.
     """
-    bits = np.full((*length.shape, words), ALL)
+    bits, counted = np.full((*length.shape, words), ALL), set()
     for at, handle in enumerate(handles.tolist()):
         if handle < 0:
             continue
         row = _rows.get(handle)
         if row is None:
             raise RuntimeError(f"row {at}: the grammar of its request is gone; decode from the prompt again.")
-        row.reads += 1
+        row.reads += handle not in counted
+        counted.add(handle)
         begin, first, last = int(starts[at]), int(length[at, 0]), int(length[at, -1])
         if first >= begin:  # else a part of the prompt, of which nothing is picked
             answer, drafts = tokens[at, begin:first].tolist(), tokens[at, first:last].tolist()

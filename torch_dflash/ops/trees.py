@@ -27,6 +27,14 @@ class Tree(NamedTuple):
         row = torch.arange(self.end.shape[1], device=self.end.device, dtype=self.end.dtype)
         return (row <= row[:, None]) & (row[:, None] < self.end[:, None])
 
+    def before(self) -> Bool[Tensor, "B M M"]:
+        """Whether row j (third axis) stands just before row i (second); nothing does before the anchor."""
+        return self.seen() & (self.depth[:, None] == self.depth[..., None] - 1)
+
+    def cut(self, rows: int) -> Tree:
+        """The first ``rows`` rows alone."""
+        return Tree(self.depth[:, :rows], self.end[:, :rows], self.valid)
+
 
 def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int) -> Tree:
     """The rows of N nodes, ``valid`` [B] of them real; ``parent`` is a node's number, -1 the anchor.

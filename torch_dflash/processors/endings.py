@@ -36,6 +36,7 @@ class ForcedTokens(Forgetful):
     A row asks for (id, number of the new token) pairs.
     """
 
+    reads_text = False
     entries: int = 4
 
     def covers(self, other: Any) -> bool:
@@ -65,6 +66,7 @@ class LengthDecay(Forgetful):
     A row asks for (number of the new token from which on, factor, stop ids), of which ``entries`` at most.
     """
 
+    reads_text = False
     entries: int = 8
 
     def covers(self, other: Any) -> bool:

@@ -16,6 +16,7 @@ from torch_dflash.grammars.bits import ALL, words_of
 from torch_dflash.grammars.matcher import MatcherRow, allowed_bits
 from torch_dflash.grammars.table import DEAD, FIRST, TableRow
 from torch_dflash.ops.on_host import on_host
+from torch_dflash.ops.trees import Tree
 from torch_dflash.processors.interface import Forgetful, Text, column
 
 
@@ -56,6 +57,7 @@ class GrammarTable(Forgetful):
         vocab_size: ids of the target.
     """
 
+    reads_text = False
     states: int
     classes: int
     vocab_size: int
@@ -83,9 +85,14 @@ class GrammarTable(Forgetful):
         return memory._replace(state=states.gather(1, count[:, None].long())[:, 0])
 
     def __call__(self, memory: Automaton, text: Text, logits: Tensor) -> Tensor:
-        states = [memory.state] if text.rows is None else _states(memory, text.rows)
+        if text.rows is None:
+            states = memory.state[:, None]
+        elif text.tree is None:
+            states = torch.stack(_states(memory, text.rows), dim=1)
+        else:
+            states = _on_paths(memory, text.rows, text.tree, text.deepest)
         rows = torch.arange(len(memory.state), device=logits.device)[:, None]
-        return only(memory.allowed[rows, torch.stack(states, dim=1).long()], logits)
+        return only(memory.allowed[rows, states.long()], logits)
 
 
 def _states(memory: Automaton, ids: Int[Tensor, "B M"]) -> list[Int[Tensor, " B"]]:
@@ -96,6 +103,21 @@ def _states(memory: Automaton, ids: Int[Tensor, "B M"]) -> list[Int[Tensor, " B"
         state = memory.following[rows, state.long(), kind.long()]
         found.append(state)
     return found
+
+
+def _on_paths(memory: Automaton, ids: Int[Tensor, "B M"], tree: Tree, deepest: int) -> Int[Tensor, "B M"]:
+    """The state behind each of ``ids``, which follow what was taken in and their own paths in a tree."""
+    rows, row = (
+        torch.arange(len(ids), device=ids.device)[:, None],
+        torch.arange(ids.shape[1], device=ids.device),
+    )
+    above = torch.where(tree.before(), row, 0).sum(dim=-1)
+    kind = memory.class_of[rows, ids.long()]
+    states = memory.state[:, None].expand(ids.shape)
+    for _ in range(deepest + 1):  # one level more of them is right after each turn
+        held = torch.where(row == 0, memory.state[:, None], states.gather(1, above))
+        states = memory.following[rows, held.long(), kind.long()]
+    return states
 
 
 def only(bits: Int[Tensor, "B M words"], logits: Float[Tensor, "B M V"]) -> Float[Tensor, "B M V"]:

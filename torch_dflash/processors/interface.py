@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_dflash.ops.trees import Tree
+from torch_dflash.ops.windows import write_rows
 
 
 class Text(NamedTuple):
@@ -16,11 +21,16 @@ class Text(NamedTuple):
     Row i of sequence b continues ``tokens[b, :length[b, i]]``, the committed text and the drafts before the
     row; what stands behind is stale. ``rows`` are the ids that no memory has taken in yet, of which row i
     follows the first i + 1; None where a memory holds all.
+
+    Rows of a ``tree`` follow those on their own paths, of at most ``deepest`` nodes. ``tokens`` then end
+    before the anchor: only a rule that does not read them is given such a text.
     """
 
     tokens: Int[Tensor, "B S"]
     length: Int[Tensor, "B M"]
     rows: Int[Tensor, "B M"] | None = None
+    tree: Tree | None = None
+    deepest: int = 0
 
 
 @runtime_checkable
@@ -33,6 +43,8 @@ class Processor(Hashable, Protocol):
 
     scaled: bool
     """Whether it changes logits that are divided by the temperature, after top-k, top-p and min-p."""
+    reads_text: bool
+    """Whether it reads a text's tokens: the rows of a tree come to it as rows of the batch."""
 
     def covers(self, other: Processor) -> bool:
         """Whether this rule, compiled in, can do all that ``other`` is asked for."""
@@ -62,7 +74,7 @@ class Processor(Hashable, Protocol):
 class Forgetful:
     """A processor's own part where values are all that it keeps."""
 
-    scaled = False
+    scaled, reads_text = False, True
 
     def covers(self, other: Any) -> bool:
         return self == other
@@ -99,5 +111,23 @@ def process(
     """``logits`` after each processor that is ``scaled``, or is not, in turn."""
     for processor, memory in zip(processors, memories, strict=True):
         if processor.scaled == scaled:
-            logits = processor(memory, text, logits.to(torch.float32))
+            unfolded = text.tree is not None and processor.reads_text
+            rule = partial(on_paths, processor) if unfolded else processor
+            logits = rule(memory, text, logits.to(torch.float32))
     return logits
+
+
+def on_paths(processor: Processor, memory: Any, text: Text, logits: Float[Tensor, "B M V"]) -> Tensor:
+    """``logits`` after ``processor``, to which each row of a tree is a text that ends with the row's path."""
+    tree, rows, count = text.tree, text.rows, logits.shape[1]
+    assert tree is not None and rows is not None
+
+    def each(leaf: Tensor) -> Tensor:
+        return leaf[:, None].expand(-1, count, *leaf.shape[1:]).flatten(0, 1)
+
+    step = torch.arange(min(text.deepest, count - 1) + 1, device=rows.device, dtype=torch.int32)
+    here = tree.seen()[:, :, None] & (tree.depth[:, None] == step[:, None])[:, None]  # [B, M, path, M]
+    paths = torch.where(here, rows[:, None, None], 0).sum(dim=-1, dtype=torch.int32).flatten(0, 1)
+    tokens = write_rows(each(text.tokens), paths, each(text.length[:, 0] - 1), dim=1)
+    alone = Text(tokens, text.length.flatten()[:, None])
+    return processor(pytree.tree_map(each, memory), alone, logits.flatten(0, 1)[:, None]).view(logits.shape)

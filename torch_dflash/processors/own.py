@@ -20,6 +20,8 @@ class BlockProcessor(Forgetful):
     Row i of sequence b continues ``tokens[b, :length[b, i]]``, committed tokens and the drafts before the
     row; what stands behind is stale and must not be read.
 
+    Rows of a tree of drafts come as [B * M] texts of one row each.
+
     It has to be pure and of torch operations alone that do not read values on the host, for XLA compiles it
     once: the text is then that of plain decoding with it, whatever is drafted. Two of the same function are
     equal, and compiled once.

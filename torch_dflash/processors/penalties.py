@@ -33,6 +33,8 @@ class Counts(NamedTuple):
 class RepetitionPenalty(Forgetful):
     """``repetition_penalty`` (arXiv 1909.05858): on every id of the prompt and of the text, once."""
 
+    reads_text = False
+
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
         return column(asked, 1.0)
 
@@ -58,6 +60,8 @@ class OccurrencePenalty(Forgetful):
 
     The one is taken off once, the other for each time.
     """
+
+    reads_text = False
 
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
         pairs = [value or (0.0, 0.0) for value in asked]
@@ -88,4 +92,7 @@ def inside(text: Text, logits: Tensor) -> Any:
     if text.rows is None:
         return torch.zeros_like(logits[:, :1])
     ids = torch.arange(logits.shape[-1], device=logits.device, dtype=text.rows.dtype)
-    return (text.rows[..., None] == ids).to(torch.int32).cumsum(dim=1, dtype=torch.int32)
+    named = text.rows[..., None] == ids
+    if text.tree is not None:
+        return (text.tree.seen().to(torch.float32) @ named.to(torch.float32)).to(torch.int32)
+    return named.to(torch.int32).cumsum(dim=1, dtype=torch.int32)

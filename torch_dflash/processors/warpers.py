@@ -15,7 +15,7 @@ from torch_dflash.processors.interface import Forgetful, Text, column
 class _Warper(Forgetful):
     """One number of each row."""
 
-    scaled = True
+    scaled, reads_text = True, False
     off = 0.0
 
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
