@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from family_tables import tables, verdict
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
+from figure_hybrids import cached_forwards
 from figure_published import published
 from figure_slices import slices_aot, slices_needed
 from figure_text import RESULTS, command, item, result, spread, table
@@ -267,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "families": lambda: tables(result("families")["families"]),
     "families-counts": families_counts,
     "multimodal": lambda: tables(result("multimodal")["families"]),
+    "cached-forwards": cached_forwards,
     "aot": aot,
     "aot-notes": lambda: "\n".join([aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts()]),
     "throughput": throughput,

@@ -25,12 +25,13 @@ def test_no_text_is_another_models():
 
 
 def test_the_tested_classes_are_those_of_equal_text():
-    shown = {
-        one["model"]
+    equal = [
+        one
         for name, one in FAMILIES.items()
         if VERDICTS[name] == "equal" and one["distinct"] >= TABLES["WEAK"]
-    }
-    assert tested.TESTED == shown
+    ]
+    assert {one["model"] for one in equal if "recurrent" not in one} == tested.TESTED
+    assert {one["model"] for one in equal if "recurrent" in one} == tested.TESTED_RECURRENT
     for results in (RESULTS, MULTIMODAL):
         assert results["provenance"]["packages"]["transformers"].startswith(tested.WITH + ".")
 
@@ -46,9 +47,11 @@ def test_every_tested_class_is_known_as_such():
     """None is taken for patched: all that its files hold is transformers' own."""
     configs = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
     for name, one in FAMILIES.items():
-        if VERDICTS[name] == "equal" and one["model"] in tested.TESTED:
+        recurrent = "recurrent" in one
+        known = tested.TESTED_RECURRENT if recurrent else tested.TESTED
+        if VERDICTS[name] == "equal" and one["model"] in known:
             with torch.device("meta"):
-                assert tested.is_tested(configs["build"](name)), name
+                assert tested.is_tested(configs["build"](name), recurrent), name
 
 
 def test_texts_vary():
