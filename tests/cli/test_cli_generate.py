@@ -77,6 +77,12 @@ def test_text_is_the_targets_own_through_the_chat_template(pair, capsys, drafter
         assert word in err.strip().splitlines()[-1]
 
 
+@pytest.mark.parametrize("options", [("--union",), ("--rows", "4"), ("--union", "--rows", "8")])
+def test_trees_and_unions_are_options(pair, capsys, options):
+    assert generate(pair, "--prompt", "naïve €5", "--verify-width", "auto", *options) == 0
+    assert capsys.readouterr().out == wanted(pair, chat("naïve €5")) + "\n"
+
+
 def test_what_is_odd_about_a_pair_is_said_once(pair, tmp_path):
     shutil.copytree(pair.drafter, tmp_path / "odd")
     config = json.loads((tmp_path / "odd/config.json").read_text())
@@ -313,6 +319,9 @@ def errors(pair, tmp_path):
         ([*prompt, "--drafter", pair.misfit], ["hidden_size=64 of the drafter", "trained for this target"]),
         ([*prompt, "--drafter", "none", "--block-size", "4"], ["block_size=4 without a drafter"]),
         ([*prompt, "--drafter", "ngram", "--block-size", "1"], ["--drafter ngram", "width=1", "from 2"]),
+        ([*prompt, "--drafter", "ngram", "--union"], ["--union", "goes with a drafter"]),
+        ([*prompt, "--drafter", "none", "--rows", "8"], ["--rows 8", "goes with a drafter"]),
+        ([*prompt, "--rows", "65"], ["--rows", "65", "2<=x<=64"]),
         ([*prompt, "--regex", "(["], ["Grammar.regex('([')", "unclosed character class"]),
         ([*prompt, "--regex", "a", "--json-schema", "f"], ["--json-schema and --regex", "one of them"]),
         ([*prompt, "--json-schema", str(tmp_path / "none")], ["--json-schema", "No such file"]),

@@ -136,7 +136,6 @@ def test_a_chain_is_a_tree_without_branches():
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"verify_width": "auto"}, "verify_width='auto' with a tree of drafts"),
         ({"runtime": "xla", "mesh": 1}, "mesh=.* with a tree of drafts"),
     ],
 )

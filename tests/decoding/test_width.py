@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -15,7 +16,17 @@ from support.widths import mix
 import torch_dflash as td
 from torch_dflash.checks import check_width
 from torch_dflash.decode import draft
-from torch_dflash.engine.width import KEPT, LOOK, LOOK_EVERY, TRIALS, UNLIMITED, Pace, Widths, ladder
+from torch_dflash.engine.width import (
+    KEPT,
+    LOOK,
+    LOOK_EVERY,
+    TRIALS,
+    UNLIMITED,
+    Pace,
+    TreeWidths,
+    Widths,
+    ladder,
+)
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
 from torch_dflash.runtime import Turn
 
@@ -221,6 +232,27 @@ def test_a_bet_without_an_allowance_loses_more(monkeypatch):
     widths = warmed(COSTS["steep"])
     worst = [simulate(widths, COSTS["steep"], KINDS[kind], 100)[0] for kind in ("maths", "chat") * 10]
     assert max(worst) > 1 / 0.93
+
+
+@pytest.mark.parametrize(
+    ("gain", "costs", "best"),
+    [
+        (1.0, {1: 1.0, 4: 1.1, 16: 1.3}, 16),
+        (1.0, {1: 1.0, 4: 1.5, 16: 4.5}, 4),
+        (0.1, {1: 1.0, 4: 1.8, 16: 4.5}, 1),
+    ],
+)
+def test_of_trees_too_the_width_is_chosen_that_gains_most(gain, costs, best):
+    """A round of w rows accepts ``gain`` drafts a doubling; one of each width tells of all."""
+    widths, turns = TreeWidths(tuple(costs), 16, 16), []
+    pace = Pace()
+    for _ in range(60):
+        turn = widths.next(pace)
+        counts = [1 + round(gain * math.log2(turn.width))] * turn.rounds
+        widths.note(turn, sum(costs[turn.width] for _ in counts), [counts], pace)
+        turns.append(turn.width)
+    assert max(set(turns[20:]), key=turns[20:].count) == best
+    assert widths.expected(1) == 1 and widths.expected(1 << 40) <= 16
 
 
 def test_plain_decoding_loses_little_to_looking():

@@ -63,6 +63,8 @@ def decoding() -> list[click.Parameter]:
         option("--device", help=DEVICE),
         option("--block-size", type=COUNT, metavar="W", help="Drafted block, the anchor included."),
         option("--verify-width", type=number_or_word, metavar="M", help="Rows that are verified, or auto."),
+        flag("--union", help="Prompt lookup beside the drafter."),
+        option("--rows", type=click.IntRange(2, 64), metavar="R", help="Verify trees of drafts with R rows."),
     ]  # fmt: skip
 
 

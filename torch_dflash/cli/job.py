@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,7 @@ class Job:
             device=arguments.device,
             block_size=arguments.block_size,
         )
+        loaded = replace(loaded, drafter=_composed(arguments, loaded.drafter))
         room = prompt_room(arguments.max_new_tokens, loaded.target)
         options = call_options(arguments, loaded) | {name: value for name, value in further.items() if value}
         return cls(arguments, loaded, options, room)
@@ -99,6 +100,18 @@ class Job:
             )
         except (TypeError, ValueError) as error:
             raise UserError(one_line(error)) from None
+
+
+def _composed(arguments: SimpleNamespace, drafter: Any) -> Any:
+    """What drafts with --union and --rows."""
+    rows, asked = arguments.rows, "--union" if arguments.union else f"--rows {arguments.rows}"
+    if not arguments.union and rows is None:
+        return drafter
+    if not isinstance(drafter, td.DFlashDraftModel):
+        raise UserError(f"{asked}: it goes with a drafter; give a directory, a hub id or demo as --drafter.")
+    if arguments.union:
+        return td.Union(td.NGramProposer(), drafter, rows=rows)
+    return td.TreeProposer(drafter, rows=rows)
 
 
 def call_options(arguments: SimpleNamespace, loaded: Loaded) -> dict[str, Any]:

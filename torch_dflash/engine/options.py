@@ -20,7 +20,7 @@ from torch_dflash.checks import (
 from torch_dflash.engine.prompts import bucket
 from torch_dflash.engine.rules import check_processors
 from torch_dflash.engine.told import check_outputs
-from torch_dflash.engine.width import Widths, ladder
+from torch_dflash.engine.width import TreeWidths, Widths, ladder
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import OWN_STEP, check_outside
 from torch_dflash.plan import OUTPUTS, DecodePlan
@@ -127,12 +127,11 @@ class EngineOptions:
     def widths(self, plan: DecodePlan) -> Widths:
         """How many rows the rounds of ``plan`` verify."""
         widest = plan.verify_width
-        if plan.depth is not None and self.verify_width == "auto":
-            raise ValueError(
-                "verify_width='auto' with a tree of drafts: widths are weighed for chains alone; pass a "
-                "number of rows, or leave it out."
-            )
-        return Widths(ladder(widest) if self.verify_width == "auto" else (widest,), plan.rounds_per_chunk)
+        if self.verify_width != "auto":
+            return Widths((widest,), plan.rounds_per_chunk)
+        if plan.depth is not None:
+            return TreeWidths(ladder(widest), plan.rounds_per_chunk, plan.gain)
+        return Widths(ladder(widest), plan.rounds_per_chunk)
 
 
 OF_AN_ENGINE = tuple(option.name for option in fields(EngineOptions))

@@ -11,6 +11,7 @@ from that, each width has a round now and then to show what it costs by now.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 from collections import deque
@@ -207,3 +208,30 @@ class Widths:
         self._tried[:tried] *= MEMORY
         self._accepted[: count - 1] += 1
         self._tried[:tried] += 1
+
+
+class TreeWidths(Widths):
+    """`Widths` of rounds that verify trees, of which a narrower one is no part of a wider one.
+
+    What a round gains is taken to grow with the logarithm of its rows, so that rounds of each width tell of
+    all: drafts accepted per doubling of the rows are counted.
+
+    Args:
+        most: tokens that a round gains at most. The others are those of `Widths`.
+    """
+
+    def __init__(self, widths: tuple[int, ...], rounds: int, most: int):
+        self._most = most
+        super().__init__(widths, rounds)
+
+    def forget_text(self) -> None:
+        with self._lock:
+            self._drafts, self._doublings = ASSUMED
+
+    def expected(self, width: int) -> float:
+        return min(1 + self._drafts / self._doublings * math.log2(width), self._most)
+
+    def _count(self, width: int, count: int) -> None:
+        if width > 1:
+            self._drafts = self._drafts * MEMORY + count - 1
+            self._doublings = self._doublings * MEMORY + math.log2(width)
