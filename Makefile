@@ -27,8 +27,9 @@ SETS := $(filter-out torch==2.13.0,$(TORCH)) $(filter-out transformers,$(TRANSFO
 UNLIKE := $(strip $(filter-out $(call VERSION_OF,$(DEFAULT_PYTHON)),$(INTERPRETER)) $(SETS))
 VENV := .venv$(if $(UNLIKE),-$(shell echo '$(strip $(INTERPRETER) $(SETS))' | sed 's/[^A-Za-z0-9.]\{1,\}/-/g; s/-$$//'))
 BIN := $(VENV)/bin
-# Modules are compiled as they are imported: of most that are installed none ever is. They are kept then, even
-# if the caller sets PYTHONDONTWRITEBYTECODE, as many containers do: else each process compiles them anew.
+# Of most modules that are installed none is ever imported, so what the demo imports is compiled alone. Others are
+# kept as they are compiled, even if the caller sets PYTHONDONTWRITEBYTECODE, as many containers do: else each
+# process compiles them anew.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 QUIETLY := $(BIN)/python make/quietly.py
@@ -153,6 +154,7 @@ $(WITH_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@rm -f $(VENV)/.installed*
 	@$(QUIETLY) "install torch" $(INSTALL) "$(TORCH)"
 	@$(QUIETLY) "install torch-dflash" $(INSTALL) --upgrade -e ".[demo]" "$(TRANSFORMERS)"
+	@$(QUIETLY) "compile what is imported" $(BIN)/python -c "import torch_dflash.cli.demo, jax_bridge.runtime"
 	@touch $@
 
 $(INSTALLED): $(WITH_DEMO)

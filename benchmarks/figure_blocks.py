@@ -32,6 +32,15 @@ SCANS = {
     "paged_flat": "`lax.scan` that carries one pool of all layers' pages",
 }
 DEMOS = "demo_cpu", "demo_cpu_xeon", "demo_cpu_vnni", "demo_cpu_avx2"
+VERSIONED = "torch", "jax", "torchax", "transformers"
+PARTS = {
+    "import": "imports of torch and transformers",
+    "load": "fetch and convert the model (once), load the pair",
+    "compile": "import JAX; trace, compile or load six programs of the models; their first run",
+    "warm up": "one short answer of each method",
+    "decode": "three answers of 64 tokens: plain, DFlash, transformers'",
+    "rest": "pip's fetch, and the end of the process",
+}
 ANSWERS = {
     "empty": "the first, no compiled program on disk",
     "full": "the first, with those of another process",
@@ -96,6 +105,29 @@ def demo_line() -> str:
         f"{min(plain):.2f} to {max(plain):.2f} times plain decoding, and {min(best):.2f} to {max(best):.2f} "
         "times transformers' `generate` without a drafter, in its best type"
     )
+
+
+def versions() -> str:
+    """The sets of versions that the tests passed with."""
+    rows = []
+    for path in sorted(RESULTS.glob("versions_*.json")):
+        found = result(path.stem)
+        names = [found["versions"][name] for name in VERSIONED]
+        lacks = ", ".join(found["not_run"])
+        rows.append([found["provenance"]["python"], *names, sum(found["passed"].values()), lacks])
+    return table(["Python", *VERSIONED, "tests passed", "folders of tests that were not run"], *rows)
+
+
+def demo_time() -> str:
+    """What `make demo` takes behind its installation, by parts."""
+    found = result("demo_time_cpu")
+    later = found["runs"][-1]
+    rows = [
+        [PARTS[name], *(f"{one['parts'][name]['cpu']:.1f}" for one in (found["first"], later))]
+        for name in PARTS
+    ]
+    whole = ["all", *(f"{one['cpu']:.1f}" for one in (found["first"], later))]
+    return table(["part", "first run, CPU s", "later run, CPU s"], *rows, whole)
 
 
 def families_counts() -> str:
@@ -254,6 +286,8 @@ def first_answer() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "demo": demo,
+    "versions": versions,
+    "demo-time": demo_time,
     "demo-line": demo_line,
     "demo-int8": lambda: demo("demo_cpu_int8"),
     "demo-avx2": lambda: demo("demo_cpu_avx2"),
