@@ -33,10 +33,14 @@ class Replay:
         return self.drafter.choose(hidden, ids[:, 0], head)[0].tolist()
 
     def compare(self, request, count):
-        """Of a recorded request: (drafts, accepted in vLLM, accepted here, drafts that are alike)."""
+        """Counts of a recorded request.
+
+        Drafts, tokens accepted in vLLM, tokens accepted here, drafts of which as many are accepted; without
+        async scheduling also drafted tokens, and those of them that are drafted here.
+        """
         text = request["prompt"] + [token for *_, gained in request["steps"] for token in gained]
         features, _ = self.read(text)
-        found = [0, 0, 0, 0]
+        found = [0] * 6
         for at, drafts, gained in request["steps"]:
             if not drafts:
                 continue
@@ -51,6 +55,9 @@ class Replay:
             # The last token of a text is followed by nothing that could be compared.
             found[2] += min(accepted, len(text) - 1 - at)
             found[3] += accepted == len(gained) - 1
+            if -1 not in drafts:
+                found[4] += len(drafts)
+                found[5] += sum(a == b for a, b in zip(mine, drafts, strict=True))
         return found
 
     def parts_at_a_tie(self, prompt, one, other, gap):

@@ -12,6 +12,7 @@ FOLDER = Path(tempfile.mkdtemp(prefix="in_vllm_"))
 DRAFTS = pair.BLOCK - 1
 PAIRS = {
     "tied": {},
+    "apart": {"agree": 0.0},  # drafts from all tokens, of which few are accepted: each shows what it saw
     "untied": {"target": {"tie_word_embeddings": False}},
     "windows": {
         "drafter": {
