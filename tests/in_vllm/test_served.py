@@ -87,5 +87,5 @@ def test_sixteen_requests_at_once(address):
         )
         for name in ("drafts_total", "draft_tokens_total", "accepted_tokens_total")
     }
-    assert counted["draft_tokens_total"] == DRAFTS * counted["drafts_total"] > 0
+    assert 0 < counted["draft_tokens_total"] <= DRAFTS * counted["drafts_total"]
     assert counted["accepted_tokens_total"] > 0.2 * counted["drafts_total"]
