@@ -14,8 +14,10 @@ from support.tiny import BASE, VOCAB, make_target
 
 import torch_dflash as td
 from torch_dflash.accept import accept_tree
-from torch_dflash.cache import fresh
+from torch_dflash.cache import fresh, view
+from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.trees import Tree, read_tree
+from torch_dflash.ops.windows import positions
 from torch_dflash.targets.adapter import Target
 
 NEW, ROWS, DEPTH = 24, 8, 4
@@ -162,6 +164,28 @@ def test_a_tree_of_a_proposer_without_depth_is_refused():
         run(engine, PROMPTS[:1], max_new_tokens=4)
 
 
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_a_branch_that_overflows_changes_no_other(kind, monkeypatch):
+    """The values of the id 96 are no numbers; each wrong node says it, beside the right path."""
+    model = make_target("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[96] = torch.inf
+    texts = [own_text(model, prompt, NEW) for prompt in PROMPTS]
+    assert all(0 < max(text) < 96 for text in texts)
+    proposer = Tabled(3, 128, ROWS, DEPTH)
+    engine = td.compile(model, proposer, runtime="eager", cache=kind, page_size=16, **SIZES)
+
+    def beside(ahead, draw):
+        tokens, parent = with_path(ROWS - 1, DEPTH)(ahead, draw)
+        return [token if token in ahead[:DEPTH] else 96 for token in tokens], parent
+
+    proposer.fill([p + text for p, text in zip(PROMPTS, texts, strict=True)], beside)
+    said, stats = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
+    assert said == texts and stats.mean_acceptance_length > 3
+    monkeypatch.setattr(view, "finite_values", lambda key, value: (key, value))
+    assert run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)[0] != texts
+
+
 # --- the tree and the walk, against loops -------------------------------------------------------------------
 
 
@@ -236,6 +260,7 @@ def broken(monkeypatch, kind):
             "take_rows",
             lambda rows, path, dim: take(rows, (path - 1).clamp(min=0), dim),
         ),
+        "window by row": (AttentionInputs, "at", property(lambda self: positions(self.start, ROWS))),
         "two parents": (Tree, "seen", lambda self: whole(self) | torch.roll(whole(self), 1, dims=1)),
     }[kind]
     monkeypatch.setattr(owner, name, change)
@@ -245,14 +270,16 @@ whole = Tree.seen
 
 
 @pytest.mark.parametrize(
-    "kind", ["a visible sibling", "position by row", "a path moved off by one", "two parents"]
+    "kind",
+    ["a visible sibling", "position by row", "a path moved off by one", "window by row", "two parents"],
 )
 def test_a_broken_convention_changes_the_text(kind, monkeypatch):
+    family = "gpt_oss" if kind == "window by row" else "qwen3"
     proposer = Tabled(3, 128, ROWS, DEPTH)
-    engine = td.compile(target("qwen3"), proposer, runtime="eager", **SIZES)
-    proposer.fill([p + own("qwen3", row) for row, p in enumerate(PROMPTS)], with_path(ROWS - 1, DEPTH))
+    engine = td.compile(target(family), proposer, runtime="eager", **SIZES)
+    proposer.fill([p + own(family, row) for row, p in enumerate(PROMPTS)], with_path(ROWS - 1, DEPTH))
     right = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
-    assert right[0] == [own("qwen3", row) for row in range(3)]
+    assert right[0] == [own(family, row) for row in range(3)]
     broken(monkeypatch, kind)
     wrong = run(engine, PROMPTS, max_new_tokens=NEW, do_sample=False)
     assert wrong[0] != right[0] or wrong[1].mean_acceptance_length < right[1].mean_acceptance_length - 0.5
