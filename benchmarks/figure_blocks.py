@@ -13,6 +13,7 @@ from figure_published import published
 from figure_slices import slices_aot, slices_needed
 from figure_text import RESULTS, command, item, result, spread, table
 from figure_train import embedded_fit, sampled_drafts, throughput, train_heads, train_heads_command
+from figure_trees import tree_rows
 
 from torch_dflash.published.rows import share
 from torch_dflash.train.export.card import acceptance_table
@@ -310,6 +311,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-heads": train_heads,
     "train-heads-command": train_heads_command,
     "sampled-drafts": sampled_drafts,
+    "tree-rows": tree_rows,
     "published": published,
     "published-counts": lambda: str(share()),
     "hf-calls": hf_calls,

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from figure_bars import bars
 from figure_blocks import BLOCKS, result
+from figure_trees import curves
 
 from torch_dflash.train.export.card import add_figures
 
 ROOT = Path(__file__).parents[1]
 CARD = ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash"
-PICTURE = ROOT / "docs/acceptance.svg"
+PICTURE, TREES = ROOT / "docs/acceptance.svg", ROOT / "docs/trees.svg"
 MARKED = re.compile(r"<!-- figures: ([a-z0-9-]+) -->(.*?)<!-- end -->", flags=re.S)
 
 
@@ -49,8 +50,9 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    """Write every page, the picture and the model card; say which changed."""
-    made = {page: filled(page.read_text()) for page in pages()} | {PICTURE: bars(result("acceptance_cpu"))}
+    """Write every page, the pictures and the model card; say which changed."""
+    made = {page: filled(page.read_text()) for page in pages()}
+    made |= {PICTURE: bars(result("acceptance_cpu")), TREES: curves(result("trees"))}
     for page, text in made.items():
         if not page.exists() or page.read_text() != text:
             page.write_text(text)

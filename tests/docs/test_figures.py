@@ -48,6 +48,15 @@ def test_a_round_of_dflash2_is_near_its_floor_on_every_chip(chip):
 def test_the_picture_is_what_make_figures_draws():
     assert FIGURES["bars"](result("acceptance_cpu")) == FIGURES["PICTURE"].read_text(), "run: make figures"
     assert FIGURES["PICTURE"].stat().st_size < 20_000
+    assert FIGURES["curves"](result("trees")) == FIGURES["TREES"].read_text(), "run: make figures"
+
+
+@pytest.mark.parametrize(
+    ("form", "least"), [("tree of 8", 1.12), ("union of 8", 1.25), ("union of 16", 1.4), ("union of 32", 1.5)]
+)
+def test_trees_bring_more_tokens_a_round_than_chains(form, least):
+    for own in result("trees")["tokens a round"].values():
+        assert own[form] >= least * own["drafter"]
 
 
 def test_the_card_is_what_make_figures_writes(tmp_path):
