@@ -24,7 +24,7 @@ from torch_dflash.targets.adapter import Target
 from torch_dflash.train.features.extract import FeatureExtractor
 from torch_dflash.verify.check import collect_tensors
 
-NEW = 20
+NEW = 14
 PROMPTS = [[(7 * i + 3) % 89 for i in range(37)], [3, 1, 4], [9, 2, 6, 40, 41, 42, 9, 2, 6]]
 SIZES: Any = {"max_length": 64, "batch_size": 3, "prefill_chunk_size": 16, "page_size": 16}
 

@@ -47,17 +47,19 @@ class ScanRows(NamedTuple):
     beta: Tensor | None = None
 
     def finite(self) -> ScanRows:
-        """The rows with zeros for what is not finite: a product with zero would not hide it from others."""
-        query, key, value = (finite(one) for one in (self.query, self.key, self.value))
+        """The rows with zeros for what is not finite: a product with zero would not hide it from others.
+
+        A query reaches no row but its own.
+        """
+        key, value = finite(self.key), finite(self.value)
         beta = None if self.beta is None else finite(self.beta)
-        return ScanRows(query, key, value, self.decay.nan_to_num(nan=0.0).clamp(SMALLEST, 0.0), beta)
+        return ScanRows(self.query, key, value, self.decay.nan_to_num(nan=0.0).clamp(SMALLEST, 0.0), beta)
 
     def only(self, real: Bool[Tensor, "B M"]) -> ScanRows:
-        """The rows with all but the ``real`` ones made to leave a state as it is."""
+        """The finite rows with all but the ``real`` ones made to leave a state as it is."""
         real = real[:, None]
         decay = torch.where(real if self.decay.ndim == 3 else real[..., None], self.decay, 0.0)
-        key, value = (torch.where(real[..., None], one, 0.0) for one in (self.key, self.value))
-        return self._replace(key=key, value=value, decay=decay)
+        return self._replace(key=torch.where(real[..., None], self.key, 0.0), decay=decay)
 
 
 class Kept(NamedTuple):
@@ -110,9 +112,10 @@ def state_after(
     count: Int[Tensor, " B"],
     path: Int[Tensor, "B path"] | None = None,
 ) -> Float[Tensor, "B H dk dv"]:
-    """The state behind the first ``count`` [B] rows of a pass, or of its rows ``path``; 0 changes no bit.
+    """The state behind the first ``count`` [B] rows of a pass, or of its rows ``path``.
 
-    Chosen by ``where``, so that values of rejected rows, whatever they are, reach nothing.
+    Rows are chosen by ``where``, so that rejected ones, whatever they hold, reach nothing: with a count of 0
+    the state is multiplied by 1, and 0 is added.
     """
     row = torch.arange(kept.key.shape[2], device=count.device, dtype=count.dtype)
     if path is None:
@@ -126,8 +129,7 @@ def state_after(
     total = torch.where(last, kept.total, 0.0).sum(dim=2, keepdim=True)
     left = torch.where(on, total - kept.total, -torch.inf).exp()
     key, update = torch.where(on, kept.key, 0.0) * left, torch.where(on, kept.update, 0.0)
-    after = total.mT.exp() * state + key.mT @ update
-    return torch.where((count > 0).view(-1, 1, 1, 1), after, state)
+    return total.mT.exp() * state + key.mT @ update
 
 
 def scan_prompt(
@@ -185,12 +187,16 @@ def _inverse(lower: Tensor) -> Tensor:
     for the powers grow where keys repeat.
     """
     row = torch.arange(lower.shape[-1], device=lower.device)
-    found = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
-    size = 1
-    while size < lower.shape[-1]:
+
+    def below(size: int) -> Tensor:
+        """Of each block of twice the size, the quarter below the diagonal."""
         block = row // size
-        below = (block[:, None] % 2 == 1) & (block == block[:, None] - 1)
-        found = found - found @ torch.where(below, lower, 0.0) @ found
+        quarter = (block[:, None] % 2 == 1) & (block == block[:, None] - 1)
+        return torch.where(quarter, lower, 0.0)
+
+    found, size = torch.eye(len(row), dtype=lower.dtype, device=lower.device) - below(1), 2
+    while size < len(row):
+        found = found - found @ below(size) @ found
         size *= 2
     return found
 

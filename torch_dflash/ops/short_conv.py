@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -27,10 +29,8 @@ def short_conv(
     wide = at_least_float32(weight.dtype)
     both = torch.cat([tail, rows], dim=2).to(weight.dtype)
     inputs = _on_chain(both, taps, height) if tree is None else _on_paths(both, tree, taps)
-    out: Tensor = sum(
-        (rows.to(wide) * weight[:, tap, None].to(wide) for tap, rows in enumerate(inputs)),
-        start=torch.zeros((), dtype=wide, device=rows.device),
-    )
+    parts = (rows.to(wide) * weight[:, tap, None].to(wide) for tap, rows in enumerate(inputs))
+    out = reduce(torch.add, parts)
     out = out if bias is None else out + bias[:, None].to(wide)
     return out.to(weight.dtype)
 
