@@ -101,7 +101,7 @@ build/lowest.txt: pyproject.toml make/lowest.py
 
 # vLLM's environment is its own: no version in it is moved. Its tests see none of the others' options.
 test-vllm: $(WITH_VLLM)
-	LD_LIBRARY_PATH="$(CURDIR)/$(VLLM)/stubs" $(ONE_THREAD) $(VLLM)/env/bin/python -m pytest \
+	PYTHONPATH="$(CURDIR)/tests/in_vllm/site" LD_LIBRARY_PATH="$(CURDIR)/$(VLLM)/stubs" $(ONE_THREAD) $(VLLM)/env/bin/python -m pytest \
 	    -c tests/in_vllm/pytest.ini --confcutdir tests/in_vllm tests/in_vllm $(PYTEST_ARGS)
 
 test-full: test test-heavy test-aot test-typed test-oldest
