@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch_dflash.proposers.base import Proposer
 
 
+@runtime_checkable
 class Recipe(Hashable, Protocol):
     """How a proposer is made of another one: frozen, with a value, so that equal recipes share engines."""
 
