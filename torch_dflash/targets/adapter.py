@@ -70,8 +70,8 @@ class Target(nn.Module):
             self.specs, self.blocks = trace_layers(tried, own if runs else None)
         self.written = written_in(tried, before)
         self._scans = find_scans(self.model)
-        self._first = [(vars(self.model.get_submodule(path)), key) for path, key in self.written]
-        self._first = [(own, key, own.get(key, _ABSENT)) for own, key in self._first]
+        owns = [(vars(self.model.get_submodule(path)), key) for path, key in self.written]
+        self._first = [(own, key, own.get(key, _ABSENT)) for own, key in owns]
         self._windows = tuple(spec.window for spec in self.specs)
         self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
 
