@@ -82,6 +82,27 @@ def test_a_union_says_the_same_in_both_runtimes():
     assert greedy.mean_acceptance_length > chain.mean_acceptance_length
 
 
+@pytest.mark.parametrize("cache", ["static", "paged"])
+def test_half_precision_says_the_same(cache):
+    """Each product of a tree's rows is rounded once, as plain decoding's are."""
+    sizes, differ = {"max_length": 64, "batch_size": 3, "runtime": "eager", "cache": cache}, 0
+    for seed in range(2):
+        target, drafter = (one.bfloat16() for one in make_pair("llama", seed=seed, agree=6.0))
+        engines = [td.compile(target, one, **sizes) for one in (None, td.TreeProposer(drafter, rows=8))]
+        plain, tree = (run(one, PROMPTS, max_new_tokens=NEW, do_sample=False)[0] for one in engines)
+        differ += sum(map(list.__ne__, plain, tree))
+    assert differ == 0
+
+
+def test_rules_that_read_text_stand_beside_the_tree_of_one_prompt():
+    asked = {"max_new_tokens": NEW, "do_sample": False, "no_repeat_ngram_size": 2}
+    drafters = None, td.TreeProposer(pair()[1], rows=8)
+    texts = [
+        td.generate(pair()[0], one, torch.tensor([PROMPTS[0]]), runtime="eager", **asked) for one in drafters
+    ]
+    assert texts[0].equal(texts[1])
+
+
 def test_64_rows_hold_all_that_either_drafts():
     greedy, drawn = check(made(td.Union(lookup(), pair()[1], rows=64)))
     for alone in (lookup(), pair()[1]):

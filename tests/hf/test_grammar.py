@@ -392,6 +392,15 @@ def test_an_end_that_is_allowed_early_is_caught(pair, batch, monkeypatch, device
         ours(pair, batch, grammar, processors=(wish,))
 
 
+def test_a_tree_may_hold_ids_that_no_token_has(pair, batch):
+    """A model's vocabulary is wider than its tokenizer's; the matcher does not know the rest."""
+    target, _ = pair
+    drafter = make_drafter(target, num_hidden_layers=1, target_layer_ids=[0, 1])
+    grammar = td.Grammar.regex("(a|b|[0-9])+(e(f|g)?|h)*", TOKENIZER)
+    plain, _ = ours((target, None), batch, grammar)
+    assert ours((target, td.TreeProposer(drafter, rows=16)), batch, grammar)[0] == plain
+
+
 @pytest.mark.parametrize("kind", ["regex", "table"])
 def test_an_error_names_the_row_of_the_call_where_a_replica_has_some_of_them(kind):
     asked = asked_grammars([None, make_grammar(kind)], [(STOP,)] * 2, VOCAB)

@@ -38,7 +38,7 @@ class MatcherRow:
         self._matcher: Any = self._new()
         self._taken: list[int] = []
         self._stops, self._ends = frozenset(stop_ids), vocabulary.eos
-        self._words_known = words_of(vocabulary.size)
+        self._size, self._words_known = vocabulary.size, words_of(vocabulary.size)
         self._lock, self._error = threading.Lock(), ""
         self.reads = 0
         self.handle = next(_numbers)
@@ -90,7 +90,9 @@ class MatcherRow:
         return self._take(answer[common:])
 
     def _take(self, tokens: list[int]) -> bool:
-        known = next((at for at, token in enumerate(tokens) if token in self._ends), len(tokens))
+        # A drafted id may be none of the tokenizer's (a padded vocabulary): it would end the matcher.
+        ends = (at for at, token in enumerate(tokens) if token in self._ends or token >= self._size)
+        known = next(ends, len(tokens))
         count = self._matcher.try_consume_tokens(tokens[:known])
         self._taken = self._taken + tokens[:count]
         self._note_error()

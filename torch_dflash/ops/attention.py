@@ -114,6 +114,19 @@ def finite_values(
     return torch.where(bad, torch.nan, key), torch.where(bad, 0, value)
 
 
+def joined(first: KeyValue, second: KeyValue) -> KeyValue:
+    """Both parts as one, with a copy of each.
+
+    One product over all keys is rounded once, as that of plain decoding is. In half precision two products,
+    each rounded, and their sum say another text.
+    """
+    masks = first.mask, second.mask
+    assert masks[0] is not None and masks[1] is not None, "parts without masks"
+    pairs = (first.key, second.key), (first.value, second.value)
+    key, value = (torch.cat(pair, dim=2) for pair in pairs)
+    return KeyValue(key, value, torch.cat(masks, dim=-1))
+
+
 Attend = Callable[[Tensor, float], Tensor]
 """``(query [B, Q, M, D], scale) -> output [B, M, Q, Dv]``: attention over K/V that it knows."""
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, visible
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, joined, visible
 from torch_dflash.ops.lowerable import lowerable
 from torch_dflash.ops.windows import last_used
 
@@ -48,4 +48,6 @@ def block_attention(inputs: AttentionInputs, past: Past, causal: bool) -> Float[
     if inputs.tree is not None:
         inside = inside & inputs.tree.seen()[:, None]
     parts = [KeyValue(past.key, past.value, seen), KeyValue(inputs.key, inputs.value, inside)]
+    if inputs.tree is not None:
+        parts = [joined(*parts)]
     return grouped_attention(inputs.query, parts, inputs.scale, inputs.sinks, inputs.softcap)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, visible
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, joined, visible
 from torch_dflash.ops.lowerable import lowerable
 from torch_dflash.ops.windows import positions
 
@@ -42,11 +42,11 @@ def paged_attention(
     own = slots < (start if tree is not None else start + key.shape[2])[:, None]
     dense = torch.where(own[:, None, :, None], dense, 0)
     seen = visible(inputs.at, slots[None], inputs.window, causal=True) & own[:, None, None]
-    parts = [KeyValue(dense[..., :k_dim], dense[..., k_dim : k_dim + v_dim], seen)]
+    part = KeyValue(dense[..., :k_dim], dense[..., k_dim : k_dim + v_dim], seen)
     if tree is not None:
         inside = visible(inputs.at, inputs.at, inputs.window, causal=True) & tree.seen()[:, None]
-        parts.append(KeyValue(key.to(pool.dtype), value.to(pool.dtype), inside))
-    return grouped_attention(inputs.query, parts, inputs.scale, inputs.sinks, inputs.softcap), pool
+        part = joined(part, KeyValue(key.to(pool.dtype), value.to(pool.dtype), inside))
+    return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap), pool
 
 
 @lowerable

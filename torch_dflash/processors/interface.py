@@ -128,6 +128,7 @@ def on_paths(processor: Processor, memory: Any, text: Text, logits: Float[Tensor
     step = torch.arange(min(text.deepest, count - 1) + 1, device=rows.device, dtype=torch.int32)
     here = tree.seen()[:, :, None] & (tree.depth[:, None] == step[:, None])[:, None]  # [B, M, path, M]
     paths = torch.where(here, rows[:, None, None], 0).sum(dim=-1, dtype=torch.int32).flatten(0, 1)
-    tokens = write_rows(each(text.tokens), paths, each(text.length[:, 0] - 1), dim=1)
+    # A copy: of one sequence all rows are views of the same tokens, and eagerly they are written in place.
+    tokens = write_rows(each(text.tokens).clone(), paths, each(text.length[:, 0] - 1), dim=1)
     alone = Text(tokens, text.length.flatten()[:, None])
     return processor(pytree.tree_map(each, memory), alone, logits.flatten(0, 1)[:, None]).view(logits.shape)
