@@ -249,7 +249,7 @@ BUDGETS = {
         "grammars": 670,
         "guards": 100,
         "integrations": 570,
-        "ops": 545,
+        "ops": 555,
         "processors": 480,
         "proposers": 2895,
         "published": 205,

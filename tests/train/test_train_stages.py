@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from support.hybrids import make_hybrid
 from support.refusals import refuses
 from support.stages import CACHED, SAID, cached, checksums
 from support.tiny import make_target
@@ -283,3 +284,16 @@ def test_a_new_drafter_fits_any_family(family):
     )
     again = new_drafter(make_target(family), DrafterShape(mask_token_id=96, layers=2, block_size=4))
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "kimi_linear"])
+def test_a_new_drafter_of_a_target_with_recurrent_layers_can_be_loaded(kind, tmp_path):
+    """Rotations of a part of a head, and targets that rotate nothing, are not copied."""
+    target = make_hybrid(kind)
+    assert (getattr(target.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 0.5) < 1
+    sizes = {"mask_token_id": 90, "layers": 1, "block_size": 4, "taps": (0,)}
+    new_drafter(target, DrafterShape(**sizes)).save_pretrained(tmp_path)
+    drafter, ids = td.load_drafter(tmp_path, target), torch.tensor([[3, 4, 5]])
+    options = {"max_new_tokens": 8, "runtime": "eager", "do_sample": False}
+    texts = [td.generate(target, one, ids, **options) for one in (None, drafter)]
+    assert texts[0].equal(texts[1])

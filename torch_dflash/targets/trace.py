@@ -26,7 +26,10 @@ from torch_dflash.targets.masks import read_window
 from torch_dflash.targets.scans import find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, remembered_in
 
-SUPPORTED = "supported are decoders of causal attention alone, such as Llama, Qwen3, Gemma 3 and gpt-oss"
+SUPPORTED = (
+    "supported are decoders of causal attention, with or without gated delta rules, Mamba-2 or short "
+    "convolutions, such as Llama, Qwen3, Qwen3.5, Gemma 3 and gpt-oss"
+)
 # What models hand to their attention and what changes no score: a round gives positions and cache itself.
 HARMLESS = {
     "dropout",

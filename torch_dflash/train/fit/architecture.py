@@ -15,6 +15,11 @@ from torch_dflash.train.fit.options import DrafterShape
 # Of the target's own shape, so that the drafter's cost per layer is the target's.
 COPIED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
 
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+"""Of a target that has none: its attention layers count no positions, or it has no attention."""
+_TARGETS_OWN = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""What a drafter does not read: it turns all of a head, by one position."""
+
 
 def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
     """A drafter with random weights for ``target``, its layers as wide as the target's.
@@ -34,7 +39,7 @@ def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
         intermediate_size=shape.intermediate_size or base.intermediate_size,
         num_hidden_layers=shape.layers,
         num_target_layers=layers,
-        rope_parameters=dict(base.rope_parameters),
+        rope_parameters=_rope(getattr(base, "rope_parameters", None) or {}),
         layer_types=[kind] * shape.layers,
         sliding_window=shape.sliding_window,
         tie_word_embeddings=False,
@@ -53,3 +58,9 @@ def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
         drafter.norm.weight.data.copy_(norm.weight.detach())
     # Every head begins with the weights of v1.
     return with_head(drafter, shape.head or "dflash", shape.init_seed, **shape.sizes).to(target.device)
+
+
+def _rope(given: dict[str, Any]) -> dict[str, Any]:
+    """The target's rotation, as far as a drafter has it; nested where kinds of layers have their own."""
+    kept = {name: value for name, value in given.items() if name not in _TARGETS_OWN}
+    return {name: _rope(value) if isinstance(value, dict) else value for name, value in kept.items()} or _ROPE
