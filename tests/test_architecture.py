@@ -245,7 +245,7 @@ BUDGETS = {
         "cli": 2850,
         "demo": 360,
         "doctor": 710,
-        "engine": 3170,
+        "engine": 3180,
         "grammars": 670,
         "guards": 100,
         "integrations": 570,

@@ -70,7 +70,7 @@ class DecodePlan:
         if self.verify_width > self.block_size:
             raise ValueError(
                 f"verify_width={self.verify_width} is wider than block_size={self.block_size}; "
-                "at most the whole block can be verified."
+                "at most the whole block, or all rows= of a tree, can be verified."
             )
         if self.block_size > 255:
             raise ValueError(f"block_size={self.block_size}: acceptance is counted in 8 bits; use <= 255.")

@@ -7,12 +7,14 @@ from functools import cache
 import pytest
 import torch
 from support.authors import SECOND
+from support.refusals import refuses
 from support.scripted import own_text, run
 from support.tabled import Tabled, with_path
 from support.tiny import make_drafter, make_pair
 
 import torch_dflash as td
 from torch_dflash.decode import Verified
+from torch_dflash.engine.state_checks import check_plan, describe_plan
 from torch_dflash.ops.trees import take_rows
 
 PROMPTS = [[5, 17, 80, 33] * 3, [3, 1, 4], [9, 2, 6, 40, 41, 42, 9, 2, 6]]
@@ -164,3 +166,9 @@ def test_the_drafter_has_taken_in_the_path_alone(monkeypatch):
     monkeypatch.setattr(Verified, "along", off)
     wrong, count, _ = drafters_keys(tree, PROMPTS[0], NEW)
     assert not torch.allclose(wrong[:, :, : min(count, known)], wanted[:, :, : min(count, known)], atol=1e-3)
+
+
+def test_a_state_of_another_tree_says_what_to_compile_with():
+    first, second = (made(one).plan for one in (td.TreeProposer(pair()[1], rows=8), pair()[1]))
+    with refuses(ValueError, "a state: the state has", "compile with the proposer, and its rows="):
+        check_plan(describe_plan(first), second, "a state")

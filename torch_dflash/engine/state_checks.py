@@ -17,6 +17,8 @@ from torch_dflash.state import DecodeState
 FREE = {"rounds_per_chunk"}
 ARGUMENTS = {"capacity": "max_length"}  # plan fields that `torch_dflash.compile` names otherwise
 
+OF_TREES = ("block_size", "depth", "verify_width")  # of a tree these follow from its proposer
+
 
 def describe_plan(plan: DecodePlan) -> str:
     """``plan`` as JSON; its processors by their ``repr``, which for a dataclass has every field."""
@@ -35,11 +37,15 @@ def check_plan(text: str | None, plan: DecodePlan, file: Path) -> None:
             f"{file}: plan is {_short(text)}, not a plan as JSON; save the state again with save_state."
         )
     own = json.loads(describe_plan(plan))
+    of_trees = OF_TREES if saved.get("depth") is not None or plan.depth is not None else ()
     for name in sorted((saved.keys() | own.keys()) - FREE):
         if saved.get(name) != own.get(name):
+            fix = f"{ARGUMENTS.get(name, name)}={_short(saved.get(name))}"
+            if name in of_trees:
+                fix = "the proposer, and its rows=, that the state was made with,"
             raise ValueError(
                 f"{file}: the state has {name}={_short(saved.get(name))}, this engine {own.get(name)!r}; "
-                f"compile with {ARGUMENTS.get(name, name)}={_short(saved.get(name))} to go on with it."
+                f"compile with {fix} to go on with it."
             )
 
 

@@ -120,11 +120,10 @@ def joined(first: KeyValue, second: KeyValue) -> KeyValue:
     One product over all keys is rounded once, as that of plain decoding is. In half precision two products,
     each rounded, and their sum say another text.
     """
-    masks = first.mask, second.mask
-    assert masks[0] is not None and masks[1] is not None, "parts without masks"
+    assert first.mask is not None and second.mask is not None, "parts without masks"
     pairs = (first.key, second.key), (first.value, second.value)
     key, value = (torch.cat(pair, dim=2) for pair in pairs)
-    return KeyValue(key, value, torch.cat(masks, dim=-1))
+    return KeyValue(key, value, torch.cat((first.mask, second.mask), dim=-1))
 
 
 Attend = Callable[[Tensor, float], Tensor]
