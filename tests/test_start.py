@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import pkgutil
+import re
 import types
 
 from support import ROOT
@@ -60,8 +61,11 @@ def test_one_list_names_what_is_public():
         for alias in node.names
         if alias.name == alias.asname
     }
-    assert imports == td._MODULES
-    assert set(td.__all__) == {"__version__", *imports} <= set(dir(td))
+    assert imports == td._MODULES | dict.fromkeys(td._ROOMS, "torch_dflash")
+    assert not [
+        node for node in tree.body if getattr(node, "name", "") == "__getattr__"
+    ]  # pyright would trust it
+    assert set(td.__all__) == {"__version__", *td._MODULES} and {*td.__all__, *imports} <= set(dir(td))
 
 
 def test_no_submodule_takes_the_place_of_a_public_name():
@@ -73,6 +77,14 @@ def test_no_submodule_takes_the_place_of_a_public_name():
         assert value is getattr(td, name) and not isinstance(value, types.ModuleType), name
         if name in td._MODULES:
             assert value is getattr(importlib.import_module(td._MODULES[name]), name), name
+
+
+def test_what_docs_and_messages_name_is_reachable():
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("torch_dflash/**/*.py")]
+    named = {one for page in pages for one in re.findall(r"\btd\.([a-z]\w*)\.", page.read_text())}
+    assert "processors" in named
+    code = f"import torch_dflash as td\nprint([name for name in {sorted(named)} if not hasattr(td, name)])"
+    assert python(code).stdout == "[]\n"
 
 
 def test_a_name_that_is_not_there():

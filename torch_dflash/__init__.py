@@ -49,25 +49,18 @@ _PUBLIC = {
 }
 """The public names by module. Type checkers cannot read this table; a test compares it with their imports."""
 _MODULES = {name: f"torch_dflash.{module}" for module, names in _PUBLIC.items() for name in names.split()}
+_ROOMS = ("processors",)
+"""Packages whose own names docs and messages use, as in ``td.processors.GrammarTable``."""
 
 __all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the module of a public name, and keep the name here (PEP 562)."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    if "torch_dflash.proposers.dflash.model" in sys.modules:  # drafters get the method of that name
-        import_module("torch_dflash.integrations.spec_generate")
-    return value
-
-
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_ROOMS})
 
 
 if TYPE_CHECKING:
+    from torch_dflash import processors as processors
     from torch_dflash.chat import Chat as Chat
     from torch_dflash.demo.pair import load_demo_pair as load_demo_pair
     from torch_dflash.demo.target import load_demo_target as load_demo_target
@@ -109,3 +102,15 @@ if TYPE_CHECKING:
     from torch_dflash.state import Draft as Draft
     from torch_dflash.verify.check import check as check
     from torch_dflash.verify.result import Agreement as Agreement
+else:  # out of type checkers' sight, so that they report a mistyped name
+
+    def __getattr__(name: str) -> Any:
+        """Import the module of a public name, and keep the name here (PEP 562)."""
+        if name in _ROOMS:
+            return import_module(f"{__name__}.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        if "torch_dflash.proposers.dflash.model" in sys.modules:  # drafters get the method of that name
+            import_module("torch_dflash.integrations.spec_generate")
+        return value

@@ -50,6 +50,27 @@ def test_a_part_of_a_name_chooses(capsys):
     assert "no pair has that in its name" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("z-lab/Qwen3-8B-DFlash-b16", "qwen3-8b"),
+        ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("Qwen3_8B", "qwen3-8b"),
+        ("Qwen/Qwen3.5-9B", "qwen3.5-9b"),  # whose row has no hub id of the target
+    ],
+)
+def test_a_model_is_found_by_its_hub_id(capsys, text, name):
+    assert main(["list", text]) == 0
+    assert name in [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_where_nothing_decodes_that_is_said(capsys):
+    assert main(["list", "--decodes", "xpress"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "xpress: no such pair decodes here; leave --decodes out" in err
+
+
 def test_json_has_every_field_its_source_and_what_is_unknown(capsys):
     assert main(["list", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from support.shell import python
 from support.tiny import make_drafter, make_target
 from support.tokenizers import byte_tokenizer
 
@@ -51,7 +52,8 @@ def test_what_drafts_is_named_where_it_is_known():
         ("Qwen/Qwen3-8B", "pass --draft-model z-lab/Qwen3-8B-DFlash-b16."),
         ("demo", "pass --draft-model demo."),
         ("some/model", "torch-dflash list shows published ones."),
-        ("Qwen/Qwen3.5-27B", "torch-dflash list shows published ones."),  # which is refused
+        ("Qwen/Qwen3.5-27B", "pass --draft-model z-lab/Qwen3.5-27B-DFlash."),  # no hub id in its row
+        ("zai-org/GLM-5.1", "torch-dflash list shows published ones."),  # which is refused
     ):
         assert plainly(target, "torch-dflash chat").endswith(f"so decoding is plain; {words}")
 
@@ -67,6 +69,16 @@ def test_quiet_leaves_the_text_and_errors(folder, capsys, tmp_path):
         assert err == "" and len(out.splitlines()) == 2
         assert generate(folder, "--quiet", "--device", "nowhere") == 2
     assert "--device nowhere" in capsys.readouterr().err
+
+
+def test_quiet_silences_the_hubs_retries():
+    done = python(
+        "import logging, huggingface_hub\n"
+        "from torch_dflash.cli.call import hush\n"
+        "hush()\n"
+        "logging.getLogger('huggingface_hub.utils._http').warning('Retrying in 1s')\n"
+    )
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def test_bars_are_none_while_it_is_quiet(capsys):
@@ -98,6 +110,16 @@ def test_env_says_what_a_bug_report_needs(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     for part in ("python", "transformers ", "cpu ", "1.5 MB", f"rm -r {tmp_path / 'torch-dflash/xla'}"):
         assert part in out, out
+
+
+def test_env_without_any_cache(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "caches    none"
+    (tmp_path / "hub").mkdir()
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"caches    {tmp_path / 'hub'} 0.0 MB"
 
 
 def test_list_shows_what_decodes(capsys):

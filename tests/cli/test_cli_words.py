@@ -35,6 +35,10 @@ WRONG = {
     "train --quick fit": "No such option '--quick'.",
     "train --epochs 3 fit": "Options follow the command: torch-dflash train fit --epochs",
     "--temp 1 chat --model demo": "Options follow the command: torch-dflash chat --temp",
+    "--model m": "Options follow the command: torch-dflash generate --model",
+    "generate --model": "torch-dflash generate: Option '--model' requires an argument. See",
+    "generate --model= --prompt hi": "Invalid value for '--model' / '--target': '' is empty; name",
+    "aot --model m --draft-model=": "Invalid value for '--draft-model' / '--drafter': '' is empty",
     "--json list": "Options follow the command: torch-dflash list --json",
     "--verbose generate --prompt hi": "No such option '--verbose'.",
     "generate --version": "No such option '--version'.",
@@ -72,7 +76,7 @@ def test_options_have_the_names_of_this_field(words, wanted):
 
 def test_an_option_takes_several_words():
     line = (
-        "train all --model m --out o --prompts a b --eval-prompts=c d --fit='--epochs 1 --steps 2' --online"
+        "train all --model m --out o --prompts a b --eval_prompts=c d --fit='--epochs 1 --steps 2' --online"
     )
     given = parse(shlex.split(line)).arguments
     assert (given.prompts, given.eval_prompts, given.fit) == (["a", "b"], ["c", "d"], "--epochs 1 --steps 2")
@@ -151,3 +155,16 @@ def test_a_shell_completes_options_and_choices():
             COMP_CWORD=str(len(words.split(" "))),
         )
         assert f"plain,{found}" in done.stdout.split(), (done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "words", ["generate --file ", "generate --model ", "doctor --json ", "list --cache-dir "]
+)
+def test_a_shell_completes_paths(words):
+    done = python(
+        "from torch_dflash.cli import main\nmain()",
+        _TORCH_DFLASH_COMPLETE="bash_complete",
+        COMP_WORDS=f"torch-dflash {words}",
+        COMP_CWORD=str(len(words.split(" "))),
+    )
+    assert done.stdout.startswith("file,"), (done.stdout, done.stderr)

@@ -68,11 +68,12 @@ def _refuse(error: click.UsageError, words: list[str]) -> int:
 
 
 def _commands_with(option: str, context: click.Context | None) -> list[str]:
-    """The commands of the group of ``context`` that take ``option``; none where it is no group."""
+    """The commands of the group of ``context`` that take ``option``, generate first; else none."""
     if context is None or not isinstance(context.command, click.Group):
         return []
-    return [
+    found = [
         name
         for name, one in context.command.commands.items()
         if any(option in param.opts for param in one.params)
     ]
+    return sorted(found, key=lambda name: name != "generate")

@@ -124,12 +124,7 @@ def prompt_room(max_new_tokens: int, target: Any) -> int:
 
 def plainly(target: str, command: str) -> str:
     """The line that a command prints when it decodes ``target`` without a drafter."""
-    name = target.rstrip("/").rpartition("/")[2].lower()
-    known = [
-        str(row.drafter)
-        for row in checkpoints
-        if row.target and row.drafter and row.verdict[0] and row.target.lower().endswith(f"/{name}")
-    ]
+    known = [row.drafter for row in checkpoints if row.drafter and row.verdict[0] and row.is_of(target)]
     known = ["demo"] if target == "demo" else known
     hint = f"pass --draft-model {known[0]}" if known else "torch-dflash list shows published ones"
     return f"{command}: no --draft-model, so decoding is plain; {hint}."

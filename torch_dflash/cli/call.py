@@ -82,10 +82,16 @@ def command(
 
 
 def hush() -> None:
-    """Silence warnings, and transformers' bars and notes, where the command has imported it."""
+    """Silence warnings, and bars and notes of transformers and the hub, where the command imported them."""
     warnings.simplefilter("ignore")
     if "transformers" in sys.modules:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+    if "huggingface_hub" in sys.modules:
+        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils import logging as hub
+
+        hub.set_verbosity_error()
+        disable_progress_bars()

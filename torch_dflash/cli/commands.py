@@ -12,7 +12,7 @@ from torch_dflash.checks import CACHES, RUNTIMES
 from torch_dflash.cli.arguments import PENALTIES, check_call_options, check_device, check_options
 from torch_dflash.cli.call import PROGRAM, command, quiet_flag
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.options import COUNT, PATH, flag, number_or_word, option
+from torch_dflash.cli.options import COUNT, FILE, MODEL, PATH, flag, number_or_word, option
 from torch_dflash.cli.tpu_commands import aot, fit_memory
 from torch_dflash.cli.train_commands import train
 from torch_dflash.cli.writable import check_outputs
@@ -42,8 +42,8 @@ def decoding() -> list[click.Parameter]:
         for name in PENALTIES
     ]
     return [
-        option(*TARGET, required=True, metavar="T", help="Whose text comes out: directory, hub id or demo."),
-        option(*DRAFTER, metavar="D", help="Directory, hub id, demo, ngram or none (unset)."),
+        option(*TARGET, type=MODEL, required=True, metavar="T", help="Directory, hub id or demo."),
+        option(*DRAFTER, type=MODEL, metavar="D", help="Directory, hub id, demo, ngram or none (unset)."),
         option("--system", metavar="TEXT", help="System message of the chat template."),
         TEMPLATE,
         option(*NEW, type=COUNT, default=256, metavar="N", help="Most tokens of an answer."),
@@ -81,7 +81,10 @@ generate = command(
         click.Argument(["stdin"], required=False, type=_dash, metavar="[-]"),
         option("--prompt", metavar="TEXT"),
         option(
-            "--file", metavar="PATH", help="The whole file is one prompt; with --jsonl, one prompt per line."
+            "--file",
+            type=FILE,
+            metavar="PATH",
+            help="The whole file is one prompt; with --jsonl, one prompt per line.",
         ),
         flag(
             "--jsonl",
@@ -93,7 +96,12 @@ generate = command(
         option(
             "--top-logprobs", type=int, metavar="K", help="With --jsonl: also those of the K likeliest ids."
         ),
-        option("--json-schema", metavar="FILE", help="Answer with JSON that fits the schema in this file."),
+        option(
+            "--json-schema",
+            type=FILE,
+            metavar="FILE",
+            help="Answer with JSON that fits the schema in this file.",
+        ),
         option(
             "--regex", metavar="R", help="Answer with text that this regular expression matches as a whole."
         ),
@@ -154,7 +162,7 @@ demo = command(
         runtime(),
         option("--device", help=DEVICE),
         option("--repeats", type=COUNT, default=1, help="Ask all questions so often; median times."),
-        option("--json", metavar="FILE", help="Write the figures with their provenance."),
+        option("--json", type=FILE, metavar="FILE", help="Write the figures with their provenance."),
         option("--png", type=PATH, metavar="FILE", help="Draw the acceptance length of every round."),
     ],
     "Ask the pair that comes with the library a question.",
@@ -166,10 +174,17 @@ demo = command(
 doctor = command(
     "doctor",
     [
-        option(*TARGET, required=True, metavar="T", help="Directory, hub id or demo."),
-        option(*DRAFTER, required=True, metavar="D", help="A DFlash drafter: directory, hub id or demo."),
+        option(*TARGET, type=MODEL, required=True, metavar="T", help="Directory, hub id or demo."),
+        option(
+            *DRAFTER,
+            type=MODEL,
+            required=True,
+            metavar="D",
+            help="A DFlash drafter: directory, hub id or demo.",
+        ),
         option(
             "--prompts",
+            type=FILE,
             metavar="FILE",
             help='JSON lines of {"prompt": ...} or {"turns": [...]}; unset: three questions.',
         ),
@@ -180,8 +195,8 @@ doctor = command(
         option("--dtype", type=click.Choice(DTYPES), default="auto"),
         option("--device", help="torch device, such as cuda."),
         flag("--fix", help="Write what is wrong into the drafter's config.json; the old one stays."),
-        option("--json", metavar="FILE", help="Write everything there."),
-        option("--png", metavar="FILE", help="Draw acceptance by convention there."),
+        option("--json", type=FILE, metavar="FILE", help="Write everything there."),
+        option("--png", type=FILE, metavar="FILE", help="Draw acceptance by convention there."),
     ],
     "Tell why few drafts of a pair are accepted.",
     "Reads both configs, has the target answer a few prompts, and drafts its answers under other "
@@ -204,13 +219,16 @@ list_pairs = command(
         flag("--json", help="Print every field, its source and what is unknown."),
         flag("--check", help="Load and check what the hub's cache holds."),
         option(
-            "--cache-dir", metavar="DIR", help="A hub cache other than huggingface_hub's own, for --check."
+            "--cache-dir",
+            type=FILE,
+            metavar="DIR",
+            help="A hub cache other than huggingface_hub's own, for --check.",
         ),
     ],
     "Show the published pairs of target and drafter.",
-    "Shows the pairs with TEXT in their names, one a line; ? is unknown. With --check, loads and checks "
-    "those whose drafter the hub's cache holds; nothing is fetched. Exit status: 0, 1 if one of those does "
-    "not load or fit, 2 wrong usage.",
+    "Shows the pairs with TEXT in their names, targets or drafters, one a line; ? is unknown. With --check, "
+    "loads and checks those whose drafter the hub's cache holds; nothing is fetched. Exit status: 0, 1 if "
+    "one of those does not load or fit, 2 wrong usage or no pair.",
     module="pairs",
     check=_check_list,
 )
@@ -234,7 +252,7 @@ selftest = command(
             type=click.Choice(("tiny", "small", "base")),
             help="Pair that is timed (small on a CPU, else base).",
         ),
-        option("--json", metavar="FILE", help="Write everything with its provenance."),
+        option("--json", type=FILE, metavar="FILE", help="Write everything with its provenance."),
     ],
     "Check this device: parity, losslessness and hidden costs; time its passes.",
     "Random pairs, no download. Exit status: 0 every check passed, 1 some did not, 2 wrong usage.",

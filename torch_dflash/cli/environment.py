@@ -24,9 +24,11 @@ def run(arguments: SimpleNamespace) -> int:
         return 0
     for name, value in found.items():
         lines = [f"{key} {text}" for key, text in value.items()] if isinstance(value, dict) else [value]
+        lines = lines or ["none"]
         print(f"{name:10}{lines[0]}", *(f"{'':10}{line}" for line in lines[1:]), sep="\n")
-    print("\nCaches may be deleted; what is needed is fetched and compiled again:")
-    print(*(f"  rm -r {folder}" for folder in ours()), sep="\n")
+    if folders := ours():
+        print("\nCaches may be deleted; what is needed is fetched and compiled again:")
+        print(*(f"  rm -r {folder}" for folder in folders), sep="\n")
     return 0
 
 

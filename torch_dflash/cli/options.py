@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -19,6 +19,8 @@ import click
 T = TypeVar("T")
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
+FILE = click.Path(readable=False)
+"""A path as text; shells complete it, and the command refuses what it cannot read."""
 
 
 def option(*names: str, many: bool = False, **more: Any) -> click.Option:
@@ -36,6 +38,18 @@ def flag(*names: str, help: str, **more: Any) -> click.Option:
     return click.Option(names, is_flag=True, help=help, show_default=False, **more)
 
 
+class _Model(click.Path):
+    """A directory, hub id or word; shells complete it as a path."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value.strip():
+            self.fail(f"{value!r} is empty; name a directory or a hub id.", param, ctx)
+        return value
+
+
+MODEL = _Model()
+
+
 class _Many(click.Option):
     """An option of one or more words. `Command` repeats its name before each of them."""
 
@@ -48,16 +62,21 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         many = {name for one in self.params if isinstance(one, _Many) for name in one.opts}
-        return super().parse_args(ctx, _repeated(many, args))
+        try:
+            return super().parse_args(ctx, _repeated(many, args, ctx.token_normalize_func or str))
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # click leaves it out where an option's value is missing
+            raise
 
 
-def _repeated(many: set[str], words: list[str]) -> list[str]:
+def _repeated(many: set[str], words: list[str], spelling: Callable[[str], str]) -> list[str]:
     """``--prompts a b`` as ``--prompts a --prompts b``, for the options named in ``many``."""
     found: list[str] = []
     name, count = None, 0
     for word in words:
         if word.startswith("-") and word != "-":
             name, _, value = word.partition("=")
+            name = spelling(name)
             name, count = name if name in many else None, bool(value)
         elif name is not None:
             count += 1

@@ -19,12 +19,16 @@ DIFFERS = 1
 
 def run(arguments: SimpleNamespace) -> int:
     """Print the pairs; returns the exit status."""
-    wanted = str(arguments.name or "").lower()
-    rows = [row for row in checkpoints if wanted in row.name]
+    text = arguments.name or ""
+    rows = [row for row in checkpoints if row.mentions(text)]
     if not rows:
-        raise UserError(f"{arguments.name}: no pair has that in its name; leave it out to see all.")
+        raise UserError(f"{text}: no pair has that in its name, target or drafter; leave it out to see all.")
     if arguments.decodes:
-        rows = [row for row in rows if row.verdict[0]]
+        rows, known = [row for row in rows if row.verdict[0]], len(rows)
+        if not rows:
+            raise UserError(
+                f"{text}: no such pair decodes here; leave --decodes out to see {known} that do not."
+            )
     if arguments.check:
         return _check(rows, arguments)
     print(json.dumps([as_json(row) for row in rows], indent=1) if arguments.json else table(rows))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import click
 
 from torch_dflash.cli.call import command
-from torch_dflash.cli.options import COUNT, flag, option, options_of
+from torch_dflash.cli.options import COUNT, MODEL, flag, option, options_of
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.plan import DecodePlan
 
@@ -38,8 +38,10 @@ NEEDS = "Needs configs and libtpu (pip install 'torch-dflash[tpu]'), neither wei
 
 def _pair() -> list[click.Parameter]:
     return [
-        option("--model", "--target", "target", required=True, metavar="CONFIG", help=CONFIG),
-        option("--draft-model", "--drafter", "drafter", default="none", metavar="CONFIG", help=CONFIG),
+        option("--model", "--target", "target", type=MODEL, required=True, metavar="CONFIG", help=CONFIG),
+        option(
+            "--draft-model", "--drafter", "drafter", type=MODEL, default="none", metavar="CONFIG", help=CONFIG
+        ),
     ]
 
 

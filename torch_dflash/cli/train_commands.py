@@ -9,7 +9,7 @@ import click
 from torch_dflash.checks import RUNTIMES
 from torch_dflash.cli.call import command, quiet_flag
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.options import COUNT, PATH, Command, flag, option, options_of
+from torch_dflash.cli.options import COUNT, MODEL, PATH, Command, flag, option, options_of
 from torch_dflash.cli.writable import check_folder
 from torch_dflash.train.answers.options import RegenerateOptions
 from torch_dflash.train.evaluate.options import EvaluateOptions
@@ -31,7 +31,13 @@ def _stage(
 ) -> Command:
     common: list[click.Parameter] = [
         option(
-            "--model", "--target", "target", required=True, metavar="T", help="Directory, hub id or demo."
+            "--model",
+            "--target",
+            "target",
+            type=MODEL,
+            required=True,
+            metavar="T",
+            help="Directory, hub id or demo.",
         ),
         option("--target-dtype", type=click.Choice(("auto", "float32", "bfloat16")), default="auto"),
         option("--device", help="torch device, with --runtime eager."),
@@ -96,7 +102,7 @@ fit = _stage(
 evaluate = _stage(
     "evaluate",
     [
-        option(*DRAFTER, required=True, metavar="D"),
+        option(*DRAFTER, type=MODEL, required=True, metavar="D"),
         _paths("--prompts", metavar="FILE"),
         option("--json", type=PATH, metavar="FILE", help="Sets already in it are kept, not decoded again."),
         flag("--card", help="Put the figures of --json into the drafter's card."),
@@ -109,7 +115,7 @@ evaluate = _stage(
 vocabulary = _stage(
     "vocabulary",
     [
-        option(*DRAFTER, required=True, metavar="D"),
+        option(*DRAFTER, type=MODEL, required=True, metavar="D"),
         _paths("--answers"),
         option(
             "--rows", type=COUNT, default=ROWS, metavar="N", help="Ids that are drafted, the most frequent."

@@ -69,6 +69,16 @@ class Checkpoint:
     refused_for: str | None = None
     sources: dict[str, str] = field(default_factory=dict, hash=False)
 
+    def mentions(self, text: str) -> bool:
+        """Whether the name, the target or the drafter has ``text`` in it; ``_`` is ``-``, any case."""
+        names = (self.name, self.target or self.model, self.drafter or "")
+        return self.is_of(text) or any(_plain(text) in _plain(name) for name in names)
+
+    def is_of(self, target: str) -> bool:
+        """Whether ``target``, a hub id or a directory, ends with the name of this pair's target."""
+        own, given = ((name.rstrip("/").rpartition("/")[2]) for name in (self.target or self.model, target))
+        return _plain(own) == _plain(given)
+
     @property
     def unknown(self) -> tuple[str, ...]:
         """The fields of which no source is known."""
@@ -98,6 +108,10 @@ class Checkpoint:
     def loads(self) -> bool:
         """Whether the pair decodes here from the target's published weights, by ``jb.load``."""
         return self.verdict[0] is True and self.target_weights in (None, *PLAIN_FORMS)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def _read() -> tuple[Checkpoint, ...]:
