@@ -23,6 +23,7 @@ WORKERS ?= 2
 VERSION_OF = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 INTERPRETER := $(call VERSION_OF,$(PYTHON))
 $(if $(INTERPRETER),,$(error PYTHON=$(PYTHON): no such interpreter))
+$(if $(filter 2.% 3.6 3.7 3.8 3.9 3.10,$(INTERPRETER)),$(error PYTHON=$(PYTHON): Python $(INTERPRETER) is too old; name 3.11 or later, as in PYTHON=python3.12))
 SETS := $(filter-out torch==2.13.0,$(TORCH)) $(filter-out transformers,$(TRANSFORMERS)) $(basename $(notdir $(CONSTRAINTS)))
 UNLIKE := $(strip $(filter-out $(call VERSION_OF,$(DEFAULT_PYTHON)),$(INTERPRETER)) $(SETS))
 VENV := .venv$(if $(UNLIKE),-$(shell echo '$(strip $(INTERPRETER) $(SETS))' | sed 's/[^A-Za-z0-9.]\{1,\}/-/g; s/-$$//'))

@@ -76,13 +76,15 @@ def test_every_dependency_has_a_lower_bound_and_torchax_both():
 
 
 def test_the_repository_has_one_address_that_few_files_repeat():
-    """To move: change pyproject.toml and these three; the site and an index's page read the first."""
+    """To move: change pyproject.toml and these four; the site and an index's page read the first."""
     suffixes, named = {".cff", ".ipynb", ".md", ".py", ".sh", ".toml", ".yaml", ".yml"}, {}
     for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]:
         if path.is_file() and path.suffix in suffixes:
             for address in re.findall(r"github\.com/[\w.-]+/torch-dflash\b", path.read_text()):
                 named.setdefault(f"https://{address}", set()).add(str(path.relative_to(ROOT)))
-    assert named == {REPOSITORY: {"CITATION.cff", "README.md", "docs/installation.md", "pyproject.toml"}}
+    assert named == {
+        REPOSITORY: {"CITATION.cff", "README.md", "docs/installation.md", "docs/vllm.md", "pyproject.toml"}
+    }
     citation = (ROOT / "CITATION.cff").read_text()
     assert "The torch-dflash authors" in citation and f"version: {td.__version__}" in citation
 
@@ -131,3 +133,24 @@ def test_each_interpreter_and_set_of_versions_has_its_environment(options, name,
     }
     done = subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [name.format(version=version)]
+
+
+def test_make_refuses_an_old_interpreter_before_it_installs_anything(tmp_path):
+    if not shutil.which("make"):
+        pytest.skip("no make")
+    old = tmp_path / "python3.10"
+    old.write_text("#!/bin/sh\necho 3.10\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "-n", "demo", f"PYTHON={old}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert "Python 3.10 is too old; name 3.11 or later" in done.stderr
+
+
+@pytest.mark.parametrize(("tag", "status"), [(f"v{td.__version__}", 0), ("v9.9.9", 1)])
+def test_a_release_compares_its_tag_with_the_version(tag, status):
+    command = re.search(r"run: (grep .*)", (ROOT / ".github/workflows/release.yml").read_text())
+    assert command
+    done = subprocess.run(["sh", "-c", command[1]], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag})
+    assert done.returncode == status
