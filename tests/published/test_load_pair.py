@@ -77,9 +77,6 @@ def test_a_target_with_weights_missing_is_no_pair(hub, offline):
 
 
 REFUSED = [
-    ("qwen3.5-4b", ["Qwen3.5-4B (qwen3_5) is refused", "recurrent layers", "choose another"]),
-    ("qwen3.6-27b", ["is refused", "recurrent layers"]),
-    ("qwen3-coder-next", ["qwen3_next", "recurrent layers"]),
     ("gemma-4-e2b-dflash2", ["share keys and values"]),
     ("kimi-k2.6-dspark", ["of kind DSpark in a layout that no public config shows", "load_drafter tells"]),
     ("qwen3-8b-xpress", ["of kind XPress", "DFlash, DFlash2 or DSpark"]),
