@@ -100,7 +100,9 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str, recurr
         return
     shape = plan.cache, min(plan.verify_width, WIDEST), min(plan.batch_size, MOST_ROWS)
     by_twin, loaded = is_as_built(target), target.device.type != "meta"
-    fault = _fault_of_class(target, shape, runtime) if by_twin else None
+    fault = _fault_of_writes(target) if runtime == "xla" else None
+    if by_twin:
+        fault = fault or _fault_of_class(target, shape, runtime)
     if loaded or not by_twin:
         fault = fault or _fault_of(_fault_of_live, target, shape, runtime)
     if loaded:
@@ -124,7 +126,7 @@ def _fault_of_class(target: PreTrainedModel, shape: tuple, runtime: str) -> str 
 
 
 def _fault_of(trial: Callable, target: PreTrainedModel, shape: tuple, runtime: str) -> str | None:
-    fault = _fault_of_writes(target) if runtime == "xla" else None
+    fault = None
     # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
     # may be missed, and must not decide the text.
     trials = [(True, False), (False, True)] if runtime == "eager" else [(False, False)]
