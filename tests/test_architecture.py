@@ -251,7 +251,7 @@ BUDGETS = {
         "integrations": 570,
         "ops": 555,
         "processors": 480,
-        "proposers": 2895,
+        "proposers": 2930,
         "published": 215,
         "selftest": 800,
         "storage": 300,

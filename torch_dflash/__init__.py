@@ -39,6 +39,7 @@ _PUBLIC = {
     "proposers.dflash2.model": "DFlash2DraftModel",
     "proposers.narrow": "frequent_ids with_draft_vocabulary",
     "proposers.ngram": "NGramProposer",
+    "proposers.trees.nodes": "Nodes",
     "proposers.trees.proposer": "TreeProposer",
     "proposers.union": "Union",
     "published.load": "load_pair",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
     from torch_dflash.proposers.narrow import frequent_ids as frequent_ids
     from torch_dflash.proposers.narrow import with_draft_vocabulary as with_draft_vocabulary
     from torch_dflash.proposers.ngram import NGramProposer as NGramProposer
+    from torch_dflash.proposers.trees.nodes import Nodes as Nodes
     from torch_dflash.proposers.trees.proposer import TreeProposer as TreeProposer
     from torch_dflash.proposers.union import Union as Union
     from torch_dflash.published.load import load_pair as load_pair

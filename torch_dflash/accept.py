@@ -65,8 +65,10 @@ def trim_at_stop(
     return torch.where(stopped, first + 1, count), stopped
 
 
-def drafted_by(proposer: Any, proposed: Any) -> tuple[Any, Any]:
-    """The draft and the state that ``proposer`` has ``proposed``.
+def drafted_by(
+    proposer: Any, proposed: Any, method: str = "propose", first: str = "Draft(tokens, valid)"
+) -> tuple[Any, Any]:
+    """The two that a ``method`` of ``proposer`` has ``proposed``: a draft, or the ``first``, and its state.
 
     Raises:
         TypeError: they are not two.
@@ -75,8 +77,8 @@ def drafted_by(proposer: Any, proposed: Any) -> tuple[Any, Any]:
         return proposed[0], proposed[1]
     count = f" of {len(proposed)}" if isinstance(proposed, tuple | list) else ""
     raise TypeError(
-        f"{type(proposer).__name__}.propose() returned {type(proposed).__name__}{count}: return two values, "
-        "a Draft and the proposer's state (return torch_dflash.Draft(tokens, valid), pstate)."
+        f"{type(proposer).__name__}.{method}() returned {type(proposed).__name__}{count}: return two values, "
+        f"a {first.partition('(')[0]} and the proposer's state (return torch_dflash.{first}, pstate)."
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -77,6 +78,7 @@ class Progress:
 
     ``known`` [B]: tokens that the host has of each row; its prompt's from the start, never read back.
     ``ended`` [B]: rows that gain nothing more; a row may be done for a while, and wait for pages.
+    ``widths``: rounds by the rows of their verify pass.
     """
 
     tokens: np.ndarray
@@ -87,6 +89,7 @@ class Progress:
     known: np.ndarray
     ended: np.ndarray
     record: Recorded
+    widths: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def empty(cls, plan: DecodePlan, lengths: np.ndarray) -> Progress:

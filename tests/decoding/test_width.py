@@ -53,7 +53,8 @@ def test_rounds_of_all_widths_say_the_targets_own_text(where, kind, cache):
     )
     texts, stats = run(engine, PROMPTS, max_new_tokens=60, do_sample=False)
     assert texts == [own_text(target, prompt, 60) for prompt in PROMPTS]
-    assert set(engine._widths.used) == {1, 4, 6}
+    assert set(engine._widths.used) == set(stats.widths) == {1, 4, 6}
+    assert sum(stats.widths.values()) == stats.rounds
     sampled = {"max_new_tokens": 40, "do_sample": True, "seed": 3}
     whole = td.compile(target, drafter, runtime=where, max_length=96, batch_size=2)
     assert run(engine, PROMPTS, **sampled)[0] == run(whole, PROMPTS, **sampled)[0]

@@ -87,6 +87,7 @@ def test_rows_say_what_each_says_alone(front, how, count):
     assert out.new_tokens == wanted
     ids, _ = pad_rows(rows)
     assert torch.equal(out.sequences[:, : ids.shape[1]], ids)
+    assert sum(out.stats.widths.values()) >= sum(share.rounds for share in out.stats.replicas)
     assert sum(share.rows for share in out.stats.replicas) == count and out.stats.new_tokens == sum(
         how["max_new_tokens"]
     )

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from support.authors import SECOND
+from support.refusals import refuses
 from support.tiny import VOCAB, make_drafter, make_pair
 
 import torch_dflash as td
@@ -153,6 +154,57 @@ def test_a_narrower_round_takes_the_best_nodes_not_the_first_of_the_preorder():
     )
     assert (wide.tokens.tolist(), wide.parent.tolist()) == ([[5, 6, 7, 8]], [[-1, 0, 1, -1]])
     assert (narrow.tokens.tolist(), narrow.parent.tolist()) == ([[5, 8]], [[-1, -1]])
+
+
+class Odd(Known):
+    """Nodes with one thing wrong."""
+
+    def __init__(self, **change):
+        super().__init__()
+        self.change = change
+
+    def nodes(self, *given):
+        nodes, pstate = super().nodes(*given)
+        return nodes._replace(**self.change), pstate
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (
+            {"score": torch.tensor([[-0.1, -0.5, -0.4, -0.3]])},
+            ("score[0, 2] is -0.4", "node 1, is -0.5", "add"),
+        ),
+        ({"score": torch.tensor([[torch.nan, -0.5, -0.6, 0]])}, ("score[0, 1] is -0.5", "node 0, is -inf")),
+        ({"score": torch.tensor([[-1, -2, -3, -1]])}, ("score is torch.int64 [1, 4]", "float32 [1, 4]")),
+        ({"parent": torch.tensor([[-1, 2, 1, -1]])}, ("parent[0, 1] is 2", "-1, for the anchor", "below 1")),
+        ({"parent": torch.tensor([[-1, 0, 1]])}, ("parent is torch.int64 [1, 3]", "int32 [1, 4]")),
+        ({"tokens": [[5, 6, 7, 8]]}, ("tokens is list", "int32 [1, C]")),
+    ],
+)
+def test_nodes_that_are_none_are_refused_by_name(change, parts):
+    zero = torch.zeros(1, dtype=torch.int32)
+    with refuses(ValueError, "Odd.nodes()", *parts):
+        BestNodes(Odd(**change), (), 8).draft(States(((),)), zero, zero, None, None, Asked(sampling(0.0), 8))
+
+
+def test_a_proposer_that_returns_other_things_than_nodes_is_told_what_to_return(monkeypatch):
+    zero, given = torch.zeros(1, dtype=torch.int32), (States(((),)), None, Asked(sampling(0.0), 8))
+    for found, parts in (
+        (5, ("Known.nodes() returned int", "a Nodes and the proposer's state")),
+        ((Draft(zero[None], zero), ()), ("Known.nodes() returned Draft", "td.Nodes(tokens, parent, score)")),
+    ):
+        monkeypatch.setattr(Known, "nodes", lambda *_, found=found: found)
+        with refuses(TypeError, *parts):
+            BestNodes(Known(), (), 8).draft(given[0], zero, zero, None, None, given[2])
+
+
+def test_nodes_that_break_the_rules_in_a_program_index_nothing_outside():
+    """There nobody looks at values: what comes of them is cut by `read_tree`."""
+    tokens, parent = (torch.tensor([row], dtype=torch.int32) for row in ([5, 6, 7, 8], [-1, 0, 1, 2]))
+    for score in ([-4.0, -3.0, -2.0, -1.0], [-1.0, -9.0, -1.0, -1.0]):
+        draft = in_preorder(best(Nodes(tokens, parent, torch.tensor([score])), 2), DEPTH)
+        assert int(read_tree(draft.parent, draft.valid, DEPTH).valid) <= 2
 
 
 def sampling(*temperatures):

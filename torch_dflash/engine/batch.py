@@ -153,7 +153,9 @@ class Generation:
         progress = self._read(self._progress)
         alone = not prompts and self.runtime.compilations == compiled
         seconds = time.perf_counter() - started if alone else None
-        widths.note(turn, seconds, progress.accepted_since(rounds), self.pace)
+        accepted = progress.accepted_since(rounds)
+        progress.widths[turn.width] += max(map(len, accepted))
+        widths.note(turn, seconds, accepted, self.pace)
         return progress
 
     def _read(self, progress: Progress) -> Progress:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -87,7 +87,8 @@ class Call:
 
         names = ("tokens", "accepted", "length", "done", "rounds", "known", "ended")
         record = Recorded.joined([(part.progress.record, part.rows) for part in self.parts])
-        return Progress(**{name: rows(name) for name in names}, record=record)
+        widths = sum((part.progress.widths for part in self.parts), Counter())
+        return Progress(**{name: rows(name) for name in names}, record=record, widths=widths)
 
     def _next(self) -> dict[int, Gain] | Part | BaseException | None:
         told = self._told.get()

@@ -87,6 +87,7 @@ def stats_of(
         compilations=compilations,
         host_reads=len(read_at),
         prefilled=prefilled,
+        widths=dict(sorted((+progress.widths).items())),
         grammar_reads=max((grammar.reads for grammar in request.grammars if grammar), default=0),
     )
 

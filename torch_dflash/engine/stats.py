@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -31,6 +31,8 @@ class DecodeStats:
         host_reads: reads of the state by the engine, one per chunk (eager rounds also test flags).
         grammar_reads: further reads, by grammars that are matched on the host: one a pass.
         replicas: the share of each replica, in their order; empty where there are none.
+        widths: by the rows M of a verify pass, how many rounds had so many: what ``verify_width="auto"``
+            chose, 1 for no draft. Of all replicas and rows, rounds behind a row's end included.
     """
 
     acceptance_lengths: list[list[int]]
@@ -44,6 +46,7 @@ class DecodeStats:
     prefilled: int
     grammar_reads: int = 0
     replicas: tuple[Share, ...] = ()
+    widths: dict[int, int] = field(default_factory=dict)
 
     @property
     def whole_rounds(self) -> list[int]:

@@ -112,7 +112,12 @@ class Proposer(nn.Module):
     def nodes(
         self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: Asked
     ) -> tuple[Nodes, Any]:
-        """`draft` as scored nodes, of which a tree takes the best; by default siblings are equally likely."""
+        """`draft` as scored nodes, of which a tree takes the best; by default siblings are equally likely.
+
+        Returns:
+            `torch_dflash.Nodes`: tokens and parent int32 [B, C], score float32 [B, C], for any C that is the
+            same in every round; and the state. A node's parent has a lower number and no lower score.
+        """
         draft, pstate = drafted_by(self, self.draft(pstate, anchor, length, embed, head, asked))
         return unscored(draft, self.deepest), pstate
 

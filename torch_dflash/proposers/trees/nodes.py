@@ -20,11 +20,14 @@ UNSCORED = 0.6
 
 
 class Nodes(NamedTuple):
-    """C nodes that may become rows of a tree.
+    """C nodes that may become rows of a tree; C is the proposer's choice, the same in every round.
 
-    ``parent`` is the number of the node before it, lower than its own, or -1 for the anchor. ``score`` is the
-    logarithm of the probability that the target picks all of the path to the node. No node has a higher score
-    than its parent; -inf marks a node that is not to be drafted.
+    Attributes:
+        tokens: [B, C] int32, the drafted ids.
+        parent: [B, C] int32, the number of the node before it, lower than its own, or -1 for the anchor.
+        score: [B, C] float32, the logarithm of the probability that the target picks all of the path to the
+            node: the sum of log-probabilities along the path. So no node scores higher than its parent. -inf
+            or NaN marks a node that is not to be drafted.
     """
 
     tokens: Int[Tensor, "B C"]
@@ -56,7 +59,8 @@ def best(nodes: Nodes, most: int) -> Nodes:
     wanted = torch.arange(min(most, len(at)), device=score.device, dtype=torch.int32)
     source = torch.where(rank[:, None] == wanted[:, None], at, 0).sum(dim=-1)
     parent = nodes.parent.gather(1, source)
-    above = rank.gather(1, parent.clamp(min=0).long())
+    # Clamped for nodes that break the rules of `Nodes`, in programs: no index lies outside.
+    above = rank.gather(1, parent.clamp(0, len(at) - 1).long()).clamp(max=len(wanted) - 1)
     parent = torch.where(parent < 0, -1, above)
     return Nodes(nodes.tokens.gather(1, source), parent, score.gather(1, source))
 

@@ -14,6 +14,7 @@ from torch_dflash.proposers.base import Proposer
 from torch_dflash.proposers.composed import Composed
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.several import Beside, Several, States
+from torch_dflash.proposers.trees.known import known_nodes
 from torch_dflash.proposers.trees.nodes import best, in_preorder, join
 from torch_dflash.state import Asked, Draft, Sampling
 
@@ -37,7 +38,8 @@ class BestNodes(Several):
     def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
         most, states, tree = asked.rows - 1, [], None
         for part, state in zip(self.parts, pstate.parts, strict=True):
-            nodes, state = part.nodes(state, anchor, length, embed, head, asked)
+            found = part.nodes(state, anchor, length, embed, head, asked)
+            nodes, state = known_nodes(part, found, len(anchor))
             nodes = best(nodes, most)
             tree = nodes if tree is None else best(join(tree, nodes, self.deepest), most)
             states.append(state)
