@@ -41,6 +41,9 @@ def check_pair_on_mesh(
 def check_target_on_mesh(target: Any) -> None:
     """Raise ``ValueError`` for a `torch_dflash.targets.adapter.Target` of a kind that was not tried."""
     config = target.config
+    recurrent = [at for at, spec in enumerate(target.specs) if spec.scan or spec.conv]
+    if recurrent:
+        raise ValueError(f"layer {recurrent[0]} of the target is recurrent: no mesh cuts its state; {ALONE}.")
     check_family(config)
     groups = heads_of(config).groups
     for at, spec in enumerate(target.specs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.hybrids import make_hybrid
 from support.refusals import refuses
 from support.tiny import make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, byte_tokenizer
@@ -112,6 +113,25 @@ def test_an_edit_goes_back_to_where_it_is(pairs, tokenizer):
     same = len("<system>Be brief.") + len("<user>One") + len("<assistant>") + NEW + 3 + len("<user>")
     assert chat.stats.prefilled == length - same
     assert chat(messages)["content"] == own(pairs, tokenizer, messages)[0]
+
+
+def test_recurrent_layers_go_back_to_the_end_of_an_earlier_prompt(tokenizer):
+    """An edit costs what stands behind that prompt's last message, and ``prefilled`` says so."""
+    target = make_hybrid("qwen3_5", vocab_size=257, max_position_embeddings=1024)
+    drafter = make_drafter(target, target_layer_ids=[0, 1], max_position_embeddings=1024)
+    pairs = target, {"dflash": drafter}
+    chat = make_chat(pairs, tokenizer)
+    messages, lengths = [{"role": "user", "content": "One"}], []
+    for more in ("Two", "Three"):
+        wanted, length = own(pairs, tokenizer, messages)
+        assert chat(messages)["content"] == wanted
+        lengths.append(length)
+        messages += [chat.message, {"role": "user", "content": more}]
+    assert chat.stats.prefilled == lengths[1] - lengths[0] - (NEW - 1)  # all but an answer's last was decoded
+    first = lengths[0] - len("<assistant>")  # another template may turn to the answer otherwise
+    for edited, kept in (([*messages[:2], {"role": "user", "content": "2!"}], first), (messages[4:], 0)):
+        wanted, length = own(pairs, tokenizer, edited)
+        assert chat(edited)["content"] == wanted and chat.stats.prefilled == length - kept
 
 
 def test_pieces_are_the_message_and_an_answer_may_be_left(pairs, tokenizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -177,6 +177,14 @@ def test_a_layer_that_keeps_another_state_is_refused():
     given: Any = BASE | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}
     with refuses(ValueError, "JambaForCausalLM", "neither a short convolution's nor one of"):
         td.compile(hf.JambaForCausalLM(hf.JambaConfig(**given)).eval(), None, runtime="eager", **SIZES)
+
+
+def test_a_mixer_with_another_forward_is_refused_by_that_cause():
+    target: Any = make_hybrid("qwen3_5")
+    mixer = target.model.layers[0].linear_attn
+    mixer.forward = partial(type(mixer).forward, mixer)
+    with refuses(ValueError, "layer model.layers.0.linear_attn was replaced", "Qwen3_5GatedDeltaNet"):
+        td.compile(target, None, runtime="eager", **SIZES)
 
 
 def test_widths_and_penalties_are_those_of_plain_decoding():

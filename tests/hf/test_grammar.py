@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher
+from support.hybrids import make_hybrid
 from support.refusals import refuses
 from support.scripted import Scripted
 from support.tabled import Tabled, with_path
@@ -152,6 +153,17 @@ def test_eager_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
     assert more.grammar_reads == (0 if kind == "table" else more.rounds + 1)
     assert want != ours((pair[0], None), batch, None)[0]
     assert any(len(TOKENIZER.decode([token])) > 1 for row in want for token in row[:-1])
+
+
+def test_recurrent_layers_keep_to_a_grammar(batch):
+    """Held against rows without padding: in transformers' recurrent layers padding is no identity."""
+    target, want = make_hybrid("qwen3_5", vocab_size=VOCAB), []
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        row = ids[mask.bool()][None]
+        want += theirs(target, {"input_ids": row, "attention_mask": torch.ones_like(row)}, "json")
+    for drafter in (copier(batch, want), hidden(batch, want)):
+        text, stats = ours((target, drafter), batch, make_grammar("json"))
+        assert text == want and stats.mean_acceptance_length > 2
 
 
 BESIDE = [

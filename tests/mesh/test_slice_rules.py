@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from support.families import MORE
+from support.hybrids import KINDS, make_hybrid
 from support.refusals import refuses
 from support.tiny import BASE, FAMILIES, make_drafter
 
@@ -143,7 +144,7 @@ def test_chips_of_one_slice_are_different_ones(tmp_path):
 
 
 def pair(mesh, family="qwen3", drafter=None, **options):
-    target = target_of(family)
+    target = make_hybrid(family) if family in KINDS else target_of(family)
     drafts = None if drafter is None else make_drafter(target, vocab_size=100, **drafter)
     td.compile(target, drafts, mesh=mesh, **(FIXED | options))
 
@@ -153,6 +154,7 @@ def pair(mesh, family="qwen3", drafter=None, **options):
     [
         ({"family": "gemma2"}, ["model_type='gemma2'", "leave mesh out"]),
         ({"family": "deepseek_v3"}, ["model_type='deepseek_v3'"]),
+        ({"family": "qwen3_5"}, ["layer 0 of the target is recurrent", "leave mesh out"]),
         ({"compute": "bfloat16"}, ["compute='bfloat16'", "with a mesh"]),
         ({"quantize": "int8"}, ["quantize='int8'", "with a mesh"]),
         ({"processors": (td.BlockProcessor(lambda tokens, length, logits: logits),)}, ["BlockProcessor"]),

@@ -28,16 +28,22 @@ Scans = dict[str, FunctionType]
 def find_scans(model: nn.Module) -> Scans:
     """The forwards of ``model`` that name a function of `OURS`, with ours in its place.
 
-    A forward that was replaced on its instance is left alone: the trace then finds a layer that asks for a
-    state and does not scan.
+    Raises:
+        ValueError: one of them was replaced on its instance: its code is not the one that can be given ours.
     """
     found = {}
     for path, module in model.named_modules():
         forward: Any = inspect.unwrap(type(module).forward)
         code: Any = getattr(forward, "__code__", None)
-        if not isinstance(code, CodeType) or "forward" in vars(module):
+        if not isinstance(code, CodeType):
             continue
         if ours := {name: OURS[name] for name in OURS.keys() & set(code.co_names)}:
+            if "forward" in vars(module):
+                raise ValueError(
+                    f"target={type(model).__name__}: the forward of its recurrent layer {path} was replaced, "
+                    f"and only that of {type(module).__name__} can be told to keep the state before rejected "
+                    "drafts; put the class's own forward back."
+                )
             space = {**forward.__globals__, **ours}
             own = FunctionType(code, space, forward.__name__, forward.__defaults__, forward.__closure__)
             own.__kwdefaults__ = forward.__kwdefaults__

@@ -23,7 +23,7 @@ from torch_dflash.targets.autocast import TurnsAutocastOn, uncast
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
 from torch_dflash.targets.hooks import keeping_nothing
 from torch_dflash.targets.masks import read_window
-from torch_dflash.targets.scans import find_scans, scanning
+from torch_dflash.targets.scans import Scans, find_scans, scanning
 from torch_dflash.targets.skeleton import build_skeleton, remembered_in
 
 SUPPORTED = (
@@ -206,11 +206,12 @@ def trace_layers(skeleton: Any, implementation: str | None = None) -> Traced:
 
 
 def _trace(skeleton: Any, name: str, implementation: str | None) -> Traced:
+    scans = find_scans(skeleton)
     kind = skeleton.get_input_embeddings().weight.dtype
     cache = RecordingCache(kind, calls=(calls := CallRecorder(skeleton)))
     try:
         with calls.recording():
-            _run(skeleton, cache, rows=1, length=2)
+            _run(skeleton, cache, scans, rows=1, length=2)
         cache.check_answered()
     except Refusal as refusal:
         raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
@@ -254,11 +255,10 @@ class _OnMeta(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(skeleton: Any, cache: RecordingCache, rows: int, length: int) -> None:
+def _run(skeleton: Any, cache: RecordingCache, scans: Scans, rows: int, length: int) -> None:
     ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
     position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
-    scans = scanning(skeleton, find_scans(skeleton))
-    with torch.no_grad(), remembered_in(cache), scans, _OnMeta(), uncast():
+    with torch.no_grad(), remembered_in(cache), scanning(skeleton, scans), _OnMeta(), uncast():
         skeleton(input_ids=ids, position_ids=position, **{CACHE: cache, "use_cache": True})
 
 
