@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from jax_bridge.kernels.streamed import Block, Running, fitting_keys, seen_inside, stream
+from jax_bridge.kernels.streamed import Block, Running, fitting_keys, stream, with_rows
 from torch_dflash.plan import TILE
 
 BLOCK_KEYS = 512
@@ -30,10 +30,7 @@ def paged_attention_jax(
     # Columns of page 0 past the last: a bucket of padded rows may reach beyond what a row may hold.
     table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
     if inputs.tree is not None:
-        out = _tree_attention(
-            grouped, key.astype(pool.dtype), value.astype(pool.dtype), inputs, (pool, table)
-        )
-        return _rows_first(out, query), pool
+        return _rows_first(_tree_attention(grouped, inputs, (pool, table)), query), pool
     static = {"k_dim": k_dim, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
     static |= {"block_keys": BLOCK_KEYS}
     out, pool = jax.lax.platform_dependent(
@@ -60,11 +57,11 @@ def append_pages_jax(key: Array, value: Array, start: Array, pages: Any) -> Floa
 
 
 def _tree_attention(
-    query: Float[Array, "B G heads M D"], key: Array, value: Array, inputs: Any, pages: Any
+    query: Float[Array, "B G heads M D"], inputs: Any, pages: Any
 ) -> Float[Array, "B G heads M Dv"]:
     """Attention of a tree's rows to pages, in which they do not stand, and to their own paths."""
     (pool, table), start, window, tree = pages, inputs.start, inputs.window, inputs.tree
-    k_dim, v_dim, page = key.shape[3], value.shape[3], pool.shape[2]
+    k_dim, v_dim, page, rows = inputs.key.shape[3], inputs.value.shape[3], pool.shape[2], query.shape[3]
     block_pages = max(1, min(BLOCK_KEYS, fitting_keys(query, v_dim)) // page)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % block_pages)))
     at = (start[:, None] + tree.depth)[:, :, None]
@@ -77,14 +74,12 @@ def _tree_attention(
         kv = jnp.where(held[:, None, :, None], kv, 0)
         seen = jnp.broadcast_to(held[:, None], (*at.shape[:2], kv.shape[2]))
         seen = seen if window is None else seen & (position > at - window)
-        return Block(kv[..., :k_dim], kv[..., k_dim : k_dim + v_dim], seen)
+        return with_rows(Block(kv[..., :k_dim], kv[..., k_dim : k_dim + v_dim], seen), position, inputs)
 
     sinks = None if inputs.sinks is None else inputs.sinks.reshape(query.shape[1], -1)
-    own = Block(key, value, seen_inside(tree.depth, window, True, tree))
-    rule = inputs.scale, inputs.softcap
-    running = Running.begin(query, v_dim, sinks).add(query, own, *rule)
+    rule, running = (inputs.scale, inputs.softcap), Running.begin(query, v_dim, sinks)
     first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // (block_pages * page)
-    blocks = -(-jnp.max(start) // (block_pages * page))
+    blocks = -(-(jnp.max(start) + rows) // (block_pages * page))
     return stream(running, query, read, first, blocks, *rule).result().astype(query.dtype)
 
 

@@ -152,15 +152,16 @@ def stream_dense(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q D
 
 def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"]:
     """`torch_dflash.ops.block_attention` of arrays: the block itself, then the context's slots in use."""
+    if inputs.tree is not None:
+        return _stream_tree(inputs, past.key, past.value)
     query, start, window = inputs.query, inputs.start, inputs.window
     batch, heads, rows, dim = query.shape
     groups, slots = past.key.shape[1:3]
     grouped = query.reshape(batch, groups, heads // groups, rows, dim)
     keys = min(fitting_keys(grouped, past.value.shape[3]), slots)
     row = jnp.arange(rows, dtype=start.dtype)
-    depth = row[None] if inputs.tree is None else inputs.tree.depth
-    inside = seen_inside(depth, window, causal, inputs.tree)
-    at = (start[:, None] + depth)[:, :, None]
+    inside = seen_inside(row[None], window, causal, None)
+    at = (start[:, None] + row)[:, :, None]
 
     def read(number: Any) -> Block:
         *held, slot, new = dense_block(past.key, past.value, number, keys)
@@ -176,6 +177,53 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
     used = jnp.max(jnp.where(past.position >= 0, jnp.arange(1, slots + 1, dtype=jnp.int32), 0))
     return _rows_first(
         stream(running, grouped, read, 0, -(-used // keys), inputs.scale, inputs.softcap), query
+    )
+
+
+def _stream_tree(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q Dv"]:
+    """A tree's rows, to buffers in which they do not stand; slot p is the position p."""
+    query, start, window = inputs.query, inputs.start, inputs.window
+    batch, heads, rows, dim = query.shape
+    groups, slots = key.shape[1:3]
+    grouped = query.reshape(batch, groups, heads // groups, rows, dim)
+    keys = min(fitting_keys(grouped, value.shape[3]), slots)
+    at = (start[:, None] + inputs.tree.depth)[:, :, None]
+
+    def read(number: Any) -> Block:
+        # Rows may reach behind the last slot: blocks are whole ones, and the last is moved to its place.
+        slot = number * keys + jnp.arange(keys, dtype=start.dtype)
+        *held, there, _ = dense_block(key, value, number, keys)
+        held = [jnp.take(each, jnp.minimum(slot - there[0], keys - 1), axis=2) for each in held]
+        seen = slot < start[:, None, None]
+        seen = seen if window is None else seen & (slot > at - window)
+        return with_rows(Block(held[0], held[1], jnp.broadcast_to(seen, (batch, rows, keys))), slot, inputs)
+
+    first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // keys
+    sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
+    running = Running.begin(grouped, value.shape[3], sinks)
+    end = -(-(jnp.max(start) + rows) // keys)
+    return _rows_first(stream(running, grouped, read, first, end, inputs.scale, inputs.softcap), query)
+
+
+def with_rows(held: Block, slot: Int[Array, " keys"], inputs: Any) -> Block:
+    """A block of slots with a tree's rows in those behind ``inputs.start``, where a chain's stand.
+
+    So sums are in plain decoding's order, and half precision rounds as it does: exactly for the tree's first
+    branch, nearly for others, whose rows stand behind their siblings'.
+    """
+    row = slot - inputs.start[:, None]
+    own = (row >= 0) & (row < inputs.key.shape[2])
+    row = jnp.clip(row, 0, inputs.key.shape[2] - 1)
+    inside = seen_inside(inputs.tree.depth, inputs.window, True, inputs.tree)
+
+    def put(kept: Array, fresh: Array, at: Array, mine: Array, axis: int) -> Array:
+        return jnp.where(mine, jnp.take_along_axis(fresh.astype(kept.dtype), at, axis), kept)
+
+    rows, mine = row[:, None, :, None], own[:, None, :, None]
+    return Block(
+        put(held.key, inputs.key, rows, mine, 2),
+        put(held.value, inputs.value, rows, mine, 2),
+        put(held.seen, inside, row[:, None], own[:, None], 2),
     )
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import jax_bridge as jb
 from jax_bridge.kernels import streamed
+from jax_bridge.kernels.paged_attention import paged_attention_jax
 from torch_dflash.cache.dense import LatentLayer, StaticLayer
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, visible
 from torch_dflash.ops.block_attention import Past, block_attention
 from torch_dflash.ops.dense_attention import dense_attention
+from torch_dflash.ops.paged_attention import Pages, paged_attention
+from torch_dflash.ops.trees import read_tree
 from torch_dflash.ops.windows import positions
 
 BATCH, HEADS, GROUPS, ROWS, DIM, SLOTS = 3, 6, 2, 4, 8, 40
@@ -122,3 +127,40 @@ def test_the_context_of_a_drafted_block(window, causal, keys, monkeypatch):
     past = Past(key, value, torch.stack(held))
     got = jb.to_torch(streamed.stream_past(*jb.to_jax((inputs, past)), causal))
     torch.testing.assert_close(got, block_attention(inputs, past, causal), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["slots", "pages", "blocks of slots", "blocks of pages"])
+def test_the_first_branch_of_a_tree_rounds_as_a_chain_does(form):
+    """In half precision another place among the keys is another order of sums, and at a tie another text."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.tensor([301, 402], dtype=torch.int32)
+    query = torch.randn(2, HEADS, ROWS, 64, generator=generator).bfloat16()
+    key, value = torch.randn(2, 2, GROUPS, ROWS, 64, generator=generator).bfloat16()
+    parent = torch.arange(-1, ROWS - 2).expand(2, -1)
+    tree = read_tree(parent, torch.full((2,), ROWS - 1), ROWS)
+    chain = AttentionInputs(query, key, value, start, 0.125)
+    if "pages" in form:
+        pool = torch.randn(65, GROUPS, 16, 128, generator=generator).bfloat16()
+        pages = Pages(pool, torch.arange(1, 65, dtype=torch.int32).view(2, 32))
+        attend = paged_attention if form == "pages" else partial(on_jax, paged_attention_jax)
+        outs = [
+            attend(one, Pages(pool.clone(), pages.table))[0] for one in (chain, chain._replace(tree=tree))
+        ]
+    else:
+        held = torch.randn(2, 2, GROUPS, 512, 64, generator=generator).bfloat16()
+        layer = StaticLayer(*held.clone())
+        past = Past(layer.key, layer.value, layer.positions(start))
+        if form == "slots":
+            branch = block_attention(chain._replace(tree=tree), past, True)
+            view = CacheView((layer,), (None,), start)
+            outs = [view.attend(0, chain), branch]
+        else:
+            written = layer.write(key, value, start)
+            branch = on_jax(partial(streamed.stream_past, causal=True), chain._replace(tree=tree), past)
+            outs = [on_jax(streamed.stream_dense, chain, written.key, written.value), branch]
+    assert torch.equal(*outs)
+
+
+def on_jax(attend, inputs, *given):
+    inputs, *given = jb.to_jax((inputs, *given))
+    return jb.to_torch(attend(inputs._replace(scale=0.125), *given))

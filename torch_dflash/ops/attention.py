@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_dflash.ops.lowerable import lowerable
 from torch_dflash.ops.trees import Tree, rows_at
+from torch_dflash.ops.windows import write_rows
 
 
 class KeyValue(NamedTuple):
@@ -114,16 +115,29 @@ def finite_values(
     return torch.where(bad, torch.nan, key), torch.where(bad, 0, value)
 
 
-def joined(first: KeyValue, second: KeyValue) -> KeyValue:
-    """Both parts as one, with a copy of each.
+def with_rows(inputs: AttentionInputs, key: Tensor, value: Tensor, seen: int) -> KeyValue:
+    """Cached keys and values [B, G, S, D], slot p the position p, with a tree's rows behind the last: a copy.
 
-    One product over all keys is rounded once, as that of plain decoding is. In half precision two products,
-    each rounded, and their sum say another text.
+    In half precision a tree's rows would say another text if their sums were parted or in another order than
+    plain decoding's. So they stand where a chain's would: the first branch rounds as plain decoding does,
+    others nearly, for their rows stand behind their siblings'.
+    ``seen``: how many slots are looked at, up to the tree's last row at least.
     """
-    assert first.mask is not None and second.mask is not None, "parts without masks"
-    pairs = (first.key, second.key), (first.value, second.value)
-    key, value = (torch.cat(pair, dim=2) for pair in pairs)
-    return KeyValue(key, value, torch.cat((first.mask, second.mask), dim=-1))
+    assert inputs.tree is not None
+    start, at, rows = inputs.start, inputs.at, inputs.key.shape[2]
+    slot = torch.arange(seen, device=start.device, dtype=start.dtype)
+    row = slot - start[:, None]
+    before = visible(at, slot[None], inputs.window, causal=True) & (row < 0)[:, None, None]
+    inside = visible(at, at, inputs.window, causal=True) & inputs.tree.seen()[:, None]
+    inside = inside.gather(3, row.clamp(0, rows - 1).long()[:, None, None].expand_as(before))
+    own = inside & ((row >= 0) & (row < rows))[:, None, None]
+
+    def put(held: Tensor, fresh: Tensor) -> Tensor:
+        room = held.new_zeros(*held.shape[:2], seen, held.shape[3])
+        room[:, :, : held.shape[2]] = held[:, :, :seen]
+        return write_rows(room, fresh, start, dim=2)
+
+    return KeyValue(put(key, inputs.key), put(value, inputs.value), before | own)
 
 
 Attend = Callable[[Tensor, float], Tensor]

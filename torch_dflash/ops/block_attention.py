@@ -7,9 +7,9 @@ from typing import NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, joined, visible
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, visible, with_rows
 from torch_dflash.ops.lowerable import lowerable
-from torch_dflash.ops.windows import last_used
+from torch_dflash.ops.windows import last_used, reach
 
 
 class Past(NamedTuple):
@@ -38,16 +38,16 @@ def block_attention(inputs: AttentionInputs, past: Past, causal: bool) -> Float[
 
     Args:
         inputs: of the block; ``window`` reaches both ways unless ``causal``. No soft cap, except with a tree.
-        past: the context; all its positions are below ``inputs.start``.
+        past: the context; all its positions are below ``inputs.start``. A tree's has position p in slot p.
         causal: whether a row is blind to the block's later rows; those of a tree see their own paths.
     """
+    if inputs.tree is not None:
+        slots = past.key.shape[2] + inputs.key.shape[2]
+        part = with_rows(inputs, past.key, past.value, reach(inputs.start, inputs.key.shape[2], slots))
+        return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap)
     past = past.used()
     at, window = inputs.at, inputs.window
     seen = visible(at, past.position, window, causal) & (past.position >= 0)[:, None, None]
     inside = visible(at, at, window, causal)
-    if inputs.tree is not None:
-        inside = inside & inputs.tree.seen()[:, None]
     parts = [KeyValue(past.key, past.value, seen), KeyValue(inputs.key, inputs.value, inside)]
-    if inputs.tree is not None:
-        parts = [joined(*parts)]
     return grouped_attention(inputs.query, parts, inputs.scale, inputs.sinks, inputs.softcap)

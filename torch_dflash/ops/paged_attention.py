@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, joined, visible
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention, visible, with_rows
 from torch_dflash.ops.lowerable import lowerable
-from torch_dflash.ops.windows import positions
+from torch_dflash.ops.windows import positions, reach
 
 
 class Pages(NamedTuple):
@@ -44,8 +44,8 @@ def paged_attention(
     seen = visible(inputs.at, slots[None], inputs.window, causal=True) & own[:, None, None]
     part = KeyValue(dense[..., :k_dim], dense[..., k_dim : k_dim + v_dim], seen)
     if tree is not None:
-        inside = visible(inputs.at, inputs.at, inputs.window, causal=True) & tree.seen()[:, None]
-        part = joined(part, KeyValue(key.to(pool.dtype), value.to(pool.dtype), inside))
+        seen = max(dense.shape[2], reach(start, key.shape[2], dense.shape[2] + key.shape[2]))
+        part = with_rows(inputs, part.key, part.value, seen)
     return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap), pool
 
 
