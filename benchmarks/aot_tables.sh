@@ -27,3 +27,10 @@ second=(--cache paged --drafter "$configs/qwen3-4b-dflash2")
 figure qwen3-4b-dflash2-paged-16 qwen3-4b "${second[@]}"
 figure qwen3-4b-dflash2-paged-16-v5e qwen3-4b "${second[@]}" --topology v5e:2x2
 figure qwen3-4b-dflash2-paged-16-v6e qwen3-4b "${second[@]}" --topology v6e:2x2
+hybrid=(qwen3.5-4b --cache paged)
+figure qwen3.5-4b-paged-16 "${hybrid[@]}"
+figure qwen3.5-4b-paged-16-v5e "${hybrid[@]}" --topology v5e:2x2
+figure qwen3.5-4b-paged-16-v6e "${hybrid[@]}" --topology v6e:2x2
+eight=(--cache paged --drafter ngram --block 16 --layers 8 --passes verify --passes round)
+figure qwen3.5-35b-a3b-8-layers-paged-16 qwen3.5-35b-a3b "${eight[@]}"
+figure qwen3-next-80b-a3b-8-layers-paged-16 qwen3-next-80b-a3b "${eight[@]}"

@@ -67,6 +67,21 @@ def test_larger_targets_verify_near_their_floor(pair):
     assert ratio(pair, "verify")[0] <= 1.10
 
 
+def test_recurrent_states_are_read_and_written_once_in_place():
+    folder = str(CONFIGS / "qwen3.5-4b")
+    model = aot.abstract_pair(
+        *load_configs(folder, f"{folder}-dflash", None, 4), capacity=CONTEXT, cache="paged"
+    )
+    assert {spec.kind for spec in model.pair.target.specs} == {"recurrent", "attention"}
+    compiled = aot.compile_step(model, "round")
+    assert not forbidden(compiled.hlo) and not compiled.unaliased
+    assert not re.search(r" (while|sort)\(", compiled.hlo)
+    scattered = re.findall(r"= \w+\[([\d,]*)\]\S* scatter\(", compiled.hlo)
+    assert set(scattered) <= {"16,32"}  # the angles of a rotation that has three parts
+    floor = floor_of(model.pair, model.params, CONTEXT).round
+    assert 0.98 * floor < compiled.traffic_bytes <= 1.05 * floor
+
+
 @pytest.mark.parametrize("step", ["draft", "round"])
 def test_no_matrix_of_odd_width_is_turned_round(step):
     folder = str(CONFIGS / "gpt-oss-20b")
