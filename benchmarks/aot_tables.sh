@@ -23,6 +23,10 @@ figure qwen3-coder-30b-a3b-paged-16 qwen3-coder-30b-a3b --cache paged
 figure gpt-oss-20b-paged-8 gpt-oss-20b --cache paged
 figure qwen3-4b-paged-16-v5e qwen3-4b --cache paged --topology v5e:2x2
 figure qwen3-4b-paged-16-v6e qwen3-4b --cache paged --topology v6e:2x2
+mkdir -p docs/results/kflat
+for pair in qwen3-4b qwen3-coder-30b-a3b; do
+    results=docs/results/kflat figure "$pair" "$pair" --kflat
+done
 second=(--cache paged --drafter "$configs/qwen3-4b-dflash2")
 figure qwen3-4b-dflash2-paged-16 qwen3-4b "${second[@]}"
 figure qwen3-4b-dflash2-paged-16-v5e qwen3-4b "${second[@]}" --topology v5e:2x2

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from family_tables import tables, verdict
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
 from figure_hybrids import cached_forwards
+from figure_kflat import kflat_bound, kflat_rows, kflat_speed
 from figure_published import published
 from figure_slices import slices_aot, slices_needed
 from figure_text import RESULTS, command, item, result, spread, table
@@ -312,6 +313,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-heads-command": train_heads_command,
     "sampled-drafts": sampled_drafts,
     "tree-rows": tree_rows,
+    "kflat-bound": kflat_bound,
+    "kflat-rows": kflat_rows,
+    "kflat-speed": kflat_speed,
     "published": published,
     "published-counts": lambda: str(share()),
     "hf-calls": hf_calls,

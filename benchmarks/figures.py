@@ -18,19 +18,25 @@ from pathlib import Path
 
 from figure_bars import bars
 from figure_blocks import BLOCKS, result
+from figure_kflat import PAIRS, times
 from figure_trees import curves
 
 from torch_dflash.train.export.card import add_figures
 
 ROOT = Path(__file__).parents[1]
 CARD = ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash"
-PICTURE, TREES = ROOT / "docs/acceptance.svg", ROOT / "docs/trees.svg"
+PICTURE, TREES, ROWS = (ROOT / f"docs/{name}.svg" for name in ("acceptance", "trees", "kflat"))
 MARKED = re.compile(r"<!-- figures: ([a-z0-9-]+) -->(.*?)<!-- end -->", flags=re.S)
 
 
 def pages() -> list[Path]:
     """Every page that may hold figures."""
     return [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def by_rows() -> str:
+    """The picture of verify passes by their rows."""
+    return times({pair: result(f"kflat/{pair}") for pair in PAIRS})
 
 
 def filled(text: str) -> str:
@@ -52,7 +58,7 @@ def filled(text: str) -> str:
 def main() -> None:
     """Write every page, the pictures and the model card; say which changed."""
     made = {page: filled(page.read_text()) for page in pages()}
-    made |= {PICTURE: bars(result("acceptance_cpu")), TREES: curves(result("trees"))}
+    made |= {PICTURE: bars(result("acceptance_cpu")), TREES: curves(result("trees")), ROWS: by_rows()}
     for page, text in made.items():
         if not page.exists() or page.read_text() != text:
             page.write_text(text)

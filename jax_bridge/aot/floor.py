@@ -141,40 +141,47 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: i
 
     Recurrent states are read once and written once.
     """
-    batch, target, names = pair.plan.batch_size, pair.target, _names(pair)
-    embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    reads = {name: size for name, size in _sizes(params).items() if name.startswith("target.")}
-    if embedding.weight is not head.weight:
-        del reads[names[id(embedding.weight)]]
-    for path in target.blocks.idle:
-        reads = {name: size for name, size in reads.items() if not name.startswith(f"target.model.{path}.")}
-    for prefix, count, share in _experts(pair, batch * rows):
-        for name in reads:
-            if name.startswith(prefix + ".") and params[name].shape[0] == count:
-                reads[name] = round(reads[name] * share)
+    batch, target = pair.plan.batch_size, pair.target
+    weights = target_weights(pair, params)
+    reads = _sizes(weights)
+    for name, (count, chosen) in expert_weights(pair, weights).items():
+        reads[name] = round(reads[name] * min(1.0, batch * rows * chosen / count))
     cached = sum(
         (spec.k_dim + spec.v_dim) * spec.heads * _seen(context, spec.window, rows) for spec in target.specs
     )
-    item = params[names[id(embedding.weight)]].dtype.itemsize
+    item = params[_names(pair)[id(target.model.get_input_embeddings().weight)]].dtype.itemsize
     states = sum(spec.state_bytes(item) for spec in target.specs)
     return sum(reads.values()) + batch * item * cached // shares + 2 * batch * states
+
+
+def target_weights(pair: Pair, params: Shapes) -> Shapes:
+    """The target's weights that a pass over text reads whole: not an embedding that is no head."""
+    target, names = pair.target, _names(pair)
+    embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    idle = tuple(f"target.model.{path}." for path in target.blocks.idle)
+    looked_up = names[id(embedding.weight)] if embedding.weight is not head.weight else None
+    return {
+        name: shape
+        for name, shape in params.items()
+        if name.startswith("target.") and not name.startswith(idle) and name != looked_up
+    }
+
+
+def expert_weights(pair: Pair, weights: Shapes) -> dict[str, tuple[int, int]]:
+    """Of each of the target's ``weights`` that holds experts: (how many, how many of them a row chooses)."""
+    chosen: Any = getattr(pair.target.config.get_text_config(), "num_experts_per_tok", None)
+    found = {}
+    for path, module in pair.named_modules() if chosen else ():
+        count: Any = getattr(module, "num_experts", None)
+        if count and any(weight.ndim == 3 for _, weight in module.named_parameters(recurse=False)):
+            own = (name for name in weights if name.startswith(path + "."))
+            found |= {name: (count, chosen) for name in own if weights[name].shape[0] == count}
+    return found
 
 
 def _seen(context: int, window: int | None, rows: int) -> int:
     """Context positions that ``rows`` queries see between them."""
     return context if window is None else min(context, window + rows - 1)
-
-
-def _experts(pair: Pair, rows: int) -> list[tuple[str, int, float]]:
-    """(Name, experts, share of them that ``rows`` can reach) of each set of experts of the target."""
-    chosen: Any = getattr(pair.target.config.get_text_config(), "num_experts_per_tok", None)
-    found = []
-    for name, module in pair.named_modules():
-        count: Any = getattr(module, "num_experts", None)
-        stacked = any(weight.ndim == 3 for _, weight in module.named_parameters(recurse=False))
-        if count and chosen and stacked:
-            found.append((name, count, min(1.0, rows * chosen / count)))
-    return found
 
 
 def _attention_flops(plan: DecodePlan, target: Any, context: int) -> int:

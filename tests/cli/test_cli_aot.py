@@ -17,6 +17,7 @@ from jax_bridge.aot import compile as aot
 from jax_bridge.aot import report as aot_report
 from jax_bridge.aot import topology
 from jax_bridge.aot.floor import chip_of, floor_of, prefill_floor
+from jax_bridge.aot.kflat import kflat
 from torch_dflash.cli import main
 from torch_dflash.cli.configs import load_configs
 from torch_dflash.cli.errors import UserError
@@ -319,4 +320,68 @@ def test_the_options_of_the_plan_are_those_that_can_be_given(capsys):
         "batch-size",
         "layers",
     }
-    assert shown == plan | own | {"mesh", "passes", "dump-hlo", "json", "quiet"}
+    assert shown == plan | own | {"mesh", "passes", "dump-hlo", "json", "quiet", "kflat", "acceptance"}
+
+
+def kflat_of(name, **how):
+    target, drafter = load_configs(str(CONFIGS / name), str(CONFIGS / f"{name}-dflash"), None, 2)
+    return kflat(aot.abstract_pair(target, drafter, capacity=64), [1024], [1, 8], **how)
+
+
+def test_a_pass_by_its_rows_is_derived_by_hand():
+    found = kflat_of("qwen3-4b", acceptance=(0.5, 0.25))
+    assert found["tokens"][:4] == [1, 1.5, 1.75, 1.75]
+    one, eight = found["cells"]
+    layer = 2560 * (4096 + 2 * 1024 + 4096) + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128  # products and norms
+    # The head, the last norm, and the two tables of rotary frequencies.
+    weights, cached = 2 * layer + 2560 * 151936 + 2560 + 2 * 64, 2 * 2 * 8 * 128
+    for cell, batch in ((one, 1), (eight, 8)):
+        for work in cell["rows"]:
+            every = batch * work["rows"]
+            added = 2560 + cached + 2 * 151936
+            assert work["bytes"] == 2 * (weights + batch * 1024 * cached + every * added)
+            scores = 2 * 32 * 2 * 128 * (1024 + (work["rows"] + 1) / 2)
+            assert work["flops"] == work["routed_flops"] == 2 * every * (weights + scores)
+    chip = chip_of("v5p:2x2x1")
+    at = one["bound_from"]["v5p"]
+    assert 128 < at < 256 and one["ms"]["v5p"][7] < 1.1 * one["ms"]["v5p"][0] < one["ms"]["v5p"][8]
+    assert eight["bound_from"]["v5p"] < at / 5
+    last = one["rows"][-1]
+    assert one["ms"]["v5p"][-1] == round(1e3 * last["flops"] / chip.flops, 4)
+    draft = max(one["draft"]["bytes"] / chip.bandwidth, one["draft"]["flops"] / chip.flops) * 1e3
+    wanted = 1.75 * one["ms"]["v5p"][0] / (one["ms"]["v5p"][2] + draft)
+    assert one["speedup"]["v5p"][2] == pytest.approx(wanted, rel=1e-3) and one["speedup"]["v5p"][0] == 1
+
+
+def test_experts_are_multiplied_for_all_rows_and_read_once():
+    rows = {work["rows"]: work for work in kflat_of("qwen3-coder-30b-a3b")["cells"][0]["rows"]}
+    experts = 2 * 128 * 3 * 2048 * 768
+    assert rows[4]["bytes"] - rows[1]["bytes"] > 2 * experts * (1 - 8 / 128)
+    assert rows[64]["bytes"] < 1.05 * rows[4]["bytes"]
+    for count, work in rows.items():
+        idle = 2 * count * experts * (1 - 8 / 128)
+        assert work["flops"] - work["routed_flops"] == (idle if count > 2 else 0)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("paged-16", 16), ("paged-64", 64)])
+def test_what_is_derived_is_near_what_is_compiled(name, rows):
+    derived, compiled = (
+        json.loads((ROOT / "docs/results" / f"{one}.json").read_text())
+        for one in ("kflat/qwen3-4b", f"aot/qwen3-4b-{name}")
+    )
+    (own,) = [cell for cell in derived["cells"] if (cell["context"], cell["batch"]) == (4096, 1)]
+    work = next(work for work in own["rows"] if work["rows"] == rows)
+    assert 1 < compiled["verify_hbm_bytes"] / work["bytes"] < 1.07
+    assert 1 < compiled["passes"]["verify"]["flops"] / work["flops"] < 1.04
+
+
+def test_kflat_prints_a_table_without_a_compiler(folders, compiler, capsys):
+    assert run(folders, "--kflat", "--acceptance", 0.6, 0.3) == 0
+    assert compiler == []
+    out, _ = capsys.readouterr()
+    assert "rows from which a chip computes longer than it reads" in out and "x: speed-up" in out
+    assert run(folders, "--kflat", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [cell["context"] for cell in found["cells"]][0] == 64 and found["cells"][0]["speedup"] == {}
+    assert run(folders, "--acceptance", 0.5) == 2
+    assert "--acceptance: is for --kflat" in capsys.readouterr().err

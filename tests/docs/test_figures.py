@@ -49,6 +49,7 @@ def test_the_picture_is_what_make_figures_draws():
     assert FIGURES["bars"](result("acceptance_cpu")) == FIGURES["PICTURE"].read_text(), "run: make figures"
     assert FIGURES["PICTURE"].stat().st_size < 20_000
     assert FIGURES["curves"](result("trees")) == FIGURES["TREES"].read_text(), "run: make figures"
+    assert FIGURES["by_rows"]() == FIGURES["ROWS"].read_text(), "run: make figures"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from torch_dflash.cli.aot_kflat import kflat
 from torch_dflash.cli.aot_options import plan_of, read_configs, show
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.writable import make_folder
@@ -18,6 +19,8 @@ for each reads the head. Roofline: the longer of HBM time and FLOP time at the c
 
 def run(arguments: SimpleNamespace) -> int:
     """Compile and report; returns the exit status."""
+    if arguments.kflat:
+        return kflat(arguments)
     results = _results(arguments)
     show(results, arguments.json, lambda: _table(results, arguments))
     return 0

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import click
 
 from torch_dflash.cli.call import command
+from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.options import COUNT, MODEL, flag, option, options_of
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.plan import DecodePlan
@@ -57,6 +58,8 @@ def _plan(without: tuple[str, ...] = ()) -> list[click.Parameter]:
 
 
 def _check(arguments: SimpleNamespace) -> None:
+    if getattr(arguments, "acceptance", None) and not arguments.kflat:
+        raise UserError("--acceptance: is for --kflat; add it, or leave this out.")
     check_outputs(json=None if arguments.json == STDOUT else arguments.json)
 
 
@@ -70,6 +73,14 @@ aot = command(
         option("--passes", many=True, type=click.Choice(PASSES), default=PASSES, help="What is compiled."),
         *_plan(),
         option("--dump-hlo", metavar="DIR", help="Write each scheduled program there, as text."),
+        flag("--kflat", help="Compile nothing: bytes and FLOPs of 1 to 1,024 verified rows, from shapes."),
+        option(
+            "--acceptance",
+            many=True,
+            type=click.FloatRange(0, 1),
+            metavar="P",
+            help="For --kflat: how often drafts 1 to d are all accepted, for d = 1, 2, ...",
+        ),
     ],
     "Compile a round for a TPU that is not there; bytes against their floor.",
     f"{NEEDS} Compiling takes minutes for a large model.",

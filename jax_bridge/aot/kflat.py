@@ -1,0 +1,150 @@
+"""A verify pass by its rows, from shapes alone: bytes, FLOPs, and the rows from which a chip computes longer.
+
+Bytes are those of the floor (`jax_bridge.aot.floor`: weights, K/V of the context) and what each row adds: its
+embedding, its K/V, its logits written and read. What the layers hand each other is left out: of 64 rows that
+is a few per cent more, by compiled programs (docs/tpu.md). FLOPs are two per weight and row, and those of
+attention. Experts are read and multiplied as here: up to `FEW` pairs of row and expert those alone, else all
+experts for every row; ``routed_flops`` are those that routing needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from jax_bridge.aot.compile import AbstractPair
+from jax_bridge.aot.floor import CHIPS, Chip, expert_weights, floor_of, target_weights
+from torch_dflash.decode import Pair
+from torch_dflash.targets.experts import ONE_BY_ONE as FEW
+
+ROWS = tuple(1 << step for step in range(11))
+MOST = 4096
+"""Rows up to which a chip's turning point is looked for."""
+
+
+class Work(NamedTuple):
+    """What a pass does, all sequences together."""
+
+    bytes: int
+    flops: int
+    routed_flops: int
+
+    def seconds(self, chip: Chip) -> float:
+        """The longer of reading and computing, at the chip's published peaks."""
+        return max(self.bytes / chip.bandwidth, self.flops / chip.flops)
+
+
+class Weights(NamedTuple):
+    """Elements of the target's weights that a pass reads: of the layers and the head, and of all experts."""
+
+    shared: int
+    experts: int
+    count: int
+    chosen: int
+
+
+def kflat(
+    model: AbstractPair, contexts: Sequence[int], batches: Sequence[int], acceptance: Sequence[float] = ()
+) -> dict[str, Any]:
+    """Verify passes of `ROWS` rows at each context (committed tokens) and batch (sequences), for all `CHIPS`.
+
+    Args:
+        acceptance: how likely drafts 1 to d of a chain are all accepted, for each depth d; none: no speed-up.
+
+    Returns:
+        By name; ``cells`` has one entry a context and batch: ``rows``, ``draft`` (the drafter's pass),
+        ``bound_from`` (the fewest rows with which a chip computes longer than it reads, None beyond `MOST`),
+        by chip ``ms``, and ``speedup`` over one row without a draft. Of one chip, however much it holds: on
+        a slice bytes and FLOPs are shared alike, and exchanges come on top.
+    """
+    weights = _weights(model)
+    cells = [_cell(model, weights, context, batch, acceptance) for context in contexts for batch in batches]
+    chips = {name: chip._asdict() for name, chip in CHIPS.items()}
+    return {"chips": chips, "acceptance": list(acceptance), "tokens": tokens(acceptance), "cells": cells}
+
+
+def tokens(acceptance: Sequence[float]) -> list[float]:
+    """Tokens that a round of each of `ROWS` brings: the drafts accepted, and the target's own."""
+    sums = [0.0, *accumulate(acceptance)]
+    return [round(1 + sums[min(rows, len(sums)) - 1], 4) for rows in ROWS]
+
+
+def work_of(pair: Pair, weights: Weights, context: int, batch: int, rows: int) -> Work:
+    """A verify pass of ``rows`` in each of ``batch`` sequences of ``context`` committed tokens."""
+    target, config, every, item = pair.target, pair.target.config.get_text_config(), batch * rows, 2
+    heads: Any = config.num_attention_heads
+    share = weights.chosen / max(weights.count, 1)
+    few = every * weights.chosen <= min(FEW, weights.count - 1)
+    read = weights.experts * (every * share if few else 1)
+    cached = sum((spec.k_dim + spec.v_dim) * spec.heads for spec in target.specs)
+    held = sum(
+        (spec.k_dim + spec.v_dim) * spec.heads * min(context, (spec.window or context) + rows - 1)
+        for spec in target.specs
+    )
+    seen = context + (rows + 1) / 2  # of the rows themselves half, on average
+    attended = sum((spec.k_dim + spec.v_dim) * min(spec.window or seen, seen) for spec in target.specs)
+    states = 2 * sum(spec.state_bytes(item) for spec in target.specs)
+    added = config.hidden_size + cached + 2 * config.vocab_size
+    moved = item * (weights.shared + read + batch * held + every * added) + batch * states
+
+    def computed(experts: float) -> int:
+        return round(2 * every * (weights.shared + experts + heads * attended))
+
+    routed = weights.experts * share
+    return Work(round(moved), computed(routed if few else weights.experts), computed(routed))
+
+
+def draft_of(model: AbstractPair, context: int, batch: int) -> Work:
+    """The drafter's pass, as wide as its own block."""
+    pair = model.pair
+    plan = replace(pair.plan, batch_size=batch, capacity=context)
+    at = Pair(pair.target, pair.proposer, plan)
+    floor = floor_of(at, model.params, context)
+    every = batch * plan.block_size
+    cached = 2 * batch * pair.proposer.cost(plan, context).cached
+    flops = every * (floor.draft - cached) + floor.draft_attention_flops  # two a weight of two bytes
+    return Work(floor.draft, flops, flops)
+
+
+def bound_from(pair: Pair, weights: Weights, context: int, batch: int, chip: Chip) -> int | None:
+    """The fewest rows with which the pass computes longer than it reads."""
+    low, high = 1, MOST + 1
+    while low < high:
+        rows = (low + high) // 2
+        work = work_of(pair, weights, context, batch, rows)
+        low, high = (low, rows) if work.flops / chip.flops > work.bytes / chip.bandwidth else (rows + 1, high)
+    return low if low <= MOST else None
+
+
+def _weights(model: AbstractPair) -> Weights:
+    reads = target_weights(model.pair, model.params)
+    stacks = expert_weights(model.pair, reads)
+    count, chosen = max(stacks.values(), default=(0, 0))
+    experts = sum(reads[name].size for name in stacks)
+    return Weights(sum(shape.size for shape in reads.values()) - experts, experts, count, chosen)
+
+
+def _cell(
+    model: AbstractPair, weights: Weights, context: int, batch: int, acceptance: Sequence[float]
+) -> dict[str, Any]:
+    pair = model.pair
+    work = [work_of(pair, weights, context, batch, rows) for rows in ROWS]
+    draft, gained = draft_of(model, context, batch), tokens(acceptance)
+    took = {name: [one.seconds(chip) for one in work] for name, chip in CHIPS.items()}
+
+    def speedups(name: str) -> list[float]:
+        own, drafting = took[name], draft.seconds(CHIPS[name])
+        rounds = [own[0], *(each + drafting for each in own[1:])]
+        return [round(own[0] * gain / each, 3) for gain, each in zip(gained, rounds, strict=True)]
+
+    return {
+        "context": context,
+        "batch": batch,
+        "rows": [{"rows": rows} | one._asdict() for rows, one in zip(ROWS, work, strict=True)],
+        "draft": draft._asdict(),
+        "bound_from": {name: bound_from(pair, weights, context, batch, chip) for name, chip in CHIPS.items()},
+        "ms": {name: [round(1e3 * each, 4) for each in own] for name, own in took.items()},
+        "speedup": {name: speedups(name) for name in CHIPS} if acceptance else {},
+    }
