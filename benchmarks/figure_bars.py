@@ -1,4 +1,4 @@
-"""The picture of the README: acceptance lengths as bars, in an SVG of a few kilobytes."""
+"""The picture of the README: tokens a target pass as bars, in an SVG of a few kilobytes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 NAMES = {"gsm8k": "GSM8K", "mbpp": "MBPP", "humaneval": "HumanEval", "mt-bench": "MT-Bench"}
-METHODS = (("plain decoding", "#9aa5b1"), ("n-gram lookup", "#e0a458"), ("DFlash", "#2a7f62"))
+METHODS = {
+    "plain decoding": ("plain", "#9aa5b1"),
+    "n-gram lookup": ("lookup", "#e0a458"),
+    "DFlash": ("drafter", "#2a7f62"),
+    "both in a tree of 8 rows": ("union of 8", "#3f6fb5"),
+}
+"""What a method is called in the picture: its name in the figures, and its colour."""
 LEFT, BAR, GAP, TOP, UNIT = 92, 14, 14, 62, 190  # pixels; UNIT: of one token
 
 
 def bars(figures: dict[str, Any]) -> str:
-    """The SVG for what ``torch-dflash train evaluate --json`` wrote."""
-    options, sets = figures["options"], figures["sets"]
-    longest = max(max(row["acceptance_length"], row["ngram_acceptance_length"] or 0) for row in sets.values())
+    """The SVG for what ``benchmarks/trees.py`` wrote."""
+    sets = {name: row | {"plain": 1.0} for name, row in figures["tokens a round"].items()}
+    longest = max(row[form] for row in sets.values() for form, _ in METHODS.values())
     group = len(METHODS) * BAR + GAP
     width, height = LEFT + round(longest * UNIT) + 60, TOP + len(sets) * group + 6
-    target = options["target"]
+    target = "SmolLM2-135M-Instruct"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="12" fill="#1f2933" role="img">',
@@ -26,7 +32,7 @@ def bars(figures: dict[str, Any]) -> str:
         f"({escape(target)}, greedy)</text>",
     ]
     at = 12
-    for method, colour in METHODS:
+    for method, (_, colour) in METHODS.items():
         parts.append(f'<rect x="{at}" y="33" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{at + 18}" y="43">{method}</text>')
         at += 36 + 7 * len(method)
@@ -34,8 +40,8 @@ def bars(figures: dict[str, Any]) -> str:
         top = TOP + number * group
         middle = top + len(METHODS) * BAR // 2 + 4
         parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{NAMES.get(name, name)}</text>')
-        values = (1.0, row["ngram_acceptance_length"], row["acceptance_length"])
-        for place, (value, (_, colour)) in enumerate(zip(values, METHODS, strict=True)):
+        for place, (form, colour) in enumerate(METHODS.values()):
+            value = row[form]
             y, long = top + place * BAR, round(value * UNIT)
             parts.append(f'<rect x="{LEFT}" y="{y}" width="{long}" height="{BAR - 2}" fill="{colour}"/>')
             parts.append(f'<text x="{LEFT + long + 5}" y="{y + 10}" font-size="11">{value:.2f}</text>')

@@ -245,7 +245,7 @@ BUDGETS = {
     "torch_dflash": {
         "": 1665,
         "cache": 440,
-        "cli": 2965,
+        "cli": 2985,
         "demo": 360,
         "doctor": 710,
         "engine": 3180,

@@ -289,6 +289,26 @@ def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
     assert ("The machine was busy before (load 4.1" in capsys.readouterr().out) == told
 
 
+@pytest.mark.parametrize(
+    ("gap", "told"), [(0.0, "same text up to a tie"), (0.125, "tie"), (0.5, "OTHER TEXT")]
+)
+def test_a_text_that_parts_at_a_tie_is_told_apart_from_a_wrong_one(capsys, gap, told):
+    asked = Asked("a", "?", torch.zeros(1, 1, dtype=torch.long))
+    texts = {PLAIN: [[5], [6], [7]], DFLASH: [[5], [6], [8]]}
+    asked.answers = {name: [Answer(0.0, pieces, [0.5, 1.0, 1.5])] for name, pieces in texts.items()}
+
+    def target(ids):
+        assert ids.tolist() == [[0, 5, 6]]
+        logits = torch.zeros(1, 3, 9)
+        logits[0, -1, 7:] = torch.tensor([20.0, 20.0 - gap])
+        return SimpleNamespace(logits=logits)
+
+    target.dtype = torch.bfloat16
+    asked.note_ties(target)
+    assert report([asked], "bfloat16", Parts()) == (gap < 0.2)
+    assert told in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.network
 def test_the_quickstart_prints_what_the_readme_says(capsys):

@@ -46,7 +46,7 @@ def test_a_round_of_dflash2_is_near_its_floor_on_every_chip(chip):
 
 
 def test_the_picture_is_what_make_figures_draws():
-    assert FIGURES["bars"](result("acceptance_cpu")) == FIGURES["PICTURE"].read_text(), "run: make figures"
+    assert FIGURES["bars"](result("trees")) == FIGURES["PICTURE"].read_text(), "run: make figures"
     assert FIGURES["PICTURE"].stat().st_size < 20_000
     assert FIGURES["curves"](result("trees")) == FIGURES["TREES"].read_text(), "run: make figures"
     assert FIGURES["by_rows"]() == FIGURES["ROWS"].read_text(), "run: make figures"
@@ -99,8 +99,11 @@ def test_what_the_tpu_page_says_of_all_passes_holds():
     assert len(paths) >= 12
     for path in paths:
         found = json.loads(path.read_text())
-        for summary in found["passes"].values():
-            assert summary["unaliased"] == summary["forbidden"] == [] and summary["collectives"] == {}, path
+        for name, summary in found["passes"].items():
+            assert summary["forbidden"] == [] and summary["collectives"] == {}, path
+            # A verify pass alone commits nothing: recurrent states are for its round to update.
+            recurrent = any(leaf.endswith(".state") for leaf in summary["unaliased"])
+            assert summary["unaliased"] == [] or (name == "verify" and recurrent), path
         assert "aot" in found["provenance"]["command"]
 
 

@@ -157,6 +157,12 @@ demo = command(
         option(
             "--verify-width", type=number_or_word, default="auto", metavar="M", help="Rows verified, or auto."
         ),
+        option(
+            "--drafts",
+            type=click.Choice(("union", "drafter")),
+            default="union",
+            help="Lookup and drafter in a tree of 8 rows, or the drafter alone (union).",
+        ),
         option("--dtype", type=click.Choice(DTYPES[1:]), default="bfloat16", help="Of the pair's weights."),
         option("--quantize", type=click.Choice(("int8",)), help="Keep linear weights in 8 bits."),
         runtime(),

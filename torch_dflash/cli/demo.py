@@ -31,11 +31,11 @@ from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.draw import draw
 
 KIND, PROMPTS = "maths", Path("data/eval")
-ROOM = 256
+ROOM, ROWS = 256, 8
 
 
 def run(arguments: SimpleNamespace) -> int:
-    """Answer, compare, print. Exit status 1 if our text differs from plain decoding, 2 on wrong usage."""
+    """Answer, compare, print. Exit status 1 where our text is another (no mere tie), 2 on wrong usage."""
     try:
         questions = _check_arguments(arguments)
         return _contest(arguments, questions)
@@ -105,10 +105,16 @@ def _contest(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> in
                 print(f"Q ({one.kind}): {one.question}\n", flush=True)
             with parts.timed("decode"):
                 _ask(one, methods, tokenizer, arguments.max_new_tokens, show=number < len(QUESTIONS))
+    for one in asked:
+        one.note_ties(target)
     same = report(asked, arguments.dtype, parts)
     if arguments.json:
         options = {"dtype": arguments.dtype, "quantize": arguments.quantize, "runtime": arguments.runtime}
-        options |= {"verify_width": arguments.verify_width, "repeats": arguments.repeats}
+        options |= {
+            "drafts": arguments.drafts,
+            "verify_width": arguments.verify_width,
+            "repeats": arguments.repeats,
+        }
         options |= {"draft_vocabulary": len(load_demo_draft_ids()), "device": str(place)}
         write_json(arguments.json, options | {"threads": torch.get_num_threads()} | as_json(asked, parts))
     if arguments.png:
@@ -136,7 +142,8 @@ def _methods(
     options |= {"quantize": arguments.quantize}
     plain = td.compile(target, None, **options)
     narrow = with_draft_vocabulary(drafter, target, load_demo_draft_ids())  # transformers' loop knows none
-    drafting = td.compile(target, narrow, verify_width=arguments.verify_width, **options)
+    drafts = td.Union(td.NGramProposer(), narrow, rows=ROWS) if arguments.drafts == "union" else narrow
+    drafting = td.compile(target, drafts, verify_width=arguments.verify_width, **options)
     with parts.timed("compile"):
         plain.warmup()
         drafting.warmup()
