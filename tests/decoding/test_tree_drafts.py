@@ -8,10 +8,11 @@ import pytest
 import torch
 from support.authors import SECOND
 from support.refusals import refuses
-from support.scripted import own_text, run
+from support.scripted import own_text, pad, run
 from support.tabled import Tabled, with_path
 from support.tiny import make_drafter, make_pair
 
+import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.decode import Verified
 from torch_dflash.engine.state_checks import check_plan, describe_plan
@@ -80,6 +81,13 @@ def test_a_union_says_the_same_in_both_runtimes():
     wanted = run(plain, PROMPTS, **rules)[0]
     assert [run(engine, PROMPTS, **rules)[0] for engine in engines] == [wanted] * 2
     assert wanted != [own(row) for row in range(3)]
+    state = engines[0].start(*pad(PROMPTS), max_new_tokens=NEW, eos_token_id=None, do_sample=False)
+    state = engines[1].advance(jb.state_to_jax(engines[0].advance(state)))  # and over the border again
+    state = jb.state_to_torch(state)
+    while not state.done.all():
+        state = engines[0].advance(state)
+    for row, prompt in enumerate(PROMPTS):
+        assert state.tokens[row, len(prompt) : len(prompt) + NEW].tolist() == own(row)
     chain = run(made(pair()[1]), PROMPTS, max_new_tokens=NEW, do_sample=False)[1]
     assert greedy.mean_acceptance_length > chain.mean_acceptance_length
 
