@@ -53,7 +53,8 @@ def test_the_picture_is_what_make_figures_draws():
 
 
 @pytest.mark.parametrize(
-    ("form", "least"), [("tree of 8", 1.12), ("union of 8", 1.22), ("union of 16", 1.36), ("union of 32", 1.45)]
+    ("form", "least"),
+    [("tree of 8", 1.12), ("union of 8", 1.22), ("union of 16", 1.36), ("union of 32", 1.45)],
 )
 def test_trees_bring_more_tokens_a_round_than_chains(form, least):
     for own in result("trees")["tokens a round"].values():
