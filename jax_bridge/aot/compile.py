@@ -240,7 +240,7 @@ def _with_state(pair: Pair, params: Shapes) -> AbstractPair:
 
 def _shape(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> jax.ShapeDtypeStruct:
     name = str(dtype or tensor.dtype).removeprefix("torch.")
-    return jax.ShapeDtypeStruct(tuple(tensor.shape), jnp.dtype(name))
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), jax.dtypes.canonicalize_dtype(jnp.dtype(name)))
 
 
 def _jit(step: Any) -> Any:
