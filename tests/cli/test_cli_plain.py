@@ -9,7 +9,6 @@ import warnings
 from importlib.metadata import version
 
 import pytest
-import torch
 from support.shell import python
 from support.tiny import make_drafter, make_target
 from support.tokenizers import byte_tokenizer
