@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +60,20 @@ class Runner(TPUModelRunner):
                 before.placeholder_req_id_to_index.pop(name, None)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return super().get_kv_cache_spec() | self.drafter.kv_cache_spec()
+        return counted_alike(super().get_kv_cache_spec() | self.drafter.kv_cache_spec())
+
+
+def counted_alike(specs: dict[str, Any]) -> dict[str, Any]:
+    """Page specifications by layer, for which vLLM counts the memory that tpu-inference takes.
+
+    With windows in a part of the layers vLLM puts them in several groups, of which each page holds a layer of
+    each. tpu-inference gives layers of one shape one array, so a page takes as much as all shapes together.
+    """
+    shapes = {(spec.num_kv_heads, spec.head_size): spec.page_size_bytes for spec in specs.values()}
+    if len(shapes) == 1 or len({type(spec) for spec in specs.values()}) == 1:
+        return specs
+    size = sum(shapes.values())
+    return {name: replace(spec, page_size_padded=size) for name, spec in specs.items()}
 
 
 def tapped(vllm_config: Any, taps: Any) -> Any:

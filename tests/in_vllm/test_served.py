@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PROMPTS = pair.prompts(16, 21)
-START = 600
+START = WAIT = 1800  # seconds, of which a busy machine needs many
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,14 @@ def address(tmp_path_factory):
         while True:
             assert server.poll() is None and time.monotonic() < end, log.read_text()[-5000:]
             try:
-                if httpx.get(f"{address}/health", timeout=5).status_code == 200:
+                if httpx.get(f"{address}/health", timeout=60).status_code == 200:
                     break
             except httpx.TransportError:
                 time.sleep(1)
         yield address
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(300)
 
 
 def ask(address, prompt, stream):
@@ -59,10 +59,10 @@ def ask(address, prompt, stream):
     asked = {"model": "pair", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     asked |= {"ignore_eos": True, "return_token_ids": True, "stream": stream}
     if not stream:
-        reply = httpx.post(f"{address}/v1/completions", json=asked, timeout=300).json()
+        reply = httpx.post(f"{address}/v1/completions", json=asked, timeout=WAIT).json()
         return reply["choices"][0]["token_ids"]
     found = []
-    with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=300) as reply:
+    with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=WAIT) as reply:
         for line in reply.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
@@ -80,7 +80,7 @@ def test_sixteen_requests_at_once(address):
         parted += text != served
         assert replay_of("tied").parts_at_a_tie(prompt, text, served, NEAR)
     assert parted <= 3
-    lines = httpx.get(f"{address}/metrics", timeout=30).text.splitlines()
+    lines = httpx.get(f"{address}/metrics", timeout=WAIT).text.splitlines()
     counted = {
         name: sum(
             float(line.split()[-1]) for line in lines if line.startswith(f"vllm:spec_decode_num_{name}")
