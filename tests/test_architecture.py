@@ -267,7 +267,7 @@ BUDGETS = {
         "aot": 1105,
         "checkpoints": 600,
         "hosts": 340,
-        "kernels": 755,
+        "kernels": 845,
         "mesh": 560,
         "reference": 1030,
         "train": 240,

@@ -29,17 +29,20 @@ MOST_ROWS = 64
 def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Float[Array, "B W Q D"]:
     """`torch_dflash.ops.block_attention`: by platform, the Pallas kernel or a loop in plain jnp.
 
-    With sinks or a tree, which the kernel does not know, it is the loop everywhere.
+    With sinks or a soft cap, which the kernel does not know, it is the loop everywhere, and so for a tree in
+    a cache of other widths or types than its rows.
     """
-    if inputs.sinks is not None or inputs.tree is not None:
+    arrays, rule, tree = inputs[:4], {"scale": inputs.scale, "window": inputs.window}, inputs.tree
+    alike = past.key.shape == past.value.shape and past.key.dtype == inputs.query.dtype
+    if inputs.sinks is not None or inputs.softcap is not None or (tree is not None and not alike):
         return stream_past(inputs, past, causal)
-    arrays, rule = inputs[:4], {"scale": inputs.scale, "window": inputs.window}
     kernel = partial(pallas_block_attention, **rule, causal=causal)
 
     def other(*arrays: Any) -> Any:
-        return stream_past(AttentionInputs(*arrays[:-1], **rule), arrays[-1], causal)
+        *own, past, tree = arrays
+        return stream_past(AttentionInputs(*own, **rule, tree=tree), past, causal)
 
-    return jax.lax.platform_dependent(*arrays, past, tpu=kernel, default=other)
+    return jax.lax.platform_dependent(*arrays, past, tree, tpu=kernel, default=other)
 
 
 def block_of_cache(inputs: Any, key: Any, value: Any, **how: Any) -> Float[Array, "B M Q D"]:
@@ -68,6 +71,7 @@ def pallas_block_attention(
     value: Float[Array, "B G W D"],
     start: Int[Array, " B"],
     past: Any,
+    tree: Any = None,
     *,
     scale: float,
     window: int | None,
@@ -77,6 +81,7 @@ def pallas_block_attention(
 ) -> Float[Array, "B W Q D"]:
     """The kernel's call: ``past`` is a `torch_dflash.ops.block_attention.Past` of arrays.
 
+    ``tree``: a `torch_dflash.ops.trees.Tree` of arrays, of the W rows; None: each row follows the last.
     ``block_keys``: slots read at once; ``interpret``: on the CPU, slowly, for tests.
     """
     batch, heads, width, dim = query.shape
@@ -93,9 +98,11 @@ def pallas_block_attention(
     if halves.keys == 2:
         made = jax.ShapeDtypeStruct((batch, 2 * groups, height, LANES + dim), jnp.float32)
 
+    of_tree = () if tree is None else _tree_rows(tree, heads // groups)
+    attend = partial(_attend if tree is None else _attend_by_tree, halves, scale, window, causal, slots)
     call = pl.pallas_call(
-        partial(_attend, halves, scale, window, causal, slots, turned),
-        grid_spec=_grid(halves, (height, width, dim), made.shape[-1], slots, keys, turned),
+        partial(attend, turned),
+        grid_spec=_grid(halves, (height, width, dim), made.shape[-1], slots, keys, turned, bool(of_tree)),
         out_shape=made,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
@@ -109,13 +116,24 @@ def pallas_block_attention(
         name=NAME,
     )
     shared = query.reshape(batch, groups, height, dim)
-    out = call(start, used, shared, key, value, *context, past.position[:, None])
+    out = call(start, used, shared, key, value, *of_tree, *context, past.position[:, None])
     out = joined(out, query.dtype) if halves.keys == 2 else out
     return out.reshape(batch, heads, width, dim).transpose(0, 2, 1, 3)
 
 
+def _tree_rows(tree: Any, heads: int) -> tuple[Array, Array]:
+    """(Depths of the query rows [B, heads * W, 1], ends and depths of the block's own keys [B, 2, W])."""
+    return jnp.tile(tree.depth, (1, heads))[:, :, None], jnp.stack([tree.end, tree.depth], axis=1)
+
+
 def _grid(
-    halves: Halves, sizes: tuple[int, int, int], out_width: int, slots: int, keys: int, turned: bool
+    halves: Halves,
+    sizes: tuple[int, int, int],
+    out_width: int,
+    slots: int,
+    keys: int,
+    turned: bool,
+    by_tree: bool,
 ) -> Any:
     """The programs, and what each has on the chip; ``sizes``: query rows and new rows of a K/V head, D."""
     (height, width, dim), own = sizes, halves.own
@@ -139,6 +157,10 @@ def _grid(
     def of_results(half, b, step, start, used):
         return *halves.result(half, b), 0, 0
 
+    def of_sequence(half, b, step, *_):
+        return halves.place(half, b)[0], 0, 0
+
+    tree = [pl.BlockSpec((1, height, 1), of_sequence), pl.BlockSpec((1, 2, width), of_sequence)]
     in_blocks = pl.BlockSpec((1, own, dim, keys) if turned else (1, own, keys, dim), of_context)
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
@@ -148,6 +170,7 @@ def _grid(
             of_block(height),
             of_block(width),
             of_block(width),
+            *(tree if by_tree else ()),
             in_blocks,
             in_blocks,
             pl.BlockSpec((1, 1, keys), of_positions),
@@ -165,20 +188,28 @@ def _reach(halves: Halves, half: Any, step: Any, used: Any, keys: int) -> tuple[
     return begin + step, jnp.minimum(end * keys, used)
 
 
+def _attend_by_tree(
+    halves, scale, window, causal, slots, turned, start_ref, used_ref, query, key, value, depth, keys, *rest
+):
+    given = halves, scale, window, causal, slots, turned, start_ref, used_ref, query, key, value
+    _attend(*given, *rest, tree=(depth, keys))
+
+
 def _attend(
     halves, scale, window, causal, slots, turned, start_ref, used_ref,
-    query, key, value, past_key, past_value, position, out, top, total, sums,
+    query, key, value, past_key, past_value, position, out, top, total, sums, tree=None,
 ):  # fmt: skip
     """One half (`Halves`), one sequence, one block of the context's slots.
 
     Refs: ``query`` [1, own, heads * W, D], a head's rows together; ``key`` and ``value`` [1, own, W, D];
     ``past_key`` and ``past_value`` [1, own, keys, D], ``turned``: [1, own, D, keys], at ``position``
-    [1, 1, keys].
+    [1, 1, keys]; ``tree`` as of `_tree_rows`.
     """
     half, b, step = (pl.program_id(axis) for axis in range(3))
     b, running = halves.place(half, b)[0], Running(top, total, sums)
     own, height, width, keys = query.shape[1], query.shape[2], key.shape[2], position.shape[2]
     row = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (height, 1), 0), width)
+    depth = row if tree is None else tree[0][0]
 
     @pl.when(step == 0)
     def _():
@@ -188,6 +219,8 @@ def _attend(
         def _():
             gap = row - jax.lax.broadcasted_iota(jnp.int32, (height, width), 1)
             seen = gap >= 0 if causal else gap == gap
+            if tree is not None:
+                seen, gap = seen & (row < tree[1][0, 0:1]), depth - tree[1][0, 1:2]
             seen = seen if window is None else seen & (jnp.abs(gap) < window)
             for head in range(own):
                 running.add(head, query[0, head], key[0, head], value[0, head], seen, scale)
@@ -198,7 +231,7 @@ def _attend(
     def _():
         seen = position[0] >= 0
         if window is not None:
-            seen = seen & (start_ref[b] + row - position[0] < window)
+            seen = seen & (start_ref[b] + depth - position[0] < window)
         left = slots - block * keys
         seen = seen & (jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1) < left)
         # What a block reads behind the last slot may be anything, and 0 * NaN would be NaN.

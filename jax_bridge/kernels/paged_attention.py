@@ -29,10 +29,22 @@ def paged_attention_jax(
     sinks = None if sinks is None else sinks.reshape(groups, -1)
     # Columns of page 0 past the last: a bucket of padded rows may reach beyond what a row may hold.
     table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
-    if inputs.tree is not None:
-        return _rows_first(_tree_attention(grouped, inputs, (pool, table)), query), pool
     static = {"k_dim": k_dim, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
     static |= {"block_keys": BLOCK_KEYS}
+    if inputs.tree is not None:
+
+        def kernel(*arrays: Any) -> Array:
+            return pallas_paged_attention(*arrays, **static)[0][..., :v_dim]
+
+        def other(grouped, fresh, pool, table, start, sinks, tree) -> Array:
+            key, value = fresh[..., :k_dim], fresh[..., k_dim : k_dim + v_dim]
+            arrays = {"query": grouped, "key": key, "value": value, "start": start}
+            own = inputs._replace(**arrays, sinks=sinks, tree=tree)
+            return jnp_tree_attention(grouped, own, (pool, table))
+
+        arrays = grouped, fresh, pool, table, start, sinks, inputs.tree
+        out = jax.lax.platform_dependent(*arrays, tpu=kernel, default=other)
+        return _rows_first(out, query), pool
     out, pool = jax.lax.platform_dependent(
         grouped,
         fresh,
@@ -56,7 +68,7 @@ def append_pages_jax(key: Array, value: Array, start: Array, pages: Any) -> Floa
     return _write(pool, fresh, table, start)
 
 
-def _tree_attention(
+def jnp_tree_attention(
     query: Float[Array, "B G heads M D"], inputs: Any, pages: Any
 ) -> Float[Array, "B G heads M Dv"]:
     """Attention of a tree's rows to pages, in which they do not stand, and to their own paths."""

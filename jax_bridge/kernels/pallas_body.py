@@ -3,13 +3,13 @@
 It reads K and V of a page in one copy, a block of pages at a time and one block ahead, and keeps a running
 softmax. It never reads what it writes: the last, partly filled tile of old rows and the new rows are merged
 on the chip, and attended to there while they are copied out, after all pages have been read. Copies to and
-from pages are of whole tiles.
+from pages are of whole tiles. Rows of a tree are merged and attended to in the same way, and not copied out.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +36,44 @@ class Kind(NamedTuple):
     halves: Halves
 
 
-def attend_to_pages(
-    kind, start_ref, table_ref, query, fresh, first, pool_in, out, pool,
+def attend_to_pages(kind, start_ref, table_ref, query, fresh, first, pool_in, out, pool, *scratch):
+    """The kernel of a chain's rows; refs as in `_attend_tile`, ``pool`` also as ``pool_in``."""
+    _attend_tile(kind, None, start_ref, table_ref, query, fresh, first, out, pool, *scratch)
+
+
+def attend_to_pages_by_tree(
+    kind, start_ref, table_ref, depth, keys, query, fresh, first, pool, out, *scratch
+):
+    """The kernel of a tree's rows; further refs as in `TreeRows`."""
+    tree = TreeRows(depth, keys)
+    _attend_tile(kind, tree, start_ref, table_ref, query, fresh, first, out, pool, *scratch)
+
+
+class TreeRows(NamedTuple):
+    """Refs of a tile of a tree's rows, and of all keys in ``staged``.
+
+    ``depth`` [1, 1, heads * rows, 1]: how far behind the anchor each query row stands; ``keys`` [1, 2,
+    staged]: the row that ends those who see a key (all see an old one), and the key's position.
+    """
+
+    depth: Any
+    keys: Any
+
+    def sees(self, row, other):
+        """Whether each query row [rows, 1] sees each staged key [1, staged], of row ``other`` (old: < 0)."""
+        return (other <= row) & (row < self.keys[0, 0:1])
+
+
+def _attend_tile(
+    kind, tree, start_ref, table_ref, query, fresh, first, out, pool,
     staged, blocks, top, total, sums, arrived, left,
 ):  # fmt: skip
-    """The kernel.
+    """One half, one sequence, one tile of query rows.
 
     Refs: ``query`` [1, own, 1, heads * rows, D]; ``fresh`` [1, own, M, KV]; ``first`` [own, heads * rows, 1],
-    the sinks; ``pool`` [P, G, page, KV] in HBM, also as ``pool_in``; on the chip ``staged`` [own, rows to a
-    tile, KV], ``blocks`` [2, pages, own, page, KV], the softmax's ``top``, ``total`` and ``sums`` per row.
+    the sinks; ``pool`` [P, G, page, KV] in HBM; on the chip ``staged`` [own, rows to a tile, KV], ``blocks``
+    [2, pages, own, page, KV], the softmax's ``top``, ``total`` and ``sums`` per row. ``tree``: `TreeRows`,
+    None where each row follows the last.
     """
     half, b, tile = (pl.program_id(axis) for axis in range(3))
     b, place = kind.halves.place(half, b)
@@ -72,17 +101,12 @@ def attend_to_pages(
     running.begin(first[...])
     offset = start + tile * kind.tile_rows
     row = rem(jax.lax.broadcasted_iota(jnp.int32, (query.shape[3], 1), 0), kind.tile_rows)
-    attend = partial(_attend, kind, query, running, offset + row)
+    at = offset + row if tree is None else start + tree.depth[0, 0]
+    attend = partial(_attend, kind, query, running, at)
     keys = block_pages * page
 
     def attend_block(slot, block):
-        @pl.when((block + 1) * keys > base)
-        def _():  # other rows' pages may lie there, and what is not finite would pass a weight of zero
-            place = jax.lax.broadcasted_iota(jnp.int32, (block_pages, page, 1), 0) * page
-            place = place + jax.lax.broadcasted_iota(jnp.int32, (block_pages, page, 1), 1)
-            for head in range(own):
-                blocks[slot, :, head] = jnp.where(block * keys + place < base, blocks[slot, :, head], 0)
-
+        pl.when((block + 1) * keys > base)(lambda: _clear_from(base, blocks, slot, block))
         position = block * keys + jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1)
         for head in range(own):
             attend(head, blocks[slot, :, head].reshape(keys, -1), position, position < base)
@@ -92,27 +116,58 @@ def attend_to_pages(
             source = pool.at[number(block * block_pages + index), heads]
             yield pltpu.make_async_copy(source, blocks.at[slot, index], arrived.at[slot])
 
-    earliest = 0 if kind.window is None else jnp.maximum(offset - kind.window + 1, 0)
+    earliest = _earliest(kind, offset if tree is None else _nearest(start, offset))
     begin, end = kind.halves.blocks(half, div(earliest, keys), div(base + keys - 1, keys))
     _read_ahead(copies, attend_block, begin, end)
 
-    @pl.when(kind.halves.writes(half, tile))
-    def _():
-        _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).start())
+    def copy_out(act):
+        if tree is None:  # of a tree it is not known yet which rows stay
+            copy = lambda index, rows: act(_out(rows, tile_at(base + index), left))  # noqa: E731
+            pl.when(kind.halves.writes(half, tile))(lambda: _each_tile(kind, staged, inside, copy))
 
-    position = base + jax.lax.broadcasted_iota(jnp.int32, (1, staged.shape[1]), 1)
+    copy_out(lambda copy: copy.start())
+    place = jax.lax.broadcasted_iota(jnp.int32, (1, staged.shape[1]), 1)
+    position = base + place if tree is None else tree.keys[0, 1:2]
     result = running.part if kind.halves.keys == 2 else running.result
     for head in range(own):
 
         @pl.when(kind.halves.has_new(half))
         def _(head=head):
-            attend(head, staged[head], position, position < start + kind.rows)
+            if tree is None:
+                attend(head, staged[head], position, position < start + kind.rows)
+            else:
+                own = tree.sees(tile * kind.tile_rows + row, place - inside)
+                attend(head, staged[head], position, own)
 
         out[0, head, 0] = result(head).astype(out.dtype)
 
-    @pl.when(kind.halves.writes(half, tile))
-    def _():
-        _each_tile(kind, staged, inside, lambda index, rows: _out(rows, tile_at(base + index), left).wait())
+    copy_out(lambda copy: copy.wait())
+
+
+def _clear_from(base, blocks, slot, block):
+    """Zeros in the block of keys with the number ``block``, from position ``base`` on.
+
+    Other rows' pages may lie there, and what is not finite would pass a weight of zero.
+    """
+    _, pages, own, page, _ = blocks.shape
+    keys = pages * page
+    place = jax.lax.broadcasted_iota(jnp.int32, (pages, page, 1), 0) * page
+    place = place + jax.lax.broadcasted_iota(jnp.int32, (pages, page, 1), 1)
+    for head in range(own):
+        blocks[slot, :, head] = jnp.where(block * keys + place < base, blocks[slot, :, head], 0)
+
+
+def _earliest(kind, position):
+    """The first position that a row at ``position`` sees."""
+    return 0 if kind.window is None else jnp.maximum(position - kind.window + 1, 0)
+
+
+def _nearest(start, offset):
+    """The least position of a tile's rows of a tree: a later tile, too, may hold rows near the anchor.
+
+    ``start``: the anchor's; ``offset``: where a chain's tile would begin.
+    """
+    return start
 
 
 def _out(rows, page_rows, semaphore):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.halves import Halves
 from jax_bridge.kernels.online_softmax import LOWEST, VMEM, joined
-from jax_bridge.kernels.pallas_body import Kind, attend_to_pages
+from jax_bridge.kernels.pallas_body import Kind, attend_to_pages, attend_to_pages_by_tree
 from torch_dflash.ops.paged_attention import LANES
 from torch_dflash.plan import TILE
 
@@ -26,6 +26,7 @@ def pallas_paged_attention(
     table: Int[Array, "B row_pages"],
     start: Int[Array, " B"],
     sinks: Float[Array, "G heads"] | None = None,
+    tree: Any = None,
     *,
     k_dim: int,
     scale: float,
@@ -37,6 +38,8 @@ def pallas_paged_attention(
 ) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page_size KV"]]:
     """Write ``fresh`` at positions ``start .. start+M-1`` of each sequence, and attend to all up to each row.
 
+    Rows of a tree are not written: each attends to what the pages hold and to its own path.
+
     Args:
         query: rotated queries of D = ``k_dim``.
         fresh: K and V of the new rows side by side, padded to KV lanes.
@@ -44,6 +47,7 @@ def pallas_paged_attention(
         table: page numbers, enough for ``start + M`` and a tile; page 0 belongs to nobody.
         start: positions already in the pages.
         sinks: one learned logit per query head.
+        tree: `torch_dflash.ops.trees.Tree` of arrays, of the M rows; None: each row follows the last.
         block_keys: keys read at once.
         row_tile: most query rows (heads x M) of one program.
         interpret: run on the CPU, slowly, for tests.
@@ -68,21 +72,54 @@ def pallas_paged_attention(
     sinks = jnp.full((groups, heads), LOWEST) if sinks is None else sinks
     first = jnp.repeat(sinks.astype(jnp.float32), tile_rows, axis=1)[:, :, None]
 
-    call = _call(kind, tiled, pool, width, block_pages, table.shape[1] * pool.shape[2], interpret)
-    out, pool = call(start, table.reshape(-1), tiled, fresh, halves.begin(first), pool)
+    by_tree = () if tree is None else _tree_rows(tree, start, heads, tile_rows)
+    call = _call(kind, tiled, pool, width, block_pages, table.shape[1] * pool.shape[2], interpret, by_tree)
+    out, *written = call(start, table.reshape(-1), *by_tree, tiled, fresh, halves.begin(first), pool)
+    pool = written[0] if written else pool
     out = joined(out, query.dtype) if halves.keys == 2 else out
     out = _swap(out, (batch, groups, tiles, heads, tile_rows, width)).reshape(*query.shape[:-1], width)
     return (out[..., k_dim:] if whole else out), pool
 
 
+def _staged_rows(rows: int) -> int:
+    """Rows of the tiles that the last, partly filled one and ``rows`` new rows may take."""
+    return -(-(rows + TILE - 1) // TILE) * TILE
+
+
+def _tree_rows(tree: Any, start: Array, heads: int, tile_rows: int) -> tuple[Array, Array]:
+    """What the kernel is told of a tree, as `jax_bridge.kernels.pallas_body.TreeRows` has it by sequence."""
+    batch, rows = tree.depth.shape
+    tiled = tree.depth.reshape(batch, rows // tile_rows, 1, tile_rows)
+    depth = jnp.broadcast_to(tiled, (batch, rows // tile_rows, heads, tile_rows))
+    place = jnp.arange(_staged_rows(rows), dtype=jnp.int32)
+    inside = (start % TILE)[:, None]
+    row = place - inside
+    # Of each staged key its row; a sum, for a gather is slow there.
+    own = row[:, :, None] == jnp.arange(rows, dtype=jnp.int32)
+    end, behind = (jnp.where(own, of[:, None], 0).sum(axis=-1) for of in (tree.end, tree.depth))
+    end = jnp.where(row < 0, rows, end)
+    position = start[:, None] + jnp.where(row < 0, row, behind)
+    return depth.reshape(batch, rows // tile_rows, -1, 1), jnp.stack([end, position], axis=1)
+
+
 def _call(
-    kind: Kind, query: Array, pool: Array, width: int, block_pages: int, keys: int, interpret: Any
+    kind: Kind,
+    query: Array,
+    pool: Array,
+    width: int,
+    block_pages: int,
+    keys: int,
+    interpret: Any,
+    by_tree: tuple[Array, ...] = (),
 ) -> Callable:
-    """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place."""
+    """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place.
+
+    With ``by_tree``, which come behind ``table``, it is ``(out,)``: nothing is written.
+    """
     batch, groups, tiles, height, depth = query.shape
     page, lanes = pool.shape[2:]
     halves, own = kind.halves, kind.halves.own
-    staged = -(-(kind.rows + TILE - 1) // TILE) * TILE
+    staged = _staged_rows(kind.rows)
     made = jax.ShapeDtypeStruct((*query.shape[:-1], width), query.dtype)
     if halves.keys == 2:
         made = jax.ShapeDtypeStruct((batch, 2 * groups, tiles, height, LANES + width), jnp.float32)
@@ -92,13 +129,22 @@ def _call(
             (1, own, 1, height, width), lambda half, b, tile, *_: (*place(half, b), tile, 0, 0)
         )
 
+    def of_sequence(half, b, tile, *_):
+        return halves.place(half, b)[0], 0, 0
+
+    def of_tile(half, b, tile, *_):
+        return halves.place(half, b)[0], tile, 0, 0
+
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    tree_specs = [pl.BlockSpec((1, 1, height, 1), of_tile), pl.BlockSpec((1, 2, staged), of_sequence)]
+    written = [] if by_tree else [(jax.ShapeDtypeStruct(pool.shape, pool.dtype), in_hbm)]
     return pl.pallas_call(
-        partial(attend_to_pages, kind),
+        partial(attend_to_pages_by_tree if by_tree else attend_to_pages, kind),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(*halves.grid, tiles),
             in_specs=[
+                *(tree_specs if by_tree else ()),
                 by_tile(depth, halves.place),
                 pl.BlockSpec(
                     (1, own, kind.rows, lanes), lambda half, b, tile, *_: (*halves.place(half, b), 0, 0)
@@ -106,7 +152,7 @@ def _call(
                 pl.BlockSpec((own, height, 1), lambda half, b, tile, *_: (halves.result(half, b)[1], 0, 0)),
                 in_hbm,
             ],
-            out_specs=[by_tile(made.shape[-1], halves.result), in_hbm],
+            out_specs=[by_tile(made.shape[-1], halves.result), *(spec for _, spec in written)],
             scratch_shapes=[
                 pltpu.VMEM((own, staged, lanes), pool.dtype),
                 pltpu.VMEM((2, block_pages, own, page, lanes), pool.dtype),
@@ -115,8 +161,8 @@ def _call(
                 pltpu.SemaphoreType.DMA,
             ],
         ),
-        out_shape=[made, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
-        input_output_aliases={5: 1},
+        out_shape=[made, *(shape for shape, _ in written)],
+        input_output_aliases={} if by_tree else {5: 1},
         # Halves read nothing that the other one writes: a chip with two cores takes one each.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
