@@ -109,7 +109,8 @@ class EagerRuntime:
         def ordinary(
             tensor: torch.Tensor,
         ) -> torch.Tensor:  # one made in inference mode cannot be written later
-            return (tensor.clone() if tensor.is_inference() else tensor).to(device)
+            tensor = tensor.clone() if tensor.is_inference() else tensor
+            return tensor if tensor.device == device else tensor.to(device)
 
         with torch.inference_mode(False), torch.no_grad():
             return step(self.pair, params, *pytree.tree_map_only(torch.Tensor, ordinary, args))

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from support.hybrids import make_hybrid, own_greedy
 from support.stages import EAGER, SHAPE, SHORT, fit, train
+from support.tokenizers import TEMPLATE, byte_tokenizer
 from support.trained import CONTEXT, MASK
 
 import torch_dflash as td
@@ -67,6 +69,26 @@ def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeyp
     assert train(world, *judge, other) == 2
     assert "figures of code are of other prompts" in capsys.readouterr().err
     assert json.loads(figures.read_text())["sets"] == kept
+
+
+def test_a_target_with_recurrent_layers_trains_a_drafter_that_decodes(tmp_path):
+    sizes = {"vocab_size": 260, "max_position_embeddings": CONTEXT, "eos_token_id": 0, "pad_token_id": 0}
+    target = make_hybrid("qwen3_5", **sizes)
+    target.save_pretrained(tmp_path / "target")
+    byte_tokenizer(TEMPLATE).save_pretrained(tmp_path / "target")
+    prompts, answers, figures = (tmp_path / name for name in ("math.jsonl", "answers", "figures.json"))
+    prompts.write_text("".join(f'{{"prompt": "{word}"}}\n' for word in ("one", "two", "three", "four")))
+    drafter, sizes = tmp_path / "fit/drafter", (*SHAPE, *SHORT, "--taps", "0,1", "--epochs", 2)
+    for stage, *line in (
+        ("regenerate", "--prompts", prompts, "--out", answers, *EAGER),
+        ("fit", "--answers", answers, "--out", tmp_path / "fit", *sizes),
+        ("evaluate", "--drafter", drafter, *EAGER, "--json", figures, "--prompts", prompts),
+    ):
+        assert main(["train", stage, "--target", str(tmp_path / "target"), *map(str, line)]) == 0
+    assert json.loads(figures.read_text())["sets"]["math"]["acceptance_length"] >= 1
+    ids, options = torch.tensor([[3, 4, 5]]), {"max_new_tokens": 8, "runtime": "eager", "do_sample": False}
+    text = td.generate(target, td.load_drafter(drafter, target), ids, eos_token_id=None, **options)
+    assert text[0, 3:].tolist() == own_greedy(target, [3, 4, 5], 8)
 
 
 def test_features_can_be_computed_as_they_are_needed(world, tmp_path):

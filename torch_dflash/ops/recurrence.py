@@ -22,6 +22,8 @@ SMALLEST = -100.0
 """Logarithm of a decay that leaves nothing: sums with a smaller one would lose precision."""
 CHUNK = 64
 """Rows of a prompt that are solved at once."""
+LEAF = 16
+"""Rows of which a triangular system is solved by products of whole matrices."""
 CHUNK_OF_CHANNELS = 16
 """The same where each channel decays by itself: every pair of rows then has a decay per channel."""
 
@@ -76,16 +78,15 @@ class _Solved(NamedTuple):
     inverse: Tensor | None
     weights: Tensor
     wanted: Tensor
-    asked: Tensor
+    asked: Tensor | None
     reads: Tensor
     key: Tensor
     total: Tensor
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The rows' outputs and updates from ``state``."""
-        update = self.wanted
-        if self.inverse is not None:
-            update = self.inverse @ (self.wanted - self.asked @ state)
+        update = self.wanted if self.asked is None else self.wanted - self.asked @ state
+        update = update if self.inverse is None else self.inverse @ update
         return self.reads @ state + self.weights @ update, update
 
     def at(self, chunk: int) -> _Solved:
@@ -129,7 +130,7 @@ def state_after(
     total = torch.where(last, kept.total, 0.0).sum(dim=2, keepdim=True)
     left = torch.where(on, total - kept.total, -torch.inf).exp()
     key, update = torch.where(on, kept.key, 0.0) * left, torch.where(on, kept.update, 0.0)
-    return total.mT.exp() * state + key.mT @ update
+    return _added(total.mT.exp() * state, key, update)
 
 
 def scan_prompt(
@@ -142,12 +143,12 @@ def scan_prompt(
     size = min(CHUNK if rows.decay.ndim == 3 else CHUNK_OF_CHANNELS, height)
     chunks: Any = (_chunks(one, size) for one in rows)
     solved = _solve(ScanRows(*chunks), None)
+    total = solved.total[:, :, :, -1:]
+    key, left = solved.key * (total - solved.total).exp(), total.mT.exp()
     outs = []
     for chunk in range(-(-height // size)):
-        part = solved.at(chunk)
-        out, update = part.step(state)
-        total = part.total[:, :, -1:]
-        state = total.mT.exp() * state + (part.key * (total - part.total).exp()).mT @ update
+        out, update = solved.at(chunk).step(state)
+        state = _added(left[:, :, chunk] * state, key[:, :, chunk], update)
         outs.append(out)
     return torch.cat(outs, dim=2)[:, :, :height], state
 
@@ -163,21 +164,28 @@ def _solve(rows: ScanRows, seen: Tensor | None) -> _Solved:
         total = seen.to(decay.dtype) @ (decay if decay.ndim == key.ndim else decay[..., None])
     total = total.view(*key.shape[:-1], -1)
     # Masked before exp: a decay from a row to an earlier one would overflow.
+    compared = (query,) if beta is None or height == 1 else (query, key)
     if total.shape[-1] == 1:
         left = torch.where(seen, total - total.mT, -torch.inf).exp()
-        products = [one @ key.mT * left for one in (query, key)]
+        products = [one @ key.mT * left for one in compared]
     else:
         gaps = total[..., :, None, :] - total[..., None, :, :]
         left = torch.where(seen[..., None], gaps, -torch.inf).exp() * key[..., None, :, :]
-        products = [(one[..., :, None, :] * left).sum(dim=-1) for one in (query, key)]
-    weights, overlap = (torch.where(seen, one, 0.0) for one in products)
-    inverse, wanted, reads = None, value, query * total.exp()
-    asked = key * total.exp()
+        products = [(one[..., :, None, :] * left).sum(dim=-1) for one in compared]
+    weights, since = torch.where(seen, products[0], 0.0), total.exp()
+    inverse, wanted, asked = None, value, None
     if beta is not None:
-        before = seen & (row != row[:, None])
-        inverse = _inverse(torch.where(before, overlap * beta[..., None], 0.0))
-        wanted, asked = value * beta[..., None], asked * beta[..., None]
-    return _Solved(inverse, weights, wanted, asked, reads, key, total)
+        wanted, asked = value * beta[..., None], key * since * beta[..., None]
+        if height > 1:
+            before = seen & (row != row[:, None])
+            inverse = _inverse(torch.where(before, products[1] * beta[..., None], 0.0))
+    return _Solved(inverse, weights, wanted, asked, query * since, key, total)
+
+
+def _added(state: Tensor, key: Tensor, update: Tensor) -> Tensor:
+    """``state + key^T update``."""
+    parts = (one.flatten(0, 1) for one in (state, key.mT, update))
+    return torch.baddbmm(*parts).view(state.shape)
 
 
 def _inverse(lower: Tensor) -> Tensor:
@@ -186,6 +194,19 @@ def _inverse(lower: Tensor) -> Tensor:
     As exact as substitution: every product is of a true block's inverse. A series of powers would not be,
     for the powers grow where keys repeat.
     """
+    height = lower.shape[-1]
+    if height <= LEAF or height % (2 * LEAF):
+        return _inverse_of_few(lower)
+    half = height // 2
+    above, below = lower[..., :half, :half], lower[..., half:, half:]
+    above, below = _inverse(torch.stack([above, below])).unbind()
+    across = -(below @ lower[..., half:, :half] @ above)
+    upper = torch.cat([above, torch.zeros_like(above)], dim=-1)
+    return torch.cat([upper, torch.cat([across, below], dim=-1)], dim=-2)
+
+
+def _inverse_of_few(lower: Tensor) -> Tensor:
+    """As `_inverse`, by products of whole matrices: few rows are one tile of a TPU."""
     row = torch.arange(lower.shape[-1], device=lower.device)
 
     def below(size: int) -> Tensor:
@@ -207,9 +228,9 @@ def _chunks(rows: Tensor | None, size: int) -> Tensor | None:
         return None
     spare = -rows.shape[2] % size
     rows = F.pad(rows, (0, 0) * (rows.ndim - 3) + (0, spare)) if spare else rows
-    return rows.unflatten(2, (-1, size))
+    return rows.unflatten(2, (-1, size)).contiguous()
 
 
 def finite(rows: Tensor) -> Tensor:
     """``rows`` with zeros for what is not finite: not by a product, for zero times NaN is NaN."""
-    return torch.where(torch.isfinite(rows), rows, 0.0)
+    return rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -27,12 +27,13 @@ def short_conv(
     """
     height, taps = rows.shape[2], weight.shape[1]
     wide = at_least_float32(weight.dtype)
-    both = torch.cat([tail, rows], dim=2).to(weight.dtype)
+    # Channels last: layers hand over rows that lie so, and turn the outputs round again.
+    both = torch.cat([tail.mT, rows.mT], dim=1).to(weight.dtype)
     inputs = _on_chain(both, taps, height) if tree is None else _on_paths(both, tree, taps)
-    parts = (rows.to(wide) * weight[:, tap, None].to(wide) for tap, rows in enumerate(inputs))
+    parts = (rows.to(wide) * weight[:, tap].to(wide) for tap, rows in enumerate(inputs))
     out = reduce(torch.add, parts)
-    out = out if bias is None else out + bias[:, None].to(wide)
-    return out.to(weight.dtype)
+    out = out if bias is None else out + bias.to(wide)
+    return out.to(weight.dtype).mT
 
 
 def next_tail(
@@ -43,13 +44,15 @@ def next_tail(
 ) -> Float[Tensor, "B C before"]:
     """The inputs before the next position, once the first ``count`` rows (of ``path``) are accepted."""
     rows = rows if path is None else take_rows(rows, path, dim=2)
-    both = torch.cat([tail, rows], dim=2)
-    at = count[:, None].long() + torch.arange(tail.shape[2], device=count.device)
-    return both.gather(2, at[:, None].expand(-1, both.shape[1], -1))
+    before = tail.shape[2]
+    at = (count[:, None].long() + torch.arange(before, device=count.device))[:, None]
+    place = at.expand_as(tail)
+    older = tail.gather(2, place.clamp(max=before - 1))
+    return torch.where(at < before, older, rows.gather(2, (place - before).clamp(min=0)))
 
 
 def _on_chain(both: Tensor, taps: int, height: int) -> list[Tensor]:
-    return [both[:, :, tap : tap + height] for tap in range(taps)]
+    return [both[:, tap : tap + height] for tap in range(taps)]
 
 
 def _on_paths(both: Tensor, tree: Tree, taps: int) -> list[Tensor]:
@@ -63,6 +66,6 @@ def _on_paths(both: Tensor, tree: Tree, taps: int) -> list[Tensor]:
     at = (row + before).expand(len(seen), -1)
     found = []
     for _ in range(taps):
-        found.append(both.gather(2, at[:, None].expand(-1, both.shape[1], -1)))
+        found.append(both.gather(1, at[:, :, None].expand(-1, -1, both.shape[2])))
         at = above.gather(1, at).clamp(min=0)
     return found[::-1]
