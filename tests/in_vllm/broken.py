@@ -101,6 +101,15 @@ def padded_column_drafted(logits):
     return padded
 
 
+@replaces(Proposer, "places")
+def last_group_in_place_of_the_drafts(places):
+    def last(self):
+        group = len(self.runner.kv_cache_config.kv_cache_groups) - 1
+        return tuple((group, index) for _, index in places(self))
+
+    return last
+
+
 @replaces(PagedDrafter, "remember")
 def positions_off_by_one(remember):
     return lambda self, context, at, write: remember(self, context, at + 1, write)

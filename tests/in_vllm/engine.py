@@ -23,11 +23,15 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 
 @dataclass
 class Answer:
-    """``texts``: for each batch, request and copy the ids; ``requests``: `Recorder.requests`."""
+    """``texts``: for each batch, request and copy the ids; ``requests``: `Recorder.requests`.
+
+    ``groups``: the layers of each group of pages.
+    """
 
     texts: list
     requests: list
     metrics: dict
+    groups: list
 
 
 def run(batches, **options):
@@ -53,7 +57,7 @@ def run(batches, **options):
         Scheduler.update_from_output = update
         llm = None
         gc.collect()
-    return Answer(texts, list(recorder.requests.values()), metrics)
+    return Answer(texts, list(recorder.requests.values()), metrics, recorder.groups)
 
 
 class Recorder:
@@ -64,9 +68,10 @@ class Recorder:
     """
 
     def __init__(self):
-        self.requests, self.places, self.cached = {}, {}, {}
+        self.requests, self.places, self.cached, self.groups = {}, {}, {}, []
 
     def listen(self, scheduler, scheduled, output):
+        self.groups = [group.layer_names for group in scheduler.kv_cache_config.kv_cache_groups]
         for new in scheduled.scheduled_new_reqs:
             self.cached[new.req_id] = new.num_computed_tokens
         for name in scheduled.num_scheduled_tokens:

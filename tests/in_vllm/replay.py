@@ -60,6 +60,12 @@ class Replay:
                 found[5] += sum(a == b for a, b in zip(mine, drafts, strict=True))
         return found
 
+    def says_greedily(self, prompt, text, gap):
+        """Whether each token of a text has the highest logit, or one that is less than ``gap`` below."""
+        _, logits = self.read(prompt + text)
+        said = logits[len(prompt) - 1 : -1]
+        return bool((said.amax(-1) - said.gather(-1, torch.tensor(text)[:, None])[:, 0] < gap).all())
+
     def parts_at_a_tie(self, prompt, one, other, gap):
         """Whether two texts are equal, or part first where float32 logits differ by less than ``gap``."""
         at = next((k for k, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)

@@ -21,6 +21,9 @@ PAIRS = {
             "is_causal": False,
         }
     },
+    # Windows in a part of the target's layers: several groups of pages, and untied heads.
+    "groups": {"family": "ministral", "drafter": {"num_key_value_heads": 2, "head_dim": 128}},
+    "groups of two shapes": {"family": "ministral", "speculators": True},
     "dflash2": {"drafter": {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 16}},
 }
 

@@ -7,6 +7,7 @@ import numpy as np
 
 def apply():
     import tpu_inference.layers.common.attention_interface as attention
+    import tpu_inference.layers.vllm.quantization.unquantized as linear
     import tpu_inference.runner.tpu_runner as runner
     import tpu_inference.utils as utils
 
@@ -14,6 +15,9 @@ def apply():
     utils.get_device_name = lambda count=None: "TPU v6e"
     utils.hbm_usage_bytes = lambda devices: [(0, 1 << 30) for _ in devices]
     attention.ragged_paged_attention = ragged_paged_attention
+    # It loads no PyTorch target in float32: a weight that NumPy has looked at cannot be freed by `resize_`.
+    load = linear.t2j
+    linear.t2j = lambda tensor, **options: load(tensor.clone(), **options)
 
 
 def mesh(axis_shapes, axis_names, *, devices=None):
