@@ -10,13 +10,13 @@ import pytest
 import torch
 from support.scripted import own_text, pad
 from support.tiny import VOCAB, make_target, small_pair
-from torch.nn.utils import stateless
 from transformers import LlamaForCausalLM
 
 import torch_dflash as td
 from torch_dflash import generation
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.engine.capacity import round_up
+from torch_dflash.targets import swapped
 
 NEW = 6
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
@@ -280,23 +280,19 @@ def test_an_interrupted_swap_leaves_no_weight_in_the_skeleton(monkeypatch, place
     """The user's tensors would stay alive there, whatever becomes of the model."""
     target = make_target("llama", seed=5)
     engine = td.compile(target, None, runtime="eager", max_length=32)
-    own, swap, count = (
-        own_text(target, PROMPT, 2),
-        stateless.NamedMemberAccessor.swap_tensor,
-        iter(range(999)),
-    )
+    own, put, count = own_text(target, PROMPT, 2), swapped.put, iter(range(999))
     stop = {"before": 5, "within": None, "after": len(engine.tensors()) + 5}[place]
 
     def interrupted(*args, **kwargs):
         if next(count) == stop:
             raise error
-        return swap(*args, **kwargs)
+        return put(*args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(error):
         if stop is None:
             patch.setattr(type(engine.pair), "forward", lambda *args: (_ for _ in ()).throw(error()))
         else:
-            patch.setattr(stateless.NamedMemberAccessor, "swap_tensor", interrupted)
+            patch.setattr(swapped, "put", interrupted)
         engine.generate(torch.tensor([PROMPT]), max_new_tokens=2)
     left = [*engine.pair.parameters(), *engine.pair.buffers()]
     live = {leaf.data_ptr() for leaf in engine.tensors().values()}

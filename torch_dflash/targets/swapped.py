@@ -44,15 +44,28 @@ class Swapped:
             try:
                 for name, tensor in weights.items():
                     for store, key in self._places[name]:
-                        store[key] = tensor
+                        put(store, key, tensor)
                 out = root(*args)
                 for name in weights:  # a forward may put another one in its place
                     store, key = self._places[name][0]
                     weights[name] = store[key]
                 return out
             finally:
-                for store, own in self._own:
-                    store.update(own)
+                try:
+                    self._take_out()
+                except BaseException:  # Ctrl-C here would leave the user's weights, and keep them alive
+                    self._take_out()
+                    raise
+
+    def _take_out(self) -> None:
+        for store, own in self._own:
+            for key, tensor in own.items():
+                put(store, key, tensor)
+
+
+def put(store: dict[str, Any], key: str, tensor: Tensor | None) -> None:
+    """One weight into a module's own dictionary."""
+    store[key] = tensor
 
 
 def _stores_of(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
