@@ -235,6 +235,22 @@ def aot_chunk() -> str:
     )
 
 
+def aot_trees() -> str:
+    """Rounds with trees beside rounds with chains of as many rows."""
+    found = result("trees_aot")
+    trees = [one for one in found["rounds"] if one["draft"] == "tree"]
+    ratios = (
+        f"{one['ratio']:.3f} ({one['rows']} rows, {one['topology'].partition(':')[0]})" for one in trees
+    )
+    return item(
+        "A round with a [tree](proposers.md#trees) beside one with a chain of as many rows, on pages at ",
+        f"{found['context']:,} tokens, {found['layers']} of Qwen3-4B's 36 layers: {', '.join(ratios)} ",
+        "times the bytes. A chain of 64 rows drafts 64, a tree the drafter's 16. Every buffer is updated in ",
+        "place, and there is no scatter ([figures](results/trees_aot.json), ",
+        f"`benchmarks/trees_aot.py --layers {found['layers']}`).",
+    )
+
+
 def aot_experts() -> str:
     """What experts move, by how they are computed."""
     found = result("experts_aot")
@@ -321,7 +337,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "multimodal": lambda: tables(result("multimodal")["families"]),
     "cached-forwards": cached_forwards,
     "aot": aot,
-    "aot-notes": lambda: "\n".join([aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts()]),
+    "aot-notes": lambda: "\n".join(
+        [aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts(), aot_trees()]
+    ),
     "throughput": throughput,
     "embedded-fit": embedded_fit,
     "train-heads": train_heads,

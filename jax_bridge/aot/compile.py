@@ -37,6 +37,7 @@ from torch_dflash.engine.prompts import bucket
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.choose import make_proposer
+from torch_dflash.proposers.trees.proposer import TreeProposer
 from torch_dflash.state import DecodeState, PromptChunk
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
@@ -93,6 +94,7 @@ def abstract_pair(
     block_size: int | None = None,
     verify_width: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    rows: int | None = None,
     **plan: Any,
 ) -> AbstractPair:
     """A target and what drafts for it, from configs alone.
@@ -104,6 +106,7 @@ def abstract_pair(
         batch_size: rows B.
         block_size: rows W of the draft pass, when not the drafter's own.
         verify_width: rows M of the verify pass; the whole block by default.
+        rows: of a tree of the drafter's block (`td.TreeProposer`), the anchor included; None: a chain.
         dtype: of the weights, and so of every cache. Buffers such as rotary frequencies keep theirs.
         plan: further fields of `DecodePlan`.
 
@@ -114,9 +117,10 @@ def abstract_pair(
         model = auto_class(target).from_config(target)
         if isinstance(drafter, PreTrainedConfig):
             drafter = drafter_of(drafter).to(model.dtype)
-    proposer = make_proposer(model, drafter, block_size)
+    given = drafter if rows is None else TreeProposer(drafter, rows)
+    proposer = make_proposer(model, given, block_size)
     width = proposer.width
-    fixed = DecodePlan(batch_size, capacity, width, verify_width or width, **plan)
+    fixed = DecodePlan(batch_size, capacity, width, verify_width or width, depth=proposer.depth, **plan)
     pair = Pair(Target(model), proposer, fixed)
     return _with_state(pair, _abstract_params(pair, dtype))
 

@@ -139,6 +139,11 @@ def tiny(folders, **plan):
     return aot.abstract_pair(target, drafter, capacity=64, **plan)
 
 
+def test_a_tree_of_the_drafters_block_is_an_abstract_pair(folders):
+    plan = tiny(folders, rows=4).pair.plan
+    assert (plan.verify_width, plan.depth) == (4, 3) and tiny(folders).pair.plan.depth is None
+
+
 def test_the_floor_is_weights_once_and_the_context_once(folders):
     model = tiny(folders, batch_size=3)
     bytes_of = {name: shape.size * shape.dtype.itemsize for name, shape in model.params.items()}

@@ -52,6 +52,12 @@ def test_the_picture_is_what_make_figures_draws():
     assert FIGURES["by_rows"]() == FIGURES["ROWS"].read_text(), "run: make figures"
 
 
+def test_a_tree_moves_what_a_chain_of_as_many_rows_moves():
+    rounds = result("trees_aot")["rounds"]
+    assert rounds and all(one.get("ratio", 1) <= 1.05 for one in rounds)
+    assert not any(one["unaliased"] or one["scatters"] or one["forbidden"] for one in rounds)
+
+
 @pytest.mark.parametrize(
     ("form", "least"),
     [("tree of 8", 1.12), ("union of 8", 1.22), ("union of 16", 1.36), ("union of 32", 1.45)],
