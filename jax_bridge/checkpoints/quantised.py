@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import dequantize_convertops
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jax_bridge.checkpoints.method import INSTEAD, Method
 from torch_dflash.storage.weight_files import NARROW, Stored
@@ -163,7 +163,7 @@ def _unfit(codes: Stored, scales: Stored, method: Method) -> ValueError:
 
 
 def _mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return dequantize_convertops(codes.contiguous(), scales.contiguous(), dtype).detach()
+    return convert_moe_packed_tensors(codes.contiguous(), scales.contiguous(), dtype=dtype)
 
 
 def _scaled(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

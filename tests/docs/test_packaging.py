@@ -101,7 +101,7 @@ def test_an_index_gets_absolute_links(monkeypatch):
 
 def make(*line: str) -> subprocess.CompletedProcess[str]:
     """What make says as a user's first one; the variables of a make around the tests are not seen."""
-    outer = ("PYTHON", "TORCH", "MAKEFLAGS", "MAKELEVEL")
+    outer = ("PYTHON", "TORCH", "TRANSFORMERS", "CONSTRAINTS", "MAKEFLAGS", "MAKELEVEL")
     clean = {key: value for key, value in os.environ.items() if key not in outer}
     line = ("make", "--no-print-directory", *line)
     return subprocess.run(line, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 import torch
 import transformers as hf
 
@@ -27,8 +28,8 @@ ATTENDS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_att
 KINDS = {
     "qwen3_5": (hf.Qwen3_5ForCausalLM, hf.Qwen3_5TextConfig, DELTA | ATTENDS),
     "kimi_linear": (
-        hf.KimiLinearForCausalLM,
-        hf.KimiLinearConfig,
+        getattr(hf, "KimiLinearForCausalLM", None),
+        getattr(hf, "KimiLinearConfig", None),
         ATTENDS
         | {"linear_head_dim": 8, "linear_num_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None}
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
@@ -52,6 +53,8 @@ KINDS = {
 def make_hybrid(kind: str = "qwen3_5", seed: int = 0, gain: float = 2.0, **overrides):
     """A random target of a kind in `KINDS`, fp32, without stop ids."""
     cls, config, extra = KINDS[kind]
+    if cls is None:
+        pytest.skip(f"this transformers has no {kind}")
     torch.manual_seed(seed)
     return randomise(cls(config(**(BASE | extra | overrides))), seed, gain)
 
