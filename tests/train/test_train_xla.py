@@ -224,7 +224,10 @@ def test_weights_are_arguments_and_donated_ones_are_reused():
     with tracing("highest"):
         lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args).as_text()
     constants = re.findall(r"stablehlo.constant dense<[^>]*> : tensor<([^>]*)>", lowered)
-    assert len(constants) > 100 and set(constants) <= {"f32", "i32", "i1", "1xi32"}
+    small = re.compile(
+        r"(\d{1,2}x)?(f32|i32|i1)"
+    )  # scalars, and positions of a block in older versions of JAX
+    assert len(constants) > 100 and all(small.fullmatch(one) for one in constants)
     compiled = compilations()
     trainer.frozen |= trainer._shared({"embedding": make_student(seed=8).embedding})
     after = measures(trainer.read(trainer.step(0, 0.0, batches[0]))[0])
