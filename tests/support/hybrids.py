@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 import transformers as hf
+from packaging.version import Version
 
 from support.tiny import BASE, VOCAB, randomise
 from torch_dflash.checks import Cache
@@ -53,8 +54,8 @@ KINDS = {
 def make_hybrid(kind: str = "qwen3_5", seed: int = 0, gain: float = 2.0, **overrides):
     """A random target of a kind in `KINDS`, fp32, without stop ids."""
     cls, config, extra = KINDS[kind]
-    if cls is None:
-        pytest.skip(f"this transformers has no {kind}")
+    if Version(hf.__version__) < Version("5.24"):
+        pytest.skip("recurrent layers of this transformers are refused by name")
     torch.manual_seed(seed)
     return randomise(cls(config(**(BASE | extra | overrides))), seed, gain)
 
