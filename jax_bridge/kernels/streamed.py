@@ -128,13 +128,21 @@ def dense_block(key: Array, value: Array, number: Any, keys: int) -> tuple[Array
     return key, value, slot, slot >= number * keys
 
 
+def _begin(inputs: Any, key: Array, value: Array) -> tuple[Array, int, Running]:
+    """(Query by K/V head [B, G, heads, M, D], keys of a block, a softmax that has seen sinks alone)."""
+    batch, heads, rows, dim = inputs.query.shape
+    groups, slots = key.shape[1:3]
+    grouped = inputs.query.reshape(batch, groups, heads // groups, rows, dim)
+    sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
+    keys = min(fitting_keys(grouped, value.shape[3]), slots)
+    return grouped, keys, Running.begin(grouped, value.shape[3], sinks)
+
+
 def stream_dense(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q Dv"]:
     """`torch_dflash.ops.dense_attention` of arrays: causal, to buffers that hold the rows themselves."""
     query, start, window = inputs.query, inputs.start, inputs.window
-    batch, heads, rows, dim = query.shape
-    groups, slots = key.shape[1:3]
-    grouped = query.reshape(batch, groups, heads // groups, rows, dim)
-    keys = min(fitting_keys(grouped, value.shape[3]), slots)
+    rows, slots = query.shape[2], key.shape[2]
+    grouped, keys, running = _begin(inputs, key, value)
     at = (start[:, None] + jnp.arange(rows, dtype=start.dtype))[:, :, None]
 
     def read(number: Any) -> Block:
@@ -144,8 +152,6 @@ def stream_dense(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q D
 
     first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // keys
     end = jnp.minimum(jnp.max(start) + rows, slots)
-    sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
-    running = Running.begin(grouped, value.shape[3], sinks)
     running = stream(running, grouped, read, first, -(-end // keys), inputs.scale, inputs.softcap)
     return _rows_first(running, query)
 
@@ -155,10 +161,8 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
     if inputs.tree is not None:
         return _stream_tree(inputs, past.key, past.value)
     query, start, window = inputs.query, inputs.start, inputs.window
-    batch, heads, rows, dim = query.shape
-    groups, slots = past.key.shape[1:3]
-    grouped = query.reshape(batch, groups, heads // groups, rows, dim)
-    keys = min(fitting_keys(grouped, past.value.shape[3]), slots)
+    batch, rows, slots = query.shape[0], query.shape[2], past.key.shape[2]
+    grouped, keys, running = _begin(inputs, past.key, past.value)
     row = jnp.arange(rows, dtype=start.dtype)
     inside = seen_inside(row[None], window, causal, None)
     at = (start[:, None] + row)[:, :, None]
@@ -170,10 +174,7 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
         return Block(held[0], held[1], seen if window is None else seen & (at - position < window))
 
     own = Block(inputs.key, inputs.value, jnp.broadcast_to(inside, (batch, rows, rows)))
-    sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
-    running = Running.begin(grouped, past.value.shape[3], sinks).add(
-        grouped, own, inputs.scale, inputs.softcap
-    )
+    running = running.add(grouped, own, inputs.scale, inputs.softcap)
     used = jnp.max(jnp.where(past.position >= 0, jnp.arange(1, slots + 1, dtype=jnp.int32), 0))
     return _rows_first(
         stream(running, grouped, read, 0, -(-used // keys), inputs.scale, inputs.softcap), query
@@ -183,10 +184,8 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
 def _stream_tree(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q Dv"]:
     """A tree's rows, to buffers in which they do not stand; slot p is the position p."""
     query, start, window = inputs.query, inputs.start, inputs.window
-    batch, heads, rows, dim = query.shape
-    groups, slots = key.shape[1:3]
-    grouped = query.reshape(batch, groups, heads // groups, rows, dim)
-    keys = min(fitting_keys(grouped, value.shape[3]), slots)
+    batch, rows = query.shape[0], query.shape[2]
+    grouped, keys, running = _begin(inputs, key, value)
     at = (start[:, None] + inputs.tree.depth)[:, :, None]
 
     def read(number: Any) -> Block:
@@ -199,8 +198,6 @@ def _stream_tree(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q D
         return with_rows(Block(held[0], held[1], jnp.broadcast_to(seen, (batch, rows, keys))), slot, inputs)
 
     first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // keys
-    sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
-    running = Running.begin(grouped, value.shape[3], sinks)
     end = -(-(jnp.max(start) + rows) // keys)
     return _rows_first(stream(running, grouped, read, first, end, inputs.scale, inputs.softcap), query)
 
