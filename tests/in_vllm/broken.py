@@ -2,9 +2,11 @@
 
 import jax.numpy as jnp
 import torch
-from torchax.interop import torch_view
+from torchax.interop import jax_view, torch_view
+from tpu_inference.utils import get_padded_head_dim
 
 from jax_bridge.vllm import proposer, worker
+from jax_bridge.vllm.pages import write_rows
 from jax_bridge.vllm.proposer import Proposer
 from torch_dflash.integrations.vllm.drafter import PagedDrafter
 
@@ -118,3 +120,38 @@ def positions_off_by_one(remember):
 @replaces(proposer, "write_rows")
 def context_not_written(write):
     return lambda pages, *rest: pages
+
+
+@replaces(Proposer, "__init__")
+def head_dim_by_division(init):
+    def divided(self, *args):
+        init(self, *args)
+        self.width = get_padded_head_dim(self.config.hidden_size // self.config.num_attention_heads)
+
+    return divided
+
+
+@replaces(PagedDrafter, "draft")
+def block_rows_written(draft):
+    """No later draft reads them, for the accepted ones are written again: `watch_pages` alone shows them."""
+
+    def writing(self, anchor, length, attend, embed, head):
+        inner = [cell.cell_contents for cell in attend.__closure__]
+        own = dict(zip(attend.__code__.co_freevars, inner, strict=True))
+
+        def attending(attention, query, key, value, scale):
+            group, index = own["places"][attention.index]
+            pages, table = own["pages"], own["tables"][group]
+            at = own["lengths"][:, None] + jnp.arange(key.shape[2])
+            page = jnp.take_along_axis(table, at // pages[index].shape[1], axis=1).reshape(-1)
+            rows = (
+                jax_view(one).transpose(0, 2, 1, 3).reshape(page.size, *key.shape[1::2])
+                for one in (key, value)
+            )
+            row, width = at.reshape(-1) % pages[index].shape[1], own["self"].width
+            pages[index] = write_rows(pages[index], *rows, page, row, width)
+            return attend(attention, query, key, value, scale)
+
+        return draft(self, anchor, length, attending, embed, head)
+
+    return writing
