@@ -24,11 +24,13 @@ from jax_bridge.mesh.best import argmax_on_slice, slice_under, topk_on_slice
 from jax_bridge.mesh.current import current
 from jax_bridge.mesh.cut import Cut
 from jax_bridge.mesh.heads import block_on_slice, dense_on_slice, paged_on_slice, write_on_slice
+from jax_bridge.mesh.mixers import mixer_on_slice, take_in_on_slice
 from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
 from jax_bridge.products import linear_jax, stacked_linear_jax
 from jax_bridge.shared import once
 from jax_bridge.spread import spread_jax
 from jax_bridge.steady import layer_norm_jax, mean_jax, softmax_jax
+from torch_dflash.cache.recurrent import take_in
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, finite_values, grouped_attention
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
@@ -38,6 +40,7 @@ from torch_dflash.ops.paged_attention import append_pages, paged_attention
 from torch_dflash.ops.spread import spread
 from torch_dflash.ops.stacked import stacked_linear, stacked_sum
 from torch_dflash.ops.windows import write_rows
+from torch_dflash.targets.scans import run_mixer
 
 UNROLLED_ROWS = 8
 
@@ -274,6 +277,18 @@ def _on_host(*given, function, shape):
     return call_jax(partial(jax.pure_callback, ask, jax.ShapeDtypeStruct(shape, jnp.int32)), *given)
 
 
+def _run_mixer(tensors, module, forward, args, kwargs):
+    own = current()
+    with environment():
+        if own is None:
+            return run_mixer.plain(tensors, module, forward, args, kwargs)
+        return mixer_on_slice(own, module, forward, args, kwargs)
+
+
+def _take_in(count, fresh, path):
+    return call_jax(_on_slice(take_in_on_slice, partial(call_torch, take_in.plain)), count, fresh, path)
+
+
 LOWERED = {
     write_rows: _write_rows,
     finite_values: _finite_values,
@@ -288,6 +303,8 @@ LOWERED = {
     stacked_sum: _stacked_sum,
     branch: _branch,
     chunked: _chunked,
+    run_mixer: _run_mixer,
+    take_in: _take_in,
 }
 """Each of `torch_dflash.ops.lowerable.OPERATIONS` with what runs in its place."""
 

@@ -10,6 +10,7 @@ import torch
 
 from jax_bridge.arrays import to_jax, to_numpy
 from jax_bridge.layout import Forms
+from jax_bridge.mesh.tails import whole_tails
 from jax_bridge.state import state_to_jax
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair
@@ -66,4 +67,4 @@ class OneDevice:
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         if all(leaf.is_deleted() or leaf.devices() == self.devices for leaf in arrays):
             return state
-        return jax.device_put(state, self._device)
+        return jax.device_put(whole_tails(state), self._device)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_bridge.arrays import to_jax, to_torch
+from jax_bridge.mesh.tails import whole_tails
 from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cache.ring import RingLayer
@@ -27,7 +28,7 @@ def register_states() -> None:
 def state_to_jax(state: Any, device: Any | None = None) -> Any:
     """The same state, or part of one, with JAX arrays it owns: it may be donated. Lossless; runs no model."""
     register_states()
-    return to_jax(state, device=device)
+    return to_jax(whole_tails(state), device=device)
 
 
 def check_alive(part: Any) -> None:
@@ -43,7 +44,7 @@ def check_alive(part: Any) -> None:
 def state_to_torch(state: Any, device="cpu") -> Any:
     """The same state, or part of one, with torch tensors of its own memory. Lossless; runs no model."""
     register_states()
-    return to_torch(state, device=device)
+    return to_torch(whole_tails(state), device=device)
 
 
 def widened(state: Any) -> Any:

@@ -75,10 +75,11 @@ class Floor:
 
 
 class Shares(NamedTuple):
-    """Over how many chips the K/V heads of target and drafter are spread."""
+    """Over how many chips the K/V heads of target and drafter, and recurrent states, are spread."""
 
     target: int = 1
     drafter: int = 1
+    states: int = 1
 
 
 ALONE = Shares()
@@ -96,7 +97,7 @@ def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -
     drafter = [size for name, size in weights.items() if name.startswith("proposer.") and name not in tables]
     cost = pair.proposer.cost(plan, context)
     return Floor(
-        verify=_target_bytes(pair, params, context, plan.verify_width, shares.target),
+        verify=_target_bytes(pair, params, context, plan.verify_width, shares),
         draft=sum(drafter)
         + weights[head] * (bool(drafter) and not _own_head(pair))
         + plan.batch_size * params[head].dtype.itemsize * cost.cached // shares.drafter,
@@ -136,7 +137,7 @@ def _names(pair: Pair) -> dict[int, str]:
     return {id(weight): name for name, weight in pair.named_parameters()}
 
 
-def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: int = 1) -> int:
+def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: Shares = ALONE) -> int:
     """What the target reads for ``rows`` per sequence, the last at ``context``: weights and cached K/V.
 
     Recurrent states are read once and written once.
@@ -151,7 +152,8 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: i
     )
     item = params[_names(pair)[id(target.model.get_input_embeddings().weight)]].dtype.itemsize
     states = sum(spec.state_bytes(item) for spec in target.specs)
-    return sum(reads.values()) + batch * item * cached // shares + 2 * batch * states
+    held = item * cached // shares.target + 2 * states // shares.states
+    return sum(reads.values()) + batch * held
 
 
 def target_weights(pair: Pair, params: Shapes) -> Shapes:

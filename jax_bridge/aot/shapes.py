@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,11 +12,12 @@ from jax.sharding import Mesh, Sharding
 from jax_bridge.aot.floor import Floor, Shares, floor_of
 from jax_bridge.aot.topology import find_topology
 from jax_bridge.layout import row_major_format
-from jax_bridge.mesh.cut import Cut
+from jax_bridge.mesh.cut import in_form
 from jax_bridge.mesh.placement import OnMesh
 from jax_bridge.mesh.rules import heads_of
 from jax_bridge.mesh.shape import AXIS, KV
 from jax_bridge.mesh.states import shardings
+from jax_bridge.mesh.tails import cut_tails
 
 
 def shape_at(leaf: Any, place: Sharding, by_rows: bool = False) -> jax.ShapeDtypeStruct:
@@ -29,11 +31,11 @@ def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
 
     def weight(name: str, leaf: Any) -> Any:
         way = place.forms[name]
-        shape = shape_at(leaf, way.place, by_rows=True)
-        return shape if way.kind is None else Cut(shape, way)
+        return in_form(shape_at(leaf, way.place, by_rows=True), way)
 
     weights = {name: weight(name, leaf) for name, leaf in params.items()}
-    rest = jax.tree.map(shape_at, (state, *more), shardings((state, *more), place.slice))
+    given = jax.eval_shape(partial(cut_tails, blocks=place.slice.blocks), (state, *more))
+    rest = jax.tree.map(shape_at, given, shardings(given, place.slice))
     return weights, *rest
 
 
@@ -44,7 +46,8 @@ def floor_on_slice(model: Any, place: OnMesh, context: int) -> Floor:
     configs = [model.pair.target.config, *([] if drafter is None else [drafter.config])]
     kv = place.mesh.shape[KV]
     shares = [kv if heads_of(config).groups in place.slice.groups else 1 for config in configs]
-    return floor_of(model.pair, parts, context, Shares(*shares))
+    states = place.mesh.size if place.slice.blocks else 1
+    return floor_of(model.pair, parts, context, Shares(shares[0], shares[-1], states))
 
 
 def slice_devices(topology: str, chips: int) -> Mesh:

@@ -170,7 +170,7 @@ def _load(
     check_sizes(fields, stored, source)
     model = empty_model(source, dtype, **hub)
     if devices is not None:
-        check_family(model.config)
+        check_family(model)
     mesh = None if devices is None else slice_mesh(devices, heads_of(model.config))
     wanted: Any = dtype or model.config.dtype or torch.bfloat16
     weights = dequantised(stored, method_of(fields, source), wanted)

@@ -26,11 +26,13 @@ class Slice:
         mesh: of `jax_bridge.mesh.shape.slice_mesh`.
         groups: counts of K/V heads whose caches are cut.
         vocabularies: sizes of the logits that are cut.
+        blocks: channels of queries, keys and values of recurrent layers that are cut; none: they are whole.
     """
 
     mesh: Mesh
     groups: frozenset[int]
     vocabularies: frozenset[int]
+    blocks: tuple[int, ...] = ()
 
     @contextmanager
     def traced(self) -> Iterator[None]:

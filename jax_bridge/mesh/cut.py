@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -15,20 +16,21 @@ from jaxtyping import Array, Float, Int
 from jax_bridge.forms import OfOneArray
 from jax_bridge.mesh.shape import ALL
 
-COLUMN, ROW, GATHER, EXPERTS = "column", "row", "gather", "experts"
+COLUMN, ROW, GATHER, EXPERTS, BLOCKS = "column", "row", "gather", "experts", "blocks"
 
 
 class Way(NamedTuple):
     """How a weight lies on a mesh, and what its product exchanges.
 
     ``kind``: "column" (outputs stay where they are computed), "row" (inputs are there, outputs are summed),
-    "gather" (outputs are gathered), "experts" (each chip has experts of its own); None: no product is made
-    of it on its own.
+    "gather" (outputs are gathered), "experts" (each chip has experts of its own), "blocks" (`InBlocks`);
+    None: no product is made of it on its own.
     """
 
     mesh: Mesh
     spec: PartitionSpec = PartitionSpec()
     kind: str | None = None
+    blocks: tuple[int, ...] = ()
 
     @property
     def place(self) -> NamedSharding:
@@ -63,3 +65,45 @@ class Cut(OfOneArray):
 
         whole = PartitionSpec()
         return self.way.on_parts(local, (self.way.spec, whole), whole)(self.array, ids)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["way"])
+@dataclass(frozen=True, eq=False)
+class InBlocks(OfOneArray):
+    """A weight whose rows are ``way.blocks``, each cut over all chips: ``array`` has them chip by chip.
+
+    So a chip's rows of all blocks lie together. A form of `jax_bridge.forms.StoredWeight`.
+    """
+
+    array: Any
+    way: Way
+
+    def unwrap(self) -> jax.Array:
+        """The rows as the model names them."""
+        rows = self.array.reshape(self.way.mesh.size, -1, *self.shape[1:])
+        blocks = jnp.split(rows, [end // len(rows) for end in accumulate(self.way.blocks)][:-1], axis=1)
+        return jnp.concatenate([block.reshape(-1, *self.shape[1:]) for block in blocks])
+
+
+def chip_by_chip(rows: jax.Array, way: Way) -> jax.Array:
+    """The ``array`` of `InBlocks` from the rows as the model names them."""
+    chips, blocks = way.mesh.size, jnp.split(rows, [*accumulate(way.blocks)][:-1])
+    parts = [block.reshape(chips, -1, *rows.shape[1:]) for block in blocks]
+    return jnp.concatenate(parts, axis=1).reshape(rows.shape)
+
+
+def rows_of_chip(chip: slice, way: Way) -> list[slice]:
+    """Which of the model's rows are a chip's, by its part of ``array``."""
+    at, size = divmod(chip.start, sum(way.blocks) // way.mesh.size)[0], way.mesh.size
+    shares = [block // size for block in way.blocks]
+    firsts = [end - block for end, block in zip(accumulate(way.blocks), way.blocks, strict=True)]
+    return [
+        slice(first + at * own, first + (at + 1) * own) for first, own in zip(firsts, shares, strict=True)
+    ]
+
+
+def in_form(array: Any, way: Way) -> Any:
+    """An array that lies on a mesh by ``way`` as a form of `jax_bridge.forms`."""
+    if way.kind is None:
+        return array
+    return InBlocks(array, way) if way.kind == BLOCKS else Cut(array, way)

@@ -13,6 +13,7 @@ from jax_bridge.mesh.current import WHOLE
 from jax_bridge.mesh.put import part_of, put, put_leaf, whole
 from jax_bridge.mesh.rules import slice_of, ways_of
 from jax_bridge.mesh.states import keep_in_place, shardings
+from jax_bridge.mesh.tails import cut_tails, whole_tails
 from jax_bridge.state import register_states
 from jax_bridge.weights import Weights
 from torch_dflash.decode import Pair
@@ -72,18 +73,19 @@ class OnMesh:
 
     def whole(self, part: Any) -> Any:
         """A part of a state as this process can read it, whatever lies in others."""
-        return whole(part, self.mesh)
+        return whole_tails(whole(part, self.mesh))
 
     def put(self, tree: Any) -> Any:
         """Torch tensors of ``tree``, whole on every chip; they may be donated."""
         register_states()
-        return put(tree, self.mesh)
+        return put(cut_tails(tree, self.slice.blocks), self.mesh)
 
     send = put
 
     def put_state(self, state: Any) -> Any:
         """A state of torch tensors on its places."""
         register_states()
+        state = cut_tails(state, self.slice.blocks)
         return jax.tree.map(put_leaf, state, shardings(state, self.slice))
 
     def adopt(self, state: Any) -> Any:
@@ -91,4 +93,5 @@ class OnMesh:
         register_states()
         if any(isinstance(leaf, torch.Tensor) or leaf.is_deleted() for leaf in jax.tree.leaves(state)):
             return state  # refused by whoever takes it in
+        state = cut_tails(state, self.slice.blocks)
         return jax.device_put(state, shardings(state, self.slice))

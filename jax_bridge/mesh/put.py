@@ -11,8 +11,9 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_bridge.arrays import to_numpy
+from jax_bridge.forms import plain
 from jax_bridge.layout import row_major
-from jax_bridge.mesh.cut import Cut, Way
+from jax_bridge.mesh.cut import Cut, InBlocks, Way, chip_by_chip, in_form, rows_of_chip
 
 Index = tuple[slice, ...]
 
@@ -21,16 +22,18 @@ def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], way: Wa
     """A weight on its mesh, in its form; `read` gives a part by its index and is asked once for each."""
     parts: dict[Any, np.ndarray] = {}
 
-    def part(index: Index | None) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         index = index or ()
         key = tuple((one.start, one.stop) for one in index)
-        if key not in parts:
+        if key not in parts and way.blocks:
+            pieces = [to_numpy(read((rows, *index[1:]))) for rows in rows_of_chip(index[0], way)]
+            parts[key] = np.concatenate(pieces)
+        elif key not in parts:
             parts[key] = to_numpy(read(index))
         return parts[key]
 
     array = jax.make_array_from_callback(shape, way.place, part).block_until_ready()
-    array = row_major(array)
-    return array if way.kind is None else Cut(array, way)
+    return in_form(row_major(array), way)
 
 
 def moved(weight: Any, where: Way | Any) -> Any:
@@ -42,12 +45,17 @@ def moved(weight: Any, where: Way | Any) -> Any:
     if not isinstance(where, Way):
         if all(leaf.devices() == {where} for leaf in leaves):
             return weight
-        whole = weight.array if isinstance(weight, Cut) else weight
+        whole = _in_models_order(weight)
         return jax.tree.map(lambda leaf: row_major(jax.device_put(leaf, SingleDeviceSharding(where))), whole)
     if all(leaf.sharding == where.place for leaf in leaves):
         return weight
-    array = row_major(jax.device_put(weight.array if isinstance(weight, Cut) else weight, where.place))
-    return array if where.kind is None else Cut(array, where)
+    array = _in_models_order(weight)
+    array = chip_by_chip(plain(array), where) if where.blocks else array
+    return in_form(row_major(jax.device_put(array, where.place)), where)
+
+
+def _in_models_order(weight: Any) -> Any:
+    return plain(weight) if isinstance(weight, Cut | InBlocks) else weight
 
 
 def put(tree: Any, mesh: Mesh) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax_bridge.mesh.mixers import MIXER, part_of_mixer
 from jax_bridge.mesh.rules import heads_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.rules import KINDS
@@ -11,8 +12,10 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.grammars import GrammarMatcher
 from torch_dflash.proposers import DFlashProposer, NGramProposer, PlainProposer
 from torch_dflash.proposers.dflash.extras import FLAGS
+from torch_dflash.targets.scans import find_scans
 
-FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe")
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", *RECURRENT)
 """Kinds of targets (``model_type``) whose text on a mesh was held against one device's."""
 DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer)
 PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}
@@ -40,27 +43,32 @@ def check_pair_on_mesh(
 
 def check_target_on_mesh(target: Any) -> None:
     """Raise ``ValueError`` for a `torch_dflash.targets.adapter.Target` of a kind that was not tried."""
-    config = target.config
-    recurrent = [at for at, spec in enumerate(target.specs) if spec.scan or spec.conv]
-    if recurrent:
-        raise ValueError(f"layer {recurrent[0]} of the target is recurrent: no mesh cuts its state; {ALONE}.")
-    check_family(config)
-    groups = heads_of(config).groups
+    check_family(target.model)
+    groups = heads_of(target.config).groups
     for at, spec in enumerate(target.specs):
-        if spec.kind != "attention" or spec.heads != groups:
+        if spec.kind != "recurrent" and (spec.kind != "attention" or spec.heads != groups):
             raise ValueError(
                 f"layer {at} of the target caches {spec.heads} heads of kind {spec.kind!r}, and its config "
                 f"names {groups} K/V heads: on a mesh all layers must be alike; {ALONE}."
             )
 
 
-def check_family(config: Any) -> None:
-    """Raise ``ValueError`` for a config of a kind that was not tried."""
-    if config.model_type not in FAMILIES:
+def check_family(model: Any) -> None:
+    """Raise ``ValueError`` for a model of a kind that was not tried, or with weights that no rule knows."""
+    kind, mixers = model.config.model_type, find_scans(model)
+    if kind not in FAMILIES:
+        layers, tried = ("recurrent layers", RECURRENT) if mixers else ("layers", FAMILIES)
         raise ValueError(
-            f"model_type={config.model_type!r} with a mesh: its layers were not tried in pieces, which "
-            f"{', '.join(FAMILIES)} were; {ALONE}."
+            f"model_type={kind!r} with a mesh: its {layers} were not tried in pieces, which those of "
+            f"{', '.join(tried)} were; {ALONE}."
         )
+    for path in mixers:
+        for name, _ in model.get_submodule(path).named_parameters():
+            if part_of_mixer(name) not in MIXER:
+                raise ValueError(
+                    f"{path}.{name} with a mesh: no rule says how this weight of a recurrent layer is cut; "
+                    f"merge an adapter into the weights, or {ALONE}."
+                )
 
 
 def _check_proposer(proposer: Any) -> None:

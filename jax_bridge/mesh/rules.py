@@ -15,6 +15,7 @@ from torch import nn
 
 from jax_bridge.mesh.current import Slice
 from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW, Way
+from jax_bridge.mesh.mixers import blocks_of, mixer_way
 from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut
 
 P = PartitionSpec
@@ -30,6 +31,7 @@ OURS = {
 """Of models without a plan: GPT-OSS has none for its layers, drafters have none at all."""
 _GROUPED = re.compile(r"\.(k_proj|v_proj)\.")
 _ATTENTION = re.compile(r"\.self_attn\.")
+_MIXER = re.compile(r"\.linear_attn\.(.*)")
 
 
 def heads_of(config: Any) -> Heads:
@@ -45,7 +47,14 @@ def ways_of_target(model: Any, mesh: Mesh) -> dict[str, Way]:
     plan = OURS | _understood(getattr(config, "base_model_tp_plan", None))
     experts = set(getattr(config, "base_model_ep_plan", None) or {})
     tables = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    return _ways(model, prefix, plan, experts, tables, heads_of(config), mesh)
+    ways, blocks = (
+        _ways(model, prefix, plan, experts, tables, heads_of(config), mesh),
+        blocks_of(config, mesh),
+    )
+    mixers = {name: found[1] for name in ways if (found := _MIXER.search(name))}
+    return ways | {
+        name: mixer_way(own, mesh, blocks) if blocks else Way(mesh) for name, own in mixers.items()
+    }
 
 
 def ways_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Way]:
@@ -79,6 +88,7 @@ def slice_of(pair: Any, mesh: Mesh) -> Slice:
         mesh,
         frozenset(own.groups for own in heads if own.groups not in whole),
         frozenset(size for size in rows if size % mesh.size == 0),
+        blocks_of(pair.target.config, mesh),
     )
 
 

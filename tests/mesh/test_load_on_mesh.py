@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.families import MORE
+from support.hybrids import BEFORE, KINDS
 from support.quantised import publish
 from support.slices import make_sliceable, run_on_four
 from support.tiny import BASE
@@ -79,7 +80,7 @@ def test_each_part_is_read_once_and_says_the_same(tmp_path):
 STATES = """
 import sys, torch, torch_dflash as td
 from support.slices import make_sliceable, prompts
-target, drafter = make_sliceable("qwen3", "2x2", "v1")
+target, drafter = make_sliceable("FAMILY", "2x2", "v1")
 fixed = {"max_length": 64, "batch_size": 3, "prefill_chunk_size": 32, "cache": "CACHE"}
 fixed |= {"rounds_per_chunk": 2, "filters": False}
 where = {"four": {"mesh": 4}, "two": {"mesh": 2}, "one": {}, "eager": {"runtime": "eager"}}
@@ -108,23 +109,26 @@ print("checked")
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("cache", ["static", "paged"])
-def test_a_state_moves_between_meshes(tmp_path, cache):
-    code = STATES.replace("FILE", str(tmp_path / "state")).replace("CACHE", cache)
+@pytest.mark.parametrize(("family", "cache"), [("qwen3", "static"), ("qwen3", "paged"), ("qwen3_5", "paged")])
+def test_a_state_moves_between_meshes(tmp_path, family, cache):
+    code = STATES.replace("FILE", str(tmp_path / "state")).replace("CACHE", cache).replace("FAMILY", family)
     assert run_on_four(["-c", code]).strip().endswith("checked")
 
 
 OTHER = """
 import jax_bridge as jb
-try:
-    jb.load("FOLDER", mesh=2)
-except ValueError as error:
-    print(error)
+for kind in ("mistral", "falcon_h1"):
+    try:
+        jb.load("FOLDER/" + kind, mesh=2)
+    except ValueError as error:
+        print(error)
 """
 
 
 def test_a_model_that_is_not_decoded_on_a_mesh_is_not_loaded_on_one(tmp_path):
-    cls, config, extra = MORE["mistral"]
-    cls(config(**(BASE | extra))).save_pretrained(tmp_path)
+    for kind in ("mistral", "falcon_h1"):
+        cls, config, extra = (MORE | KINDS)[kind]
+        cls(config(**(BASE | extra))).save_pretrained(tmp_path / kind)
     said = run_on_four(["-c", OTHER.replace("FOLDER", str(tmp_path))])
-    assert "model_type='mistral' with a mesh" in said
+    assert "model_type='mistral' with a mesh: its layers" in said
+    assert "model_type='falcon_h1' with a mesh: its recurrent layers" in said or BEFORE

@@ -16,7 +16,7 @@ from torch_dflash.engine.registry import _engines
 shared = lower.Programs("highest")
 runtime.Programs = lambda *sizes: shared
 BREAK
-target, drafter = make_sliceable("qwen3", "2x2", "v1")
+target, drafter = make_sliceable("FAMILY", "2x2", "v1")
 devices = jax.devices()
 last = Mesh(np.array(devices[2:]), ("model",))
 places = {None: devices[:1], 2: devices[:2], 4: devices, last: devices[2:]}
@@ -47,12 +47,14 @@ BREAKS = {
 
 
 @pytest.mark.heavy
-def test_meshes_of_one_pair_do_not_meet():
-    assert run_on_four(["-c", BESIDE.replace("BREAK", "")]).strip().endswith("checked")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_meshes_of_one_pair_do_not_meet(family):
+    code = BESIDE.replace("BREAK", "").replace("FAMILY", family)
+    assert run_on_four(["-c", code]).strip().endswith("checked")
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("broken", BREAKS)
 def test_what_forgets_its_mesh_is_noticed(broken):
     with pytest.raises(AssertionError):  # the process fails
-        run_on_four(["-c", BESIDE.replace("BREAK", BREAKS[broken])])
+        run_on_four(["-c", BESIDE.replace("BREAK", BREAKS[broken]).replace("FAMILY", "qwen3")])

@@ -154,7 +154,8 @@ def pair(mesh, family="qwen3", drafter=None, **options):
     [
         ({"family": "gemma2"}, ["model_type='gemma2'", "leave mesh out"]),
         ({"family": "deepseek_v3"}, ["model_type='deepseek_v3'"]),
-        ({"family": "qwen3_5"}, ["layer 0 of the target is recurrent", "leave mesh out"]),
+        ({"family": "kimi_linear"}, ["model_type='kimi_linear'", "its recurrent layers", "leave mesh out"]),
+        ({"family": "lfm2"}, ["model_type='lfm2'", "its recurrent layers", "leave mesh out"]),
         ({"compute": "bfloat16"}, ["compute='bfloat16'", "with a mesh"]),
         ({"quantize": "int8"}, ["quantize='int8'", "with a mesh"]),
         ({"processors": (td.BlockProcessor(lambda tokens, length, logits: logits),)}, ["BlockProcessor"]),

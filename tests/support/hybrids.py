@@ -17,6 +17,8 @@ from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.targets.adapter import Target
 from torch_dflash.verify.check import collect_tensors
 
+BEFORE = Version(hf.__version__) < Version("5.24")
+"""Recurrent layers of this transformers are refused by name."""
 DELTA = {
     "head_dim": 8,
     "linear_key_head_dim": 8,
@@ -49,12 +51,26 @@ KINDS = {
     ),
 }
 """Gated delta rule; a decay per channel beside latent attention; Mamba-2 beside attention; convolutions."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS |= {"shared_expert_intermediate_size": 16}
+BY_FOUR = DELTA | ATTENDS | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+SLICEABLE = {
+    "qwen3_5": (hf.Qwen3_5ForCausalLM, hf.Qwen3_5TextConfig, BY_FOUR),
+    "qwen3_5_whole": (hf.Qwen3_5ForCausalLM, hf.Qwen3_5TextConfig, DELTA | ATTENDS),
+    "qwen3_5_moe": (
+        getattr(hf, "Qwen3_5MoeForCausalLM", None),
+        getattr(hf, "Qwen3_5MoeTextConfig", None),
+        BY_FOUR | EXPERTS,
+    ),
+    "qwen3_next": (hf.Qwen3NextForCausalLM, hf.Qwen3NextConfig, BY_FOUR | EXPERTS),
+}
+"""Those whose heads divide over four chips, and one of two key heads, whose recurrent layers stay whole."""
 
 
 def make_hybrid(kind: str = "qwen3_5", seed: int = 0, gain: float = 2.0, **overrides):
     """A random target of a kind in `KINDS`, fp32, without stop ids."""
     cls, config, extra = KINDS[kind]
-    if Version(hf.__version__) < Version("5.24"):
+    if BEFORE:
         pytest.skip("recurrent layers of this transformers are refused by name")
     torch.manual_seed(seed)
     return randomise(cls(config(**(BASE | extra | overrides))), seed, gain)

@@ -12,6 +12,7 @@ import torch
 
 from support import COMPILE_FAST, ROOT
 from support.families import MORE
+from support.hybrids import SLICEABLE
 from support.tiny import BASE, FAMILIES, correlate, make_drafter, randomise
 from support.widths import mix
 from torch_dflash.proposers import NGramProposer
@@ -56,7 +57,7 @@ class Case(NamedTuple):
 
 def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
     """A pair whose sizes divide over four devices, of two layers each."""
-    cls, config, extra = (FAMILIES | MORE)[family]
+    cls, config, extra = (FAMILIES | MORE | SLICEABLE)[family]
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, **HEADS[chips][0]}
     target = randomise(cls(config(**(BASE | extra | sizes))), 0)
     head_dim = {"head_dim": 16}
@@ -155,7 +156,15 @@ def first_chips_place() -> None:
     best.jax.lax.axis_index = lambda axes: 0
 
 
+def channels_in_a_row() -> None:
+    """Cut a convolution's channels as if they were not blocks of queries, keys and values."""
+    import jax_bridge.mesh.put as put
+
+    put.rows_of_chip = lambda chip, way: [chip]
+
+
 BREAKS = {"wrong copies": wrong_copies, "first chip's place": first_chips_place}
+BREAKS["channels in a row"] = channels_in_a_row
 
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.lowerable import lowerable
 from torch_dflash.ops.recurrence import Kept, ScanRows, at_least_float32, scan_block, scan_prompt, state_after
 from torch_dflash.ops.short_conv import next_tail, short_conv
 from torch_dflash.ops.windows import clear_rows
@@ -26,6 +27,7 @@ class RecurrentLayer:
 
     ``state`` is in float32 at least, whatever the model's type: it sums up every round. ``tail`` holds the
     last inputs of the convolution. Either is None where the layer has none; both, where it keeps nothing.
+    On a mesh whose chips have heads of their own, ``tail`` is a tuple: its query, key and value channels.
     """
 
     state: Float[Tensor, "B H dk dv"] | None
@@ -94,13 +96,21 @@ class FreshState:
 
     def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> RecurrentLayer:
         """The layer behind the first ``count`` rows, or those of ``path``. No row is computed again."""
-        state: Any = self.layer.state
-        tail: Any = self.layer.tail
-        if self.kept is not None:
-            state = state_after(state, self.kept, count, path)
-        if self.rows is not None:
-            tail = next_tail(tail, self.rows, count, path)
-        return RecurrentLayer(state, tail)
+        return take_in(count, self, path)
+
+
+@lowerable
+def take_in(
+    count: Int[Tensor, " B"], fresh: FreshState, path: Int[Tensor, "B path"] | None
+) -> RecurrentLayer:
+    """`FreshState.commit`."""
+    state: Any = fresh.layer.state
+    tail: Any = fresh.layer.tail
+    if fresh.kept is not None:
+        state = state_after(state, fresh.kept, count, path)
+    if fresh.rows is not None:
+        tail = next_tail(tail, fresh.rows, count, path)
+    return RecurrentLayer(state, tail)
 
 
 @register_state

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType, MethodType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from torch_dflash.ops.lowerable import lowerable
 from torch_dflash.ops.recurrence import ScanRows, at_least_float32
 from torch_dflash.targets.skeleton import current_cache
 
@@ -56,12 +58,25 @@ def scanning(model: nn.Module, scans: Scans) -> Iterator[None]:
     """While open, the recurrent layers of ``model``, a copy of ours, scan by the current cache."""
     swapped = [(model.get_submodule(path), forward) for path, forward in scans.items()]
     for module, forward in swapped:
-        vars(module)["forward"] = MethodType(forward, module)
+        vars(module)["forward"] = partial(_run, module, forward)
     try:
         yield
     finally:
         for module, _ in swapped:
             vars(module).pop("forward", None)
+
+
+@lowerable
+def run_mixer(
+    tensors: tuple[Tensor, ...], module: nn.Module, forward: FunctionType, args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
+    """A recurrent layer's ``forward`` over our scans; ``tensors`` are those among what it is given."""
+    return forward(module, *args, **kwargs)
+
+
+def _run(module: nn.Module, forward: FunctionType, *args: Any, **kwargs: Any) -> Tensor:
+    tensors = tuple(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return run_mixer(tensors, module, forward, args, kwargs)
 
 
 def _conv(
