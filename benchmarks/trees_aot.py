@@ -1,8 +1,9 @@
 """A round with a tree beside one with a chain of as many rows, compiled for TPUs that are not there.
 
-No TPU, no weights; libtpu compiles for one chip::
+No TPU, no weights; libtpu compiles for one chip, or for several that share each weight::
 
     PYTHONPATH=.venv/libtpu python benchmarks/trees_aot.py --json docs/results/trees_aot.json
+    PYTHONPATH=.venv/libtpu python benchmarks/trees_aot.py --json docs/results/trees_aot.json --chips 4
 
 A chain of more rows than the drafter's block drafts a block as wide as its verify pass. What the JSON file
 has already is not compiled again.
@@ -29,15 +30,18 @@ CONFIGS = Path(__file__).parent / "configs/qwen3-4b"
 TOPOLOGIES = ("v5p:2x2x1", "v5e:2x2", "v6e:2x2")
 
 
-def figures(topology: str, rows: int, tree: bool, layers: int | None, context: int) -> dict[str, Any]:
-    """What a round of so many verified rows moves."""
+def figures(
+    topology: str, rows: int, tree: bool, layers: int | None, context: int, chips: int
+) -> dict[str, Any]:
+    """What a round of so many verified rows moves; on a slice, one of its chips."""
     target, drafter = load_configs(str(CONFIGS), f"{CONFIGS}-dflash", None, layers)
     how = {"rows": rows} if tree else {"verify_width": rows, "block_size": max(rows, drafter.block_size)}
     pair = aot.abstract_pair(target, drafter, capacity=context, cache="paged", **how)
-    step = aot.compile_step(pair, "round", topology=topology)
+    step = aot.compile_step(pair, "round", topology=topology, chips=chips)
     chip = CHIPS[topology.partition(":")[0]]
     return {
         "topology": topology,
+        "chips": chips,
         "rows": rows,
         "draft": "tree" if tree else "chain",
         "hbm_bytes": step.traffic_bytes,
@@ -59,17 +63,18 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--chips", type=int, default=1, help="of each topology, which share each weight")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     size = {"layers": options.layers, "context": options.context}
     found = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     rounds = found.get("rounds", []) if size.items() <= found.items() else []
-    made = {(one["topology"], one["rows"]) for one in rounds}
+    made = {(one["topology"], one["chips"], one["rows"]) for one in rounds}
     for topology in options.topologies:
         for rows in options.rows:
-            if (topology, rows) in made:
+            if (topology, options.chips, rows) in made:
                 continue
-            pair = [figures(topology, rows, tree, options.layers, options.context) for tree in (False, True)]
+            pair = [figures(topology, rows, tree, **size, chips=options.chips) for tree in (False, True)]
             pair[1]["ratio"] = round(pair[1]["hbm_bytes"] / pair[0]["hbm_bytes"], 4)
             rounds += pair
             for one in pair:

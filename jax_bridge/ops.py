@@ -20,10 +20,16 @@ from jax_bridge.forms import Multiplier, Readable, Transposed, name_of, stored_a
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import append_pages_jax, paged_attention_jax
 from jax_bridge.kernels.streamed import stream_dense
-from jax_bridge.mesh.best import argmax_on_slice, slice_under, topk_on_slice
+from jax_bridge.mesh.best import argmax_on_slice, likeliest_on_slice, slice_under, topk_on_slice
 from jax_bridge.mesh.current import current
 from jax_bridge.mesh.cut import Cut
-from jax_bridge.mesh.heads import block_on_slice, dense_on_slice, paged_on_slice, write_on_slice
+from jax_bridge.mesh.heads import (
+    append_on_slice,
+    block_on_slice,
+    dense_on_slice,
+    paged_on_slice,
+    write_on_slice,
+)
 from jax_bridge.mesh.mixers import mixer_on_slice, take_in_on_slice
 from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
 from jax_bridge.products import linear_jax, stacked_linear_jax
@@ -35,6 +41,7 @@ from torch_dflash.ops.attention import AttentionInputs, KeyValue, finite_values,
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked
 from torch_dflash.ops.dense_attention import dense_attention
+from torch_dflash.ops.likeliest import likeliest
 from torch_dflash.ops.on_host import on_host
 from torch_dflash.ops.paged_attention import append_pages, paged_attention
 from torch_dflash.ops.spread import spread
@@ -212,6 +219,15 @@ def _topk(rows, k, dim=-1, largest=True, sorted=True):
     return call_jax(find, rows)
 
 
+def _likeliest(logits, scale, most):
+    def find(rows, scale):
+        if own := slice_under(rows, -1):
+            return likeliest_on_slice(own, rows, scale, most)
+        return call_torch(likeliest.plain, rows, scale, most)
+
+    return call_jax(find, logits, scale)
+
+
 def _softmax(rows, dim, *_):
     return call_jax(partial(once, softmax_jax, dim=dim), rows)
 
@@ -226,7 +242,7 @@ def _layer_norm(rows, shape, weight=None, bias=None, eps=1e-5):
 
 
 def _append_pages(key, value, start, pages):
-    return call_jax(append_pages_jax, key, value, start, pages)
+    return call_jax(_on_slice(append_on_slice, append_pages_jax), key, value, start, pages)
 
 
 def _paged_attention(inputs, pages):
@@ -297,6 +313,7 @@ LOWERED = {
     paged_attention: _paged_attention,
     append_pages: _append_pages,
     block_attention: _block_attention,
+    likeliest: _likeliest,
     spread: _spread,
     on_host: _on_host,
     stacked_linear: _stacked_linear,

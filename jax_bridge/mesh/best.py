@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ def argmax_on_slice(own: Slice, rows: Array, keepdim: bool = False) -> Array:
         at = argmax_jax(part, -1, True)
         value = jnp.take_along_axis(part, at, axis=-1)
         at = at + jax.lax.axis_index(ALL) * part.shape[-1]
-        values, places = (_of_all_chips(one) for one in (value, at))
+        values, places = _of_all_chips(value, at)
         best = jnp.argmax(values, axis=-1, keepdims=True)
         place = jnp.take_along_axis(places, best, axis=-1)
         return place if keepdim else place[..., 0]
@@ -41,15 +42,52 @@ def topk_on_slice(own: Slice, rows: Array, count: int) -> tuple[Array, Array]:
         values, at = jax.lax.top_k(part, min(count, part.shape[-1]))
         at = at + jax.lax.axis_index(ALL) * part.shape[-1]
         # Chip by chip, in each by value: of equal entries the first comes first here too.
-        values, places = (_of_all_chips(one) for one in (values, at))
+        values, places = _of_all_chips(values, at)
         best, chosen = jax.lax.top_k(values, count)
         return best, jnp.take_along_axis(places, chosen, axis=-1)
 
     return own.on_parts(local, (_cut(rows),), (WHOLE, WHOLE))(rows)
 
 
-def _of_all_chips(part: Array) -> Array:
-    return jax.lax.all_gather(part, ALL, axis=part.ndim - 1, tiled=True)
+def likeliest_on_slice(own: Slice, rows: Array, scale: Array, most: int) -> tuple[Array, Array, Array]:
+    """`torch_dflash.ops.likeliest` in one exchange."""
+
+    def local(part: Array, scale: Array) -> tuple[Array, Array, Array]:
+        values, at = jax.lax.top_k(part, min(most, part.shape[-1]))
+        at = at + jax.lax.axis_index(ALL) * part.shape[-1]
+        top = _finite(values[..., :1])
+        total = jax.nn.logsumexp((part - top) / scale, axis=-1, keepdims=True)
+        values, places, totals, tops = _of_all_chips(values, at, total, top)
+        best, chosen = jax.lax.top_k(values, min(most, rows.shape[-1]))
+        total = jax.nn.logsumexp(totals + (tops - best[..., :1]) / scale, axis=-1)
+        return best, jnp.take_along_axis(places, chosen, axis=-1), total
+
+    return own.on_parts(local, (_cut(rows), WHOLE), (WHOLE, WHOLE, WHOLE))(rows, scale)
+
+
+def _finite(top: Array) -> Array:
+    """In place of infinities zeros: a chip may have no entry but -inf."""
+    return jnp.where(jnp.isfinite(top), top, 0)
+
+
+def _of_all_chips(*parts: Array) -> tuple[Array, ...]:
+    """Along the last axis ``parts`` of all chips, chip by chip. All travel at once, as integers."""
+    ends = list(accumulate(part.shape[-1] for part in parts))
+    own = jnp.concatenate([_bits(part) for part in parts], axis=-1)
+    every = jax.lax.all_gather(own, ALL, axis=own.ndim - 1, tiled=True)
+    chips = jnp.split(every.reshape(*own.shape[:-1], -1, ends[-1]), ends[:-1], axis=-1)
+    pairs = zip(chips, parts, strict=True)
+    return tuple(_values(one, part.dtype).reshape(*own.shape[:-1], -1) for one, part in pairs)
+
+
+def _bits(part: Array) -> Array:
+    return jax.lax.bitcast_convert_type(part.astype(jnp.float32), jnp.int32) if _is_real(part) else part
+
+
+def _values(bits: Array, dtype: Any) -> Array:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return bits
+    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
 def _cut(rows: Array) -> Any:

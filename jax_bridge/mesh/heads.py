@@ -13,6 +13,9 @@ from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past
 from torch_dflash.ops.paged_attention import Pages
 
+ARRAYS = ("query", "key", "value", "start", "sinks", "tree")
+"""The fields of `AttentionInputs` that hold arrays."""
+
 
 def paged_on_slice(own: Slice, attend: Callable, inputs: Any, pages: Any) -> Any:
     """`attend(inputs, pages)` of `torch_dflash.ops.paged_attention`."""
@@ -41,6 +44,17 @@ def dense_on_slice(own: Slice, attend: Callable, arrays: tuple, key: Any, value:
     return own.on_parts(attend, (given, given[1], given[1], WHOLE), made)(arrays, key, value, mask)
 
 
+def append_on_slice(own: Slice, append: Callable, key: Any, value: Any, start: Any, pages: Any) -> Any:
+    """`append(key, value, start, pages)` of `torch_dflash.ops.paged_attention.append_pages`."""
+    group = own.heads(key.shape[1])[1]
+
+    def local(key: Any, value: Any, start: Any, *pages: Any) -> Any:
+        return append(key, value, start, Pages(*pages))
+
+    given = (group, group, WHOLE, group, WHOLE)
+    return own.on_parts(local, given, group)(key, value, start, *pages)
+
+
 def write_on_slice(own: Slice, write: Callable, buffer: Any, rows: Any, start: Any, count: Any) -> Any:
     """`write` of `torch_dflash.ops.windows.write_rows`: into caches head by head, else as on one chip."""
     spec = own.heads(buffer.shape[1])[1] if buffer.ndim == 4 else WHOLE
@@ -56,10 +70,9 @@ def _specs(own: Slice, groups: int) -> tuple[tuple[PartitionSpec, ...], Partitio
 
 def _split(own: Slice, inputs: Any) -> tuple[tuple, tuple[PartitionSpec, ...], PartitionSpec]:
     """The arrays of `AttentionInputs`, their specs, and the output's."""
-    arrays = inputs.query, inputs.key, inputs.value, inputs.start, inputs.sinks
-    return arrays, *_specs(own, inputs.key.shape[1])
+    given, made = _specs(own, inputs.key.shape[1])
+    return tuple(getattr(inputs, name) for name in ARRAYS), (*given, WHOLE), made
 
 
 def _joined(inputs: Any, arrays: tuple) -> AttentionInputs:
-    names = ("query", "key", "value", "start", "sinks")
-    return AttentionInputs(*inputs)._replace(**dict(zip(names, arrays, strict=True)))
+    return AttentionInputs(*inputs)._replace(**dict(zip(ARRAYS, arrays, strict=True)))

@@ -12,12 +12,15 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.grammars import GrammarMatcher
 from torch_dflash.proposers import DFlashProposer, NGramProposer, PlainProposer
 from torch_dflash.proposers.dflash.extras import FLAGS
+from torch_dflash.proposers.several import Several
+from torch_dflash.proposers.trees.proposer import BestNodes
+from torch_dflash.proposers.union import UnionProposer
 from torch_dflash.targets.scans import find_scans
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", *RECURRENT)
 """Kinds of targets (``model_type``) whose text on a mesh was held against one device's."""
-DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer)
+DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer, BestNodes, UnionProposer)
 PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}
 """Fields of a drafter's config that bring parts which were not tried in pieces, and what is off."""
 ALONE = "decode on one device (leave mesh out)"
@@ -72,6 +75,8 @@ def check_family(model: Any) -> None:
 
 
 def _check_proposer(proposer: Any) -> None:
+    for part in proposer.parts if isinstance(proposer, Several) else ():
+        _check_proposer(part)
     if type(proposer) not in DRAFTERS:
         raise ValueError(
             f"drafter={type(proposer).__name__} with a mesh: it was not tried in pieces; {ALONE}."

@@ -72,7 +72,8 @@ def ways_of(pair: Any, mesh: Mesh) -> dict[str, Way]:
     found = _prefixed("target.model.", ways_of_target(pair.target.model, mesh))
     drafter = getattr(pair.proposer, "drafter", None)
     if drafter is not None:
-        found |= _prefixed("proposer.drafter.", ways_of_drafter(drafter, mesh))
+        path = next(name for name, module in pair.named_modules() if module is drafter)
+        found |= _prefixed(f"{path}.", ways_of_drafter(drafter, mesh))
     rest = [*pair.named_parameters(), *pair.named_buffers()]
     return {name: Way(mesh) for name, _ in rest} | found
 

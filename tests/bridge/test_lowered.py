@@ -15,6 +15,7 @@ from torch_dflash.ops import (
     block_attention,
     control_flow,
     dense_attention,
+    likeliest,
     on_host,
     paged_attention,
     spread,
@@ -28,7 +29,7 @@ def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
     modules = (attention, block_attention, control_flow, dense_attention, on_host, paged_attention, spread)
-    modules += (stacked, windows)
+    modules += (likeliest, stacked, windows)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 

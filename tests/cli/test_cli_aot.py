@@ -96,6 +96,17 @@ def test_the_table_says_what_it_means_and_the_file_has_it_all(folders, compiler,
     assert found["compile_seconds"] == found["passes"]["verify"]["compile_seconds"] == 1.5
 
 
+def test_a_tree_is_compiled_as_a_round(folders, compiler, capsys):
+    assert run(folders, "--rows", 4) == 0
+    assert "verify 4, rows 4, context 64" in capsys.readouterr().out
+    ((step, _, plan),) = compiler
+    assert (step, plan.verify_width, plan.depth) == ("round", 4, 3)
+    assert run(folders, "--rows", 4, "--kflat") == 2
+    assert "--rows 4: --kflat counts every number of rows" in capsys.readouterr().err
+    assert main(["aot", "--target", str(folders / "target"), "--context", "64", "--rows", "4"]) == 2
+    assert "drafter=NoneType" in capsys.readouterr().err
+
+
 def test_json_without_a_file_is_standard_output(folders, compiler, capsys):
     assert run(folders, "--json") == 0
     assert json.loads(capsys.readouterr().out)["verify_hbm_bytes"] == 4040
@@ -325,7 +336,16 @@ def test_the_options_of_the_plan_are_those_that_can_be_given(capsys):
         "batch-size",
         "layers",
     }
-    assert shown == plan | own | {"mesh", "passes", "dump-hlo", "json", "quiet", "kflat", "acceptance"}
+    assert shown == plan | own | {
+        "mesh",
+        "passes",
+        "dump-hlo",
+        "json",
+        "quiet",
+        "kflat",
+        "acceptance",
+        "rows",
+    }
 
 
 def kflat_of(name, **how):

@@ -6,7 +6,7 @@ import pytest
 from support.slices import run_on_four
 
 BEST = """
-import types
+import types, torch
 import jax, jax.numpy as jnp, numpy as np
 import jax_bridge.mesh.best as best
 from jax_bridge.mesh.current import Slice
@@ -26,18 +26,32 @@ def wrong():
         found = jax.jit(lambda x: best.topk_on_slice(own, x, count))(rows)
         same = map(np.array_equal, found, jax.lax.top_k(rows, count))
         names += [f"{part} of {count}" for part, is_same in zip(("values", "places"), same) if not is_same]
+    names += ["likeliest"] if unlikely() else []
     return names
+def unlikely():
+    "Whether the likeliest are others than those of the whole."
+    from torch_dflash.ops.likeliest import likeliest
+    logits, scale = rows.copy(), np.asarray([1.0, 0.7, 2.5, 1e-30] * 16, np.float32)[:, None]
+    logits[1, 0], logits[4, 10:] = 1.0, -np.inf  # on three chips no other entry
+    logits[5, 3] = 3e38
+    found = jax.jit(lambda x, s: best.likeliest_on_slice(own, x, s, 12))(logits, scale)
+    wanted = likeliest.plain(*map(torch.from_numpy, (logits, scale)), 12)
+    same = [np.allclose(found[at], wanted[at].numpy(), atol=1e-6) for at in (0, 2)]
+    return not all(same) or not np.array_equal(found[1], jax.lax.top_k(logits, 12)[1])  # torch's ties differ
 assert wrong() == [], wrong()
 def exchange(argmax):
-    best.jnp = types.SimpleNamespace(take_along_axis=jnp.take_along_axis, argmax=argmax)
+    best.jnp = types.SimpleNamespace(**vars(jnp) | {"argmax": argmax})
     return wrong()
 last = lambda x, **options: x.shape[-1] - 1 - jnp.argmax(x[..., ::-1], **options)
 assert "argmax 2" in (found := exchange(last)) and "argmax 1" in found, found
 number = lambda x, **options: jnp.argmax(jnp.where(jnp.isnan(x), -jnp.inf, x), **options)
 assert (found := exchange(number)) == ["argmax 4", "argmax 5"], found
 assert exchange(jnp.argmax) == []
+finite, best._finite = best._finite, lambda top: top  # a chip with no entry but -inf
+assert (found := wrong()) == ["likeliest"], found
+best._finite = finite
 gathered = best._of_all_chips
-best._of_all_chips = lambda part: gathered(part)[..., ::-1]  # chips in another order
+best._of_all_chips = lambda *parts: [one[..., ::-1] for one in gathered(*parts)]  # in another order
 assert {"argmax 2", "places of 25"} <= set(found := wrong()) and "values of 25" not in found, found
 print("checked")
 """

@@ -18,7 +18,11 @@ SOON = SILENT + 30
 
 @pytest.mark.parametrize(
     ("family", "cache", "drafter", "seed"),
-    [("qwen3", "static", "v1", "given"), ("llama", "paged", "dflash2", "drawn")],
+    [
+        ("qwen3", "static", "v1", "given"),
+        ("llama", "paged", "dflash2", "drawn"),
+        ("llama", "paged", "v1 union", "given"),
+    ],
 )
 def test_two_processes_say_what_one_device_says_of_the_first_ones_prompts(
     tmp_path, family, cache, drafter, seed

@@ -100,6 +100,8 @@ CASES = [
     Case("qwen3_5_moe", "static", "2x2", "sampled", "v1"),
     Case("qwen3_next", "static", "2x2", "greedy", "v1"),
     Case("qwen3_next", "paged", "4x1", "sampled", "dflash2"),
+    Case("qwen3_5", "paged", "4x1", "sampled", "v1 tree"),
+    Case("qwen3_5_whole", "static", "2x2", "greedy", "v1 union"),
 ]
 
 

@@ -25,6 +25,15 @@ COVER = [
     Case("qwen3_moe", "paged", "4x1", "sampled", "v1"),
     Case("qwen3_moe", "static", "4x1", "filters", "v1"),
 ]
+TREES = [
+    Case("llama", "paged", "4x1", "sampled", "v1 union"),
+    Case("qwen3", "static", "2x2", "greedy", "v1 tree"),
+    Case("gpt_oss", "paged", "2x2", "filters", "v1 union"),
+    Case("qwen3_moe", "static", "4x1", "sampled", "dflash2 union"),
+    Case("qwen2", "paged", "2x2", "greedy", "dflash2 tree"),
+    Case("qwen3", "paged", "whole", "sampled", "v1 tree"),
+    Case("llama", "static", "odd", "greedy", "v1 chain"),
+]
 PENALTIES = {
     "repetition_penalty": 1.2,
     "frequency_penalty": 0.3,
@@ -34,6 +43,7 @@ PENALTIES = {
     "typical_p": 0.95,
 }
 TOLD = {"output_logprobs": True, "top_logprobs": 3, "output_scores": True}
+OUTPUTS = {"outputs": ["output_scores", "output_logprobs"], "top_logprobs": 3}
 OTHERS = [
     Case("qwen3", "static", "odd", "greedy", "v1"),
     Case("qwen3", "paged", "whole", "greedy", "v1"),
@@ -48,9 +58,15 @@ OTHERS = [
         "4x1",
         "greedy",
         "v1",
-        {"outputs": ["output_scores", "output_logprobs"], "top_logprobs": 3},
+        OUTPUTS,
         TOLD,
     ),
+]
+
+TREES += [
+    Case("llama", "static", "2x2", "greedy", "v1 union", {"verify_width": "auto"}),
+    Case("qwen3", "paged", "2x2", "sampled", "v1 tree", {"processors": [*PENALTIES]}, PENALTIES),
+    Case("qwen2", "static", "4x1", "sampled", "v1 union", OUTPUTS, TOLD),
 ]
 
 
@@ -66,8 +82,12 @@ def test_four_devices_say_what_one_says(case):
     same([case._replace(runtime="eager")])
 
 
+def test_a_tree_on_four_devices_is_the_tree_of_one():
+    same([TREES[0]._replace(runtime="eager")])
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("case", COVER + OTHERS, ids=lambda case: "-".join(case[:5]))
+@pytest.mark.parametrize("case", COVER + OTHERS + TREES[1:], ids=lambda case: "-".join(case[:5]))
 def test_the_same_of_every_kind(case):
     same([case])
 
@@ -87,4 +107,11 @@ def test_the_cover_has_every_pair():
 def test_a_wrong_cut_is_noticed(broken):
     chips = "odd" if broken == "wrong copies" else "2x2"
     (found,) = run_cases([Case("qwen3", "static", chips, "greedy", "v1", {}, {}, broken)])
+    assert found["one"] != found["four"]
+
+
+@pytest.mark.heavy
+def test_drafts_of_another_chip_are_noticed():
+    (found,) = run_cases([Case("qwen3", "static", "2x2", "greedy", "v1 tree", {}, {}, "first chip's drafts")])
+    assert [text for text, *_ in found["one"]] == [text for text, *_ in found["four"]]
     assert found["one"] != found["four"]

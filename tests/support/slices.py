@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from support.hybrids import SLICEABLE
 from support.tiny import BASE, FAMILIES, correlate, make_drafter, randomise
 from support.widths import mix
 from torch_dflash.proposers import NGramProposer
+from torch_dflash.proposers.trees.proposer import TreeProposer
+from torch_dflash.proposers.union import Union
 
 FLAGS = f"--xla_force_host_platform_device_count=4 {COMPILE_FAST}"
 VOCAB = 100
@@ -35,11 +38,19 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dflash2": {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8},
 }
 WIDTHS = 1, 4, 1, 1, 1, 4, 4, 1
+FORMS: dict[str, Any] = {
+    "": lambda drafter: drafter,
+    "tree": partial(TreeProposer, rows=8),
+    "union": partial(Union, NGramProposer(6), rows=8),
+    "chain": partial(Union, NGramProposer(6)),
+}
 OTHERS = {"plain": None, "ngram": NGramProposer(4)}
 
 
 class Case(NamedTuple):
     """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and what drafts.
+
+    What drafts is one of `DRAFTERS` or `OTHERS`; behind it may stand a form, of `FORMS`.
 
     ``compiled``, ``asked``: further options of the engine and of each call. ``runtime``: of the one device.
     """
@@ -62,11 +73,12 @@ def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
     target = randomise(cls(config(**(BASE | extra | sizes))), 0)
     head_dim = {"head_dim": 16}
     sizes = {"vocab_size": VOCAB, "target_layer_ids": [0, 1], "block_size": 4, **HEADS[chips][1], **head_dim}
+    drafter, _, form = drafter.partition(" ")
     if drafter in OTHERS:
         return target, OTHERS[drafter]
     drafts = make_drafter(target, 1, **(sizes | DRAFTERS[drafter]))
     correlate(target, drafts, 8.0)
-    return target, drafts
+    return target, FORMS[form](drafts)
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,8 +175,25 @@ def channels_in_a_row() -> None:
     put.rows_of_chip = lambda chip, way: [chip]
 
 
-BREAKS = {"wrong copies": wrong_copies, "first chip's place": first_chips_place}
-BREAKS["channels in a row"] = channels_in_a_row
+def first_chips_drafts() -> None:
+    """Forget which chip the likeliest drafts are on."""
+    import jax_bridge.ops as ops
+
+    likeliest = ops.likeliest_on_slice
+
+    def local(own: Any, rows: Any, *given: Any) -> Any:
+        values, places, total = likeliest(own, rows, *given)
+        return values, places % (rows.shape[-1] // own.mesh.size), total
+
+    ops.likeliest_on_slice = local
+
+
+BREAKS = {
+    "wrong copies": wrong_copies,
+    "first chip's place": first_chips_place,
+    "first chip's drafts": first_chips_drafts,
+    "channels in a row": channels_in_a_row,
+}
 
 if __name__ == "__main__":
     main()

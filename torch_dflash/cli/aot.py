@@ -48,13 +48,14 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
             batch_size=arguments.batch,
             block_size=arguments.block,
             verify_width=arguments.verify,
+            rows=arguments.rows,
             **plan,
         )
         figures = report(
             model,
             context=arguments.context,
             topology=arguments.topology,
-            passes=tuple(arguments.passes),
+            passes=tuple(arguments.passes) if arguments.rows is None else ("round",),
             chips=arguments.mesh,
             dump=arguments.dump_hlo,
             say=tell,
@@ -73,6 +74,7 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
         "layers": target.get_text_config().num_hidden_layers,
         "block": fixed.block_size,
         "verify": fixed.verify_width,
+        "rows": arguments.rows,
         "context": arguments.context,
         "batch": fixed.batch_size,
         "plan": plan,
@@ -82,7 +84,8 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
 
 def _table(results: dict[str, Any], arguments: SimpleNamespace) -> str:
     """The figures to read, and what they mean."""
-    shape = {name: results[name] for name in ("layers", "block", "verify", "context", "batch")}
+    shape = {name: results[name] for name in ("layers", "block", "verify", "rows", "context", "batch")}
+    shape = {name: size for name, size in shape.items() if size is not None}
     chips = "one chip" if arguments.mesh == 1 else f"one of {arguments.mesh} chips that share each weight"
     lines = [
         f"{results['target']} with {results['drafter']}, {chips} of {results['topology']}",

@@ -32,6 +32,7 @@ DRAFTED, VERIFIED = (
     "Rows of the draft pass (the drafter's own).",
     "Rows of the verify pass (the whole block).",
 )
+OF_TREE = "Of a tree of the drafter's block: the round that verifies it, and no pass alone."
 PRINTED = "Write all figures there; alone or -: print them."
 CONFIG = "Directory, config.json or hub id; of a drafter none or ngram, too."
 NEEDS = "Needs configs and libtpu (pip install 'torch-dflash[tpu]'), neither weights nor a TPU."
@@ -60,6 +61,10 @@ def _plan(without: tuple[str, ...] = ()) -> list[click.Parameter]:
 def _check(arguments: SimpleNamespace) -> None:
     if getattr(arguments, "acceptance", None) and not arguments.kflat:
         raise UserError("--acceptance: is for --kflat; add it, or leave this out.")
+    if getattr(arguments, "rows", None) and arguments.kflat:
+        raise UserError(
+            f"--rows {arguments.rows}: --kflat counts every number of rows; leave one of them out."
+        )
     check_outputs(json=None if arguments.json == STDOUT else arguments.json)
 
 
@@ -72,6 +77,7 @@ aot = command(
         option("--layers", type=COUNT, metavar="N", help="Keep N of the target's layers."),
         option("--passes", many=True, type=click.Choice(PASSES), default=PASSES, help="What is compiled."),
         *_plan(),
+        option("--rows", type=click.IntRange(2, 64), metavar="R", help=OF_TREE),
         option("--dump-hlo", metavar="DIR", help="Write each scheduled program there, as text."),
         flag("--kflat", help="Compile nothing: bytes and FLOPs of 1 to 1,024 verified rows, from shapes."),
         option(

@@ -94,11 +94,6 @@ class Engine(OfOneProcess):
         tell_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)
         plan = options.plan(proposer.width, proposer.depth)
-        if plan.depth is not None and self._mesh is not None:
-            raise ValueError(
-                f"mesh={self._mesh!r} with a tree of drafts: trees were tried on one device alone; draft "
-                "with the drafter itself, or leave mesh out."
-            )
         check_top(plan.top_logprobs, skeleton.vocab_size)
         plan = replace(plan, processors=self._processors(model, skeleton.vocab_size))
         pair = Pair(skeleton, proposer, plan)

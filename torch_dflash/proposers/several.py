@@ -41,6 +41,11 @@ class Several(Proposer):
         self.inner, self.others, self.taps = inner, nn.ModuleList(others), inner.taps
 
     @property
+    def drafter(self) -> Any:
+        """The network of the part that has weights; None: that part has none."""
+        return getattr(self.inner, "drafter", None)
+
+    @property
     def parts(self) -> tuple[Any, ...]:
         """All of them."""
         return *self.others, self.inner

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.ops.control_flow import branch
+from torch_dflash.ops.likeliest import likeliest
 from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.markov import MarkovHead, look_up
 from torch_dflash.proposers.trees.beam import Following
@@ -123,21 +124,20 @@ class DraftVocabulary:
     ) -> Following:
         """The ``most`` likeliest of ``logits`` / ``scale`` at each position; the target's ids."""
 
-        def likeliest(scores: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-            scaled = (scores - scores.amax(dim=-1, keepdim=True)) / scale
-            logs, places = scaled.topk(min(most, scaled.shape[-1]), dim=-1)
+        def drafts(logits: Tensor) -> tuple[Tensor, Tensor]:
+            best, places, total = likeliest(logits, scale, most)
             ids = self.targets_ids(places).to(torch.int32)
-            return ids, logs - torch.logsumexp(scaled, dim=-1, keepdim=True)
+            return ids, (best - best[..., :1]) / scale - total[..., None]
 
         markov = self.markov_head
         if markov is None:
-            ids, logs = likeliest(logits, scale)
+            ids, logs = drafts(logits)
             return lambda at, before: (ids[:, at, None], logs[:, at, None])
 
         def after(at: int, before: Tensor) -> tuple[Tensor, Tensor]:
             added = markov(before)
             both = min(logits.shape[-1], added.shape[-1])  # ids that one of the two lacks are not drafted
-            return likeliest(logits[:, at, None, :both] + added[..., :both], scale)
+            return drafts(logits[:, at, None, :both] + added[..., :both])
 
         return after
 

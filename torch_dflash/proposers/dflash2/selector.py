@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from torch_dflash.ops.likeliest import likeliest
 from torch_dflash.proposers.dflash.markov import look_up
 from torch_dflash.proposers.trees.beam import Following
 
@@ -59,7 +60,8 @@ class CandidateSelector(nn.Module):
 
         ``name``: from the places of ``logits`` to ids, where these have places of their own.
         """
-        unary, candidates, state, successors = self._candidates(hidden, logits, name)
+        unary, places = torch.topk(logits, min(self.candidates, logits.shape[-1]), dim=-1)
+        candidates, state, successors = self._candidates(hidden, places, name)
         chosen, drafts = anchor.to(candidates.dtype), []
         for at in range(hidden.shape[1]):
             key = look_up(chosen, self.predecessor_codebook) * state[:, at]
@@ -81,8 +83,9 @@ class CandidateSelector(nn.Module):
 
         All candidates together are as likely as they are by ``logits``.
         """
-        unary, candidates, state, successors = self._candidates(hidden, logits, name)
-        some, every = (torch.logsumexp((one - unary[..., :1]) / scale, dim=-1) for one in (unary, logits))
+        unary, places, every = likeliest(logits, scale, self.candidates)
+        candidates, state, successors = self._candidates(hidden, places, name)
+        some = torch.logsumexp((unary - unary[..., :1]) / scale, dim=-1)
         most = min(most, candidates.shape[-1])
 
         def after(at: int, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,10 +100,9 @@ class CandidateSelector(nn.Module):
         return after
 
     def _candidates(
-        self, hidden: Tensor, logits: Tensor, name: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(Logits and ids of each position's candidates, the position's factor, the ids' codebook rows)."""
-        unary, places = torch.topk(logits, min(self.candidates, logits.shape[-1]), dim=-1)
+        self, hidden: Tensor, places: Tensor, name: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(Ids of each position's candidates, the position's factor, the ids' codebook rows)."""
         candidates = name(places)
         successors = look_up(candidates, self.successor_codebook)
-        return unary, candidates, self.hidden_projection(hidden), successors
+        return candidates, self.hidden_projection(hidden), successors
