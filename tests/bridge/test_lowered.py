@@ -9,6 +9,7 @@ import torch
 
 import torch_dflash as td
 from jax_bridge.ops import LOWERED
+from torch_dflash.cache import recurrent
 from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.ops import (
     attention,
@@ -23,13 +24,14 @@ from torch_dflash.ops import (
     windows,
 )
 from torch_dflash.ops.lowerable import OPERATIONS, lowerable
+from torch_dflash.targets import scans
 
 
 def test_every_operation_is_lowered():
     assert set(OPERATIONS) == set(LOWERED)
     names = {operation.__name__ for operation in OPERATIONS}
     modules = (attention, block_attention, control_flow, dense_attention, on_host, paged_attention, spread)
-    modules += (likeliest, stacked, windows)
+    modules += (likeliest, recurrent, scans, stacked, windows)
     assert names == {name for name in names if any(hasattr(module, name) for module in modules)}
 
 
