@@ -11,7 +11,7 @@ from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, d
 from figure_hybrids import cached_forwards
 from figure_kflat import kflat_bound, kflat_rows, kflat_speed
 from figure_published import published
-from figure_slices import slices_aot, slices_needed
+from figure_slices import slices_aot, slices_hybrids, slices_needed
 from figure_text import RESULTS, command, item, result, spread, table
 from figure_train import embedded_fit, sampled_drafts, throughput, train_heads, train_heads_command
 from figure_trees import tree_rows
@@ -364,5 +364,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scan-cpu": scan_cpu,
     "first-answer": first_answer,
     "slices-aot": slices_aot,
+    "slices-hybrids": slices_hybrids,
     "slices-needed": slices_needed,
 }

@@ -36,6 +36,30 @@ def slices_aot() -> str:
     return table([*heads, "sums of all rows", "others; the largest, MB", "least us"], *rows)
 
 
+def slices_hybrids() -> str:
+    """What each chip moves in a round of targets with recurrent layers, and what the chips exchange."""
+    rows = []
+    for path in sorted((RESULTS / "slices_hybrids").glob("*.json")):
+        found = json.loads(path.read_text())
+        moved, floor = found["round_hbm_bytes"], found["round_floor_bytes"]
+        exchanged = found["exchanges"]["round"]
+        sums = [one for one in exchanged["collectives"] if one["kind"] == "all-reduce"]
+        most = max(one["bytes"] for one in sums)
+        rows.append(
+            [
+                f"[{path.stem}](results/slices_hybrids/{path.name})",
+                f"{found['topology']}, {found['chips']}",
+                f"{moved / 1e9:.3f}",
+                f"{floor / 1e9:.3f}",
+                f"{moved / floor:.3f}",
+                sum(one["count"] for one in sums if one["bytes"] == most),
+                f"{1e3 * exchanged['least_ms']:.0f}",
+            ]
+        )
+    heads = ["round of", "slice, chips", "GB a chip", "floor GB", "ratio", "sums of all rows in float32"]
+    return table([*heads, "least us"], *rows)
+
+
 def slices_needed() -> str:
     """The smallest slice of each generation that has room for a pair."""
     rows = []

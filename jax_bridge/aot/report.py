@@ -107,9 +107,10 @@ def _dump(file: Path, hlo: str, say: Callable[[str], None]) -> None:
 
 def _summary(step: CompiledStep, attention: int, chip: Chip) -> dict[str, Any]:
     program = Program(step.hlo)
+    lines = program.instructions()
     silent = any(
         'custom_call_target="tpu_custom_call"' in one.attributes and "cost_estimate" not in one.attributes
-        for one in program.instructions()
+        for one in lines
     )
     flops = int(step.cost.get("flops", 0)) + (attention if silent else 0)
     moving, computing = step.traffic_bytes / chip.bandwidth, flops / chip.flops
@@ -122,6 +123,8 @@ def _summary(step: CompiledStep, attention: int, chip: Chip) -> dict[str, Any]:
         "unaliased": step.unaliased,
         "collectives": program.collectives(),
         "forbidden": forbidden(step.hlo),
+        "loops": sum(one.op == "while" for one in lines),
+        "scatters": [one.type.partition("{")[0] for one in lines if one.op == "scatter"],
         "xla_bytes_accessed": int(step.cost.get("bytes accessed", 0)),
         "flops": flops,
         "roofline_ms": round(1e3 * max(moving, computing), 4),

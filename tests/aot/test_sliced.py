@@ -97,6 +97,7 @@ def _size(shape: tuple[int, ...]) -> int:
         ("llama-3.3-70b", "v5e:4x4", 16),  # each K/V head on two chips
         ("qwen3-coder-30b-a3b", "v5e:2x4", 8),  # the same
         ("gpt-oss-120b", "v5e:2x4", 8),
+        ("qwen3.5-27b", "v6e:2x2", 4),  # two recurrent layers
     ],
 )
 def test_a_round_moves_its_share_and_sums_twice_a_layer(name, topology, chips):

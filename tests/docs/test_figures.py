@@ -58,6 +58,16 @@ def test_a_tree_moves_what_a_chain_of_as_many_rows_moves():
     assert not any(one["unaliased"] or one["scatters"] or one["forbidden"] for one in rounds)
 
 
+def test_recurrent_layers_on_slices_are_near_their_floor():
+    paths = sorted((ROOT / "docs/results/slices_hybrids").glob("*.json"))
+    assert len(paths) == 3
+    for found in (json.loads(path.read_text()) for path in paths):
+        own = found["passes"]["round"]
+        assert found["round_hbm_bytes"] <= 1.10 * found["round_floor_bytes"] and found["layers"] == 8
+        assert own["unaliased"] == own["forbidden"] == [] and own["loops"] == 0
+        assert set(own["scatters"]) <= {"f32[16,32]"}  # the angles of a rotation that has three parts
+
+
 @pytest.mark.parametrize(
     ("form", "least"),
     [("tree of 8", 1.12), ("union of 8", 1.22), ("union of 16", 1.36), ("union of 32", 1.45)],
