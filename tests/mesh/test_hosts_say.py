@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from support.tiny import make_target
+from support.tiny import make_drafter, make_target
 
 import jax_bridge as jb
 import jax_bridge.mesh.shape as shape
@@ -273,6 +273,19 @@ def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models):
         model.config.extra = value
         said.append(said_of(Alone(), None, model, None)["the target"])
     assert said[0] == said[1] != said[2]
+
+
+def test_what_is_made_of_a_drafter_is_said(models):
+    target, drafter = models[0], make_drafter(models[0])
+    forms = [
+        drafter,
+        *(td.Union(td.NGramProposer(width), drafter, rows=8) for width in (4, 4, 6)),
+        td.Union(td.NGramProposer(4), drafter),
+        td.TreeProposer(drafter, rows=8),
+        td.TreeProposer(drafter, rows=16),
+    ]
+    said = [said_of(Alone(), None, target, form)["the drafter"] for form in forms]
+    assert said[1] == said[2] and len(set(said)) == len(forms) - 1
 
 
 @pytest.mark.parametrize(

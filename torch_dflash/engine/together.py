@@ -19,6 +19,7 @@ from torch_dflash.engine.request import Request
 from torch_dflash.engine.seeds import drawn_seed
 from torch_dflash.engine.width import Widths
 from torch_dflash.engine.wire import packed, unpacked
+from torch_dflash.proposers.composed import inner_of, recipe_of
 from torch_dflash.runtime import Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.guard import settings
@@ -137,9 +138,10 @@ def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: 
     if hosts is None:
         return {}
     said = {"the mesh": hosts.order(mesh)}
-    for name, one in (("the target", target), ("the drafter", drafter)):
+    for name, given in (("the target", target), ("the drafter", drafter)):
+        one = inner_of(given)
         known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
-        shown = _NUMBER.sub("", repr(settings(getattr(one, "config", None))))
+        shown = _NUMBER.sub("", repr((settings(getattr(one, "config", None)), recipe_of(given))))
         said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
         named = {option.name: repr(getattr(part, option.name)) for option in fields(part)}
