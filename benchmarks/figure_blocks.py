@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from family_tables import tables, verdict
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
@@ -235,19 +236,36 @@ def aot_chunk() -> str:
     )
 
 
+def exchanged(rounds: list[dict[str, Any]]) -> str:
+    """That no round with a tree has more collectives than one with a chain, if that is so."""
+    pairs = zip(rounds[::2], rounds[1::2], strict=True)
+    more = [
+        kind
+        for chain, tree in pairs
+        for kind, count in tree["collectives"].items()
+        if count > chain["collectives"].get(kind, 0)
+    ]
+    assert not more, more
+    return ", and no collective more"
+
+
 def aot_trees() -> str:
     """Rounds with trees beside rounds with chains of as many rows."""
     found = result("trees_aot")
-    trees = [one for one in found["rounds"] if one["draft"] == "tree"]
-    ratios = (
-        f"{one['ratio']:.3f} ({one['rows']} rows, {one['topology'].partition(':')[0]})" for one in trees
+    alone, sliced = (
+        ", ".join(
+            f"{one['ratio']:.3f} ({one['rows']} rows, {one['topology'].partition(':')[0]})"
+            for one in found["rounds"]
+            if one["draft"] == "tree" and (one["chips"] == 1) == is_alone
+        )
+        for is_alone in (True, False)
     )
     return item(
         "A round with a [tree](proposers.md#trees) beside one with a chain of as many rows, on pages at ",
-        f"{found['context']:,} tokens, {found['layers']} of Qwen3-4B's 36 layers: {', '.join(ratios)} ",
+        f"{found['context']:,} tokens, {found['layers']} of Qwen3-4B's 36 layers: {alone} ",
         "times the bytes. A chain of 64 rows drafts 64, a tree the drafter's 16. Every buffer is updated in ",
-        "place, and there is no scatter ([figures](results/trees_aot.json), ",
-        f"`benchmarks/trees_aot.py --layers {found['layers']}`).",
+        f"place, and there is no scatter. On four chips: {sliced}{exchanged(found['rounds'])} ",
+        f"([figures](results/trees_aot.json), `benchmarks/trees_aot.py --layers {found['layers']}`).",
     )
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support.large import large_pair
 
 from jax_bridge import ops
+from jax_bridge._torchax import call_torch
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot.collectives import exchanges
 from jax_bridge.aot.hlo import Program, forbidden
@@ -22,6 +23,7 @@ from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.mesh.states import shardings
 from jax_bridge.products import linear_jax
+from torch_dflash.ops.likeliest import likeliest
 
 pytestmark = pytest.mark.aot
 CONTEXT = 4000
@@ -141,6 +143,27 @@ def test_one_head_a_chip_is_for_all_of_its_cores(name, topology, rows, results):
 
 def test_a_selector_looks_up_its_codebooks_where_they_lie():
     assert not faults("qwen3-32b", "v5e:2x4", 8, drafter="dflash2", chain=15 * 16 * 256 * 2)
+
+
+def exchanged(**plan: Any) -> Counter:
+    """How many collectives of each kind a round of 16 rows has."""
+    options = {"capacity": 4064, "cache": "paged", "matmul_precision": "default"} | plan
+    step = aot.compile_step(
+        aot.abstract_pair(*large_pair("qwen3-32b"), **options), "round", topology="v5p:2x2x1", chips=4
+    )
+    return Counter(Program(step.hlo).collectives())
+
+
+def test_a_tree_exchanges_no_more_than_a_chain(monkeypatch):
+    assert not faults("qwen3-32b", "v5p:2x2x1", 4, rows=16)
+    chain = exchanged()
+    assert exchanged(rows=16) <= chain
+
+    def apart(own, rows, *given):
+        return call_torch(likeliest.plain, rows, *given)
+
+    monkeypatch.setattr(ops, "likeliest_on_slice", apart)
+    assert not exchanged(rows=16) <= chain
 
 
 def test_half_a_head_is_noticed(monkeypatch):
