@@ -251,7 +251,7 @@ BUDGETS = {
         "engine": 3180,
         "grammars": 670,
         "guards": 100,
-        "integrations": 570,
+        "integrations": 580,
         "ops": 590,
         "processors": 480,
         "proposers": 2935,

@@ -23,10 +23,12 @@ from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.models.vllm.vllm_model_wrapper_context import set_vllm_model_wrapper_context
 from tpu_inference.spec_decode.jax.dflash import DFlashProposer
 from tpu_inference.utils import get_mesh_shape_product, get_padded_head_dim
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from jax_bridge.vllm.pages import attend_block, write_rows
-from torch_dflash.integrations.vllm.drafter import PagedDrafter
+from torch_dflash.integrations.vllm.drafter import PagedDrafter, check_drafts
 from torch_dflash.proposers.checkpoints import load_drafter, load_drafter_config
+from torch_dflash.proposers.pair import check_pair
 
 LAYER = "draft_layer.{}"
 """The name of a drafter's layer among vLLM's layers."""
@@ -44,13 +46,20 @@ class Proposer(DFlashProposer):
         super().__init__(vllm_config, runner)
         revision = self.draft_model_config.revision
         self.source = {"revision": revision} if revision else {}
-        self.config = load_drafter_config(self.draft_model_config.model)
+        self.config = load_drafter_config(self.draft_model_config.model, **self.source)
+        check_drafts(self.config, self.num_speculative_tokens)
+        check_pair(vllm_config.model_config.hf_text_config, self.config)
         self.block_size = 1  # ids per request in tpu-inference's warm-up: the anchor alone
         read = self.draft_model_config.hf_config  # by that warm-up, in z-lab's layout
         taps = {"target_layer_ids": list(self.config.target_layer_ids)}
         read.dflash_config = (getattr(read, "dflash_config", None) or {}) | taps
         ways = get_mesh_shape_product(self.mesh, ShardingAxisName.KV_HEAD)
         groups = self.config.num_key_value_heads
+        if max(groups, ways) % min(groups, ways):
+            raise ValueError(
+                f"tensor_parallel_size={ways}: the drafter's {groups} key/value heads can be neither cut nor "
+                "repeated over so many chips; pass a divisor or a multiple of them."
+            )
         self.groups, self.width = max(groups, ways), get_padded_head_dim(self.config.head_dim)
         self.cut = ways > 1 and groups % ways == 0
         self._prepare = jax.jit(self._prepare_step)
@@ -60,7 +69,7 @@ class Proposer(DFlashProposer):
         """Load the drafter; ``target_model`` is not needed, for the runner holds it."""
         target = self.vllm_config.model_config
         drafter = load_drafter(
-            self.draft_model_config.model, target=target.model, dtype=target.dtype, **self.source
+            self.draft_model_config.model, target=target.hf_text_config, dtype=target.dtype, **self.source
         )
         module = PagedDrafter(drafter.eval(), self.num_speculative_tokens)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -212,11 +221,15 @@ class Proposer(DFlashProposer):
             return torch.func.functional_call(self.module, torch_view(weights), (step, *args))
 
     def _embed(self, target: Any, ids: torch.Tensor) -> torch.Tensor:
-        """The target's embedding, through vLLM's own method."""
-        call = {"call_method": "embed_input_ids", "call_args": (ids,)}
-        model = self.runner.model.model
+        """Rows of the target's embedding as they are stored: some targets' own methods scale them."""
+        name, table = next(
+            (name, module)
+            for name, module in self.runner.model.model.named_modules()
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        )
+        weights = {key[len(name) + 1 :]: one for key, one in target.items() if key.startswith(f"{name}.")}
         with set_vllm_model_wrapper_context(kv_caches=[], mesh=self.mesh):
-            return torch.func.functional_call(model, torch_view(target), kwargs=call, tie_weights=False)
+            return torch.func.functional_call(table, torch_view(weights), (ids,), tie_weights=False)
 
     def _logits(self, target: Any, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits, through the runner's own function. Columns that pad the vocabulary lose."""

@@ -8,10 +8,20 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from tpu_inference.runner.tpu_runner import TPUModelRunner
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tpu_inference import envs
+from tpu_inference.layers.common.sharding import ShardingAxisName
+from tpu_inference.runner import tpu_runner
 from tpu_inference.worker import tpu_worker
+from vllm.v1.outputs import DraftTokenIds
 
+from jax_bridge.vllm.mends import bits_of_rows, mask_rows, of_undrafted_steps
 from jax_bridge.vllm.proposer import Proposer
+
+# Upstream's methods call the function by this name.
+tpu_runner._jax_logprobs_materialize = of_undrafted_steps(tpu_runner._jax_logprobs_materialize)
 
 
 class Worker(tpu_worker.TPUWorker):
@@ -22,7 +32,7 @@ class Worker(tpu_worker.TPUWorker):
             super().init_device(*args, **kwargs)
 
 
-class Runner(TPUModelRunner):
+class Runner(tpu_runner.TPUModelRunner):
     """tpu-inference's runner: another proposer, its pages beside the target's, and the target's taps."""
 
     def _init_speculative_decoding(self) -> None:
@@ -58,6 +68,46 @@ class Runner(TPUModelRunner):
             names = {before.req_ids[at] for at in before.discard_sampled_tokens_req_indices}
             for name in names | cached.resumed_req_ids:
                 before.placeholder_req_id_to_index.pop(name, None)
+
+    def capture_model(self) -> None:
+        super().capture_model()
+        if envs.SKIP_JAX_PRECOMPILE or self.model_config.enforce_eager:
+            return
+        words = -(-self.vocab_size // 32)
+        where = NamedSharding(
+            self.mesh, PartitionSpec(ShardingAxisName.MLP_DATA, ShardingAxisName.MLP_TENSOR)
+        )
+        for rows in self.num_logits_paddings:
+            size, dtype = (rows, self.vocab_size), self.model_config.dtype
+            logits = self.compilation_manager._create_dummy_tensor(size, dtype, where)
+            self._mask(logits, np.zeros((rows, words), np.int32))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if grammar_output is not None and state is not None:
+            rows, drafts = len(state.logits), np.zeros(self.input_batch.num_reqs, np.int32)
+            if state.spec_decode_metadata is not None:
+                drafts = state.spec_decode_metadata.draft_lengths_cpu
+            scheduled = state.scheduler_output.scheduled_spec_decode_tokens
+            index = self.input_batch.req_id_to_index
+            state.logits = self._mask(
+                state.logits, bits_of_rows(grammar_output, scheduled, index, drafts, rows)
+            )
+        return super().sample_tokens(None)
+
+    def _mask(self, logits: jax.Array, bits: np.ndarray) -> jax.Array:
+        return mask_rows(logits, jax.device_put(bits, NamedSharding(self.mesh, PartitionSpec())))
+
+    def take_draft_token_ids(self) -> Any:
+        """Drafts for the scheduler, which advances grammars by them; if asynchronous, of the step before.
+
+        Upstream hands out device arrays then, in the order of a batch that has been condensed since.
+        """
+        manager, before = self.speculative_decoding_manager, self._pre_async_results
+        if not self.scheduler_config.async_scheduling or manager._draft_token_ids is None:
+            return super().take_draft_token_ids()
+        drafts, manager._draft_token_ids = np.asarray(manager._draft_token_ids).tolist(), None
+        return DraftTokenIds(list(before.spec_decode_metadata.req_ids_dp[0]), drafts)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return counted_alike(super().get_kv_cache_spec() | self.drafter.kv_cache_spec())

@@ -47,6 +47,7 @@ REFUSED = {
     "model_config__use_mla": True,
     "model_config__is_hybrid": True,
     "model_config__uses_mrope": True,
+    "model_config__is_multimodal_model": True,
     "kv_transfer_config": SimpleNamespace(),
     "additional_config": {"enable_continue_decode": True},
     "speculative_config__num_speculative_tokens_per_batch_size": [(1, 2)],

@@ -92,17 +92,6 @@ def head_that_is_the_embedding(logits):
     return tied
 
 
-@replaces(Proposer, "_logits")
-def padded_column_drafted(logits):
-    """What pads a vocabulary may hold anything; here it holds the highest logits."""
-
-    def padded(self, target, hidden):
-        found = logits(self, target, hidden)
-        return torch.cat([found[..., :1] * 0 + 1e4, found[..., 1:]], -1)
-
-    return padded
-
-
 @replaces(Proposer, "places")
 def last_group_in_place_of_the_drafts(places):
     def last(self):

@@ -25,13 +25,14 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 class Answer:
     """``texts``: for each batch, request and copy the ids; ``requests``: `Recorder.requests`.
 
-    ``groups``: the layers of each group of pages.
+    ``groups``: the layers of each group of pages. ``logprobs``: for each batch, request and token, by id.
     """
 
     texts: list
     requests: list
     metrics: dict
     groups: list
+    logprobs: list
 
 
 def run(batches, **options):
@@ -46,18 +47,23 @@ def run(batches, **options):
     Scheduler.update_from_output = recorded
     try:
         llm = vllm.LLM(**(OPTIONS | options))
-        texts = []
+        texts, logprobs = [], []
         for batch in batches:
             prompts = [{"prompt_token_ids": prompt} for prompt, _ in batch]
             params = [vllm.SamplingParams(**(GREEDY | given)) for _, given in batch]
             done = llm.generate(prompts, params, use_tqdm=False)
             texts.append([[list(out.token_ids) for out in one.outputs] for one in done])
+            logprobs.append([by_id(one.outputs[0].logprobs) for one in done])
         metrics = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
     finally:
         Scheduler.update_from_output = update
         llm = None
         gc.collect()
-    return Answer(texts, list(recorder.requests.values()), metrics, recorder.groups)
+    return Answer(texts, list(recorder.requests.values()), metrics, recorder.groups, logprobs)
+
+
+def by_id(steps):
+    return [{token: found.logprob for token, found in step.items()} for step in steps or ()]
 
 
 class Recorder:

@@ -3,7 +3,8 @@
 import json
 
 import torch
-from transformers import MinistralConfig, MinistralForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import MinistralConfig, MinistralForCausalLM, PreTrainedTokenizerFast
 
 from torch_dflash.selftest import pairs
 
@@ -68,6 +69,13 @@ def as_speculators(config):
         "dtype": config["dtype"],
         "tie_word_embeddings": False,
     }
+
+
+def word_tokenizer():
+    """One word an id, ``w0 w1 ...``; the last is the mask, the first stands for unknown ones."""
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, "w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
 
 
 def prompts(count, seed=0, longest=60):

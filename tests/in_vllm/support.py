@@ -34,6 +34,7 @@ def pair_folder(name):
     folder = FOLDER / name
     folder.mkdir()
     pair.save(folder, **PAIRS[name])
+    pair.word_tokenizer().save_pretrained(folder / "target")
     return folder
 
 

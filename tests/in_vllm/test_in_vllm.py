@@ -13,9 +13,12 @@ import pair
 import pytest
 import torch
 from support import DRAFTS, replay_of, run
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.sampling_params import StructuredOutputsParams
 
+from jax_bridge.vllm.mends import mask_rows
 from jax_bridge.vllm.proposer import Proposer
-from jax_bridge.vllm.worker import Worker
+from jax_bridge.vllm.worker import Runner, Worker
 
 TOKENS, NEAR = 48, 0.25  # bfloat16 logits of these targets are up to 20, in steps of 0.125
 PROMPTS = pair.prompts(10)
@@ -131,6 +134,14 @@ def test_other_pairs(name):
     check_replay(counts(replay_of(name), drafted), 50)
 
 
+def test_drafts_start_from_the_raw_embedding(monkeypatch):
+    """Some targets' own methods scale what they look up; drafters read the stored rows."""
+    embed = Qwen3ForCausalLM.embed_input_ids
+    monkeypatch.setattr(Qwen3ForCausalLM, "embed_input_ids", lambda self, *args: 8 * embed(self, *args))
+    found = counts(replay_of("tied"), run("tied", BATCHES[1:2], keep=False))
+    check_replay(found, 50)
+
+
 def test_two_devices():
     """Tensor parallelism: one key/value head of the drafter on two devices, and two of the target's."""
     drafted = run("tied", BATCHES[:2], tensor_parallel_size=2)
@@ -141,15 +152,28 @@ def test_two_devices():
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_nothing_is_compiled_after_the_start(monkeypatch, async_scheduling):
-    """With tpu-inference's warm-up, as on a TPU; its own guard raises on a later compilation."""
+    """With tpu-inference's warm-up, as on a TPU; its own guard raises on a later compilation.
+
+    The guard does not see what masks rows for grammars.
+    """
     monkeypatch.setenv("SKIP_JAX_PRECOMPILE", "0")
     monkeypatch.setenv("VLLM_XLA_CHECK_RECOMPILATION", "1")
+    capture, masks = Runner.capture_model, []
+
+    def captured(self):
+        capture(self)
+        masks.append(mask_rows._cache_size())
+
+    monkeypatch.setattr(Runner, "capture_model", captured)
     options = {"max_num_batched_tokens": 16, "max_model_len": 128, "max_num_seqs": 2}
-    run("tied", [batch(PROMPTS[:2], max_tokens=8)], async_scheduling=async_scheduling, **options)
+    grammar = StructuredOutputsParams(regex="(w1|w2|w3|w4)+")
+    batches = [batch(PROMPTS[:2], max_tokens=8), batch(PROMPTS[:2], max_tokens=8, structured_outputs=grammar)]
+    run("tied", batches, async_scheduling=async_scheduling, skip_tokenizer_init=False, **options)
+    assert mask_rows._cache_size() == masks[0] > 0
 
 
 def test_sampled_tokens_have_the_target_distribution():
-    """The second and third token after a prompt, which are verified drafts, against exact probabilities."""
+    """The second token after a prompt, which is a verified draft, against exact probabilities."""
     prompt, times = PROMPTS[0], 400
     given = [batch([prompt] * times, max_tokens=3, temperature=1.0)]
     answer = run("tied", given, max_num_seqs=64, num_gpu_blocks_override=512)

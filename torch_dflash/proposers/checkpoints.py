@@ -46,9 +46,9 @@ def load_drafter(
     return drafter
 
 
-def load_drafter_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
-    """The config of the drafter in a directory or hub repository; errors as in `load_drafter`."""
-    read = read_config(source, {})
+def load_drafter_config(source: str | os.PathLike[str], **options: Any) -> PreTrainedConfig:
+    """The config of the drafter in a directory or hub repository; options and errors as in `load_drafter`."""
+    read = read_config(source, options)
     config, _ = _kind(read, source)
     return config.from_dict(config.in_our_fields(read, source))
 

@@ -15,6 +15,16 @@ Attend = Callable[[Any, Tensor, Tensor, Tensor, float], Tensor]
 """``(attention layer, query [B, Q, W, D], key [B, G, W, D], value, scale) -> [B, W, Q, D]``."""
 
 
+def check_drafts(config: Any, drafts: int) -> None:
+    """Raise ``ValueError`` if a drafter of this config was not trained to draft so many tokens at once."""
+    most = config.block_size - int(not config.sample_from_anchor)
+    if not 1 <= drafts <= most:
+        raise ValueError(
+            f"num_speculative_tokens={drafts}: this drafter drafts 1 to {most} tokens at once "
+            f"(block_size={config.block_size}); pass a number in that range."
+        )
+
+
 class PagedDrafter(nn.Module):
     """The steps `project`, `remember` and `draft` of a drafter, each by its name through ``forward``.
 
@@ -31,13 +41,9 @@ class PagedDrafter(nn.Module):
     def __init__(self, drafter: DFlashDraftModel, drafts: int):
         super().__init__()
         self.drafter: Any = drafter
+        check_drafts(drafter.config, drafts)
         self.first_row = int(not drafter.config.sample_from_anchor)
-        self.rows, most = drafts + self.first_row, drafter.config.block_size - self.first_row
-        if not 1 <= drafts <= most:
-            raise ValueError(
-                f"num_speculative_tokens={drafts}: this drafter drafts 1 to {most} tokens at once "
-                f"(block_size={drafter.config.block_size}); pass a number in that range."
-            )
+        self.rows = drafts + self.first_row
 
     def forward(self, step: str, *args: Any) -> Any:
         return getattr(self, step)(*args)

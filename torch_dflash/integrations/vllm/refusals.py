@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_PREFIX = "speculative_config.method='dflash' with a PyTorch target"
+_PREFIX = "drafting with DFlash for a PyTorch target"
 
 
 def refuse(vllm_config: Any) -> None:
@@ -44,6 +44,9 @@ def _found(vllm_config: Any):
     ):
         if getattr(model, name, False):
             yield f"model_config.{name}", True, f"targets with {why} decode without drafting"
+    if getattr(model, "is_multimodal_model", False):
+        fix = "pass the checkpoint of its text model; targets with images decode without drafting"
+        yield "model_config.is_multimodal_model", True, fix
     if vllm_config.kv_transfer_config is not None:
         yield "kv_transfer_config", "given", "start without a KV connector"
     if vllm_config.additional_config.get("enable_continue_decode"):
