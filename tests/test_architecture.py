@@ -271,7 +271,7 @@ BUDGETS = {
         "mesh": 810,
         "reference": 1030,
         "train": 240,
-        "vllm": 320,
+        "vllm": 410,
     },
 }
 
