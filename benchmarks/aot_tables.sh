@@ -38,6 +38,7 @@ figure qwen3.5-4b-paged-16-v6e "${hybrid[@]}" --topology v6e:2x2
 eight=(--cache paged --drafter ngram --block 16 --layers 8 --passes verify --passes round)
 figure qwen3.5-35b-a3b-8-layers-paged-16 qwen3.5-35b-a3b "${eight[@]}"
 figure qwen3-next-80b-a3b-8-layers-paged-16 qwen3-next-80b-a3b "${eight[@]}"
+figure qwen3.5-27b-8-layers-paged-16 qwen3.5-27b "${eight[@]}"
 results=docs/results/slices_hybrids
 mkdir -p "$results"
 figure qwen3.5-27b qwen3.5-27b "${eight[@]}" --topology v6e:2x2 --mesh 4

@@ -22,6 +22,7 @@ SOON = SILENT + 30
         ("qwen3", "static", "v1", "given"),
         ("llama", "paged", "dflash2", "drawn"),
         ("llama", "paged", "v1 union", "given"),
+        ("qwen3_5", "paged", "v1", "given"),
     ],
 )
 def test_two_processes_say_what_one_device_says_of_the_first_ones_prompts(
