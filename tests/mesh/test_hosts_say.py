@@ -275,6 +275,15 @@ def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models):
     assert said[0] == said[1] != said[2]
 
 
+def test_what_is_said_of_a_config_does_not_hang_on_the_order_of_a_set(models):
+    """Python's is another in each process; Qwen3.5's config has one."""
+    model, said = copy.deepcopy(models[0]), []
+    for value in ({8, 0}, {0, 8}, {0, 9}):
+        model.config.extra = [value]
+        said.append(said_of(Alone(), None, model, None)["the target"])
+    assert [*{8, 0}] != [*{0, 8}] and said[0] == said[1] != said[2]
+
+
 def test_what_is_made_of_a_drafter_is_said(models):
     target, drafter = models[0], make_drafter(models[0])
     forms = [

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
+from pprint import pformat
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch.utils import _pytree as pytree
@@ -141,7 +142,8 @@ def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: 
     for name, given in (("the target", target), ("the drafter", drafter)):
         one = inner_of(given)
         known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
-        shown = _NUMBER.sub("", repr((settings(getattr(one, "config", None)), recipe_of(given))))
+        # In lines, for only these show a set in one order: Python's own differs by process.
+        shown = _NUMBER.sub("", pformat((settings(getattr(one, "config", None)), recipe_of(given)), width=1))
         said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
         named = {option.name: repr(getattr(part, option.name)) for option in fields(part)}
