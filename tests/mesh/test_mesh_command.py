@@ -32,3 +32,4 @@ def test_the_command_says_on_four_devices_what_it_says_on_one():
     texts = said("--mesh", "4")
     assert len(texts) == 2 and all(texts)
     assert texts == said("--mesh", "auto", "--cache", "paged") == said("--runtime", "eager")
+    assert texts == said("--mesh", "4", "--union", "--rows", "8")
