@@ -30,10 +30,9 @@ def check_pair_on_mesh(
     pair: Pair, plan: DecodePlan, compute: str = "auto", quantize: str | None = None
 ) -> None:
     """Raise ``ValueError`` for whatever is not decoded on a mesh."""
-    if (compute, quantize) != ("auto", None):
-        raise ValueError(
-            f"compute={compute!r}, quantize={quantize!r} with a mesh: {ALONE}, or leave them out."
-        )
+    for name, value, usual in (("compute", compute, "auto"), ("quantize", quantize, None)):
+        if value != usual:
+            raise ValueError(f"{name}={value!r} with a mesh: {ALONE}, or leave it out.")
     check_target_on_mesh(pair.target)
     _check_proposer(pair.proposer)
     known = {type(kind) for kind in KINDS.values()} - {GrammarMatcher}  # which asks the host

@@ -135,18 +135,6 @@ def test_a_chain_is_a_tree_without_branches():
     assert stats.acceptance_lengths == [[6, 6, 6, 5]] * 3
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({"runtime": "xla", "mesh": 1}, "mesh=.* with a tree of drafts"),
-    ],
-)
-def test_what_was_not_tried_with_trees_is_refused(options, names):
-    with pytest.raises(ValueError, match=names):
-        fixed = {"runtime": "eager", "max_length": 64}
-        td.compile(target("qwen3"), Tabled(1, 128, ROWS, DEPTH), **(fixed | options))
-
-
 def test_latent_layers_and_more_rows_than_the_kernels_take_are_refused():
     cls, config, extra = MORE["deepseek_v3"]
     latent = cls(config(**(BASE | extra)))
