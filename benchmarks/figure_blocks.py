@@ -251,21 +251,22 @@ def exchanged(rounds: list[dict[str, Any]]) -> str:
 
 def aot_trees() -> str:
     """Rounds with trees beside rounds with chains of as many rows."""
-    found = result("trees_aot")
+    found, slices = result("trees_aot"), result("trees_slices_aot")
     alone, sliced = (
         ", ".join(
             f"{one['ratio']:.3f} ({one['rows']} rows, {one['topology'].partition(':')[0]})"
-            for one in found["rounds"]
-            if one["draft"] == "tree" and (one["chips"] == 1) == is_alone
+            for one in made["rounds"]
+            if one["draft"] == "tree"
         )
-        for is_alone in (True, False)
+        for made in (found, slices)
     )
     return item(
         "A round with a [tree](proposers.md#trees) beside one with a chain of as many rows, on pages at ",
-        f"{found['context']:,} tokens, {found['layers']} of Qwen3-4B's 36 layers: {alone} ",
+        f"{found['context']:,} tokens, Qwen3-4B: {alone} ",
         "times the bytes. A chain of 64 rows drafts 64, a tree the drafter's 16. Every buffer is updated in ",
-        f"place, and there is no scatter. On four chips: {sliced}{exchanged(found['rounds'])} ",
-        f"([figures](results/trees_aot.json), `benchmarks/trees_aot.py --layers {found['layers']}`).",
+        "place, and there is no scatter ([figures](results/trees_aot.json), `benchmarks/trees_aot.py`). On ",
+        f"four chips, {slices['layers']} layers: {sliced}{exchanged(slices['rounds'])} ",
+        "([figures](results/trees_slices_aot.json), `benchmarks/trees_aot.py --layers 5 --chips 4`).",
     )
 
 

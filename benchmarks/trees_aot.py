@@ -1,9 +1,10 @@
-"""A round with a tree beside one with a chain of as many rows, compiled for TPUs that are not there.
+r"""A round with a tree beside one with a chain of as many rows, compiled for TPUs that are not there.
 
 No TPU, no weights; libtpu compiles for one chip, or for several that share each weight::
 
     PYTHONPATH=.venv/libtpu python benchmarks/trees_aot.py --json docs/results/trees_aot.json
-    PYTHONPATH=.venv/libtpu python benchmarks/trees_aot.py --json docs/results/trees_aot.json --chips 4
+    PYTHONPATH=.venv/libtpu python benchmarks/trees_aot.py --layers 5 --chips 4 \
+        --json docs/results/trees_slices_aot.json
 
 A chain of more rows than the drafter's block drafts a block as wide as its verify pass. What the JSON file
 has already is not compiled again.
