@@ -86,6 +86,15 @@ def test_a_joined_node_has_one_parent(monkeypatch):
         scored(join(same, same, DEPTH))
 
 
+def test_nodes_that_are_not_drafted_take_no_score_of_others():
+    """What pads a part's draft may repeat an id that another part drafts."""
+    nothing = unscored(Draft(torch.zeros(1, 3, dtype=torch.int32), torch.tensor([0])), DEPTH)
+    tokens, parent = (torch.tensor([row], dtype=torch.int32) for row in ([0, 5, 6], [-1, 0, -1]))
+    drafted = Nodes(tokens, parent, torch.tensor([[-0.1, -0.5, -0.9]]))
+    for one, other in ((nothing, drafted), (drafted, nothing)):
+        assert scored(best(join(one, other, DEPTH), 3)).keys() == {(0,), (0, 5), (6,)}
+
+
 def test_a_beam_of_a_small_tree_finds_the_likeliest_paths():
     generator = torch.Generator().manual_seed(0)
     logs = torch.log_softmax(torch.randn(1, 5, 8, generator=generator) * 2, dim=-1)

@@ -71,7 +71,8 @@ def join(first: Nodes, second: Nodes, deepest: int) -> Nodes:
     Two nodes are equal if the same tokens lead to them from the anchor.
     """
     mine, theirs = paths(first, deepest), paths(second, deepest)
-    same = (theirs[:, :, None] == mine[:, None]).all(dim=-1)
+    drafted = first.score > -torch.inf  # what pads a draft may have the tokens of a node of ``second``
+    same = (theirs[:, :, None] == mine[:, None]).all(dim=-1) & drafted[:, None]
     known, count = same.any(dim=-1), first.tokens.shape[1]
     own = torch.arange(second.tokens.shape[1], device=known.device, dtype=torch.int32) + count
     place = torch.where(known, same.to(torch.int32).argmax(dim=-1).to(torch.int32), own)
