@@ -69,18 +69,22 @@ def main() -> None:
     line += [f"--fit={fit} --epochs {options.epochs} --batch-size 8 --anchors 32"]
     judge = f"--runtime eager --limit {options.limit} --max-new-tokens 96 --batch-size 10"
     line += [f"--evaluate={judge}"]
-    if command([str(part) for part in line]):
-        raise SystemExit(1)
+    run(line)
     shuffled = options.folder / "shuffled.json"
     line = ["train", "evaluate", "--target", target, "--drafter", drafter, "--json", shuffled, "--shuffled"]
     line += ["--prompts", DATA / "eval/gsm8k.jsonl", *shlex.split(judge)]
-    if command([str(part) for part in line]):
-        raise SystemExit(1)
+    run(line)
     own = json.loads((options.folder / "run/figures.json").read_text())["sets"]["gsm8k"]
     other = json.loads(shuffled.read_text())["sets"]["gsm8k"]
     told = json.loads((target / "told.json").read_text())
     print(own, other, told)
     write_json(options.json, {"target": told, "drafter": own, "shuffled": other})
+
+
+def run(line: list[Any]) -> None:
+    """A line of ``torch-dflash``; if it fails, so does this program."""
+    if command([str(part) for part in line]):
+        raise SystemExit(1)
 
 
 def train_target(folder: Path, minutes: float) -> dict[str, Any]:

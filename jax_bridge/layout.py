@@ -1,4 +1,4 @@
-"""How a weight lies in device memory: chosen where it is put there, once for all engines.
+"""The layout of a weight in device memory: chosen where it is put there, once for all engines.
 
 torch keeps a linear layer's weight as [out, in]. XLA's CPU products of two and more rows in float32 are
 faster with [in, out] on some CPUs (`jax_bridge.measured`). A weight that is kept so is `Transposed`:

@@ -1,4 +1,4 @@
-"""How weights are multiplied faster on this CPU: measured once, kept on disk.
+"""The faster way to multiply weights on this CPU: measured once, kept on disk.
 
 On some CPUs a float32 weight kept as [in, out] gains a third, on others it loses one
 (`benchmarks/weight_layout.py`). The two round differently in the last bits: one process has one layout, two

@@ -1,4 +1,4 @@
-"""What the paged attention kernel does for one half (`Halves`), one sequence, one tile of query rows.
+"""The body of the paged attention kernel: one half (`Halves`), one sequence, one tile of query rows.
 
 It reads K and V of a page in one copy, a block of pages at a time and one block ahead, and keeps a running
 softmax. It never reads what it writes: the last, partly filled tile of old rows and the new rows are merged

@@ -17,7 +17,7 @@ from jax_bridge.mesh.shape import ALL
 def slice_under(rows: Array, dim: int | None) -> Slice | None:
     """The slice over which ``dim`` of ``rows``, a vocabulary, is cut; None: it is not."""
     own, last = current(), rows.ndim > 0 and dim in (-1, rows.ndim - 1)
-    return own if own and last and rows.shape[-1] in own.vocabularies and _is_real(rows) else None
+    return own if own and last and rows.shape[-1] in own.vocabularies and _is_real(rows.dtype) else None
 
 
 def argmax_on_slice(own: Slice, rows: Array, keepdim: bool = False) -> Array:
@@ -81,18 +81,16 @@ def _of_all_chips(*parts: Array) -> tuple[Array, ...]:
 
 
 def _bits(part: Array) -> Array:
-    return jax.lax.bitcast_convert_type(part.astype(jnp.float32), jnp.int32) if _is_real(part) else part
+    return jax.lax.bitcast_convert_type(part.astype(jnp.float32), jnp.int32) if _is_real(part.dtype) else part
 
 
 def _values(bits: Array, dtype: Any) -> Array:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return bits
-    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype) if _is_real(dtype) else bits
 
 
 def _cut(rows: Array) -> Any:
     return P(*[None] * (rows.ndim - 1), ALL)
 
 
-def _is_real(rows: Array) -> bool:
-    return jnp.issubdtype(rows.dtype, jnp.floating)
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)

@@ -1,4 +1,4 @@
-"""Where a runtime on a mesh keeps weights, states and what comes from the host."""
+"""The places on a mesh of weights, states and what comes from the host."""
 
 from __future__ import annotations
 

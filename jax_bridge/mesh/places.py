@@ -1,4 +1,4 @@
-"""Which devices each replica of a pair decodes on."""
+"""The devices on which each replica of a pair decodes."""
 
 from __future__ import annotations
 

@@ -47,14 +47,12 @@ def ways_of_target(model: Any, mesh: Mesh) -> dict[str, Way]:
     plan = OURS | _understood(getattr(config, "base_model_tp_plan", None))
     experts = set(getattr(config, "base_model_ep_plan", None) or {})
     tables = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    ways, blocks = (
-        _ways(model, prefix, plan, experts, tables, heads_of(config), mesh),
-        blocks_of(config, mesh),
-    )
-    mixers = {name: found[1] for name in ways if (found := _MIXER.search(name))}
-    return ways | {
-        name: mixer_way(own, mesh, blocks) if blocks else Way(mesh) for name, own in mixers.items()
-    }
+    ways = _ways(model, prefix, plan, experts, tables, heads_of(config), mesh)
+    blocks = blocks_of(config, mesh)
+    for name in ways:
+        if found := _MIXER.search(name):
+            ways[name] = mixer_way(found[1], mesh, blocks) if blocks else Way(mesh)
+    return ways
 
 
 def ways_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Way]:
