@@ -11,6 +11,7 @@ from torch import nn
 import torch_dflash as td
 from jax_bridge import weights
 from torch_dflash.engine.engine import Engine
+from torch_dflash.targets import guard
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 OPTIONS = {"do_sample": False, "eos_token_id": None}
@@ -34,6 +35,7 @@ def counts(monkeypatch):
     counted(Engine, "follow", "asked")
     counted(jax, "device_put", "transfers")
     counted(weights, "places", "weights looked at")
+    counted(guard, "parts", "functions looked into")
     return found
 
 
@@ -51,6 +53,7 @@ def test_a_call_walks_over_no_module_and_sends_what_it_asks_for_at_once(engine, 
     assert counts.pop("asked") == 1
     assert counts.pop("transfers") <= 6  # the request's rows and a prompt's piece, twice each; where to read
     assert not counts.get("walks") and not counts.get("weights looked at")
+    assert counts.pop("functions looked into") < 9  # this fixture's; none that a drafter's classes name
 
 
 def test_a_chunk_asks_nothing_and_walks_over_nothing(engine, counts):

@@ -21,7 +21,8 @@ _BUILT_IN = ("builtins", "torch")
 _HOLDERS = ("argparse", "collections", "types")
 """Python's own modules whose objects hold what their users set: namespaces and user-made collections."""
 _LIBRARIES = ("torch", "transformers", "numpy", "jax", "torch_dflash", "jax_bridge")
-_THEIRS = tuple(os.path.dirname(str(one.__file__)) + os.sep for one in (torch, transformers))
+_FILES = str(torch.__file__), str(transformers.__file__), os.path.dirname(__file__)
+_THEIRS = tuple(os.path.dirname(path) + os.sep for path in _FILES)
 
 
 class Names(NamedTuple):
@@ -32,7 +33,7 @@ class Names(NamedTuple):
 
 
 def is_theirs(value: Any) -> bool:
-    """Whether a function is transformers' or torch's, which read no global that anybody sets."""
+    """Whether a function is transformers', torch's or ours, which read no global that anybody sets."""
     if isinstance(value, classmethod | staticmethod):
         value = value.__func__
     # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
