@@ -1,13 +1,16 @@
 """The speed of plain decoding, of the demo's drafter, and of unions with it, which answer in turn.
 
 A form's figure is the median of its tokens a second (1 / TPOT) over plain decoding's in the same turn: a
-machine that is busy at times slows both.
+machine that is busy at times slows both. ``--chat`` asks what people ask in conversations, which no drafter
+was fitted to, and counts the CPU seconds of a call: other programs of the machine tell less on those.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,62 +23,92 @@ from torch_dflash.demo.pair import load_demo_draft_ids
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.proposers.narrow import with_draft_vocabulary
+from torch_dflash.train.answers.data import read_prompts
 from torch_dflash.train.answers.draw import draw
+
+
+def build(arguments: argparse.Namespace) -> tuple[dict[str, Any], Any, list[int]]:
+    """Warm engines by form, plain decoding of the first type in front; the tokenizer; ids that end a text."""
+    engines = {}
+    for dtype in arguments.dtype:
+        target, drafter, tokenizer = td.load_demo_pair(getattr(torch, dtype))
+        narrow, lookup = with_draft_vocabulary(drafter, target, load_demo_draft_ids()), td.NGramProposer()
+        forms = {"plain": None, "drafter": narrow}
+        forms |= {f"union of {rows}": td.Union(lookup, narrow, rows=rows) for rows in arguments.rows}
+        for form, drafts in forms.items():
+            name = form if dtype == arguments.dtype[0] else f"{form}, {dtype}"
+            engines[name] = td.compile(
+                target,
+                drafts,
+                runtime=arguments.runtime,
+                filters=False,
+                verify_width=arguments.verify_width if drafts is not None else None,
+                max_length=512,
+                rounds_per_chunk=1,
+                prefill_chunk_size=16,
+            )
+            engines[name].keeps_alive = target, drafts
+            engines[name].warmup()
+            print(name, "is compiled", flush=True)
+    return engines, tokenizer, default_stop_ids(target, tokenizer)
+
+
+def plain_of(form: str) -> str:
+    """Plain decoding in the type of ``form``."""
+    return ", ".join(["plain", *form.split(", ")[1:]])
 
 
 def main() -> None:
     """Answer the demo's questions in each form, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runtime", default="xla")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--dtype", nargs="+", default=["bfloat16"], help="of several, ratios are to the first"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--draw", type=int, default=0, help="questions of data/eval besides the demo's")
+    parser.add_argument("--chat", type=int, default=0, help="questions of mt-bench, in place of the others")
     parser.add_argument("--rows", type=int, nargs="+", default=[8])
     parser.add_argument("--verify-width", default="auto")
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
-    target, drafter, tokenizer = td.load_demo_pair(getattr(torch, arguments.dtype))
-    narrow, lookup = with_draft_vocabulary(drafter, target, load_demo_draft_ids()), td.NGramProposer()
-    forms = {"plain": None, "drafter": narrow}
-    forms |= {f"union of {rows}": td.Union(lookup, narrow, rows=rows) for rows in arguments.rows}
     questions = [*QUESTIONS.items(), *draw(Path("data/eval"), arguments.draw)]
+    if arguments.chat:
+        prompts = read_prompts([Path("data/eval/mt-bench.jsonl")])
+        questions = [("mt-bench", one.turns[0]) for one in random.Random(0).sample(prompts, arguments.chat)]
+    engines, tokenizer, stops = build(arguments)
     asked = {
         f"{number} ({kind})": torch.tensor([encode(tokenizer, [{"role": "user", "content": question}])])
         for number, (kind, question) in enumerate(questions, 1)
     }
-    room: dict[str, Any] = {"max_length": 512, "rounds_per_chunk": 1, "prefill_chunk_size": 16}
-    engines = {}
-    for form, drafts in forms.items():
-        width = arguments.verify_width if drafts is not None else None
-        engines[form] = td.compile(
-            target, drafts, runtime=arguments.runtime, filters=False, verify_width=width, **room
-        )
-        engines[form].warmup()
-        print(form, "is compiled", flush=True)
     options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    options |= {"eos_token_id": default_stop_ids(target, tokenizer), "return_dict_in_generate": True}
+    options |= {"eos_token_id": stops, "return_dict_in_generate": True}
     speeds: dict[str, dict[str, list[float]]] = {kind: {} for kind in asked}
     for turn in range(arguments.repeats + 1):  # in the first one engines learn what drafts are worth
         for kind, ids in asked.items():
-            texts = []
-            for form, engine in engines.items():
+            texts = {}
+            for form, engine in random.sample([*engines.items()], len(engines)):
+                spent = time.process_time()
                 out: Any = engine.generate(ids, torch.ones_like(ids), **options)
-                texts.append(out.new_tokens)
+                spent = (time.process_time() - spent) / len(out.new_tokens[0])
+                texts[form] = out.new_tokens
                 if turn:
-                    speeds[kind].setdefault(form, []).append(1 / out.stats.time_per_output_token)
-            same = sum(text == texts[0] for text in texts)
+                    each = spent if arguments.chat else out.stats.time_per_output_token
+                    speeds[kind].setdefault(form, []).append(1 / each)
+            same = sum(text == texts[plain_of(form)] for form, text in texts.items())
             print(f"{kind}: {same} of {len(texts)} texts are alike", flush=True)  # ties of bfloat16
         last = {kind: {form: round(own[-1], 1) for form, own in of.items()} for kind, of in speeds.items()}
         print("turn", turn, last, flush=True)
+    first = next(iter(engines))
     ratios = {
         kind: {
-            form: round(statistics.median(a / b for a, b in zip(own[form], own["plain"], strict=True)), 3)
-            for form in forms
+            form: round(statistics.median(a / b for a, b in zip(own[form], own[first], strict=True)), 3)
+            for form in engines
         }
         for kind, own in speeds.items()
     }
-    medians = {form: statistics.median(own[form] for own in ratios.values()) for form in forms}
+    medians = {form: statistics.median(own[form] for own in ratios.values()) for form in engines}
     write_json(arguments.json, vars(arguments) | {"over plain decoding": ratios, "median": medians})
     print(medians)
 

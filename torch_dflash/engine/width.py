@@ -23,7 +23,7 @@ from torch_dflash.runtime import Turn
 
 PLAIN = 1
 """The width of a round without a draft."""
-ALLOWANCE, SHARE = 1.0, 0.01
+ALLOWANCE, SHARE = 0.6, 0.005
 """What a generation may lose on plain decoding: so many plain rounds, and this part of its tokens' time."""
 LOOK_EVERY, LOOK = 64, 2
 """Rounds of a generation between two looks at as much of the draft as it can afford, and rounds of a look."""
