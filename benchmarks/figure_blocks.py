@@ -34,7 +34,7 @@ SCANS = {
     "paged_sliced": "`lax.scan` that carries stacked pools, sliced for the kernel",
     "paged_flat": "`lax.scan` that carries one pool of all layers' pages",
 }
-DEMOS = "demo_cpu", "demo_cpu_xeon", "demo_cpu_vnni", "demo_cpu_avx2"
+DEMOS = "demo_cpu", "demo_cpu_xeon", "demo_cpu_vnni"
 VERSIONED = "torch", "jax", "torchax", "transformers"
 PARTS = {
     "import": "imports of torch and transformers",
@@ -334,6 +334,16 @@ def first_answer() -> str:
     )
 
 
+def first_call() -> str:
+    """What a first call costs, in a sentence."""
+    found = result("first_answer_cpu")
+    empty, full, second = (f"{found[name]['median']:.1f} s" for name in ("empty", "full", "second"))
+    return (
+        f"A process's first answer took {empty}, {full} with its programs in the cache on disk, and a second "
+        f"call {second}"
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "demo": demo,
@@ -382,6 +392,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scan-aot": scan_aot,
     "scan-cpu": scan_cpu,
     "first-answer": first_answer,
+    "first-call": first_call,
     "slices-aot": slices_aot,
     "slices-hybrids": slices_hybrids,
     "slices-needed": slices_needed,
