@@ -81,20 +81,15 @@ def say(what: str) -> None:
 
 
 @contextmanager
-def announced(
-    what: str | None, patience: float | None = None, more: Callable[[], str] = str
-) -> Iterator[None]:
-    """Say ``what`` if it lasts a second, and then at its end how long it took. None: say nothing.
-
-    ``patience``: other seconds. ``more``: what the last line ends with.
-    """
+def announced(what: str | None, after: float | None = None, more: Callable[[], str] = str) -> Iterator[None]:
+    """Say ``what`` if it lasts a second (``after``), then how long it took and ``more``; None: nothing."""
     started, said = time.monotonic(), threading.Event()
 
     def begin() -> None:
         said.set()
         _log.warning("torch-dflash: %s ...", what)
 
-    timer = threading.Timer(PATIENCE if patience is None else patience, begin)
+    timer = threading.Timer(PATIENCE if after is None else after, begin)
     timer.daemon = True
     if what is not None and not _quiet.get():
         timer.start()

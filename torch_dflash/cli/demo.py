@@ -12,18 +12,7 @@ import torch
 import torch_dflash as td
 from torch_dflash.checks import check_arithmetic, context_of
 from torch_dflash.cli.arguments import check_device, check_room, prompt_room
-from torch_dflash.cli.demo_report import (
-    DFLASH,
-    DRAFTED,
-    NATIVE,
-    PLAIN,
-    TRANSFORMERS,
-    UNION,
-    Asked,
-    Parts,
-    as_json,
-    report,
-)
+from torch_dflash.cli.demo_report import DRAFTED, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, one_line, unwritten
 from torch_dflash.cli.loading import place_of
@@ -109,8 +98,7 @@ def _contest(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> in
     names = f"{type(target).__name__} and its drafter, {arguments.dtype}"
     form = names + (f", products in {arguments.quantize}" if arguments.quantize else "")
     print(f"{form}; runtime {arguments.runtime}; {hardware()}\n", flush=True)
-    if arguments.verify_width is None:
-        arguments.verify_width = "auto" if len(asked) > 1 else drafter.config.block_size
+    arguments.verify_width = arguments.verify_width or ("auto" if asked[1:] else drafter.config.block_size)
     methods = _methods(arguments, target, drafter, tokenizer, asked, parts)
     for turn in range(arguments.repeats):  # of all questions: an engine learns from what it has just drafted
         for number, one in enumerate(asked):
@@ -156,9 +144,9 @@ def _methods(
     options |= {"max_length": _capacity(longest + new, target), "prefill_chunk_size": MIN_BUCKET}
     options |= {"quantize": arguments.quantize}
     narrow = with_draft_vocabulary(drafter, target, load_demo_draft_ids())  # transformers' loop knows none
-    drafts = {DFLASH: narrow}
+    drafts: dict[str, Any] = {DRAFTED[1]: narrow}
     if arguments.drafts == "union":
-        drafts = {UNION: td.Union(td.NGramProposer(), narrow, rows=ROWS)} | drafts
+        drafts = {DRAFTED[0]: td.Union(td.NGramProposer(), narrow, rows=ROWS)} | drafts
     engines = {PLAIN: td.compile(target, None, **options)}
     options["verify_width"] = arguments.verify_width
     engines |= {name: td.compile(target, one, **options) for name, one in drafts.items()}
