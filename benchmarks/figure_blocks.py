@@ -34,7 +34,14 @@ SCANS = {
     "paged_sliced": "`lax.scan` that carries stacked pools, sliced for the kernel",
     "paged_flat": "`lax.scan` that carries one pool of all layers' pages",
 }
-DEMOS = "demo_cpu", "demo_cpu_xeon", "demo_cpu_vnni", "demo_cpu_avx2"
+EARLIER = "demo_cpu_xeon", "demo_cpu_avx2"
+"""Of a drafter that was bundled before."""
+UNION = "DFlash + lookup"
+CPUS = {
+    "cpu_steps": "an EPYC with AVX512-BF16",
+    "cpu_steps_xeon": "a Xeon with AMX",
+    "cpu_steps_vnni": "a Xeon with neither",
+}
 VERSIONED = "torch", "jax", "torchax", "transformers"
 PARTS = {
     "import": "imports of torch and transformers",
@@ -93,24 +100,53 @@ def acceptance_control() -> str:
     return f"{result('acceptance_shuffled_cpu')['sets']['gsm8k']['acceptance_length']:.2f}"
 
 
+def demos() -> dict[str, dict[str, Any]]:
+    """What the bundled drafter brought in bfloat16, by the file: one for each CPU."""
+    names = sorted(path.stem for path in RESULTS.glob("demo_cpu*.json"))
+    found = {name: result(name) for name in names if name not in EARLIER}
+    return {name: one for name, one in found.items() if one["dtype"] == "bfloat16" and not one["quantize"]}
+
+
 def demo_line() -> str:
     """What DFlash brought on each CPU, in bfloat16."""
     plain, best, asked = [], [], set()
-    for name in DEMOS:
-        found = result(name)
+    forms = result("demo_forms_cpu")["median"]
+    gained = [forms["union of 8"] / forms["drafter"]]
+    for found in demos().values():
         asked.add(len(found["questions"]))
         rows = {row["method"]: row["speedup"] for row in found["rows"]}
         plain.append(rows["DFlash"])
         best.append(rows["DFlash"] / max(rows[one] for one in rows if "transformers' generate" in one))
+        if UNION in rows:
+            gained.append(rows[UNION] / rows["DFlash"])
     (questions,) = asked
-    forms = result("demo_forms_cpu")["median"]
-    gained = forms["union of 8"] / forms["drafter"]
+    union = " to ".join(dict.fromkeys(f"{one:.2f}" for one in (min(gained), max(gained))))
     return (
-        f"The bundled drafter in bfloat16, median of {questions} questions on {len(DEMOS)} CPUs: "
+        f"The bundled drafter in bfloat16, median of {questions} questions on {len(plain)} CPUs: "
         f"{min(plain):.2f} to {max(plain):.2f} times plain decoding, and {min(best):.2f} to {max(best):.2f} "
-        "times transformers' `generate` without a drafter, in its best type; beside lookup in a tree, "
-        f"{gained:.2f} times the drafter's own speed on one of them"
+        "times transformers' `generate` without a drafter, in its best type. Beside lookup in a tree: "
+        f"{union} times the drafter's own speed ({len(gained)} CPU{'s' * (len(gained) > 1)})"
     )
+
+
+def demo_unions() -> str:
+    """The tables of runs that asked the union beside the drafter alone."""
+    said = []
+    for name, found in demos().items():
+        if UNION in {row["method"] for row in found["rows"]}:
+            of = found["provenance"]
+            said.append(f"`{of['command']}`, {of['date']}, {of['hardware']}:\n\n{demo(name)}")
+    return "\n\n".join(said) or "No run of this command has timed both in turn yet."
+
+
+def demo_types() -> str:
+    """What a round of eight rows takes in each type, on each CPU whose steps were timed."""
+    said = []
+    for name, cpu in CPUS.items():
+        rows = [row for row in result(name)["rows"] if row["method"] == "DFlash" and row["size"] == 2048]
+        took = {row["dtype"]: row["round_ms"] for row in rows}
+        said.append(f"{took['float32']:.0f} and {took['bfloat16']:.0f} ms on {cpu}")
+    return f"{', '.join(said[:-1])}, and {said[-1]}"
 
 
 def demo_forms() -> str:
@@ -334,12 +370,24 @@ def first_answer() -> str:
     )
 
 
+def first_call() -> str:
+    """What a first call costs, in a sentence."""
+    found = result("first_answer_cpu")
+    empty, full, second = (f"{found[name]['median']:.1f} s" for name in ("empty", "full", "second"))
+    return (
+        f"A process's first answer took {empty}, {full} with its programs in the cache on disk, and a second "
+        f"call {second}"
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "demo": demo,
     "versions": versions,
     "demo-time": demo_time,
     "demo-line": demo_line,
+    "demo-types": demo_types,
+    "demo-unions": demo_unions,
     "demo-forms": demo_forms,
     "demo-int8": lambda: demo("demo_cpu_int8"),
     "demo-avx2": lambda: demo("demo_cpu_avx2"),
@@ -382,6 +430,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scan-aot": scan_aot,
     "scan-cpu": scan_cpu,
     "first-answer": first_answer,
+    "first-call": first_call,
     "slices-aot": slices_aot,
     "slices-hybrids": slices_hybrids,
     "slices-needed": slices_needed,

@@ -1,4 +1,4 @@
-"""What a round of a pair moves on a TPU that is not there. Needs libtpu: pip install 'torch-dflash[tpu]'."""
+"""What a round of a pair moves on a TPU that is not there. Needs libtpu: pip install 'jax[tpu]'."""
 
 import jax_bridge as jb
 import torch_dflash as td

@@ -245,8 +245,8 @@ class XlaRuntime:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
         count = len(buckets) + len(self._rounds) + 2
         with (
-            lasting(progress, f"compiling {count} programs for {self._sizes}", count, "program") as bar,
-            quiet(True),
+            lasting(progress, f"compiling all programs for {self._sizes}", count, "program") as bar,
+            quiet(progress is False or not bar.disable),
         ):
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PATIENCE = 1.0
 """Seconds after which something is slow enough to be shown."""
+LONG = 3.0
+"""Seconds after which a program that compiles has lines of its own where no terminal shows a bar."""
 TICK, LULL = 0.2, 0.5
 """Seconds between two looks at what compiles, and without any program after which a bar ends."""
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
@@ -79,15 +81,15 @@ def say(what: str) -> None:
 
 
 @contextmanager
-def announced(what: str | None) -> Iterator[None]:
-    """Say ``what`` if it lasts a second, and then at its end how long it took. None: say nothing."""
+def announced(what: str | None, after: float | None = None, more: Callable[[], str] = str) -> Iterator[None]:
+    """Say ``what`` if it lasts a second (``after``), then how long it took and ``more``; None: nothing."""
     started, said = time.monotonic(), threading.Event()
 
     def begin() -> None:
         said.set()
         _log.warning("torch-dflash: %s ...", what)
 
-    timer = threading.Timer(PATIENCE, begin)
+    timer = threading.Timer(PATIENCE if after is None else after, begin)
     timer.daemon = True
     if what is not None and not _quiet.get():
         timer.start()
@@ -96,13 +98,14 @@ def announced(what: str | None) -> Iterator[None]:
     finally:
         timer.cancel()
         if said.is_set():
-            _log.warning("torch-dflash: %s: %.1f s", what, time.monotonic() - started)
+            _log.warning("torch-dflash: %s: %.1f s%s", what, time.monotonic() - started, more())
 
 
 class Compiling:
-    """Programs that compile: after a second, a bar with n of m, or a line at each end without a terminal.
+    """Programs that compile: after a second, a bar with n of m at a terminal.
 
-    One thread shows what is on its way; programs that follow each other closely share the bar.
+    One thread shows what is on its way; programs that follow each other closely share the bar. Without a
+    terminal each that takes longer than `LONG` has a line at each end.
 
     Args:
         sizes: what the programs are for, as in "512 positions, batch 1"; None: nothing is shown.
@@ -118,10 +121,13 @@ class Compiling:
         """Note that ``what`` compiles; call the result when it is compiled or has failed."""
         if self._sizes is None or _quiet.get():
             return lambda: None
+        shown = sys.stderr is not None and sys.stderr.isatty()
+        lines = announced(None if shown else f"compiling {what} ({self._sizes})", LONG, self._so_far)
+        lines.__enter__()
         with self._lock:
             self._waiting.append(what)
             self._count += 1
-            if self._watcher is None:
+            if shown and self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, daemon=True)
                 self._watcher.start()
 
@@ -129,8 +135,12 @@ class Compiling:
             with self._lock:
                 self._waiting.remove(what)
                 self._ended = time.monotonic()
+            lines.__exit__(None, None, None)
 
         return end
+
+    def _so_far(self) -> str:
+        return f", {self._count - len(self._waiting)} of {self._count} programs so far"
 
     def join(self) -> None:
         """Wait until nothing is shown any more."""
@@ -138,7 +148,7 @@ class Compiling:
             watcher.join()
 
     def _watch(self) -> None:
-        started, bar = time.monotonic(), None
+        bar = None
         time.sleep(PATIENCE)
         while True:
             with self._lock:
@@ -148,15 +158,11 @@ class Compiling:
                     break
             if bar is None:
                 bar = progress_bar(None, total=count, unit="program", leave=False)
-                if bar.disable:
-                    say(f"compiling {', '.join(waiting)} ({self._sizes}) ...")
             bar.total, bar.n = count, count - len(waiting)
             bar.set_description(waiting[0] if waiting else "compiled")
             time.sleep(TICK)
         if bar is not None:
             bar.close()
-            if bar.disable:
-                say(f"compiling took {self._ended - started:.1f} s")
 
 
 @contextmanager

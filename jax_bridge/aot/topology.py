@@ -20,7 +20,7 @@ def find_topology(name: str) -> Any:
     """
     if find_spec("libtpu") is None:
         raise ModuleNotFoundError(
-            "libtpu is not installed, and it is the TPU compiler: pip install 'torch-dflash[tpu]'. "
+            "libtpu is not installed, and it is the TPU compiler: pip install 'jax[tpu]'. "
             "export_round works without it."
         )
     # libtpu locks the chips it expects to drive, so a second process that only compiles would abort.

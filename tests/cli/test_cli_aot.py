@@ -287,7 +287,7 @@ def test_unreadable_configs(folders, compiler, capsys):
 def test_without_libtpu_it_says_what_to_install(folders, monkeypatch, capsys):
     monkeypatch.setattr(topology, "find_spec", lambda name: None)
     assert run(folders, "--topology", "v6e:2x4") == 2
-    assert "libtpu is not installed" in (err := capsys.readouterr().err) and "torch-dflash[tpu]" in err
+    assert "libtpu is not installed" in (err := capsys.readouterr().err) and "pip install 'jax[tpu]'" in err
 
 
 def test_what_does_not_fit_names_the_remedies(folders, compiler, monkeypatch, capsys):

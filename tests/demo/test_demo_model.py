@@ -295,7 +295,7 @@ def test_a_missing_gguf_is_named_with_its_fix(pip, monkeypatch):
     without(monkeypatch, "gguf")
     with pytest.raises(DemoModelError, match="'gguf'") as caught:
         load_demo_target(progress=False)
-    assert "[demo]" in str(caught.value) and pip.commands == pip.asked == []
+    assert "pip install gguf" in str(caught.value) and pip.commands == pip.asked == []
 
 
 def test_full_disk_is_told_before_the_download(pip, monkeypatch):

@@ -22,7 +22,7 @@ from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
 from torch_dflash.cli import demo, demo_report, errors, main
-from torch_dflash.cli.demo_report import DFLASH, PLAIN, Asked, Parts, as_json, report
+from torch_dflash.cli.demo_report import DFLASH, PLAIN, UNION, Asked, Parts, as_json, report
 from torch_dflash.demo.contest import Answer
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.train.fit.architecture import new_drafter
@@ -100,21 +100,13 @@ def tiny_demo(monkeypatch):
 def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monkeypatch, capsys, tmp_path):
     picture, figures = tmp_path / "timeline.png", tmp_path / "figures.json"
     (tmp_path / "set.jsonl").write_text('{"turns": ["5 6 7"]}\n{"turns": ["8 9", "1"]}\n')
-    arguments = [
-        "demo",
-        "--runtime",
-        "eager",
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "12",
-        "--dtype",
-        "float32",
-        "--question",
-        "1 2",
-    ]
+    arguments = ["demo", "--runtime", "eager", "--device", "cpu", "--max-new-tokens", "12"]
+    arguments += ["--dtype", "float32", "--question", "1 2"]
     more = ["--png", str(picture), "--json", str(figures), "--draw", "2", "--prompts", str(tmp_path)]
-    order, ask = [], demo._ask
+    order, drawn, ask, draw = [], [], demo._ask, demo.draw_timeline
+    monkeypatch.setattr(
+        demo, "draw_timeline", lambda path, of, width: drawn.extend(of) or draw(path, of, width)
+    )
 
     def noted(one, *rest, **how):
         order.append(one.question)
@@ -122,20 +114,24 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
 
     monkeypatch.setattr(demo, "_ask", noted)
     assert main([*arguments, *more, "--repeats", "2"]) == 0
+    assert drawn == ["DFlash + lookup", "DFlash"]
     # An engine learns from what it has just drafted: the same question is not asked twice in a row.
     assert len(order) == 6 and order[:3] == order[3:] and len({*order}) == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
-    assert "same text" in said and "tokens per target pass" in said and "(median)" in said
+    assert "DFlash + lookup: " in said and "same text" in said and "tokens per target pass" in said
+    assert "(median)" in said
     found = json.loads(figures.read_text())
     assert [one["kind"] for one in found["questions"]] == ["yours", "set", "set"]
     rows = {row["method"]: row for row in found["rows"]}
     for one in found["questions"]:
         each, ratio = one["token_seconds"], {row["method"]: row["speedup"] for row in one["rows"]}
         assert set(each) == set(rows) and {*map(len, each.values())} == {2}
-        plain, drafted = (statistics.median(each[name]) for name in ("plain decoding", "DFlash"))
-        assert ratio["DFlash"] == pytest.approx(plain / drafted)
-    assert rows["plain decoding"]["speedup"] == 1.0 and rows["DFlash"]["acceptance_length"] >= 1
+        plain = statistics.median(each["plain decoding"])
+        for name in drawn:
+            assert ratio[name] == pytest.approx(plain / statistics.median(each[name]))
+    assert rows["plain decoding"]["speedup"] == 1.0 and found["verify_width"] == "auto"
+    assert list(rows)[1:3] == drawn and all(rows[name]["acceptance_length"] >= 1 for name in drawn)
     assert all(row["same_text"] and row["new_tokens"] == 36 for row in rows.values())
     assert "transformers' generate, float32" in rows and set(found["seconds"]) >= {
         "load",
@@ -154,6 +150,24 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
     alone = capsys.readouterr().out
     assert "OTHER TEXT" in alone and "transformers' generate" in alone
     assert "transformers' DFlash" not in alone  # of one question fewer methods take part
+
+
+@pytest.mark.parametrize(
+    ("drafts", "names"), [("union", ["DFlash + lookup", "DFlash"]), ("drafter", ["DFlash"])]
+)
+def test_a_first_look_names_what_drafts_and_asks_transformers_for_less(
+    drafts, names, tiny_demo, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(demo, "FEW", 5)
+    figures = tmp_path / "figures.json"
+    arguments = ["--runtime", "eager", "--max-new-tokens", "12", "--dtype", "float32", "--question", "1 2"]
+    assert main(["demo", *arguments, "--drafts", drafts, "--json", str(figures)]) == 0
+    said = capsys.readouterr().out
+    assert f"\n{names[0]}: " in said and said.count("same text") == 2
+    found = json.loads(figures.read_text())
+    assert [row["method"] for row in found["rows"]] == [PLAIN, *names, "transformers' generate, float32"]
+    assert [row["new_tokens"] for row in found["rows"]] == [12] * (len(names) + 1) + [5]
+    assert found["verify_width"] == 6  # one program of rounds, where auto has several
 
 
 def test_answers_of_one_token_have_no_speed():
@@ -294,7 +308,7 @@ def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
 )
 def test_a_text_that_parts_at_a_tie_is_told_apart_from_a_wrong_one(capsys, gap, told):
     asked = Asked("a", "?", torch.zeros(1, 1, dtype=torch.long))
-    texts = {PLAIN: [[5], [6], [7]], DFLASH: [[5], [6], [8]]}
+    texts = {PLAIN: [[5], [6], [7]], UNION: [[5], [6], [8]], DFLASH: [[5], [6], [7]]}
     asked.answers = {name: [Answer(0.0, pieces, [0.5, 1.0, 1.5])] for name, pieces in texts.items()}
 
     def target(ids):
@@ -306,7 +320,19 @@ def test_a_text_that_parts_at_a_tie_is_told_apart_from_a_wrong_one(capsys, gap, 
     target.dtype = torch.bfloat16
     asked.note_ties(target)
     assert report([asked], "bfloat16", Parts()) == (gap < 0.2)
-    assert told in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert told in said and ("1 of 1 texts of DFlash + lookup part" in said) == (gap < 0.2)
+
+
+def test_a_wrong_text_of_the_drafter_alone_fails_too(capsys):
+    asked = Asked("a", "?", torch.zeros(1, 1))
+    texts = {PLAIN: [[5], [6]], UNION: [[5], [6]], DFLASH: [[5], [7]]}
+    asked.answers = {name: [Answer(0.0, pieces, [0.5, 1.0])] for name, pieces in texts.items()}
+    assert not report([asked], "float32", Parts())
+    assert "DFlash + lookup: 1.00 times as fast as plain decoding, same text" in (
+        said := capsys.readouterr().out
+    )
+    assert said.count("  NO") == 1
 
 
 @pytest.mark.slow

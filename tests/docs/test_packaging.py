@@ -75,6 +75,32 @@ def test_every_dependency_has_a_lower_bound_and_torchax_both():
     assert bounds.pop("torchax") == {">=", "<="} and {*map(frozenset, bounds.values())} == {frozenset({">="})}
 
 
+def test_what_messages_install_is_on_an_index_and_of_their_extra():
+    """The package itself is not, so a message names what its extra would bring."""
+    extras = {
+        "torch_dflash/cli/tpu_commands.py": "tpu",
+        "torch_dflash/cli/writable.py": "demo",
+        "torch_dflash/demo/target.py": "demo",
+        "torch_dflash/grammars/vocabulary.py": "grammar",
+        "torch_dflash/train/fit/log.py": "train",
+        "jax_bridge/aot/topology.py": "tpu",
+        "examples/09_compile_for_a_tpu.py": "tpu",
+        "examples/dflash.ipynb": "tpu",
+    }
+    shown = [*(ROOT / "examples").glob("*.*")]
+    shown += [path for package in ("torch_dflash", "jax_bridge") for path in (ROOT / package).rglob("*.py")]
+    for path in shown:
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        assert not re.search(r"pip install [^\n]*torch-dflash(?![^\n]* @ )", text), name
+        named = re.findall(r"pip install '?([\w\[\]]+)", text)
+        brought = [
+            line.partition(">=")[0] for line in PROJECT["optional-dependencies"].get(extras.pop(name, ""), [])
+        ]
+        if brought:
+            assert named and {*named} <= {*brought}, name
+    assert not extras
+
+
 def test_the_repository_has_one_address_that_few_files_repeat():
     """To move: change pyproject.toml and these four; the site and an index's page read the first."""
     suffixes, named = {".cff", ".ipynb", ".md", ".py", ".sh", ".toml", ".yaml", ".yml"}, {}

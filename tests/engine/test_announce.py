@@ -1,4 +1,4 @@
-"""A compilation that lasts is a bar at a terminal, and else a line at each end; a quick one is not shown."""
+"""A program that compiles for long is in a bar at a terminal, else a line at each end; a quick one is not."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jax_bridge.lower import Programs
 from torch_dflash import progress
 
 ROOM = 76  # no other test's
+FIRST = {"an empty state", "the caches", "prompts of 16 tokens", "rounds", "the results' read"}
 heard: list[str] = []  # what any thread compiles
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **_: heard.append(event) if "backend_compile" in event else None
@@ -27,8 +28,9 @@ jax.monitoring.register_event_duration_secs_listener(
 
 @pytest.fixture
 def lines(monkeypatch, caplog):
-    """What is announced, without waiting for a second."""
+    """What is announced, without waiting for seconds."""
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "LONG", 0.0)
     return caplog
 
 
@@ -36,18 +38,23 @@ def messages(lines):
     return [record.getMessage() for record in lines.records if record.name == "torch_dflash"]
 
 
-def test_slow_compilations_are_a_line_at_each_end(lines, monkeypatch):
+def programs_in(said):
+    """The line that ends each program, by the program's name."""
+    form = rf"torch-dflash: compiling (.*) \({ROOM} positions, batch 1\): \d+\.\d s, \d of \d programs so far"
+    return {found[1]: line for line in said if (found := re.fullmatch(form, line))}
+
+
+def test_slow_programs_are_a_line_at_each_end(lines, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     engine = td.compile(*small_pair("llama"), max_length=ROOM)
     ask = {"max_new_tokens": 4, "do_sample": False}
     engine.generate(torch.tensor([[5, 6, 7]]), **ask)
-    engine.runtime._programs._compiling.join()
-    said = messages(lines)
-    begun = [line for line in said if f"({ROOM} positions, batch 1) ..." in line]
-    assert len(begun) == 1 and begun[0].startswith("torch-dflash: compiling ")
-    # Programs of an earlier test may end in between, and their line gives no positions.
-    ended = said[said.index(begun[0]) + 1 :]
-    assert ended and all(re.fullmatch(r"torch-dflash: compiling took \d+\.\d s", line) for line in ended)
+    ends = programs_in(said := messages(lines))
+    assert {"prompts of 16 tokens", "rounds"} <= {*ends} and {*ends} <= FIRST
+    for name, end in ends.items():
+        begin = f"torch-dflash: compiling {name} ({ROOM} positions, batch 1) ..."
+        assert said.index(begin) < said.index(end)
+    assert re.search(r": \d+\.\d s, (\d) of \1 programs so far$", [*ends.values()][-1])
     lines.clear()
     engine.generate(torch.tensor([[5, 6, 7, 8]]), **ask)
     assert not any(f"({ROOM} positions" in line for line in messages(lines))
@@ -75,9 +82,20 @@ def test_warmup_without_a_terminal_says_in_one_line_what_its_bar_would(lines, mo
     engine = td.compile(*small_pair("llama"), max_length=ROOM, prefill_chunk_size=16)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     engine.warmup()
-    begun, ended = messages(lines)
-    line = f"torch-dflash: compiling 4 programs for {ROOM} positions, batch 1"
+    begun, *between, ended = messages(lines)
+    line = f"torch-dflash: compiling all programs for {ROOM} positions, batch 1"
     assert begun == f"{line} ..." and re.fullmatch(rf"{line}: \d+\.\d s", ended)
+    assert {"prompts of 16 tokens", "rounds"} <= {*programs_in(between)}
+    lines.clear()
+    engine.warmup()  # nothing is left to compile
+    assert not programs_in(messages(lines))
+
+
+def test_a_program_that_compiles_quickly_has_no_line_in_a_warmup(lines, monkeypatch):
+    monkeypatch.setattr(progress, "LONG", 1e3)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    td.compile(*small_pair("llama"), max_length=ROOM, prefill_chunk_size=16).warmup()
+    assert len(messages(lines)) == 2
 
 
 def test_warmup_at_a_terminal_has_its_bar_alone(lines, monkeypatch, capsys):

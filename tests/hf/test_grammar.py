@@ -479,5 +479,5 @@ def test_an_engine_says_what_it_was_compiled_without(pair, batch):
 
 def test_a_missing_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with refuses(ImportError, "pip install torch-dflash[grammar]"):
+    with refuses(ImportError, "pip install llguidance."):
         td.Grammar.regex("a", TOKENIZER)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from torch_dflash.cli.errors import UserError, fail, status_of
+from torch_dflash.cli.errors import UserError, fail, one_line, status_of
 from torch_dflash.cli.options import Command, flag
 
 PROGRAM = "torch-dflash"
@@ -35,6 +35,7 @@ class Call:
 
         with quiet(self.arguments.quiet):
             run = import_module(self.module).run
+            warnings.showwarning = tell_warning
             if self.arguments.quiet:
                 hush()
             status = run(self.arguments)
@@ -79,6 +80,13 @@ def command(
 
     text = f"{help}\n\n{more}" if more else help
     return Command(name, params=[*params, quiet_flag()], help=text, short_help=help, callback=made)
+
+
+def tell_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning as a line of a command, above its bars."""
+    from tqdm import tqdm
+
+    tqdm.write(f"{PROGRAM}: {one_line(str(message))}", file=sys.stderr)
 
 
 def hush() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch_dflash as td
 from torch_dflash.checks import check_arithmetic, context_of
 from torch_dflash.cli.arguments import check_device, check_room, prompt_room
-from torch_dflash.cli.demo_report import DFLASH, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
+from torch_dflash.cli.demo_report import DRAFTED, NATIVE, PLAIN, TRANSFORMERS, Asked, Parts, as_json, report
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, one_line, unwritten
 from torch_dflash.cli.loading import place_of
@@ -31,7 +31,7 @@ from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.draw import draw
 
 KIND, PROMPTS = "maths", Path("data/eval")
-ROOM, ROWS = 256, 8
+ROOM, ROWS, FEW = 256, 8, 16
 
 
 def run(arguments: SimpleNamespace) -> int:
@@ -49,7 +49,7 @@ def _check_arguments(arguments: SimpleNamespace) -> list[tuple[str, str]]:
     """Refuse what needs no model to be refused; the questions, each with its kind."""
     check_device(arguments)
     rows, block = arguments.verify_width, demo_block_size()
-    if rows != "auto" and (isinstance(rows, str) or not 2 <= rows <= block):
+    if rows not in (None, "auto") and (isinstance(rows, str) or not 2 <= rows <= block):
         raise UserError(f"--verify-width {rows}: must be an integer from 2 to {block}, or auto.")
     try:
         check_arithmetic("auto", arguments.quantize, arguments.runtime)
@@ -98,6 +98,7 @@ def _contest(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> in
     names = f"{type(target).__name__} and its drafter, {arguments.dtype}"
     form = names + (f", products in {arguments.quantize}" if arguments.quantize else "")
     print(f"{form}; runtime {arguments.runtime}; {hardware()}\n", flush=True)
+    arguments.verify_width = arguments.verify_width or ("auto" if asked[1:] else drafter.config.block_size)
     methods = _methods(arguments, target, drafter, tokenizer, asked, parts)
     for turn in range(arguments.repeats):  # of all questions: an engine learns from what it has just drafted
         for number, one in enumerate(asked):
@@ -118,8 +119,9 @@ def _contest(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> in
         options |= {"draft_vocabulary": len(load_demo_draft_ids()), "device": str(place)}
         write_json(arguments.json, options | {"threads": torch.get_num_threads()} | as_json(asked, parts))
     if arguments.png:
-        pieces = asked[0].answers[DFLASH][0].pieces[1:]
-        draw_timeline(arguments.png, {DFLASH: list(map(len, pieces))}, drafter.config.block_size)
+        firsts = {name: own[0].pieces[1:] for name, own in asked[0].answers.items() if name in DRAFTED}
+        lengths = {name: list(map(len, pieces)) for name, pieces in firsts.items()}
+        draw_timeline(arguments.png, lengths, drafter.config.block_size)
     return 0 if same else 1
 
 
@@ -133,26 +135,28 @@ def _methods(
 ) -> dict[str, Method]:
     """What takes turns, warm: nothing compiles any more, and the costs of each width are known.
 
-    A single question is a first look: transformers' `generate` in the pair's own type takes part alone.
+    A single question is a first look: transformers' `generate` in the pair's own type takes part alone, with
+    a few tokens, for the drafter without lookup takes the time.
     """
     stops, new = default_stop_ids(target, tokenizer), arguments.max_new_tokens
     options: dict[str, Any] = {"runtime": arguments.runtime, "filters": False, "rounds_per_chunk": 1}
     longest = max(one.ids.shape[1] for one in asked)
     options |= {"max_length": _capacity(longest + new, target), "prefill_chunk_size": MIN_BUCKET}
     options |= {"quantize": arguments.quantize}
-    plain = td.compile(target, None, **options)
     narrow = with_draft_vocabulary(drafter, target, load_demo_draft_ids())  # transformers' loop knows none
-    drafts = td.Union(td.NGramProposer(), narrow, rows=ROWS) if arguments.drafts == "union" else narrow
-    drafting = td.compile(target, drafts, verify_width=arguments.verify_width, **options)
+    drafts: dict[str, Any] = {DRAFTED[1]: narrow}
+    if arguments.drafts == "union":
+        drafts = {DRAFTED[0]: td.Union(td.NGramProposer(), narrow, rows=ROWS)} | drafts
+    engines = {PLAIN: td.compile(target, None, **options)}
+    options["verify_width"] = arguments.verify_width
+    engines |= {name: td.compile(target, one, **options) for name, one in drafts.items()}
     with parts.timed("compile"):
-        plain.warmup()
-        drafting.warmup()
-    methods = {
-        PLAIN: ours(plain, stops),
-        DFLASH: ours(drafting, stops),
-        TRANSFORMERS.format(arguments.dtype): transformers_own(target, stops),
-    }
-    several = len(asked) > 1
+        for engine in engines.values():
+            engine.warmup()
+    methods = {name: ours(engine, stops) for name, engine in engines.items()}
+    several, generate = len(asked) > 1, transformers_own(target, stops)
+    few: Method = lambda ids, most, show: generate(ids, min(most, FEW), show)  # noqa: E731
+    methods[TRANSFORMERS.format(arguments.dtype)] = generate if several else few
     if several and arguments.dtype != "float32":
         with parts.timed("load"):
             exact: Any = load_demo_target(torch.float32, progress=False)[0]
@@ -165,7 +169,11 @@ def _methods(
     with parts.timed("warm up"), bar:
         for name, method in methods.items():
             bar.set_description(f"warm up: {name}")
-            method(asked[0].ids, min(new, 16 if name == DFLASH else 3), lambda piece: None)
+            method(
+                asked[0].ids,
+                min(new, 16 if arguments.verify_width == "auto" and name in DRAFTED else 3),
+                lambda piece: None,
+            )
             bar.update()
     return methods
 
@@ -173,10 +181,11 @@ def _methods(
 def _ask(one: Asked, methods: dict[str, Method], tokenizer: Any, new: int, show: bool) -> None:
     """Each method answers in turn; the first time, ours are shown as they come."""
     for name, method in methods.items():
-        shown = show and name in (PLAIN, DFLASH) and not one.answers.get(name)
-        printer = Printer(tokenizer, colour=name == DFLASH and coloured(sys.stdout))
+        shown = show and name in list(methods)[:2] and not one.answers.get(name)
+        colour = name in DRAFTED and coloured(sys.stdout)
+        printer = Printer(tokenizer, colour)
         if shown:
-            legend = " (green: drafted and accepted)" if name == DFLASH and coloured(sys.stdout) else ""
+            legend = " (green: drafted and accepted)" if colour else ""
             print(f"{name}{legend}:", flush=True)
         called = f"{one.kind}: {name}"
         with progress_bar(False if shown else None, total=new, desc=called, unit="token", leave=False) as bar:

@@ -15,7 +15,8 @@ import torch
 from torch_dflash.cli.provenance import LOAD
 from torch_dflash.demo.contest import Answer
 
-PLAIN, DFLASH = "plain decoding", "DFlash"
+PLAIN, UNION, DFLASH = "plain decoding", "DFlash + lookup", "DFlash"
+DRAFTED = UNION, DFLASH
 TRANSFORMERS, NATIVE = "transformers' generate, {}", "transformers' DFlash, {}"
 
 
@@ -40,7 +41,7 @@ class Asked:
     def same(self, name: str) -> bool:
         """Whether a method said what its own kind of plain decoding says, each time, ties apart."""
         native, generate = (kind.partition(",")[0] for kind in (NATIVE, TRANSFORMERS))
-        plain = PLAIN if name == DFLASH else name.replace(native, generate)
+        plain = PLAIN if name in DRAFTED else name.replace(native, generate)
         wanted = self.answers[plain][0].tokens
         return all(answer.tokens == wanted or answer in self.ties for answer in self.answers[name])
 
@@ -51,7 +52,7 @@ class Asked:
         One, that is, up to the last bit of the weights' type: no order of sums decides between such tokens.
         """
         plain = self.answers[PLAIN][0].tokens
-        for answer in self.answers[DFLASH]:
+        for answer in (one for name in DRAFTED for one in self.answers.get(name, [])):
             pairs = list(zip(plain, answer.tokens, strict=False))
             at = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
             if at is None:
@@ -82,8 +83,8 @@ class Parts:
 def report(asked: list[Asked], dtype: str, parts: Parts) -> bool:
     """Print everything; whether our texts are those of plain decoding."""
     rows = _rows(asked)
-    ours = next(row for row in rows if row["method"] == DFLASH)
-    print(_sentence(rows, ours, " (median)" if len(asked) > 1 else "") + "\n")
+    ours = [row for row in rows if row["method"] in DRAFTED]
+    print(_sentence(rows, ours[0], " (median)" if len(asked) > 1 else "") + "\n")
     print(f"{'':34}{'tokens a pass':>14}{'tok/s':>8}{'vs plain':>10}{'(quartiles)':>14}  same text")
     for row in rows:
         spread = "({:.2f}..{:.2f})".format(*row["quartiles"]) if row["quartiles"] and len(asked) > 1 else ""
@@ -95,19 +96,22 @@ def report(asked: list[Asked], dtype: str, parts: Parts) -> bool:
     if LOAD is not None and LOAD > (cores := os.cpu_count() or 1):
         print(f"\nThe machine was busy before (load {LOAD:.1f}, {cores} cores): these speeds may say little.")
     print("\ntime: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.seconds.items()))
-    if ours["ties"]:
-        count = f"{ours['ties']} of {len(asked)} texts"
-        print(f"\n{count} part from plain decoding's where two tokens have the same logit in {dtype}.")
-    return bool(ours["same_text"])
+    for row in ours:
+        if row["ties"]:
+            count = f"{row['ties']} of {len(asked)} texts of {row['method']}"
+            print(f"\n{count} part from plain decoding's where two tokens have the same logit in {dtype}.")
+    return all(row["same_text"] for row in ours)
 
 
 def _sentence(rows: list[dict[str, Any]], ours: dict[str, Any], median: str) -> str:
     same = "same text up to a tie" if ours["ties"] else "same text"
     text = same if ours["same_text"] else "OTHER TEXT"
     if ours["speedup"] is None:
-        return f"DFlash: {text}; answers of one token come with the prompt's pass, so there is no speed."
+        return (
+            f"{ours['method']}: {text}; answers of one token come with the prompt's pass: there is no speed."
+        )
     said = (
-        f"DFlash: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
+        f"{ours['method']}: {ours['speedup']:.2f} times as fast as plain decoding{median}, {text}, "
         f"{_told(ours['acceptance_length'], 1, 1)} tokens per target pass"
     )
     others = [row for row in rows if "generate" in row["method"] and row["speedup"] is not None]
@@ -161,7 +165,7 @@ def _rows(asked: list[Asked]) -> list[dict[str, Any]]:
                 "speedup": statistics.median(gained) if gained else None,
                 "quartiles": [quartiles[0], quartiles[2]] if gained else None,
                 "same_text": all(one.same(name) for one in asked),
-                "ties": sum(bool(one.ties) for one in asked) if name == DFLASH else 0,
+                "ties": sum(any(answer in one.ties for answer in one.answers[name]) for one in asked),
             }
         )
     return rows

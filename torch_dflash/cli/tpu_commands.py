@@ -35,7 +35,7 @@ DRAFTED, VERIFIED = (
 OF_TREE = "Of a tree of the drafter's block: the round that verifies it, and no pass alone."
 PRINTED = "Write all figures there; alone or -: print them."
 CONFIG = "Directory, config.json or hub id; of a drafter none or ngram, too."
-NEEDS = "Needs configs and libtpu (pip install 'torch-dflash[tpu]'), neither weights nor a TPU."
+NEEDS = "Needs configs and libtpu (pip install 'jax[tpu]'), neither weights nor a TPU."
 
 
 def _pair() -> list[click.Parameter]:

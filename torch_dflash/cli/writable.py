@@ -36,7 +36,7 @@ def _check_output(option: str, given: str | Path, taken: dict[str, str]) -> None
     if not (os.access(path, os.W_OK) if ready else _holds_new_files(path.resolve().parent)):
         raise UserError(f"{field}: may not be written; choose another place.")
     if beside and importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"{field}: needs matplotlib; install it with: pip install 'torch-dflash[demo]'")
+        raise UserError(f"{field}: needs matplotlib: pip install matplotlib")
 
 
 def check_folder(out: Path) -> None:

@@ -83,10 +83,7 @@ def _build(directory: Path, progress: bool) -> None:
     at `directory`, and of two processes that race, the later one finds the work done.
     """
     if importlib.util.find_spec("gguf") is None:
-        raise DemoModelError(
-            "reading the demo model needs the package 'gguf'; "
-            "install it with: pip install 'torch-dflash[demo]'"
-        )
+        raise DemoModelError("reading the demo model needs the package 'gguf': pip install gguf")
     root = directory.parent
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"a grammar needs {name} ({error}): pip install torch-dflash[grammar].") from error
+        raise ImportError(f"a grammar needs {name} ({error}): pip install llguidance.") from error
 
 
 class Vocabulary:

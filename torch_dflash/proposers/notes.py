@@ -147,8 +147,8 @@ def _dtype(facts: TargetFacts, dtype: torch.dtype | None) -> Iterator[Finding]:
         yield Finding("dtype", dtype, words)
     elif None not in (dtype, facts.dtype) and dtype != facts.dtype:
         words = (
-            f"the target is in {facts.dtype}: its features are cast to the drafter's type; pass "
-            f"dtype={facts.dtype} to load both alike."
+            f"the target is in {facts.dtype}: its features are cast to the drafter's type; load both in "
+            f"{facts.dtype}, or both in {dtype}."
         )
         yield Finding("dtype", dtype, words)
 

@@ -40,9 +40,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 def check_drawing() -> None:
     """Raise ``ModuleNotFoundError`` without matplotlib: before a fit, not at its first checkpoint."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(
-            "the picture of a fit needs matplotlib; install it with: pip install 'torch-dflash[train]'"
-        )
+        raise ModuleNotFoundError("the picture of a fit needs matplotlib: pip install matplotlib")
 
 
 def draw_log(directory: Path) -> Path:
