@@ -16,8 +16,11 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_BITS = {"pred": 8, "bf16": 16}
-_ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+)\w*\[([\d,]*)\](?:\{([^}]*)\})?")
+_BITS = {"pred": 8, "bf16": 16, "f4e2m1fn": 4, "token": 0}
+_BITS |= {f"{kind}{bits}": bits for kind in "us" for bits in (1, 2, 4, 8, 16, 32, 64)}
+_BITS |= {f"f{bits}": bits for bits in (16, 32, 64)} | {f"c{bits}": bits for bits in (64, 128)}
+_BITS |= {f"f8e{rest}": 8 for rest in "3m4 4m3 4m3b11fnuz 4m3fn 4m3fnuz 5m2 5m2fnuz 8m0fnu".split()}
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:,(.*))?$")
 _FORBIDDEN = {
     "dynamic shape": r"\w\[[\d,]*<=|\bset-dimension-size\(",
@@ -112,5 +115,6 @@ def hbm_bytes(kind: str) -> int:
 
 
 def _size(dtype: str, shape: str) -> int:
-    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
-    return prod(int(length) for length in shape.split(",") if length) * bits // 8
+    if dtype not in _BITS:
+        raise ValueError(f"{dtype}[{shape}]: no element type of HLO that is known here; add its bits.")
+    return prod(int(length) for length in shape.split(",") if length) * _BITS[dtype] // 8

@@ -248,6 +248,9 @@ def test_what_a_step_may_not_hold_is_named(line, found):
 def test_sizes_of_types():
     kind = "(bf16[2,3]{1,0:T(8,128)}, pred[4]{0:S(1)}, f8e4m3fn[8]{0}, s4[8]{0})"
     assert all_bytes(kind) == 12 + 4 + 8 + 4 and hbm_bytes(kind) == 12 + 8 + 4
+    assert all_bytes("(f4e2m1fn[8]{0}, f8e8m0fnu[8]{0}, f8e5m2[8]{0}, token[])") == 4 + 8 + 8
+    with pytest.raises(ValueError, match=r"f6e3m2fn\[4\]: no element type of HLO"):
+        all_bytes("f6e3m2fn[4]{0}")
 
 
 def test_the_kernel_for_static_caches_reads_the_blocks_in_use():

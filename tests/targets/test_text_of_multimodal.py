@@ -26,6 +26,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_to
 FIELDS = {
     "gemma3": {"image_token_id", "boi_token_id", "eoi_token_id"},
     "gemma4": {"image_token_id", "video_token_id", "audio_token_id"},
+    "gemma4_unified": {"image_token_id", "video_token_id", "audio_token_id"},
     "mistral3": {"image_token_id"},
     "llava": {"image_token_id"},
     "qwen2_vl": {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"},
@@ -89,6 +90,19 @@ def test_images_videos_and_sound_are_refused(case, given):
     target, name = build(case), next(iter(given))
     with refuses(ValueError, name, "text alone"):
         td.generate(target, None, PROMPT, **given, runtime="eager", **GREEDY)
+
+
+def test_a_mask_with_numbers_of_image_groups_is_that_of_text():
+    target = build("gemma4_unified")  # each layer's mask asks for them, and for text all are -1
+    whole, options = torch.ones_like(PROMPT), GREEDY | {"max_new_tokens": 24}
+    wanted = target.generate(PROMPT, attention_mask=whole, **options)
+    for drafts in (td.NGramProposer(), td.TreeProposer(drafter_for(target), rows=8)):
+        got = td.generate(target, drafts, PROMPT, attention_mask=whole, runtime="eager", **options)
+        assert torch.equal(got, wanted)
+    text = target.config.get_text_config()
+    text.bos_token_id, text.pad_token_id, text.eos_token_id = None, 0, None
+    with refuses(ValueError, f"holds {IMAGE}", "own generate"):
+        td.generate(target, None, torch.tensor([[5, IMAGE, 13]]), runtime="eager", **GREEDY)
 
 
 @pytest.mark.parametrize("case", ["gemma3", "qwen2_vl"])

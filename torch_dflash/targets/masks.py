@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,25 @@ FARTHEST = 1 << 20
 """Positions up to which a mask is looked at."""
 NEAR = 40
 """How many positions on either side of an edge are looked at one by one."""
+
+
+def for_text(mask: Any) -> Any:
+    """``mask`` with -1 for the numbers of image groups in its closures: that is what text has there.
+
+    A forward on meta tensors made those numbers, so they have no values. Images are refused elsewhere.
+    """
+    if isinstance(mask, tuple | list):
+        return type(mask)(map(for_text, mask))
+    if (
+        isinstance(mask, Tensor)
+        and mask.is_meta
+        and not (mask.is_floating_point() or mask.dtype == torch.bool)
+    ):
+        return torch.full((1, FARTHEST), -1)
+    if not isinstance(mask, FunctionType) or not mask.__closure__:
+        return mask
+    cells = tuple(CellType(for_text(cell.cell_contents)) for cell in mask.__closure__)
+    return FunctionType(mask.__code__, mask.__globals__, mask.__name__, mask.__defaults__, cells)
 
 
 def read_window(mask: Callable, context: int) -> int | None:
@@ -24,7 +45,7 @@ def read_window(mask: Callable, context: int) -> int | None:
         ValueError: the mask is neither causal nor a causal sliding window; says where it is not.
     """
     with torch.device("cpu"):  # whatever the caller's default device is
-        return _read_window(mask, context)
+        return _read_window(for_text(mask), context)
 
 
 def _read_window(mask: Callable, context: int) -> int | None:

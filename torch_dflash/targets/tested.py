@@ -50,14 +50,15 @@ TESTED = frozenset(
     ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM GPT2LMHeadModel
     GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
     Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
-    Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
-    Glm4vForConditionalGeneration GlmForCausalLM GotOcr2ForConditionalGeneration GptOssForCausalLM
-    GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM
-    GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
-    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
-    Idefics3ForConditionalGeneration InternVLForConditionalGeneration Jais2ForCausalLM
-    JanusForConditionalGeneration Kimi_K25ForConditionalGeneration Kolibri1ForCausalLM LagunaForCausalLM
-    LlamaForCausalLM LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+    Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration GlmForCausalLM
+    GotOcr2ForConditionalGeneration GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
+    GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM
+    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Idefics3ForConditionalGeneration
+    InternVLForConditionalGeneration Jais2ForCausalLM JanusForConditionalGeneration
+    Kimi_K25ForConditionalGeneration Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM
+    LlavaForConditionalGeneration LlavaNextForConditionalGeneration
     LlavaOnevisionForConditionalGeneration MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
     MiniMaxM2ForCausalLM MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM
     Ministral3ForCausalLM MinistralForCausalLM Mistral3ForConditionalGeneration Mistral4ForCausalLM
