@@ -94,8 +94,8 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     narrow = _NARROW[tensor.dtype]
     if narrow is None:
         raise ValueError(
-            f"a {tensor.dtype} tensor has no place in XLA's programs, which compute in at most 32 bits; decode "
-            "with runtime='eager', or pass model.float() or tensor.float()."
+            f"a {tensor.dtype} tensor has no place in XLA's programs, which compute in at most 32 bits; "
+            "decode with runtime='eager', or pass model.float() or tensor.float()."
         )
     limits = torch.iinfo(narrow)
     if tensor.numel() and (tensor.min() < limits.min or tensor.max() > limits.max):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_dflash.checks import check_context, check_streamer, check_target
+from torch_dflash.checks import check_context, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.bridge import hosts_of, make_runtimes, tell_device
@@ -79,10 +79,17 @@ class Engine(OfOneProcess):
         self._earlier: list[dict[str, Any]] = []  # what was built for models as they were before
         self._take(self._built(target, drafter))
 
+    def __repr__(self) -> str:
+        plan, model = self.plan, type(self._models.target).__name__
+        sizes = f"max_length={plan.capacity}, batch_size={plan.batch_size}"
+        return f"Engine({model}, {self.pair.proposer.name}, runtime={self.options.runtime!r}, {sizes})"
+
     def _built(self, target: Any, drafter: Any) -> dict[str, Any]:
         """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
         options, model = self.options, model_of(target)
         check_target(model)
+        if options.max_length is None:
+            options = replace(options, max_length=min(1024, context_of(model)))
         check_instance(model)
         for _ in range(KEPT):
             guard = Guard(model)
@@ -90,7 +97,7 @@ class Engine(OfOneProcess):
             if guard.holds():  # no other thread changed the model meanwhile
                 break
         guard.ignore(skeleton.written)
-        check_context(model, options.max_length)
+        check_context(model, options.max_length or 0)
         tell_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)
         plan = options.plan(proposer.width, proposer.depth)
@@ -307,7 +314,8 @@ class Engine(OfOneProcess):
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
 
         Raises:
-            ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
+            ValueError: ``state`` is of another plan or proposer, or on the XLA runtime an earlier call
+                consumed it. TypeError: it lies on the other side of the border.
         """
         self.meet("advance", state)
         with leaving(self.hosts, "advance"):
