@@ -24,7 +24,8 @@ def run(arguments: SimpleNamespace) -> int:
     """Examine the pair; returns the exit status."""
     options, prompts = template_options(arguments), _prompts(arguments)
     folder = _folder(arguments)
-    loaded = load_pair(arguments.target, arguments.drafter, dtype=arguments.dtype, device=arguments.device)
+    place = {"dtype": arguments.dtype, "device": arguments.device}
+    loaded = load_pair(arguments.target, arguments.drafter, **place, offered=["demo"])
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(
             f"--drafter {arguments.drafter}: has no conventions to be judged; name a DFlash drafter."
