@@ -80,7 +80,7 @@ def _one(job: Job, data: bytes) -> int:
 
 def _lines(job: Job, data: bytes) -> int:
     """Many prompts, one JSON line each. Exit status 1 if any line was bad."""
-    items = read_items(data, job.encode, job.room)
+    items = read_items(data, job.encode, job.room, job.arguments)
     if not items:
         raise UserError("--jsonl: the input has no lines; give one JSON object per line.")
     good = [item.ids for item in items if item.error is None]
