@@ -100,8 +100,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     limits = torch.iinfo(narrow)
     if tensor.numel() and (tensor.min() < limits.min or tensor.max() > limits.max):
         raise ValueError(
-            f"an int64 tensor holds {int(tensor.min())} to {int(tensor.max())}, beyond int32, which the XLA "
-            "programs compute in; decode with runtime='eager'."
+            f"int64 from {int(tensor.min())} to {int(tensor.max())} is beyond int32; pass runtime='eager'."
         )
     return tensor.to(narrow)
 

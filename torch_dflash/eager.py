@@ -120,9 +120,8 @@ class EagerRuntime:
     def _step(self, step, params: Params, *args):
         device = next(iter(params.values())).device
 
-        def ordinary(
-            tensor: torch.Tensor,
-        ) -> torch.Tensor:  # one made in inference mode cannot be written later
+        def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+            # One made in inference mode cannot be written later.
             tensor = tensor.clone() if tensor.is_inference() else tensor
             return tensor if tensor.device == device else tensor.to(device)
 
@@ -131,8 +130,7 @@ class EagerRuntime:
 
 
 def _shapes(state: DecodeState) -> Any:
-    leaves, kind = pytree.tree_flatten(state)
-    return kind, [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    return pytree.tree_structure(state), [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(state)]
 
 
 def _checked(state: DecodeState) -> DecodeState:

@@ -366,7 +366,7 @@ def test_a_drafter_that_is_not_there_is_offered_what_is_taken(line, monkeypatch,
     name = "--start-from" if "fit" in line else "--drafter"
     assert main([*line, "--target", "demo", name, "/nowhere"]) == 2
     said = capsys.readouterr().err
-    assert "no such directory; pass a directory, a hub id, or demo." in said
+    assert "no such directory; pass a directory, a hub id, or one of demo." in said
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,10 @@ def _folder(arguments: SimpleNamespace) -> Path | None:
 
 
 def _diagnosis(loaded: Any, prompts: Any, options: Any, arguments: SimpleNamespace) -> Diagnosis:
+    asked = {"max_new_tokens": arguments.max_new_tokens, "blocks": arguments.blocks}
+    pair = loaded.target, loaded.drafter, loaded.tokenizer
     try:
-        return diagnose(
-            loaded.target,
-            loaded.drafter,
-            loaded.tokenizer,
-            prompts,
-            template_options=options,
-            max_new_tokens=arguments.max_new_tokens,
-            blocks=arguments.blocks,
-        )
+        return diagnose(*pair, prompts, template_options=options, **asked)
     except (TypeError, ValueError) as error:
         raise UserError(one_line(error)) from None
 

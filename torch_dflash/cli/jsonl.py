@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, SHOWN, check_room
@@ -18,7 +17,11 @@ from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.storage.json_text import parse_json
 
-FIELDS = ("prompt", "turns", "messages")
+FIELDS = {
+    "prompt": "a string",
+    "turns": "a list of strings",
+    "messages": 'a list of {"role": ..., "content": ...} with strings',
+}
 ECHOED = ("id", "custom_id", *FIELDS)
 _NAMES = (
     "temperature stop ignore_eos logprobs top_logprobs chat_template_kwargs n best_of stream echo suffix "
@@ -41,9 +44,7 @@ class Item:
     seed: int | None = None
 
 
-def read_items(
-    data: bytes, encode: Callable[[list[dict]], list[int]], room: int, arguments: SimpleNamespace
-) -> list[Item]:
+def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, arguments: Any) -> list[Item]:
     """Every line that is not blank, encoded; a bad one keeps its place with an ``error``.
 
     Args:
@@ -85,7 +86,7 @@ def _record(line: bytes) -> dict[str, Any]:
     return record | body if isinstance(body, dict) and not any(name in record for name in FIELDS) else record
 
 
-def _check_options(record: dict[str, Any], arguments: SimpleNamespace) -> None:
+def _check_options(record: dict[str, Any], arguments: Any) -> None:
     """Raise `UserError` for an option of a line that is not the command's."""
     if not isinstance(seed := record.get("seed", 0), int | None) or isinstance(seed, bool):
         raise UserError(f"seed={json.dumps(seed)[:SHOWN]}: must be an integer.")
@@ -111,24 +112,11 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": value}]
     if given[0] == "turns" and isinstance(value, list) and value and isinstance(value[0], str):
         return [{"role": "user", "content": value[0]}]
-    well_formed = (
-        isinstance(value, list)
-        and value
-        and all(
-            isinstance(entry, dict)
-            and isinstance(entry.get("role"), str)
-            and isinstance(entry.get("content"), str)
-            for entry in value
-        )
-    )
-    if given[0] == "messages" and well_formed:
+    entries = value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
+    texts = [entry.get(name) for entry in entries for name in ("role", "content")]
+    if given[0] == "messages" and texts and all(isinstance(text, str) for text in texts):
         return value
-    wanted = {
-        "prompt": "a string",
-        "turns": "a list of strings",
-        "messages": 'a list of {"role": ..., "content": ...} with strings',
-    }
-    raise UserError(f"{_shown(record)}: must be {wanted[given[0]]}.")
+    raise UserError(f"{_shown(record)}: must be {FIELDS[given[0]]}.")
 
 
 def _shown(record: dict[str, Any]) -> str:

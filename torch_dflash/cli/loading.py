@@ -136,8 +136,7 @@ def existing(field: str, source: str, names: Collection[str]) -> str:
             )
         return str(path)
     if names_a_folder(source) or path.exists():
-        known = ("one of " if len(names) > 1 else "") + ", ".join(names)
-        known = f"a directory, a hub id, or {known}" if names else "a directory or a hub id"
+        known = f"a directory, a hub id, or one of {', '.join(names)}" if names else "a directory or a hub id"
         raise UserError(f"{field} {source}: no such directory; pass {known}.")
     return source
 

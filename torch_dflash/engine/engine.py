@@ -79,11 +79,6 @@ class Engine(OfOneProcess):
         self._earlier: list[dict[str, Any]] = []  # what was built for models as they were before
         self._take(self._built(target, drafter))
 
-    def __repr__(self) -> str:
-        plan, model = self.plan, type(self._models.target).__name__
-        sizes = f"max_length={plan.capacity}, batch_size={plan.batch_size}"
-        return f"Engine({model}, {self.pair.proposer.name}, runtime={self.options.runtime!r}, {sizes})"
-
     def _built(self, target: Any, drafter: Any) -> dict[str, Any]:
         """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
         options, model = self.options, model_of(target)
@@ -314,8 +309,7 @@ class Engine(OfOneProcess):
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
 
         Raises:
-            ValueError: ``state`` is of another plan or proposer, or on the XLA runtime an earlier call
-                consumed it. TypeError: it lies on the other side of the border.
+            ValueError: ``state`` is of another plan or proposer, or consumed. TypeError: across the border.
         """
         self.meet("advance", state)
         with leaving(self.hosts, "advance"):

@@ -28,10 +28,6 @@ class Composed:
     drafter: Any
     recipe: Recipe
 
-    def __repr__(self) -> str:
-        """Without the layers of the drafter."""
-        return f"{type(self).__name__}({type(self.drafter).__name__}, {self.recipe})"
-
 
 def inner_of(drafter: Any) -> Any:
     """What holds the weights: the drafter in a `Composed`, any other as it is."""

@@ -33,8 +33,7 @@ class FeatureOptions:
     """How features are cached.
 
     Args:
-        taps: target layers (0-based), as in 1,9,17; may be more than one drafter uses, so that taps can be
-            compared; unset: five evenly spaced, as z-lab's.
+        taps: target layers (0-based), also those of several drafters; unset: five, evenly spaced as z-lab's.
         max_length: longer conversations are cut at the end.
         batch_size: rows per target pass. shard_size: answers per file.
         dtype: "bfloat16" (2 bytes a value) or "float32". runtime: as in `torch_dflash.generate`.
