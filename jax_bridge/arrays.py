@@ -25,7 +25,7 @@ def default_device() -> Any:
 def to_jax(tree: Any, *, copy: bool = True, device: Any | None = None) -> Any:
     """Every torch tensor in ``tree`` as a JAX array on ``device`` (JAX's default).
 
-    int64 becomes int32 unless ``jax_enable_x64`` is set; everything else keeps its dtype.
+    int64 becomes int32, with ``jax_enable_x64`` set, too; everything else keeps its dtype.
 
     Args:
         tree: any pytree; leaves that are no tensors stay.
@@ -33,7 +33,7 @@ def to_jax(tree: Any, *, copy: bool = True, device: Any | None = None) -> Any:
             donated, for JAX would not own what it gives away.
 
     Raises:
-        ValueError: an int64 that does not fit int32, or float64, without ``jax_enable_x64``.
+        ValueError: an int64 that does not fit int32, or float64.
     """
     leaves, kind = jax.tree.flatten(tree)
     tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -57,7 +57,8 @@ def to_torch(tree: Any, *, copy: bool = True, device: torch.device | str = "cpu"
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Of a torch tensor, as `to_jax` would make it an array, or of a weight on the device."""
     kind = _dtype(leaf) if isinstance(leaf, torch.Tensor) else leaf.dtype
-    return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(kind))
+    with jax.enable_x64(False):
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(kind))
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -68,7 +69,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return _narrow(tensor) if tensor.dtype in _NARROW and not jax.config.read("jax_enable_x64") else tensor
+    return _narrow(tensor) if tensor.dtype in _NARROW else tensor
 
 
 def _to_jax(tensors: list[torch.Tensor], copy: bool, device: Any | None) -> list[jax.Array]:
@@ -93,12 +94,13 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     narrow = _NARROW[tensor.dtype]
     if narrow is None:
         raise ValueError(
-            f"a {tensor.dtype} tensor needs jax_enable_x64; set it, or pass tensor.float() if that is meant."
+            f"a {tensor.dtype} tensor has no place in XLA's programs, which compute in at most 32 bits; "
+            "decode with runtime='eager', or pass model.float() or tensor.float()."
         )
     limits = torch.iinfo(narrow)
     if tensor.numel() and (tensor.min() < limits.min or tensor.max() > limits.max):
         raise ValueError(
-            f"an int64 tensor holds values up to {int(tensor.max())}, beyond int32; set jax_enable_x64."
+            f"int64 from {int(tensor.min())} to {int(tensor.max())} is beyond int32; pass runtime='eager'."
         )
     return tensor.to(narrow)
 

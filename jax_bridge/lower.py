@@ -111,6 +111,7 @@ def tracing(matmul_precision: str) -> Iterator[None]:
     with (
         _tracing,
         inside(_tracing),
+        jax.enable_x64(False),  # a process may have it set; every program computes in 32 bits
         plain,
         precise,
         sharing(),

@@ -82,7 +82,7 @@ def _once(name: str, measure: Callable[[], bool]) -> bool:
     known = _read(file)
     own = known.setdefault(machine, {})
     if not isinstance(own.get(name), bool):
-        with uncounted():
+        with uncounted(), jax.enable_x64(False):
             own[name] = measure()
         if file is not None:
             with suppress(OSError, StageError):  # the next process measures again

@@ -25,6 +25,7 @@ class EagerRuntime:
     def __init__(self, pair: Pair, plan: DecodePlan):
         self.pair = pair
         self.plan = plan
+        self._own: Any = None
 
     def check_room(self, tensors: Params) -> None:
         """Nothing is copied."""
@@ -95,6 +96,19 @@ class EagerRuntime:
         return True  # as `place`
 
     def take_in(self, params: Params, state: DecodeState) -> DecodeState:
+        if self._own is None:
+            shapes = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                for name, tensor in params.items()
+            }
+            self._own = _shapes(begin(self.pair, shapes, RowRequests.idle(self.plan, "meta")))
+        if _shapes(state) != self._own:
+            raise ValueError(
+                "the state is one of another plan or proposer than this engine's; go on with the engine that "
+                "made it, or with one compiled alike."
+            )
+        if not isinstance(state.done, torch.Tensor):
+            raise TypeError("the state holds JAX's arrays; pass jax_bridge.state_to_torch(state).")
         return state
 
     def hand_out(self, params: Params, state: DecodeState) -> DecodeState:
@@ -106,14 +120,17 @@ class EagerRuntime:
     def _step(self, step, params: Params, *args):
         device = next(iter(params.values())).device
 
-        def ordinary(
-            tensor: torch.Tensor,
-        ) -> torch.Tensor:  # one made in inference mode cannot be written later
+        def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+            # One made in inference mode cannot be written later.
             tensor = tensor.clone() if tensor.is_inference() else tensor
             return tensor if tensor.device == device else tensor.to(device)
 
         with torch.inference_mode(False), torch.no_grad():
             return step(self.pair, params, *pytree.tree_map_only(torch.Tensor, ordinary, args))
+
+
+def _shapes(state: DecodeState) -> Any:
+    return pytree.tree_structure(state), [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(state)]
 
 
 def _checked(state: DecodeState) -> DecodeState:

@@ -41,7 +41,7 @@ def compile(
     drafter: Any = Missing,
     *,
     runtime: str = "xla",
-    max_length: int = 1024,
+    max_length: int | None = None,
     batch_size: int = 1,
     block_size: int | None = None,
     verify_width: int | str | None = None,
@@ -69,7 +69,7 @@ def compile(
         target: a transformers causal LM, which stays untouched and usable, or what `jax_bridge.load` gave.
         drafter: a `DFlashDraftModel`, another proposer (`NGramProposer`), or None for plain decoding.
         runtime: "xla" (one compiled program on JAX's default device) or "eager" (PyTorch, on the models').
-        max_length: most positions a row may fill, prompt and new tokens.
+        max_length: most positions a row may fill, prompt and new tokens; unset: 1024, or all there are.
         batch_size: rows; a request with fewer is padded.
         block_size: drafted block, the anchor included; unset: the trained one.
         verify_width: how much of the block is verified, the anchor included; unset: all of it. "auto": as

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,6 +26,7 @@ from jax_bridge.aot.passes import STEPS, feature_shape
 from jax_bridge.aot.shapes import on_slice, shape_at, slice_devices
 from jax_bridge.aot.topology import find_topology
 from jax_bridge.aot.traffic import hbm_traffic
+from jax_bridge.arrays import shape_of
 from jax_bridge.lower import lower_begin, tracing
 from jax_bridge.mesh.placement import OnMesh
 from jax_bridge.mesh.places import places_of
@@ -239,12 +239,12 @@ def _abstract_params(pair: Pair, dtype: torch.dtype) -> Shapes:
 def _with_state(pair: Pair, params: Shapes) -> AbstractPair:
     register_states()
     rows = jax.tree.map(_shape, RowRequests.idle(pair.plan))
-    return AbstractPair(pair, params, jax.eval_shape(lower_begin(pair), params, rows))
+    with tracing(pair.plan.matmul_precision):
+        return AbstractPair(pair, params, jax.eval_shape(lower_begin(pair), params, rows))
 
 
 def _shape(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> jax.ShapeDtypeStruct:
-    name = str(dtype or tensor.dtype).removeprefix("torch.")
-    return jax.ShapeDtypeStruct(tuple(tensor.shape), jax.dtypes.canonicalize_dtype(jnp.dtype(name)))
+    return shape_of(tensor.to("meta", dtype))
 
 
 def _jit(step: Any) -> Any:

@@ -82,6 +82,11 @@ def test_round_exports_for_tpu(family, drafter, chunk):
     assert not violations(exported(family, drafter, chunk))
 
 
+def test_a_process_of_64_bits_exports_a_round_of_32():
+    with jax.enable_x64(True):
+        assert not violations(aot.export_round(tiny("qwen3", "plain")).mlir_module())
+
+
 def test_the_two_passes_of_a_round_are_the_round():
     target, drafter = make_pair("qwen3")
     engine = td.compile(target, drafter, runtime="eager", max_length=64)

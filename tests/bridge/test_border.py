@@ -196,15 +196,55 @@ def test_any_tree_crosses_and_returns():
     assert all(torch.equal(shared["a"][0][name], tensor) for name, tensor in tensors.items())
 
 
-def test_wide_types_are_narrowed_or_refused():
-    ids = torch.tensor([-(2**31), 2**31 - 1, 5])
-    assert jb.to_jax(ids).dtype == jnp.int32 and jb.to_jax(ids).tolist() == ids.tolist()
-    assert jb.to_jax(torch.empty(0, dtype=torch.int64)).dtype == jnp.int32
-    for value in (2**31, -(2**31) - 1):
-        with pytest.raises(ValueError, match="int64.*beyond int32.*jax_enable_x64"):
-            jb.to_jax({"ids": torch.tensor([0, value])})
-    with pytest.raises(ValueError, match="float64 tensor needs jax_enable_x64"):
-        jb.to_jax([torch.zeros(2, dtype=torch.float64)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_wide_types_are_narrowed_or_refused(wide):
+    with jax.enable_x64(wide):
+        ids = torch.tensor([-(2**31), 2**31 - 1, 5])
+        assert jb.to_jax(ids).dtype == jnp.int32 and jb.to_jax(ids).tolist() == ids.tolist()
+        assert jb.to_jax(torch.empty(0, dtype=torch.int64)).dtype == jnp.int32
+        for value in (2**31, -(2**31) - 1):
+            with pytest.raises(ValueError, match=f"int64.*{value}.*beyond int32.*runtime='eager'"):
+                jb.to_jax({"ids": torch.tensor([0, value])})
+        with pytest.raises(ValueError, match="float64 tensor has no place.*runtime='eager', or pass"):
+            jb.to_jax([torch.zeros(2, dtype=torch.float64)])
+
+
+@pytest.fixture
+def process_of_64_bits():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def test_a_process_of_64_bits_decodes_a_pair_of_32(process_of_64_bits, tmp_path):
+    target, drafter = small_pair("qwen3", agree=6.0)
+    target.save_pretrained(tmp_path / "target")
+    ids, greedy = torch.tensor(PROMPTS[:1]), {"do_sample": False, "max_new_tokens": NEW}
+    want = target.generate(ids, **greedy)
+    options = {"max_length": 64, "outputs": ("output_logprobs",)}
+    eager, xla = (
+        td.compile(model, drafter, runtime=runtime, **options)
+        for model, runtime in ((target, "eager"), (jb.load(tmp_path / "target"), "xla"))
+    )
+    assert torch.equal(xla.generate(ids, **greedy), want)
+    sampled = {"do_sample": True, "top_k": 5, "seed": 3, "max_new_tokens": NEW}
+    assert torch.equal(xla.generate(ids, **sampled), eager.generate(ids, **sampled))
+    state = xla.advance(jb.state_to_jax(eager.advance(eager.start(ids, **greedy))))
+    td.save_state(state, tmp_path / "state", xla)
+    state = xla.advance(td.load_state(tmp_path / "state", xla))
+    back = eager.advance(jb.state_to_torch(state))
+    length = int(back.length[0])
+    assert length > ids.shape[1] + 4 and torch.equal(back.tokens[0, :length], want[0, :length].int())
+
+
+def test_a_pair_in_float64_decodes_as_its_refusal_says():
+    target, drafter = (model.double() for model in small_pair("qwen3"))
+    ids, options = torch.tensor(PROMPTS[:1]), {"do_sample": False, "max_new_tokens": 5}
+    with pytest.raises(ValueError, match="float64.*runtime='eager', or pass model.float()"):
+        td.generate(target, drafter, ids, runtime="xla", **options)
+    want = target.generate(ids, **options)
+    assert torch.equal(td.generate(target, drafter, ids, runtime="eager", **options), want)
+    assert torch.equal(td.generate(target.float(), drafter.float(), ids, runtime="xla", **options), want)
 
 
 def test_views_share_memory_only_when_asked_for():

@@ -142,3 +142,68 @@ def test_options_that_are_no_json(target, capsys, tmp_path, option, text):
     assert generate(target, "--prompt", "x", option, text) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"torch-dflash generate: {option} ") and "JSON" in line and len(line) < 400
+
+
+def test_a_line_of_a_batch_file_says_its_custom_id(target, monkeypatch, capsys):
+    lines = [
+        b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", '
+        b'"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "top_p": 0.9, '
+        b'"seed": 5, "n": 1}}',
+        b'{"prompt": "x", "custom_id": "b", "body": "data", "stop": null, "stream": false}',
+        b'{"custom_id": "c", "body": {"input": "x"}}',
+    ]
+    assert decode(target, monkeypatch, lines) == 1
+    one, two, three = read(capsys.readouterr().out)
+    assert [line["custom_id"] for line in (one, two, three)] == ["a", "b", "c"]
+    assert one["text"] == two["text"] and one["messages"] == [{"role": "user", "content": "x"}]
+    assert "give exactly one of prompt" in three["error"]
+
+
+OWN = [
+    ('"max_tokens": 2', ("--max-tokens", "2")),
+    ('"temperature": 0.7', ("--temperature", "0.7")),
+    ('"stop": "-"', ("--stop", "-")),
+    ('"stop": ["-", "."]', ("--stop", "-", "--stop", ".")),
+    ('"repetition_penalty": 1.5', ("--repetition-penalty", "1.5")),
+    ('"ignore_eos": true', ("--ignore-eos",)),
+    ('"temperature": 0.7, "top_p": 0.5', ("--temp", "0.7", "--top-p", "0.5")),
+]
+
+
+@pytest.mark.parametrize(("fields", "options"), OWN)
+def test_a_lines_own_option_is_the_commands_or_an_error(target, monkeypatch, capsys, fields, options):
+    line = f'{{"prompt": "x", {fields}}}'.encode()
+    assert decode(target, monkeypatch, [line, b'{"prompt": "x"}']) == 1
+    bad, good = read(capsys.readouterr().out)
+    assert "every line has the command's" in bad["error"] and "command of its own" in bad["error"]
+    assert fields.partition(":")[0].strip('"') in bad["error"] and "text" in good
+    assert decode(target, monkeypatch, [line], *options) == 0
+    assert read(capsys.readouterr().out)[0]["text"]
+
+
+@pytest.mark.parametrize("fields", ['"n": 2', '"tools": [{}]', '"response_format": {"type": "json_object"}'])
+def test_an_option_that_no_command_has_is_a_lines_error(target, monkeypatch, capsys, fields):
+    assert decode(target, monkeypatch, [f'{{"prompt": "x", {fields}}}'.encode()]) == 1
+    (bad,) = read(capsys.readouterr().out)
+    assert f"{fields.partition(':')[0][1:-1]}=" in bad["error"] and "no such option; leave it" in bad["error"]
+
+
+def test_a_line_draws_from_its_own_seed(target, monkeypatch, capsys):
+    lines = [b'{"prompt": "x"}', b'{"prompt": "x", "seed": 7}', b'{"prompt": "x", "seed": "7"}']
+    assert decode(target, monkeypatch, lines, "--temperature", "1", "--seed", "7") == 1
+    one, two, bad = read(capsys.readouterr().out)
+    assert one["text"] == two["text"] and 'seed="7": must be an integer' in bad["error"]
+
+
+def test_a_stop_text_is_why_an_answer_ended(target, monkeypatch, capsys):
+    long = ("--max-new-tokens", "40", "--ignore-eos")
+    assert decode(target, monkeypatch, [b'{"prompt": "line 1"}'], *long) == 0
+    (whole,) = read(capsys.readouterr().out)
+    assert whole["finish_reason"] == "length" and whole["new_tokens"] == 40
+    stop = next(letter for letter in whole["text"][4:] if letter.isascii() and letter.isprintable())
+    assert decode(target, monkeypatch, [b'{"prompt": "line 1"}'], *long, "--stop", stop) == 0
+    (cut,) = read(capsys.readouterr().out)
+    assert cut["text"].endswith(stop) and cut["finish_reason"] == "stop" and cut["new_tokens"] < 40
+    exact = ("--max-new-tokens", str(cut["new_tokens"]), "--ignore-eos", "--stop", stop)
+    assert decode(target, monkeypatch, [b'{"prompt": "line 1"}'], *exact) == 0
+    assert read(capsys.readouterr().out)[0]["finish_reason"] == "stop"

@@ -35,8 +35,8 @@ def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeyp
     figures = tmp_path / "figures.json"
     chain = [
         ("regenerate", "--prompts", prompts, "--out", answers, *EAGER, "--shard-size", 4, "--limit", 7),
-        ("features", "--answers", answers, "--out", features, "--taps", "0,2", "--runtime", "eager"),
-        ("fit", "--features", features, "--out", fitted, *SHAPE, *SHORT, "--taps", "0,2", "--epochs", 2),
+        ("features", "--answers", answers, "--out", features, "--runtime", "eager"),
+        ("fit", "--features", features, "--out", fitted, *SHAPE, *SHORT, "--epochs", 2),
     ]
     for line in chain:
         assert train(world, *line) == 0
@@ -269,7 +269,6 @@ def test_errors_are_one_line_and_status_2(world, tmp_path, capsys):
     ("line", "word"),
     [
         (["train", "fits"], "no such command 'fits'"),
-        (["train", "features", "--target", "t", "--out", "o", "--answers", "a"], "--taps"),
         (["train", "features", "--target", "t", "--out", "o", "--answers", "a", "--taps", "a,b"], "--taps"),
         (["train", "fit", "--target", "t", "--out", "o"], "--features"),
         (

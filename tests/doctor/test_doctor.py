@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from support.tokenizers import TEMPLATE, byte_tokenizer
 
 import torch_dflash as td
 from torch_dflash.cli import doctor as command
-from torch_dflash.cli import main
+from torch_dflash.cli import loading, main
 from torch_dflash.cli.loading import Loaded
 from torch_dflash.doctor import answers, judge_texts
 from torch_dflash.doctor.changes import changes
@@ -344,6 +345,28 @@ def test_the_command_refuses_in_one_line(more, words, monkeypatch, capsys):
     monkeypatch.setattr(command, "load_pair", lambda *names, **options: pair)
     assert main(["doctor", "--target", "demo", "--drafter", "demo", *more]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["doctor"],
+        ["train", "evaluate", "--prompts", "gsm8k.jsonl"],
+        ["train", "vocabulary", "--answers", "answers.jsonl", "--out", "out"],
+        ["train", "fit", "--answers", "answers.jsonl", "--out", "out"],
+    ],
+)
+def test_a_drafter_that_is_not_there_is_offered_what_is_taken(line, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(loading.TARGETS, "demo", lambda dtype: (make_target("llama"), None))
+    Path("gsm8k.jsonl").write_text('{"prompt": "x"}\n')
+    Path("answers.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "x"}], "response": "y", "response_ids": [1, 2]}\n'
+    )
+    name = "--start-from" if "fit" in line else "--drafter"
+    assert main([*line, "--target", "demo", name, "/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert "no such directory; pass a directory, a hub id, or one of demo." in said
 
 
 @pytest.mark.parametrize(

@@ -138,3 +138,10 @@ def test_an_option_that_compile_does_not_know_is_named():
 def test_lookup_of_absurd_sizes_is_refused(given):
     with pytest.raises(ValueError, match="must be an integer from"):
         td.NGramProposer(*given)
+
+
+def test_an_engine_without_a_length_has_the_targets_context():
+    target = tiny.make_target("llama", num_hidden_layers=1, max_position_embeddings=96)
+    for context, length in ((96, 96), (4096, 1024)):
+        target.config.max_position_embeddings = context
+        assert td.compile(target, None, runtime="eager").plan.capacity == length

@@ -14,6 +14,7 @@ from support.states import look
 from support.threads import in_threads
 from support.tiny import make_pair, ragged_prompts, small_pair
 
+import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.engine import state_file as state_io
 
@@ -224,3 +225,22 @@ def test_taking_a_state_out_compiles_nothing_after_warm_up():
     state = engine.start(*ragged_prompts(2), max_new_tokens=8, do_sample=False, eos_token_id=None)
     engine.advance(engine.advance(state))
     assert engine.runtime.compilations == compiled
+
+
+def test_a_foreign_state_is_refused_by_name(pair):
+    options = {"runtime": "eager", "max_length": 48, "rounds_per_chunk": 1}
+    own = td.compile(*pair, batch_size=3, **options)
+    words = "another plan or proposer", "the engine that made it"
+    for drafter, changes in (
+        (td.NGramProposer(), {}),
+        (None, {}),
+        (pair[1], {"batch_size": 2}),
+        (pair[1], {"cache": "paged", "page_size": 16}),
+    ):
+        other = td.compile(pair[0], drafter, **({"batch_size": 3} | options | changes))
+        with refuses(ValueError, *words):
+            own.advance(other.start(*ragged_prompts(2), **OPTIONS))
+    state = own.start(*ragged_prompts(2), **OPTIONS)
+    with refuses(TypeError, "jax_bridge.state_to_torch"):
+        own.advance(jb.state_to_jax(state))
+    assert look(own.runtime, own.advance(jb.state_to_torch(jb.state_to_jax(state)))).length.max() > 0

@@ -171,3 +171,31 @@ def test_a_table_that_differs_from_the_matcher_is_refused(monkeypatch, pattern, 
     monkeypatch.setattr(grammars, "token_table", lambda _, spelt: made(other, spelt))
     with refuses(ValueError, "after ids [", "read it differently", "device=False"):
         td.Grammar.regex(pattern, TOKENIZER, device=True)
+
+
+FORCED = byte_tokenizer(merges=[("e", "s"), ("y", "es"), ("m", "i"), ("n", "u"), ("mi", "nu"), ("t", "es")])
+"""Of words that are forced the matcher has one spelling, and a table has every one."""
+
+
+@pytest.mark.parametrize(
+    "pattern", ["yes|no", "[0-9]+ minutes", "[0-9]{1,4} minutes", "(yes|no)(, yes){0,3}"]
+)
+def test_a_forced_text_has_a_table(pattern):
+    grammar = td.Grammar.regex(pattern, FORCED, device=True)
+    row = grammar.row((0,), len(FORCED))
+    text = {"y": "yes", "[": "7 minutes", "(": "yes, yes"}[pattern[0]]
+    row.check([*FORCED(text)["input_ids"], 0])
+    spelt = [token for letter in text for token in FORCED(letter)["input_ids"]]
+    row.check([*spelt, 0])
+    with refuses(ValueError, "none was left"):
+        row.check([*spelt[:-1], 0])
+
+
+@pytest.mark.parametrize(
+    "other", ["yes|no|yet", "yep|no", "ye?s?|no", "yes|no|yess", "ye|no", "yes", "yes|n[ou]"]
+)
+def test_a_table_of_another_text_where_text_is_forced_is_refused(monkeypatch, other):
+    made = grammars.token_table
+    monkeypatch.setattr(grammars, "token_table", lambda _, spelt: made(other, spelt))
+    with refuses(ValueError, "after ids [", "read it differently", "device=False"):
+        td.Grammar.regex("yes|no", FORCED, device=True)

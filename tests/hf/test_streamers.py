@@ -1,6 +1,7 @@
 """Every streamer of transformers', by each way that it can be given; none may leave its reader waiting."""
 
 import asyncio
+import copy
 import threading
 
 import pytest
@@ -95,10 +96,29 @@ def test_an_asynchronous_reader(pair, ids, way):
     assert text == Letters().decode(out[0, ids.shape[1] :])
 
 
-def test_a_streamer_through_a_pipeline(pair, capsys):
+def word_tokenizer():
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(tiny.VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", unk_token="w0")
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", unk_token="w0")
+
+
+def test_both_ways_through_a_pipeline_say_its_text(pair):
+    target, drafter = copy.deepcopy(pair)
+    target.config.eos_token_id = 3  # as a model on the hub has one, and a drafter none
+    whole = {"model": target, "tokenizer": word_tokenizer(), "device": "cpu"}
+    pipe, options = pipeline("text-generation", **whole), {"max_new_tokens": 6, "do_sample": False}
+    want = pipe("w5 w6 w7", **options)
+    for way in (
+        {"custom_generate": td.dflash(drafter, runtime="eager")},
+        {"assistant_model": drafter, "speculation_type": "dflash"},
+    ):
+        assert pipe("w5 w6 w7", **options, **way) == want
+    with pytest.raises(ValueError, match="different tokenizer"):  # which is why the pages name those two
+        pipeline("text-generation", **whole, assistant_model=drafter)
+
+
+def test_a_streamer_through_a_pipeline(pair, capsys):
+    tokenizer = word_tokenizer()
     pipe = pipeline("text-generation", model=pair[0], tokenizer=tokenizer, device="cpu")
     (out,) = pipe(
         "w5 w6 w7", max_new_tokens=4, do_sample=False, custom_generate=td.dflash(pair[1], runtime="eager"),

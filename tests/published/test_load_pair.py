@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 from support.hub_cache import HubCache
@@ -47,6 +49,20 @@ def test_a_pair_comes_by_its_name_and_decodes_to_the_targets_text(hub, offline):
     plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)
     out = td.generate(target, drafter, **inputs, max_new_tokens=12, runtime="eager")
     assert torch.equal(out, plain)
+
+
+def test_a_pair_of_local_files_is_not_looked_for_on_the_network(hub, offline, monkeypatch):
+    hub.add_target(QWEN[0])
+    asked = []
+
+    def lookup(*args, **more):
+        asked.append(args)
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    load.load_target(QWEN[0], "auto", load.AutoConfig.from_pretrained(QWEN[0], **offline), **offline)
+    assert not asked
 
 
 def test_weights_come_in_the_type_that_is_asked_for(hub, offline):

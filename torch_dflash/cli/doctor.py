@@ -24,7 +24,8 @@ def run(arguments: SimpleNamespace) -> int:
     """Examine the pair; returns the exit status."""
     options, prompts = template_options(arguments), _prompts(arguments)
     folder = _folder(arguments)
-    loaded = load_pair(arguments.target, arguments.drafter, dtype=arguments.dtype, device=arguments.device)
+    place = {"dtype": arguments.dtype, "device": arguments.device}
+    loaded = load_pair(arguments.target, arguments.drafter, **place, offered=["demo"])
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(
             f"--drafter {arguments.drafter}: has no conventions to be judged; name a DFlash drafter."
@@ -66,16 +67,10 @@ def _folder(arguments: SimpleNamespace) -> Path | None:
 
 
 def _diagnosis(loaded: Any, prompts: Any, options: Any, arguments: SimpleNamespace) -> Diagnosis:
+    asked = {"max_new_tokens": arguments.max_new_tokens, "blocks": arguments.blocks}
+    pair = loaded.target, loaded.drafter, loaded.tokenizer
     try:
-        return diagnose(
-            loaded.target,
-            loaded.drafter,
-            loaded.tokenizer,
-            prompts,
-            template_options=options,
-            max_new_tokens=arguments.max_new_tokens,
-            blocks=arguments.blocks,
-        )
+        return diagnose(*pair, prompts, template_options=options, **asked)
     except (TypeError, ValueError) as error:
         raise UserError(one_line(error)) from None
 

@@ -65,14 +65,8 @@ def _one(job: Job, data: bytes) -> int:
         few = {"max_new_tokens": min(2, job.arguments.max_new_tokens), "eos_token_id": [], "grammar": None}
         engine.generate(row, torch.ones_like(row), seed=0, **(job.options | few))
     compiling = time.perf_counter() - started
-    output = engine.generate(
-        row,
-        torch.ones_like(row),
-        seed=job.arguments.seed,
-        streamer=StdoutStreamer(job.loaded.tokenizer),
-        return_dict_in_generate=True,
-        **job.options,
-    )
+    options = job.options | {"seed": job.arguments.seed, "streamer": StdoutStreamer(job.loaded.tokenizer)}
+    output = engine.generate(row, torch.ones_like(row), return_dict_in_generate=True, **options)
     assert isinstance(output, GenerateOutput)
     _report(job, [output], compiling)
     return 0
@@ -80,7 +74,7 @@ def _one(job: Job, data: bytes) -> int:
 
 def _lines(job: Job, data: bytes) -> int:
     """Many prompts, one JSON line each. Exit status 1 if any line was bad."""
-    items = read_items(data, job.encode, job.room)
+    items = read_items(data, job.encode, job.room, job.arguments)
     if not items:
         raise UserError("--jsonl: the input has no lines; give one JSON object per line.")
     good = [item.ids for item in items if item.error is None]
@@ -91,14 +85,9 @@ def _lines(job: Job, data: bytes) -> int:
         engine = job.engine(max(map(len, good)), size, None, replicas).warmup()
     compiling = time.perf_counter() - started
     tokenizer = job.loaded.tokenizer
-    outputs = run_lines(
-        engine,
-        items,
-        batch_size=size * replicas,
-        seed=job.arguments.seed,
-        options=job.options,
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-    )
+    decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))  # noqa: E731
+    common = {"batch_size": size * replicas, "seed": job.arguments.seed, "options": job.options}
+    outputs = run_lines(engine, items, decode=decode, **common)
     if outputs:
         _report(job, outputs, compiling)
     bad = [item.error for item in items if item.error is not None]

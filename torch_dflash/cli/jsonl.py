@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dflash.cli.arguments import SHOWN, check_room
+from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, SHOWN, check_room
 from torch_dflash.cli.encode import asks
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.engine.engine import Engine
@@ -17,27 +17,41 @@ from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.storage.json_text import parse_json
 
-FIELDS = ("prompt", "turns", "messages")
-ECHOED = ("id", *FIELDS)
+FIELDS = {
+    "prompt": "a string",
+    "turns": "a list of strings",
+    "messages": 'a list of {"role": ..., "content": ...} with strings',
+}
+ECHOED = ("id", "custom_id", *FIELDS)
+_NAMES = (
+    "temperature stop ignore_eos logprobs top_logprobs chat_template_kwargs n best_of stream echo suffix "
+    "stop_token_ids min_tokens logit_bias response_format guided_json guided_regex structured_outputs tools "
+    "bad_words length_penalty use_beam_search do_sample prompt_logprobs"
+).split()
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+OPTIONS = dict.fromkeys(_LENGTHS, "max_new_tokens") | {name: name for name in (*_NAMES, *NEUTRAL, *PENALTIES)}
+"""What lines of batch files ask for, by the command's own names."""
 
 
 @dataclass
 class Item:
-    """One line of input: its ``number`` (from 1), what is echoed, its prompt ``ids``, or its ``error``."""
+    """A line of input: its ``number`` from 1, what is echoed, its ``ids`` and ``seed``, or its ``error``."""
 
     number: int
     echo: dict[str, Any] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
     error: str | None = None
+    seed: int | None = None
 
 
-def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int) -> list[Item]:
+def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, arguments: Any) -> list[Item]:
     """Every line that is not blank, encoded; a bad one keeps its place with an ``error``.
 
     Args:
         data: the whole input.
         encode: chat messages to prompt ids.
         room: most tokens a prompt may have.
+        arguments: the command's, which all lines have in common.
     """
     items = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -48,6 +62,8 @@ def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int
         try:
             record = _record(line.strip())
             item.echo = {key: record[key] for key in ECHOED if key in record}
+            _check_options(record, arguments)
+            item.seed = record.get("seed")
             messages = _messages(record)
             if "prompt" not in record and not asks(messages):
                 raise UserError(f"{_shown(record)}: no user says a word in it; give one text of a user.")
@@ -61,12 +77,29 @@ def read_items(data: bytes, encode: Callable[[list[dict]], list[int]], room: int
 def _record(line: bytes) -> dict[str, Any]:
     shown = line[:SHOWN].decode("utf-8", "replace")
     try:
-        record = parse_json(line.decode("utf-8"), used=ECHOED)
+        record = parse_json(line.decode("utf-8"), used=(*ECHOED, "body"))
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError among them
         raise UserError(f"{shown!r} is not JSON ({error}); write one object per line.") from None
     if not isinstance(record, dict):
         raise UserError(f'{shown!r} is no JSON object; write {{"prompt": "..."}}.')
-    return record
+    body = record.get("body")  # OpenAI's and vLLM's batch form
+    return record | body if isinstance(body, dict) and not any(name in record for name in FIELDS) else record
+
+
+def _check_options(record: dict[str, Any], arguments: Any) -> None:
+    """Raise `UserError` for an option of a line that is not the command's."""
+    if not isinstance(seed := record.get("seed", 0), int | None) or isinstance(seed, bool):
+        raise UserError(f"seed={json.dumps(seed)[:SHOWN]}: must be an integer.")
+    for name, value in record.items():
+        idle = arguments.temperature == 0 and name in NEUTRAL  # greedy text has no use for it
+        if name not in OPTIONS or idle or name in ("n", "best_of") and value == 1:
+            continue
+        own = getattr(arguments, OPTIONS[name], None)
+        own = list(own) if isinstance(own, tuple) else own
+        if (([value] if name == "stop" and isinstance(value, str) else value) or None) != (own or None):
+            known = f"every line has the command's, {json.dumps(own)}; give this one to a command of its own."
+            fix = known if hasattr(arguments, OPTIONS[name]) else "generate has no such option; leave it out."
+            raise UserError(f"{name}={json.dumps(value)[:SHOWN]}: {fix}")
 
 
 def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -79,24 +112,11 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         return [{"role": "user", "content": value}]
     if given[0] == "turns" and isinstance(value, list) and value and isinstance(value[0], str):
         return [{"role": "user", "content": value[0]}]
-    well_formed = (
-        isinstance(value, list)
-        and value
-        and all(
-            isinstance(entry, dict)
-            and isinstance(entry.get("role"), str)
-            and isinstance(entry.get("content"), str)
-            for entry in value
-        )
-    )
-    if given[0] == "messages" and well_formed:
+    entries = value if isinstance(value, list) and all(isinstance(entry, dict) for entry in value) else []
+    texts = [entry.get(name) for entry in entries for name in ("role", "content")]
+    if given[0] == "messages" and texts and all(isinstance(text, str) for text in texts):
         return value
-    wanted = {
-        "prompt": "a string",
-        "turns": "a list of strings",
-        "messages": 'a list of {"role": ..., "content": ...} with strings',
-    }
-    raise UserError(f"{_shown(record)}: must be {wanted[given[0]]}.")
+    raise UserError(f"{_shown(record)}: must be {FIELDS[given[0]]}.")
 
 
 def _shown(record: dict[str, Any]) -> str:
@@ -117,9 +137,10 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def decode_items(engine: Engine, items: list[Item], seed: int, options: dict[str, Any]) -> GenerateOutput:
-    """Decode the good ones of a batch; line n draws from ``seed + n - 1``, modulo 2**64, in any batch."""
+    """Decode the good ones of a batch; line n draws from its own seed or ``seed + n - 1``, modulo 2**64."""
     ids, mask = pad_rows([item.ids for item in items])
-    seeds = [(seed + item.number - 1) % 2**64 for item in items]
+    own = [seed + item.number - 1 if item.seed is None else item.seed for item in items]
+    seeds = [one % 2**64 for one in own]
     output = engine.generate(ids, mask, seed=seeds, return_dict_in_generate=True, **options)
     assert isinstance(output, GenerateOutput)
     return output
@@ -143,7 +164,7 @@ def run_lines(
             output = decode_items(engine, good, seed, options)
             seconds = time.perf_counter() - started
             outputs.append(output)
-            results = iter(_results(good, output, seconds, decode, set(options["eos_token_id"])))
+            results = iter(_results(good, output, seconds, decode, options))
         for item in batch:
             failed = {"line": item.number, **item.echo, "error": item.error}
             _write(failed if item.error is not None else next(results))
@@ -151,20 +172,22 @@ def run_lines(
 
 
 def _results(
-    items, output: GenerateOutput, seconds: float, decode, stops: set[int]
+    items, output: GenerateOutput, seconds: float, decode, options: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     assert output.stats is not None
     rows = zip(items, output.new_tokens, output.stats.acceptance_lengths, strict=True)
     for row, (item, new, lengths) in enumerate(rows):
+        text, stops = decode(new), options.get("stop_strings", ())
+        ended = len(new) < options["max_new_tokens"] or new[-1] in options["eos_token_id"]
         yield {
             "line": item.number,
             **item.echo,
-            "text": decode(new),
+            "text": text,
             "prompt_tokens": len(item.ids),
             "new_tokens": len(new),
             **_logprobs(output, row, new),
             "acceptance_lengths": lengths,
-            "finish_reason": "stop" if new[-1] in stops else "length",
+            "finish_reason": "stop" if ended or any(stop in text for stop in stops) else "length",
             "seconds": round(seconds, 6),
         }
 

@@ -51,6 +51,7 @@ def load_pair(
     dtype: str = "auto",
     device: str | None = None,
     block_size: int | None = None,
+    offered: Collection[str] = tuple(DRAFTERS),
 ) -> Loaded:
     """Load what ``target`` and ``drafter`` name, in evaluation mode on ``device`` (torch's; unset: the CPU).
 
@@ -59,6 +60,7 @@ def load_pair(
         drafter: a key of `DRAFTERS`, a directory, or a hub id; None: nothing drafts.
         dtype: "float32", "bfloat16" or "auto", which is the type the weights are stored in.
         block_size: width of a proposer that is made here (n-gram lookup).
+        offered: keys of `DRAFTERS` that the caller takes, for the error about a drafter that is not there.
 
     Raises:
         UserError: something does not exist, cannot be read, or is not what it should be.
@@ -79,7 +81,7 @@ def load_pair(
         except ValueError as error:
             raise UserError(f"--drafter {drafter}: {one_line(error)}") from None
     else:
-        drafts = _load_drafter(drafter, kind)
+        drafts = _load_drafter(drafter, kind, offered)
     if isinstance(drafts, torch.nn.Module):
         drafts = cast(Any, drafts).to(place).eval()
     return Loaded(model.to(place).eval(), tokenizer, drafts)
@@ -118,8 +120,8 @@ def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load_drafter(source: str, dtype: Any) -> PreTrainedModel:
-    folder = existing("--drafter", source, DRAFTERS)
+def _load_drafter(source: str, dtype: Any, offered: Collection[str]) -> PreTrainedModel:
+    folder = existing("--drafter", source, offered)
     with reading("--drafter", source):
         return load_drafter(folder, dtype=dtype)
 

@@ -86,7 +86,8 @@ def run(arguments: SimpleNamespace) -> int:
 
 def _load(arguments: SimpleNamespace, drafter: str = "none", device: str | None = None) -> Any:
     device = arguments.device if device is None else device
-    return load_pair(arguments.target, drafter, dtype=arguments.target_dtype, device=device)
+    place = {"dtype": arguments.target_dtype, "device": device}
+    return load_pair(arguments.target, drafter, **place, offered=["demo"])
 
 
 def _regenerate(arguments: SimpleNamespace) -> int:

@@ -128,7 +128,7 @@ every = _stage(
     [
         option("--prompts", many=True, required=True, metavar="FILE...", help="Prompts that are answered."),
         option("--eval-prompts", many=True, required=True, metavar="FILE...", help="Prompts that judge it."),
-        option("--taps", metavar="LAYERS", help="For features and fit; unset with --online: z-lab's."),
+        option("--taps", metavar="LAYERS", help="For features and fit; unset: z-lab's."),
         flag("--online", help="No features on disk: the target is in the loop."),
         *(
             option(

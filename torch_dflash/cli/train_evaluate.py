@@ -45,9 +45,8 @@ def run(arguments: SimpleNamespace) -> int:
         arguments.json, before, {key: value for key, value in vars(options).items() if key != TEMPLATE}
     )
     _check_prompts(arguments.json, rows, sets, options.limit)
-    loaded = load_pair(
-        arguments.target, arguments.drafter, dtype=arguments.target_dtype, device=arguments.device
-    )
+    place = {"dtype": arguments.target_dtype, "device": arguments.device}
+    loaded = load_pair(arguments.target, arguments.drafter, **place, offered=["demo"])
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id.")
     options = read_options(EvaluateOptions, arguments, **{TEMPLATE: _template(given, loaded.drafter)})

@@ -18,9 +18,8 @@ def run(arguments: SimpleNamespace) -> int:
         raise UserError(f"--out {arguments.out}: holds a model already; choose another directory.")
     texts = [answer.response_ids for answer in read_answers(arguments.answers)]
     ids = frequent_ids(texts, arguments.rows)
-    loaded = load_pair(
-        arguments.target, arguments.drafter, dtype=arguments.target_dtype, device=arguments.device
-    )
+    place = {"dtype": arguments.target_dtype, "device": arguments.device}
+    loaded = load_pair(arguments.target, arguments.drafter, **place, offered=["demo"])
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(f"--drafter {arguments.drafter}: it has no head to cut; pass a DFlash drafter.")
     narrow = with_draft_vocabulary(loaded.drafter, loaded.target, ids)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_dflash.checks import check_context, check_streamer, check_target
+from torch_dflash.checks import check_context, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.bridge import hosts_of, make_runtimes, tell_device
@@ -83,6 +83,8 @@ class Engine(OfOneProcess):
         """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
         options, model = self.options, model_of(target)
         check_target(model)
+        if options.max_length is None:
+            options = replace(options, max_length=min(1024, context_of(model)))
         check_instance(model)
         for _ in range(KEPT):
             guard = Guard(model)
@@ -90,7 +92,7 @@ class Engine(OfOneProcess):
             if guard.holds():  # no other thread changed the model meanwhile
                 break
         guard.ignore(skeleton.written)
-        check_context(model, options.max_length)
+        check_context(model, options.max_length or 0)
         tell_device(model, options.runtime)
         proposer = make_proposer(model, drafter, options.block_size)
         plan = options.plan(proposer.width, proposer.depth)
@@ -307,7 +309,7 @@ class Engine(OfOneProcess):
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
 
         Raises:
-            ValueError: on the XLA runtime, ``state`` was consumed by an earlier call.
+            ValueError: ``state`` is of another plan or proposer, or consumed. TypeError: across the border.
         """
         self.meet("advance", state)
         with leaving(self.hosts, "advance"):

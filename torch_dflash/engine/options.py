@@ -45,7 +45,7 @@ class EngineOptions:
     """
 
     runtime: str = _of_a_call("xla")
-    max_length: int = 1024
+    max_length: int | None = None
     batch_size: int = 1
     block_size: int | None = _of_a_call(None)
     verify_width: int | str | None = _of_a_call(None)
@@ -108,7 +108,7 @@ class EngineOptions:
         kept = {*self.outputs, *(["output_logprobs"] if self.top_logprobs else [])}
         return DecodePlan(
             batch_size=self.batch_size,
-            capacity=self.max_length,
+            capacity=cast(int, self.max_length),
             block_size=width,
             verify_width=self.verify_width if isinstance(self.verify_width, int) else width,
             depth=depth,

@@ -59,6 +59,11 @@ class MatcherRow:
                     break
         return rows
 
+    def takes(self, answer: list[int], token: int) -> bool:
+        """Whether ``token`` may follow ``answer``; of a text that is forced `allowed` has one spelling."""
+        with self._lock:
+            return self._go_to(answer) and self._matcher.validate_tokens([token]) == 1
+
     def check(self, answer: list[int]) -> None:
         """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole one before a stop id."""
         text = answer[:-1] if answer[-1:] and answer[-1] in self._stops else answer

@@ -111,7 +111,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
 
 
 def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str) -> None:
-    """Raise ``ValueError`` unless each state of ``table`` allows what the matcher of ``source`` does there.
+    """Raise ``ValueError`` unless each state of ``table`` allows what the matcher of ``source`` does.
 
     Two readers read the pattern; a state is compared behind the first text that leads to it.
     """
@@ -122,7 +122,10 @@ def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str
     texts: dict[int, list[int]] = {FIRST: []}
     waiting = [FIRST]
     for state in waiting:  # which grows
-        if not np.array_equal(matched.allowed(texts[state], [], allowed.shape[1])[0], allowed[state]):
+        theirs = matched.allowed(texts[state], [], allowed.shape[1])[0]
+        further = np.flatnonzero(np.unpackbits((allowed[state] & ~theirs).view(np.uint8), bitorder="little"))
+        taken = (token not in ends and matched.takes(texts[state], token) for token in further.tolist())
+        if (theirs & ~allowed[state]).any() or not all(taken):
             raise ValueError(
                 f"{said}: after ids {texts[state]} the table and llguidance read it differently; write out "
                 "what they do ([0-9] for a digit, [a-z] for a letter), or pass device=False."

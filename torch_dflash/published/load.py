@@ -101,6 +101,8 @@ def load_target(source: str | os.PathLike[str], dtype: Any, config: Any, **optio
     Raises:
         IncompleteWeights: some are missing. OSError, ValueError: as transformers.
     """
+    where = {name: options[name] for name in ("cache_dir", "local_files_only") if name in options}
+    options["adapter_kwargs"] = where  # or transformers asks the network for an adapter, with retries
     loading: Any = auto_class(config).from_pretrained(
         source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )

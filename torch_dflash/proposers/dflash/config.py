@@ -32,11 +32,13 @@ NESTED_FIELDS = (
 )
 
 
-def default_target_layer_ids(num_target_layers: int, taps: int) -> list[int]:
+def default_target_layer_ids(num_target_layers: int, taps: int | None = None) -> list[int]:
     """The layers z-lab taps when a checkpoint names none: evenly from 1 to ``num_target_layers - 3``.
 
+    ``taps``: how many; unset: five, or as many as a small target has.
     Ids are 0-based block indices; the tap is the block's output (Hugging Face ``hidden_states[id + 1]``).
     """
+    taps = min(5, max(1, num_target_layers - 3)) if taps is None else taps
     if taps == 1:
         return [num_target_layers // 2]
     return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]

@@ -25,6 +25,7 @@ from torch_dflash.ops.windows import write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers import PlainProposer
+from torch_dflash.proposers.dflash.config import default_target_layer_ids
 from torch_dflash.pytrees import register_state
 from torch_dflash.storage.files import StageError
 from torch_dflash.targets.blocks import check_tappable, tapped
@@ -181,10 +182,12 @@ def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Se
 def cache_features(target, sequences: list[Sequence], directory: Path, options: FeatureOptions) -> None:
     """Write the features of ``sequences`` into shards under ``directory``, skipping those that are there."""
     check_any(sequences)
-    extract = FeatureExtractor(target, options.taps, getattr(torch, options.dtype), options.runtime)
+    taps = options.taps or default_target_layer_ids(target.config.get_text_config().num_hidden_layers)
+    extract = FeatureExtractor(target, tuple(taps), getattr(torch, options.dtype), options.runtime)
     fingerprint = TargetFingerprint.of(target)
     settings = {"stage": "features", "target": fingerprint.name, "target_weights": fingerprint.weights}
     settings |= {"sequences": len(sequences), "data_checksum": data_checksum(sequences)} | vars(options)
+    settings |= {"taps": extract.taps}
     starts = range(0, len(sequences), options.shard_size)
     tokens = sum(len(item.ids) for item in sequences)
     with (
@@ -218,6 +221,6 @@ def _write_shard(
         "starts": torch.tensor([item.start for item in shard], dtype=torch.int32),
         "features": torch.cat([rows[item] for item in range(len(shard))]),
     }
-    metadata = {"taps": ",".join(map(str, options.taps)), "target": fingerprint.name}
+    metadata = {"taps": ",".join(map(str, extract.taps)), "target": fingerprint.name}
     metadata |= {"hidden_size": str(fingerprint.hidden_size), "target_weights": fingerprint.weights}
     write_tensors(path, tensors, metadata)

@@ -33,13 +33,13 @@ class FeatureOptions:
     """How features are cached.
 
     Args:
-        taps: target layers (0-based); may be more than one drafter uses, so that taps can be compared.
+        taps: target layers (0-based), also those of several drafters; unset: five, evenly spaced as z-lab's.
         max_length: longer conversations are cut at the end.
         batch_size: rows per target pass. shard_size: answers per file.
         dtype: "bfloat16" (2 bytes a value) or "float32". runtime: as in `torch_dflash.generate`.
     """
 
-    taps: Layers
+    taps: Layers | None = None
     max_length: int = 3072
     batch_size: int = 16
     shard_size: int = 128
@@ -48,7 +48,8 @@ class FeatureOptions:
 
     def __post_init__(self):
         check_counts(**{name: getattr(self, name) for name in ("max_length", "batch_size", "shard_size")})
-        check_layers(self.taps)
+        if self.taps is not None:
+            check_layers(self.taps)
         check_runtime(self.runtime)
         if self.dtype not in ("bfloat16", "float32"):
             raise ValueError(f"dtype={self.dtype!r}: choose 'bfloat16' or 'float32'.")

@@ -29,7 +29,7 @@ def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
     """
     base = target.config.get_text_config()
     layers = base.num_hidden_layers
-    taps = shape.taps or default_target_layer_ids(layers, min(5, max(1, layers - 3)))
+    taps = shape.taps or default_target_layer_ids(layers)
     copied = {name: getattr(base, name) for name in COPIED if getattr(base, name, None) is not None}
     kind = "sliding_attention" if shape.sliding_window else "full_attention"
     config = DFlashConfig(
