@@ -12,7 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.targets.blocks import block_of, check_tappable, tapped
+from torch_dflash.targets.skeleton import build_skeleton
 from torch_dflash.targets.trace import blocks_of
+from torch_dflash.targets.weights import collect_tensors
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,13 @@ def record(target: Any, texts: Sequence[Text]) -> list[Recorded]:
     """
     blocks = blocks_of(target)
     check_tappable(target, blocks)
+    skeleton = build_skeleton(target, target.config._attn_implementation)  # no hook of ours in the model
     layers, found = tuple(range(len(blocks.paths))), []
     for text in texts:
         outputs: dict[int, Tensor] = {}
-        with tapped(target, blocks, layers, outputs), _input_of(block_of(target, blocks, 0), outputs):
-            target(input_ids=text.ids[None].to(target.device), use_cache=False)
+        step = {"input_ids": text.ids[None].to(target.device), "use_cache": False}
+        with tapped(skeleton, blocks, layers, outputs), _input_of(block_of(skeleton, blocks, 0), outputs):
+            torch.func.functional_call(skeleton, collect_tensors(skeleton, target, ""), (), step)
         found.append(Recorded(text, [outputs[layer][0].detach() for layer in (-1, *layers)]))
     return found
 
