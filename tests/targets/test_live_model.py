@@ -11,6 +11,7 @@ import types
 import weakref
 from functools import partial
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -802,6 +803,9 @@ def test_what_a_model_goes_through_is_no_change(tmp_path, caplog):
     target(input_ids=ids, labels=ids).loss.backward()
     target.eval().requires_grad_(False)
     target.generate(ids, max_new_tokens=3, do_sample=True, pad_token_id=0)
+    target.generate(ids, max_new_tokens=3, cache_implementation="static", disable_compile=True)
+    accelerate.Accelerator(cpu=True).prepare(target)
+    torch.compile(target, backend="eager")
     target.save_pretrained(tmp_path)
     target.tie_weights()
     target.config.use_cache, target.config.pad_token_id = False, 0
