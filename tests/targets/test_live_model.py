@@ -10,6 +10,7 @@ import operator
 import types
 import weakref
 from functools import partial
+from types import MappingProxyType
 
 import accelerate
 import numpy as np
@@ -17,13 +18,16 @@ import pytest
 import torch
 import transformers
 from support.doors import through_pipeline
+from support.quantised import publish
 from support.refusals import refuses
 from support.scripted import own_text, run
 from support.threads import beside
 from support.tiny import BASE, VOCAB, make_drafter, make_target, randomise
 from support.tokenizers import TEMPLATE, byte_tokenizer
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers.models.llama import modeling_llama
+from transformers.utils.quantization_config import QuantizationMethod
 
 import torch_dflash as td
 from torch_dflash.engine import engine as engine_module
@@ -446,6 +450,18 @@ PARTS = {
         ),
         "TorchScript",
     ),
+    "dynamic": (
+        lambda t: torch.ao.quantization.quantize_dynamic(t, {nn.Linear}, inplace=True),
+        "0.self_attn.q_proj is a Linear of quantize_dynamic, which is not decoded here; pass the model",
+    ),
+    "a cache": (
+        lambda t: vars(t.model.norm).update(_parameters=MappingProxyType(t.model.norm._parameters)),
+        "model.norm keeps its weights in a mappingproxy",
+    ),
+    "a method": (
+        lambda t: vars(t).update(quantization_method=QuantizationMethod.COMPRESSED_TENSORS),
+        "has layers of compressed-tensors, not decoded here; load it with",
+    ),
 }
 
 
@@ -456,6 +472,36 @@ def test_parts_that_cannot_be_bound_are_named(part):
     change(target)
     with refuses(ValueError, "LlamaForCausalLM", words):
         td.compile(target, None, runtime="eager", max_length=64)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_model_decodes_once_it_is_loaded_as_the_refusal_says(tmp_path):
+    target, config = make_target("qwen3"), transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
+    vars(target).update(quantization_method=config.quant_method)  # as transformers leaves quantised layers
+    target.config.quantization_config = config
+    way = "quantization_config=FineGrainedFP8Config(dequantize=True)"
+    with refuses(ValueError, "Qwen3ForCausalLM has layers of fp8, not decoded here", way):
+        td.compile(target, None, runtime="eager", max_length=64)
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    folder = publish("fp8", tmp_path)
+    kind, exact = transformers.Qwen3ForCausalLM, torch.float32
+    target = kind.from_pretrained(folder, quantization_config=config, dtype=exact)
+    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == own_of(target)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_model_decodes_once_its_weights_are_gathered():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = fully_shard(make_target("llama", num_hidden_layers=2))
+        with refuses(ValueError, "LlamaForCausalLM.model.embed_tokens.weight is a DTensor", "full_tensor()"):
+            td.compile(sharded, None, runtime="eager", max_length=64)
+        whole = make_target("llama", 1, num_hidden_layers=2)
+        whole.load_state_dict({name: part.full_tensor() for name, part in sharded.state_dict().items()})
+    finally:
+        torch.distributed.destroy_process_group()
+    wanted = own_of(make_target("llama", num_hidden_layers=2))
+    assert text_of(td.compile(whole, None, runtime="eager", max_length=64)) == wanted
 
 
 @pytest.mark.filterwarnings("ignore")

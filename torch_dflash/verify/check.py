@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers import TemperatureLogitsWarper as Temperature
 from transformers import TopKLogitsWarper as TopK
@@ -30,7 +31,6 @@ from torch_dflash.targets.swapped import Swapped
 from torch_dflash.targets.tested import is_as_built, is_tested
 from torch_dflash.targets.trace import trace_layers
 from torch_dflash.targets.weights import collect_tensors, model_of
-from torch_dflash.verify.evaluating import evaluating
 from torch_dflash.verify.inplace import WritesToViews
 from torch_dflash.verify.result import Agreement
 from torch_dflash.verify.twin import PROMPT, SPECIAL, VOCAB, build_twin
@@ -84,6 +84,7 @@ class _Verdict(NamedTuple):
     fault: str | None
 
 
+_patching = threading.RLock()
 _verdicts: weakref.WeakKeyDictionary[Any, list[_Verdict]] = weakref.WeakKeyDictionary()
 
 
@@ -147,7 +148,7 @@ def _fault_of_generate(target: Any) -> str | None:
     )
     ids = _ids(target.get_input_embeddings().weight.shape[0], 1, PROMPT).long().to(target.device)
     try:
-        with torch.inference_mode(False), torch.no_grad(), target.device, evaluating(target):
+        with torch.inference_mode(False), torch.no_grad(), target.device, _evaluating(target):
             out = type(target).generate(alone, ids, attention_mask=torch.ones_like(ids))
             own = _own_logits(target, out.sequences, PROMPT - 1)[:-1].float()
             noise = _noise(target, out.sequences, PROMPT - 1)
@@ -309,7 +310,7 @@ def compare(
     read = torch.tensor([ends - 3 * row % 7 for row in range(rows)], dtype=torch.int32, device=device)
     first, worst, position = int(read.min()) - 1, 0.0, -1
     with torch.inference_mode(False), torch.no_grad(), device:
-        with evaluating(model):
+        with _evaluating(model):
             own = [_own_logits(model, ids[row : row + 1], first) for row in range(rows)]
             again = [_own_logits(model, ids[:1, :-3], first)] if lengths else []
             if lengths and not skeleton.recurrent:  # whose own cached forwards are wrong in some families
@@ -324,6 +325,27 @@ def compare(
     noise = max(noise, *(float((other - own[0][: len(other)]).float().abs().max()) for other in again), 0.0)
     compared = sum(len(logits) for _, _, logits in ours)
     return Agreement(worst, position, float(own[0].float().std()), noise, compared, own[0].dtype)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """While open, modules are in evaluation mode to this thread alone: no flag is set."""
+    if not any(part.training for part in model.modules()):
+        yield
+        return
+    kind, here = cast(Any, nn.Module), threading.get_ident()
+
+    def mode(module: nn.Module) -> bool:
+        if "training" not in vars(module):  # TorchScript keeps it elsewhere, and looks there
+            raise AttributeError("training")
+        return vars(module)["training"] and threading.get_ident() != here
+
+    with _patching:
+        kind.training = property(mode, lambda module, value: vars(module).update(training=value))
+        try:
+            yield
+        finally:
+            del kind.training
 
 
 def _own_logits(model: Any, ids: Tensor, first: int) -> Tensor:
