@@ -221,7 +221,7 @@ def check_instance(model: nn.Module) -> None:
 
 
 def _fault_of_module(module: nn.Module, on_cpu: bool) -> str | None:
-    """What of a module cannot be copied or bound, and the way out; a sentence without its subject."""
+    """The fault of a module that cannot be copied or bound, and the way out, as a sentence's rest."""
     kind, own = type(module).__name__, module._parameters
     if (hook := vars(module).get("_hf_hook")) is not None:
         return (
@@ -232,10 +232,7 @@ def _fault_of_module(module: nn.Module, on_cpu: bool) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return " is a TorchScript module, which cannot be copied; put back the module that it was made of"
     if kind == "Linear8bitLt":
-        return (
-            " is a Linear8bitLt of bitsandbytes, whose state lies beside its weight, and is not decoded "
-            "here; load the model with load_in_4bit=True, or without"
-        )
+        return " is bitsandbytes' Linear8bitLt, with state beside its weight; load it with load_in_4bit=True"
     if getattr(module, "support_avx512bf16_for_cpu", False) and on_cpu:
         return (
             f" is a {kind} of bitsandbytes, which packs its weight for this CPU in its first forward, and "
@@ -248,9 +245,9 @@ def _fault_of_module(module: nn.Module, on_cpu: bool) -> str | None:
         return f" keeps its weights in a {type(own).__name__}, which is not read; load the model dequantised"
     if parts := [key for key, leaf in own.items() if hasattr(leaf, "full_tensor")]:
         return (
-            f".{parts[0]} is a DTensor, a part of a weight (FSDP2, tensor parallelism); load the "
-            "full_tensor() of each into a model that is not sharded, and pass that"
+            f".{parts[0]} is a DTensor, part of a weight; load the full_tensor() of each into a whole model"
         )
+    return None
 
 
 def _may_run(value: Any) -> bool:

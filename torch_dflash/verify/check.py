@@ -364,10 +364,7 @@ def _own_cached_logits(model: Any, ids: Tensor, first: int) -> Tensor:
 
 
 def _noise(model: Any, ids: Tensor, first: int) -> float:
-    """How far logits move where each embedding is a rounding step larger or smaller, or as it is.
-
-    Found in a copy, for another thread may run the model.
-    """
+    """How far a copy's logits move where embeddings are a rounding step larger or smaller, or as they are."""
     copied = build_skeleton(model, model.config._attn_implementation)
     generator, tensors = torch.Generator("cpu").manual_seed(0), collect_tensors(copied, model, "")
 
