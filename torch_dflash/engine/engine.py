@@ -159,7 +159,7 @@ class Engine(OfOneProcess):
         """Have the next call take all weights anew, however they were written, and see other changes now.
 
         The XLA runtime keeps copies. It sees each write that torch counts, and a step of a fused optimiser.
-        A few weights or rows that ``.data`` wrote are seen some calls later, a part of a row never: call this.
+        Weights or rows that ``.data`` wrote are seen some calls later, a part of a row never: call this then.
         """
         self.follow()
         self.runtime.forget(self._live())
