@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -15,22 +17,28 @@ from jax_bridge.forms import Weight
 from jax_bridge.layout import Form, Forms, keep
 from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.put import moved, place
-from jax_bridge.probe import check_ordinary, places, unchanged
+from jax_bridge.probe import SAMPLES, check_ordinary, on_host, places, unchanged
 
 Fingerprint = tuple
 
 
-class _Converted(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Converted:
     """What was made of a tensor. The weight is weak: it lives while an engine uses it.
 
     ``places`` is a view, so the storage is held: its address cannot be given to new values that would look
-    unchanged.
+    unchanged. It is looked at in ``parts``.
     """
 
     mark: Fingerprint
-    places: torch.Tensor
-    bits: torch.Tensor
+    places: Any
+    bits: np.ndarray
+    parts: int
     weight: weakref.ref
+
+    def part(self, turn: int) -> tuple[Any, np.ndarray]:
+        """Bits that are looked at in a turn, and those that were there."""
+        return self.places[turn % self.parts :: self.parts], self.bits[turn % self.parts :: self.parts]
 
 
 # By live tensor, weakly, and by form: engines of one model (lengths, batch sizes) use the same arrays.
@@ -39,7 +47,9 @@ _lock = threading.Lock()
 _changes = [0]
 """Conversions so far, and weights that were forgotten: while none comes, what an engine has is up to date."""
 TURNS = 8
-"""Calls in which the bits of all weights are looked at, a part in each."""
+"""Calls in which all large weights are looked at, some in each; of a weight all rows in as many squared."""
+SMALL = 1 << 16
+"""Bytes of a weight that is looked at in every call."""
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
@@ -53,19 +63,26 @@ class _Mark(NamedTuple):
     """What every call compares of a tensor: less than its `fingerprint`, of hundreds of tensors."""
 
     tensor: weakref.ref
-    form: Kept | Way
+    made: Any  # weakly
     counted: bool
+    always: bool
     now: tuple
 
     @classmethod
     def of(cls, tensor: torch.Tensor, form: Kept | Way) -> _Mark:
-        counted = not tensor.is_inference()
-        return cls(weakref.ref(tensor), form, counted, _glance(tensor, counted))
+        counted, made = not tensor.is_inference(), weakref.ref(_converted[tensor][form])
+        return cls(weakref.ref(tensor), made, counted, _always(tensor), _glance(tensor, counted))
+
+
+def _always(tensor: torch.Tensor) -> bool:
+    """Whether a weight is looked at in every call: it is small, or a table, of which rows are written."""
+    tall = tensor.ndim == 2 and tensor.shape[0] > 4 * tensor.shape[1]
+    return tall or tensor.nbytes <= SMALL or tensor.is_inference()
 
 
 def _glance(tensor: torch.Tensor, counted: bool) -> tuple:
     version = tensor._version if counted else None
-    where = tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride()
+    where = tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
     return *where, tensor.requires_grad
 
 
@@ -92,13 +109,14 @@ def _known(tensor: Any, form: Kept | Way) -> _Converted | None:
 
 def _convert(tensor: torch.Tensor, form: Kept | Way) -> Weight:
     mark, at = fingerprint(tensor), places(tensor)
-    bits = at.flatten().clone()
+    bits, at = on_host(at).copy(), on_host(at) if at.is_cpu else at
+    parts = 1 if tensor.is_inference() else max(1, min(TURNS**2, len(bits) // (4 * SAMPLES)))
     if isinstance(form, Way):
         weight = place(tensor.detach().__getitem__, tuple(tensor.shape), form)
     else:
         weight = keep(tensor.detach(), form.form, place=form.device)
     _changes[0] += 1
-    _converted[tensor] = _forms_of(tensor) | {form: _Converted(mark, at, bits, weakref.ref(weight))}
+    _converted[tensor] = _forms_of(tensor) | {form: _Converted(mark, at, bits, parts, weakref.ref(weight))}
     return weight
 
 
@@ -126,11 +144,12 @@ class Weights:
 
         Seen are all writes that torch counts: in place, ``load_state_dict``, ``detach()``, also under
         ``torch.no_grad()`` and ``torch.inference_mode()``. Of those it does not count (fused optimisers,
-        ``.data``, numpy views) one is seen if it changes a bit in the `places` that are looked at: those of
-        every eighth weight in a call, in turns, for such writes come to many weights together. Once one is
-        seen, or a write was counted, all weights are looked at, and those of a model with a silent write are
-        converted. A write to a few weights alone may be seen some calls late, one to a row alone never:
-        `forget` is for that. Inference tensors are looked at in every row, in every call.
+        ``.data``, numpy views) one is seen if it changes a bit in the `places` that are looked at: in a call,
+        some of each small weight's and table's (an embedding, a head), and of every eighth other weight's. If
+        one is seen, or a write was counted, all weights are looked at, and those of a model with a silent
+        write are converted. A write to few large weights may be seen `TURNS` calls late, one to a row as many
+        squared, or cubed where it is no table's, one to a part of a row never: `forget` is for that.
+        Inference tensors are looked at in every row, in every call.
 
         Raises:
             ValueError: a tensor is of a class of its own: what it computes is not in its memory.
@@ -145,7 +164,7 @@ class Weights:
                     self._arrays[name] = self._here(name, leaf)
             forms = {name: self._form(name, leaf) for name, leaf in torches.items()}
             known = {name: _known(leaf, forms[name]) for name, leaf in torches.items()}
-            doubted = _doubted(known)
+            doubted = _doubted(known, self._turn)
             for name, tensor in torches.items():
                 made = known[name]
                 weight = made.weight() if made is not None and _part(name) not in doubted else None
@@ -177,10 +196,8 @@ class Weights:
                 return False
         self._turn += 1
         for group in self._groups:
-            step = min(TURNS, len(group)) if group[0].counted else 1
-            looked_at = group[self._turn % step :: step]
-            known = [made for one in looked_at if (made := _known(one.tensor(), one.form))]
-            if len(known) < len(looked_at) or not unchanged((made.places, made.bits) for made in known):
+            step, turn = (1, self._turn) if group[0].always else (min(TURNS, len(group)), self._turn // TURNS)
+            if not unchanged(one.made().part(turn) for one in group[self._turn % step :: step]):
                 return False
         return True
 
@@ -209,10 +226,10 @@ class Weights:
 
 
 def _groups(marks: dict[str, _Mark]) -> list[list[_Mark]]:
-    """Weights that are written together: of a model, those that are trained, and inference tensors apart."""
+    """Weights that are written together: of a model, those that are trained; small ones apart."""
     groups = defaultdict(list)
     for name, mark in marks.items():
-        groups[_part(name), mark.now[-1], mark.counted].append(mark)
+        groups[_part(name), mark.now[-1], mark.always].append(mark)
     return list(groups.values())
 
 
@@ -221,10 +238,10 @@ def _part(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _doubted(known: dict[str, _Converted | None]) -> set[str]:
+def _doubted(known: dict[str, _Converted | None], turn: int) -> set[str]:
     """The models of which a weight was written without being counted."""
     pairs = defaultdict(list)
     for name, made in known.items():
         if made is not None:
-            pairs[_part(name)].append((made.places, made.bits))
+            pairs[_part(name)] += [made.part(turn), made.part(turn // TURNS)]
     return {part for part, views in pairs.items() if not unchanged(views)}

@@ -207,6 +207,9 @@ def check_target(target: Any) -> None:
             f"target={name}: that is what torch.compile made of a model, and its weights go by other names; "
             "pass the original module, target._orig_mod. The XLA runtime compiles it itself."
         )
+    inner = getattr(target, "module", None)
+    if hasattr(inner, "get_output_embeddings") and not hasattr(type(target), "get_output_embeddings"):
+        raise TypeError(f"target={name}: that is a wrapper of a model; pass the model, target.module.")
     if hasattr(config, "dflash_config"):
         raise TypeError(
             f"target={name}: that is a DFlash drafter; pass the target model first, the drafter second."

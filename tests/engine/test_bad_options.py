@@ -60,6 +60,15 @@ def test_a_model_that_torch_compile_wrapped(pair):
             entry(wrapped, pair[1], runtime="eager")
 
 
+@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.optim.swa_utils.AveragedModel])
+def test_a_model_in_a_wrapper_is_asked_for(pair, wrap):
+    wrapped = wrap(pair[0])
+    for entry in (generate, td.compile):
+        with refuses(f"target={wrap.__name__}", "target.module", error=TypeError):
+            entry(wrapped, pair[1], runtime="eager")
+    td.compile(wrapped.module, None, runtime="eager", max_length=64)
+
+
 def test_max_length_below_the_prompt(pair):
     target = copy.deepcopy(pair[0])
     words = ["max_length=3", "prompt's 4 columns", "max_new_tokens", "at least 5"]

@@ -9,20 +9,31 @@ import logging
 import operator
 import types
 import weakref
+from functools import partial
+from types import MappingProxyType
 
+import accelerate
 import numpy as np
 import pytest
 import torch
 import transformers
+from support.doors import through_pipeline
+from support.quantised import publish
 from support.refusals import refuses
 from support.scripted import own_text, run
-from support.tiny import BASE, make_drafter, make_target, randomise
+from support.threads import beside
+from support.tiny import BASE, VOCAB, make_drafter, make_target, randomise
+from support.tokenizers import TEMPLATE, byte_tokenizer
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers.models.llama import modeling_llama
+from transformers.utils.quantization_config import QuantizationMethod
 
 import torch_dflash as td
 from torch_dflash.engine import engine as engine_module
 from torch_dflash.targets.guard import Guard
+from torch_dflash.targets.skeleton import configs_of
+from torch_dflash.train.features.extract import FeatureExtractor
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12
@@ -439,6 +450,18 @@ PARTS = {
         ),
         "TorchScript",
     ),
+    "dynamic": (
+        lambda t: torch.ao.quantization.quantize_dynamic(t, {nn.Linear}, inplace=True),
+        "0.self_attn.q_proj is a Linear of quantize_dynamic, which is not decoded here; pass the model",
+    ),
+    "a cache": (
+        lambda t: vars(t.model.norm).update(_parameters=MappingProxyType(t.model.norm._parameters)),
+        "model.norm keeps its weights in a mappingproxy",
+    ),
+    "a method": (
+        lambda t: vars(t).update(quantization_method=QuantizationMethod.COMPRESSED_TENSORS),
+        "has layers of compressed-tensors, not decoded here; load it with",
+    ),
 }
 
 
@@ -449,6 +472,36 @@ def test_parts_that_cannot_be_bound_are_named(part):
     change(target)
     with refuses(ValueError, "LlamaForCausalLM", words):
         td.compile(target, None, runtime="eager", max_length=64)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_model_decodes_once_it_is_loaded_as_the_refusal_says(tmp_path):
+    target, config = make_target("qwen3"), transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
+    vars(target).update(quantization_method=config.quant_method)  # as transformers leaves quantised layers
+    target.config.quantization_config = config
+    way = "quantization_config=FineGrainedFP8Config(dequantize=True)"
+    with refuses(ValueError, "Qwen3ForCausalLM has layers of fp8, not decoded here", way):
+        td.compile(target, None, runtime="eager", max_length=64)
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    folder = publish("fp8", tmp_path)
+    kind, exact = transformers.Qwen3ForCausalLM, torch.float32
+    target = kind.from_pretrained(folder, quantization_config=config, dtype=exact)
+    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == own_of(target)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_model_decodes_once_its_weights_are_gathered():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = fully_shard(make_target("llama", num_hidden_layers=2))
+        with refuses(ValueError, "LlamaForCausalLM.model.embed_tokens.weight is a DTensor", "full_tensor()"):
+            td.compile(sharded, None, runtime="eager", max_length=64)
+        whole = make_target("llama", 1, num_hidden_layers=2)
+        whole.load_state_dict({name: part.full_tensor() for name, part in sharded.state_dict().items()})
+    finally:
+        torch.distributed.destroy_process_group()
+    wanted = own_of(make_target("llama", num_hidden_layers=2))
+    assert text_of(td.compile(whole, None, runtime="eager", max_length=64)) == wanted
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -467,9 +520,9 @@ def test_state_that_a_module_keeps_from_call_to_call_is_refused():
         td.compile(target, None, runtime="eager", max_length=64)
 
 
-def adapted(**more):
+def adapted(vocab_size=VOCAB, **more):
     peft = pytest.importorskip("peft")
-    target = make_target("llama", num_hidden_layers=2)
+    target = make_target("llama", num_hidden_layers=2, vocab_size=vocab_size)
     options = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
     torch.manual_seed(0)
     model = peft.get_peft_model(target, peft.LoraConfig(**(options | more)))
@@ -513,6 +566,32 @@ def test_every_door_takes_an_adapted_model():
     loop = td.dflash(drafter, runtime="eager")
     assert torch.equal(model.generate(input_ids=ids, custom_generate=loop, **options), wanted)
     assert td.check(model).holds
+
+
+class Noisy(nn.Module):
+    """Another in training, by no dropout of torch's."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows):
+        return self.inner(rows) * (1 - 3 * self.training)
+
+
+@pytest.mark.filterwarnings(PEFTS)
+@pytest.mark.parametrize("kind", ["an adapter's dropout", "a module's own"])
+def test_a_model_in_training_mode_decodes_as_in_evaluation_mode(kind):
+    if kind == "a module's own":
+        model: nn.Module = make_target("llama", num_hidden_layers=2)
+        model.model.layers[1].mlp = Noisy(model.model.layers[1].mlp)
+    else:
+        model = adapted(lora_dropout=0.5)
+    wanted = own_text(model.eval(), PROMPT, NEW)
+    model.train()
+    modes = [part.training for part in model.modules()]
+    assert text_of(td.compile(model, td.NGramProposer(4), runtime="eager", max_length=64)) == wanted
+    assert modes == [part.training for part in model.modules()] and "training" not in vars(nn.Module)
 
 
 @pytest.mark.filterwarnings(PEFTS)
@@ -770,6 +849,9 @@ def test_what_a_model_goes_through_is_no_change(tmp_path, caplog):
     target(input_ids=ids, labels=ids).loss.backward()
     target.eval().requires_grad_(False)
     target.generate(ids, max_new_tokens=3, do_sample=True, pad_token_id=0)
+    target.generate(ids, max_new_tokens=3, cache_implementation="static", disable_compile=True)
+    accelerate.Accelerator(cpu=True).prepare(target)
+    torch.compile(target, backend="eager")
     target.save_pretrained(tmp_path)
     target.tie_weights()
     target.config.use_cache, target.config.pad_token_id = False, 0
@@ -926,3 +1008,74 @@ def test_quantised_layers_decode_eagerly_and_xla_names_them(name, tmp_path):
     assert text_of(engine) == own_text(target, PROMPT, NEW)
     with refuses(ValueError, "which runtime='xla' cannot read", "runtime='eager'", "dequantise"):
         text_of(td.compile(target, td.NGramProposer(), max_length=64, verify=False))
+
+
+def diagnosed(model, drafter, ids, options):
+    model, words = model.get_base_model(), byte_tokenizer(TEMPLATE)
+    td.diagnose(model, drafter, words, ["a"], max_new_tokens=3, blocks=1)
+
+
+def chatted(model, drafter, ids, options):
+    engine = td.compile(model, drafter, runtime="eager", max_length=64)
+    td.Chat(engine, byte_tokenizer(TEMPLATE), max_new_tokens=3)([{"role": "user", "content": "a"}])
+
+
+def extracted(model, drafter, ids, options):
+    FeatureExtractor(model.get_base_model(), (0, 1), torch.float32, "eager")(ids.tolist())
+
+
+DOORS = {
+    "generate": lambda model, drafter, ids, options: td.generate(
+        model, drafter, ids, runtime="eager", **options
+    ),
+    "custom_generate": lambda model, drafter, ids, options: model.generate(
+        input_ids=ids, custom_generate=td.dflash(drafter, runtime="eager"), **options
+    ),
+    "compile": lambda model, drafter, ids, options: td.compile(
+        model, drafter, runtime="eager", max_length=64
+    ).generate(ids, **options),
+    "stream": lambda model, drafter, ids, options: list(
+        td.stream(model, drafter, ids, runtime="eager", **options)
+    ),
+    "pipeline": lambda model, drafter, ids, options: through_pipeline(
+        (model, drafter), {"input_ids": ids}, max_new_tokens=3, do_sample=False
+    ),
+    "Chat": chatted,
+    "check": lambda model, drafter, ids, options: td.check(model),
+    "diagnose": diagnosed,
+    "features": extracted,
+}
+
+
+def seen_in(model):
+    """All that modules and configs of ``model`` hold, by identity."""
+    holders = [vars(part) for part in model.modules()]
+    holders += [held for one in holders for held in one.values() if isinstance(held, dict)]
+    holders += [vars(config) for config in configs_of(model)]
+    return [[(key, id(value)) for key, value in holder.items()] for holder in holders]
+
+
+@pytest.mark.filterwarnings(PEFTS)
+@pytest.mark.parametrize(
+    "door, training", [(door, False) for door in DOORS] + [("compile", True), ("check", True)]
+)
+def test_another_thread_never_sees_a_call_in_the_users_model(door, training, caplog):
+    model = adapted(vocab_size=260, lora_dropout=0.3)
+    drafter = make_drafter(model.get_base_model(), target_layer_ids=[0, 1], mask_token_id=258)
+    ids = torch.tensor([PROMPT])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    options |= {"eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        logits = model(ids).logits
+    beside_it = td.compile(model, None, runtime="eager", max_length=64, verify=False)
+    text, pair = text_of(beside_it), beside_it.pair
+    model.train(training)
+    shown, looks = seen_in(model), []
+
+    def look():
+        with torch.no_grad():
+            looks.append(seen_in(model) == shown and (training or torch.equal(model(ids).logits, logits)))
+
+    beside(partial(DOORS[door], model, drafter, ids, options), modeling_llama.LlamaModel.forward, look)
+    assert looks and all(looks) and seen_in(model) == shown
+    assert text_of(beside_it) == text and beside_it.pair is pair and CHANGED not in caplog.text

@@ -593,8 +593,7 @@ def test_check_reads_long_prompts_in_chunks_and_says_what_it_cannot():
         td.check(target, length=3)
     with pytest.raises(ValueError, match="max_length=3000 is beyond"):
         td.check(target, length=3000)
-    with pytest.raises(ValueError, match=r"call target.eval\(\)"):
-        td.check(build(hf.LlamaForCausalLM).train())
+    assert td.check(build(hf.LlamaForCausalLM, attention_dropout=0.5).train()).holds
     with pytest.raises(TypeError, match="pass the target model first"):
         td.check(make_pair()[1])
     assert isinstance(target.model, LlamaModel)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.targets.blocks import block_of, check_tappable, tapped
+from torch_dflash.targets.skeleton import build_skeleton
 from torch_dflash.targets.trace import blocks_of
+from torch_dflash.targets.weights import collect_tensors
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,17 @@ def record(target: Any, texts: Sequence[Text]) -> list[Recorded]:
     """
     blocks = blocks_of(target)
     check_tappable(target, blocks)
-    layers, found = tuple(range(len(blocks.paths))), []
-    for text in texts:
-        outputs: dict[int, Tensor] = {}
-        with tapped(target, blocks, layers, outputs), _input_of(block_of(target, blocks, 0), outputs):
-            target(input_ids=text.ids[None].to(target.device), use_cache=False)
-        found.append(Recorded(text, [outputs[layer][0].detach() for layer in (-1, *layers)]))
-    return found
-
-
-@contextmanager
-def _input_of(block: nn.Module, outputs: dict[int, Tensor]) -> Iterator[None]:
-    """While open, what the first ``block`` is given comes to stand at -1: the embedding's output."""
+    skeleton = build_skeleton(target, target.config._attn_implementation)  # no hook of ours in the model
+    tensors, outputs, found = collect_tensors(skeleton, target, ""), {}, []
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
         outputs[-1] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
-    hook = block.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    block_of(skeleton, blocks, 0).register_forward_pre_hook(keep, with_kwargs=True)
+    layers = tuple(range(len(blocks.paths)))
+    with tapped(skeleton, blocks, layers, outputs):
+        for text in texts:
+            step = {"input_ids": text.ids[None].to(target.device), "use_cache": False}
+            torch.func.functional_call(skeleton, tensors, (), step)
+            found.append(Recorded(text, [outputs[layer][0].detach() for layer in (-1, *layers)]))
+    return found

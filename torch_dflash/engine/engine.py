@@ -161,8 +161,7 @@ class Engine(OfOneProcess):
         """Have the next call take all weights anew, however they were written, and see other changes now.
 
         The XLA runtime keeps copies. It sees each write that torch counts, and a step of a fused optimiser.
-        A few weights that ``.data`` or a numpy view wrote are seen some calls later, a few rows of one
-        perhaps never: call this then.
+        Weights or rows that ``.data`` wrote are seen some calls later, a part of a row never: call this then.
         """
         self.follow()
         self.runtime.forget(self._live())

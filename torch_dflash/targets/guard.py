@@ -35,7 +35,8 @@ IGNORED = TORCHS | frozenset(
     "base_model_prefix supports_gradient_checkpointing generation_config hf_device_map hf_quantizer "
     "_attn_implementation _attn_implementation_internal _experts_implementation_internal _loss_function "
     "_is_hf_initialized _commit_hash _output_capturing_hooks_installed _gradient_checkpointing_func "
-    "_compiled_call_impl _compiled_call _last_compile_config _require_grads_hook _require_grads_hooks".split()
+    "_compiled_call_impl _compiled_call _last_compile_config _require_grads_hook _require_grads_hooks "
+    "_previous_max_cache_length _is_accelerate_prepared _is_torch_compile".split()
 )
 # What transformers and Python note in a class as they ask it something.
 _NOTES = frozenset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Swapped:
                     places.append((store, key))
                     self._places[f"{path}.{key}" if path else key] = places
 
-    def call(self, root: nn.Module, weights: dict[str, Tensor], args: tuple) -> Any:
+    def call(self, root: Callable, weights: dict[str, Tensor], args: tuple) -> Any:
         """``root(*args)`` with ``weights``, without gradients.
 
         Raises:

@@ -77,6 +77,8 @@ TESTED = frozenset(
 """Classes of transformers whose decoding was held against their own (`docs/families.md`)."""
 
 
+QUANTISERS = ("bitsandbytes", "quanto", "torchao")
+"""Those whose live layers were tried; transformers' other methods are refused."""
 TESTED_RECURRENT = frozenset(
     """
     BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM
@@ -184,31 +186,17 @@ def check_instance(model: nn.Module) -> None:
     Raises:
         ValueError: names the module, and how to undo the change.
     """
+    method = getattr(model, "quantization_method", "torchao")  # transformers says it, until it dequantises
+    if method not in QUANTISERS:
+        kind = type(getattr(model.config, "quantization_config", None)).__name__
+        raise ValueError(
+            f"{type(model).__name__} has layers of {getattr(method, 'value', method)}, not decoded here; "
+            f"load it with quantization_config={kind}(dequantize=True), or load plain weights."
+        )
     for name, module in model.named_modules():
-        hook = vars(module).get("_hf_hook")
-        if hook is not None:
-            where = ".".join(filter(None, (type(model).__name__, name)))
-            raise ValueError(
-                f"{where} carries accelerate's {type(hook).__name__}, which moves weights as it runs; call "
-                "accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
-                "offloading, before passing it."
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{type(model).__name__}.{name} is a TorchScript module, which cannot be copied; put back "
-                "the module that it was made of."
-            )
-        if type(module).__name__ == "Linear8bitLt":
-            raise ValueError(
-                f"{type(model).__name__}.{name} is a Linear8bitLt of bitsandbytes, whose state lies beside "
-                "its weight, and is not decoded here; load the model with load_in_4bit=True, or without."
-            )
-        if getattr(module, "support_avx512bf16_for_cpu", False) and model.device.type == "cpu":
-            raise ValueError(
-                f"{type(model).__name__}.{name} is a {type(module).__name__} of bitsandbytes, which packs "
-                "its weight for this CPU in its first forward, and packed weights are not decoded here; load "
-                "the model anew and set support_avx512bf16_for_cpu=False of such modules before any forward."
-            )
+        fault = _fault_of_module(module, next(iter(module.parameters()), torch.empty(0)).is_cpu)
+        if fault is not None:
+            raise ValueError(f"{'.'.join(filter(None, (type(model).__name__, name)))}{fault}.")
     for kind in ("input", "output"):
         part = getattr(model, f"get_{kind}_embeddings")()
         if part is not None and not isinstance(getattr(part, "weight", None), torch.Tensor):
@@ -231,6 +219,36 @@ def check_instance(model: nn.Module) -> None:
                 f"{type(model).__name__} carries a replaced {name}, which only its own generate would call; "
                 f"delete it (`del model.{name}`) before passing the model."
             )
+
+
+def _fault_of_module(module: nn.Module, on_cpu: bool) -> str | None:
+    """The fault of a module that cannot be copied or bound, and the way out, as a sentence's rest."""
+    kind, own = type(module).__name__, module._parameters
+    if (hook := vars(module).get("_hf_hook")) is not None:
+        return (
+            f" carries accelerate's {type(hook).__name__}, which moves weights as it runs; call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True), or load the model without "
+            "offloading, before passing it"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        return " is a TorchScript module, which cannot be copied; put back the module that it was made of"
+    if kind == "Linear8bitLt":
+        return " is bitsandbytes' Linear8bitLt, with state beside its weight; load it with load_in_4bit=True"
+    if getattr(module, "support_avx512bf16_for_cpu", False) and on_cpu:
+        return (
+            f" is a {kind} of bitsandbytes, which packs its weight for this CPU in its first forward, and "
+            "packed weights are not decoded here; load the model anew and set "
+            "support_avx512bf16_for_cpu=False of such modules before any forward"
+        )
+    if type(module).__module__.startswith("torch.ao.nn.quantized"):
+        return f" is a {kind} of quantize_dynamic, which is not decoded here; pass the model as it was before"
+    if not isinstance(own, dict):
+        return f" keeps its weights in a {type(own).__name__}, which is not read; load the model dequantised"
+    if parts := [key for key, leaf in own.items() if hasattr(leaf, "full_tensor")]:
+        return (
+            f".{parts[0]} is a DTensor, part of a weight; load the full_tensor() of each into a whole model"
+        )
+    return None
 
 
 def _may_run(value: Any) -> bool:

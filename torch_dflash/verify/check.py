@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers import TemperatureLogitsWarper as Temperature
 from transformers import TopKLogitsWarper as TopK
@@ -25,6 +26,8 @@ from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.guard import Guard, parts_of
 from torch_dflash.targets.hooks import forgetting
+from torch_dflash.targets.skeleton import build_skeleton
+from torch_dflash.targets.swapped import Swapped
 from torch_dflash.targets.tested import is_as_built, is_tested
 from torch_dflash.targets.trace import trace_layers
 from torch_dflash.targets.weights import collect_tensors, model_of
@@ -60,8 +63,6 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
     """
     check_counts(least=24, length=length)
     check_cache(cache)
-    if getattr(target, "training", False):
-        raise ValueError("target.training is True: dropout would count as a difference; call target.eval().")
     target = model_of(target)
     skeleton = Target(target)
     windows = [spec.window or 0 for spec in skeleton.specs]
@@ -83,6 +84,7 @@ class _Verdict(NamedTuple):
     fault: str | None
 
 
+_patching = threading.RLock()
 _verdicts: weakref.WeakKeyDictionary[Any, list[_Verdict]] = weakref.WeakKeyDictionary()
 
 
@@ -146,17 +148,16 @@ def _fault_of_generate(target: Any) -> str | None:
     )
     ids = _ids(target.get_input_embeddings().weight.shape[0], 1, PROMPT).long().to(target.device)
     try:
-        with torch.inference_mode(False), torch.no_grad(), target.device:
+        with torch.inference_mode(False), torch.no_grad(), target.device, _evaluating(target):
             out = type(target).generate(alone, ids, attention_mask=torch.ones_like(ids))
             own = _own_logits(target, out.sequences, PROMPT - 1)[:-1].float()
-            with _rounded(target):
-                rounded = _own_logits(target, out.sequences, PROMPT - 1)[:-1].float()
+            noise = _noise(target, out.sequences, PROMPT - 1)
     except Exception as error:  # somebody's own modules may do anything
         return f"its own generate cannot be tried ({_first_line(error)}). verify=False decodes without."
     said = torch.cat(out.logits).float()
     gaps = (said - own).abs().amax(dim=1).nan_to_num(nan=torch.inf)
-    at, noise = PROMPT - 1 + int(gaps.argmax()), float((rounded - own).abs().max())
-    agreement = Agreement(float(gaps.max()), at, float(own.std()), noise, len(gaps), out.logits[0].dtype)
+    at, kind = PROMPT - 1 + int(gaps.argmax()), out.logits[0].dtype
+    agreement = Agreement(float(gaps.max()), at, float(own.std()), noise, len(gaps), kind)
     if not agreement.holds:
         return (
             "its own generate, which steps token by token, is not what its forward computes of the whole "
@@ -309,21 +310,42 @@ def compare(
     read = torch.tensor([ends - 3 * row % 7 for row in range(rows)], dtype=torch.int32, device=device)
     first, worst, position = int(read.min()) - 1, 0.0, -1
     with torch.inference_mode(False), torch.no_grad(), device:
-        own = [_own_logits(model, ids[row : row + 1], first) for row in range(rows)]
-        again = [_own_logits(model, ids[:1, :-3], first)] if lengths else []
-        if lengths and not skeleton.recurrent:  # whose own cached forwards are wrong in some families
-            again.append(_own_cached_logits(model, ids[:1], first))
-        with _rounded(model):
-            again.append(_own_logits(model, ids[:1], first))
+        with _evaluating(model):
+            own = [_own_logits(model, ids[row : row + 1], first) for row in range(rows)]
+            again = [_own_logits(model, ids[:1, :-3], first)] if lengths else []
+            if lengths and not skeleton.recurrent:  # whose own cached forwards are wrong in some families
+                again.append(_own_cached_logits(model, ids[:1], first))
+        noise = _noise(model, ids[:1], first)
         ours = _cached_logits(model, skeleton, ids, read, cache, width, keeps)
     for row, at, logits in ours:
         theirs = own[row][at - first : at - first + len(logits)].float()
         gaps = (logits.float() - theirs).abs().amax(dim=1).nan_to_num(nan=torch.inf)
         if float(gaps.max()) > worst or position < 0:
             worst, position = float(gaps.max()), at + int(gaps.argmax())
-    noise = max(float((other - own[0][: len(other)]).float().abs().max()) for other in again)
+    noise = max(noise, *(float((other - own[0][: len(other)]).float().abs().max()) for other in again), 0.0)
     compared = sum(len(logits) for _, _, logits in ours)
     return Agreement(worst, position, float(own[0].float().std()), noise, compared, own[0].dtype)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """While open, modules are in evaluation mode to this thread alone: no flag is set."""
+    if not any(part.training for part in model.modules()):
+        yield
+        return
+    kind, here = cast(Any, nn.Module), threading.get_ident()
+
+    def mode(module: nn.Module) -> bool:
+        if "training" not in vars(module):  # TorchScript keeps it elsewhere, and looks there
+            raise AttributeError("training")
+        return vars(module)["training"] and threading.get_ident() != here
+
+    with _patching:
+        kind.training = property(mode, lambda module, value: vars(module).update(training=value))
+        try:
+            yield
+        finally:
+            del kind.training
 
 
 def _own_logits(model: Any, ids: Tensor, first: int) -> Tensor:
@@ -341,20 +363,21 @@ def _own_cached_logits(model: Any, ids: Tensor, first: int) -> Tensor:
     return model(input_ids=ids[:, first:].long(), **past).logits[0]
 
 
-@contextmanager
-def _rounded(model: Any) -> Iterator[None]:
-    """While open, each of the model's embeddings is a rounding step larger or smaller, or as it is."""
-    generator = torch.Generator("cpu").manual_seed(0)
+def _noise(model: Any, ids: Tensor, first: int) -> float:
+    """How far a copy's logits move where embeddings are a rounding step larger or smaller, or as they are."""
+    copied = build_skeleton(model, model.config._attn_implementation)
+    generator, tensors = torch.Generator("cpu").manual_seed(0), collect_tensors(copied, model, "")
 
     def round_off(module, args, out):
         steps = torch.randint(-1, 2, out.shape, generator=generator, device="cpu").to(out.device)
         return (out.float() * (1 + torch.finfo(out.dtype).eps * steps)).to(out.dtype)
 
-    hook = model.get_input_embeddings().register_forward_hook(round_off)
-    try:
-        yield
-    finally:
-        hook.remove()
+    def logits() -> Tensor:
+        return Swapped(copied).call(lambda: _own_logits(copied, ids, first), tensors, ())
+
+    plain = logits()
+    copied.get_input_embeddings().register_forward_hook(round_off)
+    return float((logits() - plain).float().abs().max())
 
 
 def _cached_logits(
