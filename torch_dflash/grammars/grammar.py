@@ -73,8 +73,8 @@ class Grammar:
             pattern: the regular expression.
             tokenizer: the model's.
             device: make a table of the token-level automaton, which lies on the device: no host read. At most
-                512 states and 16 MiB a row. In each state it allows the texts that the matcher does, or is refused:
-                write out what dialects read differently, ``[0-9]`` for a digit.
+                512 states and 16 MiB a row. In each state it allows the texts that the matcher does, or is
+                refused: write out what dialects read differently, ``[0-9]`` for a digit.
 
         Raises:
             ValueError: no pattern, one that matches nothing, or one with no such table. TypeError: a
