@@ -243,9 +243,9 @@ def functions(path):
 # a number here on purpose; a change that needs fewer lowers one. The files beside a package's rooms are "".
 BUDGETS = {
     "torch_dflash": {
-        "": 1665,
+        "": 1700,
         "cache": 440,
-        "cli": 2995,
+        "cli": 3015,
         "demo": 360,
         "doctor": 710,
         "engine": 3180,
@@ -258,9 +258,9 @@ BUDGETS = {
         "published": 215,
         "selftest": 800,
         "storage": 300,
-        "targets": 1760,
+        "targets": 1805,
         "train": 2260,
-        "verify": 515,
+        "verify": 531,
     },
     "jax_bridge": {
         "": 1880,
