@@ -29,8 +29,12 @@ def model_card(
     drafts = config.block_size - (not config.sample_from_anchor)
     settings = json.loads((fitted / MANIFEST).read_text())
     held_out = [line for line in read_log(fitted / "log.jsonl") if line["kind"] == "held_out"]
-    # A checkpoint may outlive lines of the log, when the machine crashes.
-    found = _found(held_out[-1]) if held_out else "The fit's log holds no figures of held-out answers."
+    found = "The fit's log holds no figures of held-out answers."
+    for last in held_out[-1:]:  # a crash of the machine may take lines that a checkpoint outlives
+        rates = ", ".join(f"{rate:.3f}" for rate in last["accuracy"])
+        found = f"""{last["step"]} steps in {last["seconds"] / 60:.0f} minutes.
+On held-out answers, at random anchors: acceptance length {last["acceptance_length"]:.2f}; accuracy of
+position 1 to {len(last["accuracy"])} (each alone): {rates}."""
     recipe = "\n".join(f"| {key} | {_shown(value)} |" for key, value in settings.items() if key != "target")
     again = f"```sh\n{command}\n```\n\n" if command else ""
     return f"""---
@@ -67,13 +71,6 @@ On answers that the target itself wrote.
 
 {found}
 """
-
-
-def _found(last: dict[str, Any]) -> str:
-    rates = ", ".join(f"{rate:.3f}" for rate in last["accuracy"])
-    return f"""{last["step"]} steps in {last["seconds"] / 60:.0f} minutes.
-On held-out answers, at random anchors: acceptance length {last["acceptance_length"]:.2f}; accuracy of
-position 1 to {len(last["accuracy"])} (each alone): {rates}."""
 
 
 def _shown(value: Any) -> Any:
