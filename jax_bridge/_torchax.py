@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 TESTED = "torchax==0.0.14.dev20261026"
@@ -9,8 +11,8 @@ TESTED = "torchax==0.0.14.dev20261026"
 
 try:
     import torchax
-    from torchax import device_module
-    from torchax.interop import call_jax, call_torch
+    from torchax import device_module, interop
+    from torchax.interop import call_jax
 except ModuleNotFoundError as error:
     raise ImportError(
         f"runtime='xla' needs jax and torchax ({error}): pip install jax \"{TESTED}\". Without them pass "
@@ -27,5 +29,18 @@ except Exception as error:  # 0.0.13 fails with AttributeError from deep inside,
 device_module.is_available = lambda: False
 
 environment = torchax.default_env
+
+
+def call_torch(step: Any, *given: Any) -> Any:
+    """torchax's; where Ctrl-C meets torchax as it enters or leaves a mode of torch, that mode ends, too."""
+    functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    try:
+        return interop.call_torch(step, *given)
+    finally:
+        while torch._C._len_torch_function_stack() > functions:
+            torch._C._pop_torch_function_stack()
+        while torch._C._len_torch_dispatch_stack() > dispatches:
+            torch._C._pop_torch_dispatch_stack(None)
+
 
 __all__ = ["call_jax", "call_torch", "environment", "torchax"]

@@ -289,7 +289,9 @@ class XlaRuntime:
     def _run(self, name: str, step, args: tuple, donate: tuple[int, ...] = ()) -> Any:
         try:
             return self._programs.get(name, step, args, donate)(*args)
-        except TypeError as error:
+        except (TypeError, jax.errors.JaxRuntimeError) as error:
+            if "\nKeyboardInterrupt" in str(error):  # Ctrl-C, while a grammar was asked on the host
+                raise KeyboardInterrupt from error
             if "Computation compiled for" not in str(error):
                 raise
             raise ValueError(

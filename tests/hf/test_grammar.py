@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import replace
 from functools import cache
 
@@ -196,11 +197,15 @@ def test_xla_text_is_that_of_transformers_with_the_matcher(pair, batch, kind):
     assert stats.grammar_reads == reads
 
 
-def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch):
-    json_, regex, lark = map(make_grammar, ("json", "regex", "lark"))
+@pytest.fixture(scope="module")
+def engine(pair):
     kinds = "grammar", GrammarTable(64, 16, VOCAB), "suppress_tokens"
     trees = td.Union(td.NGramProposer(), pair[1], rows=8)
-    engine = td.compile(pair[0], trees, runtime="xla", max_length=96, batch_size=4, processors=kinds)
+    return td.compile(pair[0], trees, runtime="xla", max_length=96, batch_size=4, processors=kinds)
+
+
+def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch, engine):
+    json_, regex, lark = map(make_grammar, ("json", "regex", "lark"))
     engine.generate(**batch, **asked({}))
     free = ours((pair[0], None), batch, None)[0]
     for given in ([json_, None, regex], [None, lark, json_], lark, [make_grammar("table"), None, lark]):
@@ -215,6 +220,16 @@ def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch):
             **batch, grammar=json_, suppress_tokens=ids_of(lambda text: text[:1] == "{"), **asked({})
         )
     assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and it goes on
+
+
+def test_an_interrupt_while_a_program_asks_the_host_is_an_interrupt(batch, engine, monkeypatch):
+    grammar = make_grammar("json")
+    want = engine.generate(**batch, grammar=grammar, **asked({}))
+    monkeypatch.setattr(MatcherRow, "allowed", lambda *given: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(**batch, grammar=grammar, **asked({}))
+    monkeypatch.undo()
+    assert torch.equal(engine.generate(**batch, grammar=grammar, **asked({})), want)
 
 
 def test_sampled_text_is_plain_decodings(pair, batch):

@@ -128,6 +128,16 @@ def test_the_card_names_data_recipe_and_figures(overfit, words):
     assert ", ".join(f"{rate:.3f}" for rate in last["accuracy"]) in card
 
 
+def test_a_drafter_whose_log_was_lost_is_written_and_its_card_says_so(world, overfit, tmp_path):
+    (tmp_path / "stage.json").write_bytes((overfit.directory / "stage.json").read_bytes())
+    for lines in (None, "", '{"kind": "train", "step": 1}\n\0\0'):  # deleted; cut by a crash of the machine
+        if lines is not None:
+            (tmp_path / "log.jsonl").write_text(lines)
+        export_drafter(overfit.drafter, tmp_path / "drafter", world.target, tmp_path)
+        card = (tmp_path / "drafter" / "README.md").read_text()
+        assert "holds no figures of held-out answers" in card and "| epochs | 300 |" in card
+
+
 def test_figures_replace_those_before_them_in_the_card(tmp_path):
     row = {"acceptance_length": 2.345, "ngram_acceptance_length": 1.2, "per_position": [0.5, 0.25]}
     origin = {"hardware": "a CPU", "command": "torch-dflash train evaluate --limit 3"}

@@ -167,15 +167,17 @@ def test_good_lines_are_read_plain_or_packed(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "empty"])
 def test_a_damaged_shard_of_answers_is_named(world, tmp_path, how):
     path = tmp_path / "answers-00000-of-00001.jsonl.gz"
     data.write_answers(path, world.answers * 20)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
-    path.write_bytes(content if how == "flipped" else path.read_bytes()[:-200])
-    with refuses(StageError, str(path)):
-        read_answers([path])
+    left = path.read_bytes()[: 0 if how == "empty" else -200]
+    path.write_bytes(content if how == "flipped" else left)
+    for read in (lambda: read_answers([path]), lambda: data.count_answers(path)):
+        with refuses(StageError, str(path), "is damaged", "delete it"):
+            read()
 
 
 def opened(folder, **settings):

@@ -121,6 +121,8 @@ def _lines(path: Path) -> Iterator[tuple[Path, int, dict]]:
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
+        if path.suffix == ".gz" and not path.stat().st_size:  # gzip takes it for a file of no lines
+            raise EOFError("it is empty")
         with opener(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():

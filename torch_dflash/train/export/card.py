@@ -28,10 +28,14 @@ def model_card(
     layers = f"{config.num_hidden_layers} layers (`--head {head_of(config)}`)"
     drafts = config.block_size - (not config.sample_from_anchor)
     settings = json.loads((fitted / MANIFEST).read_text())
-    lines = read_log(fitted / "log.jsonl")
-    last = [line for line in lines if line["kind"] == "held_out"][-1]
+    held_out = [line for line in read_log(fitted / "log.jsonl") if line["kind"] == "held_out"]
+    found = "The fit's log holds no figures of held-out answers."
+    for last in held_out[-1:]:  # a crash of the machine may take lines that a checkpoint outlives
+        rates = ", ".join(f"{rate:.3f}" for rate in last["accuracy"])
+        found = f"""{last["step"]} steps in {last["seconds"] / 60:.0f} minutes.
+On held-out answers, at random anchors: acceptance length {last["acceptance_length"]:.2f}; accuracy of
+position 1 to {len(last["accuracy"])} (each alone): {rates}."""
     recipe = "\n".join(f"| {key} | {_shown(value)} |" for key, value in settings.items() if key != "target")
-    rates = ", ".join(f"{rate:.3f}" for rate in last["accuracy"])
     again = f"```sh\n{command}\n```\n\n" if command else ""
     return f"""---
 library_name: torch-dflash
@@ -59,14 +63,13 @@ print(out.stats.mean_acceptance_length)
 
 ## Training
 
-{last["step"]} steps in {last["seconds"] / 60:.0f} minutes, on answers that the target itself wrote.
+On answers that the target itself wrote.
 
 {again}| setting | value |
 | --- | --- |
 {recipe}
 
-On held-out answers, at random anchors: acceptance length {last["acceptance_length"]:.2f}; accuracy of
-position 1 to {len(last["accuracy"])} (each alone): {rates}.
+{found}
 """
 
 

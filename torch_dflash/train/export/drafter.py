@@ -47,7 +47,7 @@ def export_drafter(
         copied.config.dflash_config[TEMPLATE] = data[TEMPLATE]
     name = name or Path(target.config.name_or_path).name or type(target).__name__
     figures = acceptance_section(directory) if _same_weights(directory, copied) else ""
-    card = model_card(drafter.config, _size(drafter), fitted, name, data, command)
+    card = model_card(drafter.config, drafter.num_parameters(), fitted, name, data, command)
     with naming_a_full_disk(directory):
         copied.save_pretrained(directory)
         for weights in directory.glob("*.safetensors"):  # safetensors writes for the owner alone
@@ -59,10 +59,6 @@ def trained_template(drafter: DFlashDraftModel) -> list[dict[str, Any]]:
     """Variables of the chat template that the drafter's answers were asked with; empty: not recorded."""
     config: Any = drafter.config
     return list(config.dflash_config.get(TEMPLATE) or [])
-
-
-def _size(drafter: DFlashDraftModel) -> int:
-    return sum(parameter.numel() for parameter in drafter.parameters())
 
 
 def _same_weights(directory: Path, drafter: Any) -> bool:
