@@ -52,8 +52,7 @@ def register() -> None:
         from vllm.exceptions import VLLMValidationError  # status 400
 
         for field, words in FIELDS.items():
-            value = getattr(params, field, None)
-            if value is not None:
+            if (value := getattr(params, field, None)) is not None:
                 raise VLLMValidationError(f"{field}={value}: {words}; leave it out.", parameter=field)
         validate.__func__(cls, processed_inputs, params)
 
