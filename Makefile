@@ -58,7 +58,7 @@ help:
 	@echo "make test-aot  compile for TPUs that are not there (installs libtpu)"
 	@echo "make test-typed run the core's tests with every annotation checked"
 	@echo "make test-oldest run make test with the lowest versions that pyproject.toml states"
-	@echo "make test-vllm run the vLLM plug-in in vLLM, on the CPU (installs 4 GB with uv; Python 3.12)"
+	@echo "make test-vllm run the vLLM plug-in in vLLM, on the CPU (installs 4 GB; VLLM_PYTHON=... names a Python 3.12)"
 	@echo "make test-full all but test-vllm; two and a half hours or so"
 	@echo "make versions  run the tests, and keep the environment's versions in docs/results"
 	@echo "make lint      check format, style and types;  make format  rewrite"

@@ -1,4 +1,4 @@
-"""Requests' grammars and log-probabilities beside drafts: two faults of tpu-inference 0.32.0, mended.
+"""Grammars, log-probabilities and temperatures beside drafts: faults of tpu-inference 0.32.0, mended.
 
 Upstream places one mask of a grammar for each request, by the request's index in the batch. With drafts a
 request has several rows of logits, so a mask fell on rows of other requests and changed their texts.
@@ -8,6 +8,7 @@ request has several rows of logits, so a mask fell on rows of other requests and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -63,3 +64,24 @@ def of_undrafted_steps(materialize: Callable) -> Callable:
         return materialize(tensors, *args, spec_decode_metadata=spec_decode_metadata, **named)
 
     return read
+
+
+def of_each_temperature(compute: Callable) -> Callable:
+    """``_compute_probs`` of tpu-inference, for greedy rows and with the temperature before the filters, too.
+
+    Upstream filters verified rows by top-k and top-p first, others last. A greedy request's temperature is -1
+    there, so beside a sampled request the least likely token had the highest probability.
+    """
+
+    @wraps(compute)
+    def probs(logits: Float[Array, "R V"], drafts: Int[Array, " S"], params: Any) -> Float[Array, "R V"]:
+        owner = jnp.repeat(jnp.arange(len(drafts)), drafts, total_repeat_length=len(logits))
+        temperature = params.temperature[owner][:, None]
+        greedy = temperature < 1e-5
+        scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature)
+        found = compute(scaled, drafts, replace(params, temperature=jnp.ones_like(params.temperature)))
+        found = jnp.where(greedy, jax.nn.one_hot(logits.argmax(-1), logits.shape[1]), found)
+        # Upstream accepts a draft whose probability is not below a number of [0, 1), which may be 0.
+        return jnp.where(found > 0, found, -1.0)
+
+    return probs

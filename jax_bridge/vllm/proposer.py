@@ -8,6 +8,7 @@ requests: their keys and values lie in pages that vLLM's scheduler allocates, sh
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,10 +68,9 @@ class Proposer(DFlashProposer):
 
     def load_model(self, target_model: Any) -> None:
         """Load the drafter; ``target_model`` is not needed, for the runner holds it."""
-        target = self.vllm_config.model_config
-        drafter = load_drafter(
-            self.draft_model_config.model, target=target.hf_text_config, dtype=target.dtype, **self.source
-        )
+        target = copy(self.vllm_config.model_config.hf_text_config)
+        target.dtype = self.vllm_config.model_config.dtype  # in which vLLM computes, whatever the files hold
+        drafter = load_drafter(self.draft_model_config.model, target, target.dtype, **self.source)
         module = PagedDrafter(drafter.eval(), self.num_speculative_tokens)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         self.state_leaves = {

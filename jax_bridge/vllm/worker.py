@@ -13,15 +13,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tpu_inference import envs
 from tpu_inference.layers.common.sharding import ShardingAxisName
+from tpu_inference.layers.jax.sample import rejection_sampler
 from tpu_inference.runner import tpu_runner
+from tpu_inference.runner.input_batch import InputBatch
 from tpu_inference.worker import tpu_worker
 from vllm.v1.outputs import DraftTokenIds
 
-from jax_bridge.vllm.mends import bits_of_rows, mask_rows, of_undrafted_steps
+from jax_bridge.vllm.mends import bits_of_rows, mask_rows, of_each_temperature, of_undrafted_steps
 from jax_bridge.vllm.proposer import Proposer
 
-# Upstream's methods call the function by this name.
+# Upstream calls the functions by these names.
 tpu_runner._jax_logprobs_materialize = of_undrafted_steps(tpu_runner._jax_logprobs_materialize)
+rejection_sampler._compute_probs = of_each_temperature(rejection_sampler._compute_probs)
+# Upstream computes none where no request asks for more than that of the said token, which is the number 0.
+InputBatch.max_num_logprobs = property(
+    lambda batch: max(1, *batch.num_logprobs.values()) if batch.num_logprobs else None
+)
 
 
 class Worker(tpu_worker.TPUWorker):

@@ -1,11 +1,18 @@
-"""Which configurations of vLLM the plug-in takes, leaves alone or refuses; vLLM itself is not here."""
+"""Configurations and requests that the plug-in takes, leaves alone or refuses; vLLM itself is not here."""
 
+import json
+import re
 import sys
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jax_bridge.vllm.mends import of_each_temperature
 from torch_dflash.integrations.vllm import plugin
 from torch_dflash.integrations.vllm.refusals import refuse
 
@@ -17,6 +24,7 @@ def config(**changed):
             "method": "dflash",
             "num_speculative_tokens_per_batch_size": None,
             "draft_model_config": SimpleNamespace(
+                model="some/drafter",
                 hf_config=SimpleNamespace(layer_types=["full_attention", "sliding_attention"]),
                 model_arch_config=SimpleNamespace(architectures=["DFlash2DraftModel"]),
             ),
@@ -51,6 +59,17 @@ REFUSED = {
     "kv_transfer_config": SimpleNamespace(),
     "additional_config": {"enable_continue_decode": True},
     "speculative_config__num_speculative_tokens_per_batch_size": [(1, 2)],
+    "speculative_config__draft_tensor_parallel_size": 2,
+    "speculative_config__draft_sample_method": "probabilistic",
+    "speculative_config__rejection_sample_method": "synthetic",
+    "speculative_config__kv_cache_dtype": "fp8",
+    "speculative_config__quantization": "fp8",
+    "speculative_config__max_model_len": 64,
+    "speculative_config__attention_backend": "FLASH_ATTN",
+    "speculative_config__draft_load_config": SimpleNamespace(),
+    "model_config__logprobs_mode": "processed_logprobs",
+    "model_config__enable_prompt_embeds": True,
+    "model_config__max_logprobs": -1,
 }
 
 
@@ -64,6 +83,8 @@ def test_what_was_not_tested_is_refused_by_name(field):
 def test_what_was_tested_is_not():
     refuse(config())
     refuse(config(cache_config__cache_dtype="bfloat16"))
+    ranks = {"parallel_config__tensor_parallel_size": 4, "speculative_config__draft_tensor_parallel_size": 4}
+    refuse(config(**ranks))
 
 
 @pytest.fixture
@@ -71,18 +92,31 @@ def vllm(monkeypatch):
     """vLLM with a platform that counts configurations; ``versions`` and ``impl`` may be changed."""
 
     class Platform:
-        seen = []
+        seen, asked = [], []
 
         @classmethod
         def check_and_update_config(cls, vllm_config):
             cls.seen.append(vllm_config)
 
+        @classmethod
+        def validate_request(cls, processed_inputs, params):
+            cls.asked.append(params)
+
+    class Refused(Exception):
+        def __init__(self, message, parameter):
+            super().__init__(message)
+            self.parameter = parameter
+
     found = SimpleNamespace(
-        platform=Platform, impl="vllm", versions={"tpu-inference": "0.32.0", "vllm-tpu": "0.32.0+local"}
+        platform=Platform,
+        refused=Refused,
+        impl="vllm",
+        versions={"tpu-inference": "0.32.0", "vllm-tpu": "0.32.0+local"},
     )
     modules = {
         "vllm": {},
         "vllm.platforms": {"current_platform": Platform()},
+        "vllm.exceptions": {"VLLMValidationError": Refused},
         **dict.fromkeys(("tpu_inference", "tpu_inference.models", "tpu_inference.models.common"), {}),
         "tpu_inference.models.common.model_loader": {"resolve_model_impl_type": lambda config: found.impl},
     }
@@ -130,14 +164,76 @@ def test_any_other_configuration_stays_as_it_is(vllm, given, impl):
     assert checked(vllm, given) == "theirs"
 
 
-def test_an_unknown_release_is_named(vllm):
-    vllm.versions["tpu-inference"] = "0.33.0"
-    with pytest.raises(ValueError, match=r"tpu-inference 0.33.0: .* knows tpu-inference 0.32.0; install"):
+def test_the_log_says_that_the_plug_in_runs(vllm, caplog):
+    with caplog.at_level("INFO", "vllm.torch_dflash"):
+        checked(vllm, config(speculative_config=None))
+        assert not caplog.messages
+        vllm.platform.seen.clear()
         checked(vllm, config())
+    assert caplog.messages == ["torch-dflash drafts with some/drafter"]
+
+
+@pytest.mark.parametrize("field", ["prompt_logprobs", "allowed_token_ids", "seed"])
+def test_a_request_that_would_end_the_engine_is_refused_by_its_field(vllm, field):
+    bare = SimpleNamespace(prompt_logprobs=None, allowed_token_ids=None, seed=None)
+    checked(vllm, config())
+    vllm.platform.validate_request("prompt", bare)
+    vllm.platform.validate_request("prompt", SimpleNamespace())  # of a model that generates nothing
+    given = SimpleNamespace(**(vars(bare) | {field: 0}))
+    with pytest.raises(vllm.refused, match=f"^{field}=0: .*; leave it out") as error:
+        vllm.platform.validate_request("prompt", given)
+    assert error.value.parameter == field
+    assert vllm.platform.asked == [bare, SimpleNamespace()]  # each went on to vLLM's own check
+
+
+def test_requests_of_any_other_configuration_are_vllms_alone(vllm):
+    checked(vllm, config(speculative_config=None))
+    given = SimpleNamespace(seed=1)
+    vllm.platform.validate_request("prompt", given)
+    assert vllm.platform.asked == [given]
+
+
+@pytest.mark.parametrize("found", ["0.33.0", "0.32.0.dev20261001", "0.32.1"])
+def test_an_unknown_release_is_named_and_may_be_tried(vllm, found):
+    vllm.versions["tpu-inference"] = found
+    with pytest.raises(
+        ValueError, match=rf"tpu-inference {found}: .* knows tpu-inference 0.32.0; install"
+    ) as error:
+        checked(vllm, config())
+    assert "register_layers" in str(error.value)  # without which tpu-inference reads no PyTorch target
+    said = re.search(r"--additional-config '(.*?)'", str(error.value))
+    vllm.platform.seen.clear()
+    assert said and checked(vllm, config(additional_config=json.loads(said[1]))) == plugin.WORKER
     vllm.platform.seen.clear()
     assert checked(vllm, config(speculative_config=None)) == "theirs"
+
+
+def test_a_later_build_of_a_known_release_is_known(vllm):
+    vllm.versions["tpu-inference"] = "0.32.0.post1"
+    assert checked(vllm, config()) == plugin.WORKER
 
 
 def test_without_tpu_inference_nothing_is_touched(vllm):
     del vllm.versions["tpu-inference"]
     assert checked(vllm, config()) == "theirs"
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Params:
+    temperature: jax.Array
+
+
+def test_each_verified_row_has_its_requests_temperature_before_what_filters_it():
+    def filtered_first(logits, drafts, params):
+        kept = jnp.where(jax.nn.softmax(logits) > 0.2, logits, -jnp.inf)
+        owner = jnp.repeat(jnp.arange(len(drafts)), drafts, total_repeat_length=len(logits))
+        return jax.nn.softmax(kept / params.temperature[owner][:, None])
+
+    rows = np.log([[0.5, 0.3, 0.15, 0.05]] * 4).astype(np.float32)
+    params = Params(jnp.array([0.5, -1.0, 2.0]))  # -1 stands for a greedy request
+    found = of_each_temperature(filtered_first)(jnp.array(rows), jnp.array([1, 2, 1]), params)
+    warm, hot = np.array([0.25, 0.09]) / 0.34, np.sqrt([0.5, 0.3, 0.15])  # the filter leaves two, and three
+    # Of the last row's three the third has 0.387 of 1.866, which is over 0.2. No draft left out has 0.
+    expected = [[*warm, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1], [*hot / hot.sum(), -1]]
+    np.testing.assert_allclose(found, expected, atol=1e-5)

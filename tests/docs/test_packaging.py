@@ -168,6 +168,36 @@ def test_make_refuses_an_old_interpreter_before_it_installs_anything(tmp_path):
     assert "Python 3.10 is too old; name 3.11 or later" in done.stderr
 
 
+PYTHONS = {
+    "the path": "path/python3.12",
+    "pyenv": "home/.pyenv/versions/3.12.1/bin/python",
+    "uv": "home/.local/share/uv/python/cpython-3.12.3-linux-x86_64-gnu/bin/python",
+    "VLLM_PYTHON": "own/python",
+    "nowhere": "own/python",
+    "VLLM_PYTHON of another version": "own/python3.13",
+}
+
+
+@pytest.mark.parametrize("where", PYTHONS)
+def test_vllms_environment_takes_a_python_3_12_that_starts_or_names_the_option(where, tmp_path):
+    """A shim of pyenv lies on the path and starts nothing unless its version is chosen."""
+    shim, own = tmp_path / "path/python3.12", tmp_path / PYTHONS[where]
+    given = str(own) if "VLLM_PYTHON" in where else ""
+    for path, status in ((shim, 127), (own, int("another" in where))):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\nexit {status}\n")
+        path.chmod(0o755)
+    paths = {"PATH": f"{shim.parent}:/usr/bin:/bin", "HOME": str(tmp_path / "home"), "VLLM_PYTHON": given}
+    command = ("sh", ROOT / "make/vllm/python.sh")
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, check=False)
+    if where == "nowhere" or "another" in where:
+        assert done.returncode == 1 and not done.stdout
+        assert done.stderr.startswith(f"VLLM_PYTHON={given}: vLLM for TPU needs Python 3.12; name one, as in")
+    else:
+        found = shutil.which(done.stdout.strip(), path=paths["PATH"])
+        assert done.returncode == 0 and found == str(own), done
+
+
 @pytest.mark.parametrize(("tag", "status"), [(f"v{td.__version__}", 0), ("v9.9.9", 1)])
 def test_a_release_compares_its_tag_with_the_version(tag, status):
     command = re.search(r"run: (grep .*)", (ROOT / ".github/workflows/release.yml").read_text())

@@ -20,11 +20,11 @@ WINDOWED = {
 pairs.FAMILIES["ministral"] = (MinistralForCausalLM, MinistralConfig, WINDOWED)
 
 
-def save(folder, target=None, drafter=None, agree=8.0, family="qwen3", speculators=False):
+def save(folder, target=None, drafter=None, agree=8.0, family="qwen3", speculators=False, scale=1.0):
     """Write a target and a drafter in bfloat16 to ``folder``; options are fields of their configs.
 
     With ``agree`` the two mostly choose between the same two tokens; with 0 each of all.
-    ``speculators``: the drafter's config in the layout of that library.
+    ``speculators``: the drafter's config in the layout of that library. ``scale``: of the target's logits.
     """
     pairs.VOCAB, pairs.MASK = VOCAB, MASK
     fields = SIZES | {"vocab_size": VOCAB, "head_dim": 128, "max_position_embeddings": 512}
@@ -32,6 +32,7 @@ def save(folder, target=None, drafter=None, agree=8.0, family="qwen3", speculato
     own = {"mask_token_id": MASK, "block_size": BLOCK, "num_key_value_heads": 1, "head_dim": 64}
     draft = pairs.make_drafter(model, 1, **(own | (drafter or {})))
     pairs.correlate(model, draft, agree)
+    model.model.norm.weight.data *= scale
     model.to(torch.bfloat16).save_pretrained(folder / "target")
     draft.to(torch.bfloat16).save_pretrained(folder / "drafter")
     rewrite(folder / "target", lambda config: config | {"architectures": [CLASSES[family]]})

@@ -73,3 +73,17 @@ class Replay:
             return True
         _, logits = self.read(prompt + one[:at])
         return bool((logits[-1, one[at]] - logits[-1, other[at]]).abs() < gap)
+
+
+def law(logits, temperature, top_k, top_p, slack=0.0):
+    """The exact law of tokens [T, V]: the temperature, then the ``top_k`` best, then the first ``top_p``.
+
+    ``slack``: what may be missing to a greedy token's logit, and beyond ``top_p``.
+    """
+    if not temperature:
+        return (logits >= logits.amax(-1, keepdim=True) - slack).float()
+    scaled = logits / temperature
+    scaled = scaled.where(scaled >= scaled.topk(top_k or scaled.shape[-1]).values[:, -1:], -torch.inf)
+    probs, order = scaled.softmax(-1).sort(descending=True)
+    probs = probs.where(probs.cumsum(-1) - probs < top_p + slack, 0.0)
+    return torch.zeros_like(logits).scatter(-1, order, probs / probs.sum(-1, keepdim=True))

@@ -13,6 +13,7 @@ DRAFTS = pair.BLOCK - 1
 PAIRS = {
     "tied": {},
     "apart": {"agree": 0.0},  # drafts from all tokens, of which few are accepted: each shows what it saw
+    "flat": {"agree": 2.0, "scale": 0.2},  # many tokens are likely, as with targets that were trained
     "untied": {"target": {"tie_word_embeddings": False}},
     "windows": {
         "drafter": {

@@ -1,13 +1,19 @@
-"""Grammars and log-probabilities of requests that draft beside each other: those without drafting."""
+"""Requests of every kind that draft beside each other: texts, laws and log-probabilities without drafting."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pair
 import pytest
+import torch
 import torchax
-from support import run
+from replay import law
+from support import replay_of, run
 from torchax.interop import jax_view, torch_view
+from tpu_inference.layers.jax.sample import rejection_sampler
+from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata
 from vllm.sampling_params import StructuredOutputsParams
 
 from jax_bridge.vllm import worker
@@ -59,6 +65,66 @@ def test_log_probabilities(async_scheduling):
         assert [list(step) for step in one] == [list(step) for step in other]
         values = [[value for step in steps for value in step.values()] for steps in (one, other)]
         assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
+GRAMMAR = {"structured_outputs": StructuredOutputsParams(regex="(w1|w2|w3|w4)+")}
+KINDS = {}, {"logprobs": 2}, GRAMMAR, GRAMMAR | {"logprobs": 2}
+SAMPLED = (
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    {"temperature": 1.5, "top_p": 0.9} | GRAMMAR | {"logprobs": 2},
+)
+
+
+def mixed():
+    """Greedy requests of each kind, of 24 tokens, with 45 sampled ones of four tokens behind each."""
+    prompt, found = pair.prompts(1, 3)[0], []
+    for at, bare in enumerate(batch()):
+        found.append((bare[0], bare[1] | KINDS[at % 4]))
+        found += [(prompt, {"max_tokens": 4} | SAMPLED[k % 3]) for k in range(45)]
+    return found
+
+
+@BOTH
+def test_greedy_requests_are_exact_beside_sampled_ones_which_keep_their_law(async_scheduling, recwarn):
+    """With and without log-probabilities and grammars, in one batch, against the target's float32 logits.
+
+    The files hold bfloat16, and vLLM computes in float32: nothing is said of features that are cast.
+    """
+    options = IN_WORDS | {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    drafted = run("flat", [mixed()], async_scheduling=async_scheduling, **options)
+    assert not [one for one in recwarn if "features are cast" in str(one.message)]
+    replay, steps = replay_of("flat"), defaultdict(list)
+    for (prompt, params), (text,), told in zip(mixed(), drafted.texts[0], drafted.logprobs[0], strict=True):
+        logits = replay.read([*prompt, *text])[1][len(prompt) - 1 : -1].clone()
+        if "structured_outputs" in params:
+            logits[:, [0, *range(5, pair.VOCAB)]] = -torch.inf
+        said = torch.tensor(text)[:, None]
+        own = params.get("temperature", 0), params.get("top_k", 0), params.get("top_p", 1)
+        assert (law(logits, *own, slack=1e-3).gather(-1, said) > 0).all(), (params, text)
+        values = [step[token] for step, token in zip(told, text, strict=True)] if "logprobs" in params else []
+        expected = logits.log_softmax(-1).gather(-1, said)[: len(values), 0]
+        assert values == pytest.approx(expected.tolist(), abs=1e-3)
+        share, best = law(logits, *own).max(-1)
+        verified = slice(1, None)  # the first token of a text was no draft
+        steps[own] += zip(share[verified].tolist(), (best == said[:, 0])[verified].tolist(), strict=True)
+    for own, found in steps.items():
+        excess = sum(hit - share for share, hit in found)
+        spread = sum(share * (1 - share) for share, _ in found) ** 0.5
+        assert abs(excess) <= 4 * spread, (own, excess, spread)
+    assert len(steps) == 4
+
+
+def test_a_draft_that_cannot_be_is_rejected_where_the_number_drawn_is_0(monkeypatch):
+    """Upstream's own functions; a uniform number of [0, 1) is 0 once in eight million."""
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.zeros(shape))
+    logits, drafts = jnp.array([[5.0, 4.0, 0.0]] * 2), jnp.array([1, 1])
+    params = {"temperature": [-1.0, 0.6], "top_k": [0, 1], "top_p": [1.0, 1.0]}
+    params = TPUSupportedSamplingMetadata(**{name: jnp.array(value) for name, value in params.items()})
+    probs = rejection_sampler._compute_probs(logits, drafts, params)
+    ids, bonus, key = jnp.array([1, 1]), jnp.array([2, 2]), jax.random.key(0)
+    said = rejection_sampler.rejection_sample(ids, drafts, None, probs, bonus, True, key)
+    assert said.tolist() == [0, 0, -1, -1]
 
 
 def test_columns_that_pad_a_vocabulary_lose():

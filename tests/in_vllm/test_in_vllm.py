@@ -4,7 +4,11 @@ The replay (`replay.py`) reads the emitted text alone. A draft that saw another 
 row or another tap is a draft that the replay does not make, though the text stays right.
 """
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import broken
@@ -12,13 +16,16 @@ import numpy as np
 import pair
 import pytest
 import torch
-from support import DRAFTS, replay_of, run
+from engine import OPTIONS
+from support import DRAFTS, options_of, replay_of, run
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sampling_params import StructuredOutputsParams
 
 from jax_bridge.vllm.mends import mask_rows
 from jax_bridge.vllm.proposer import Proposer
 from jax_bridge.vllm.worker import Runner, Worker
+from torch_dflash.integrations.vllm import plugin
 
 TOKENS, NEAR = 48, 0.25  # bfloat16 logits of these targets are up to 20, in steps of 0.125
 PROMPTS = pair.prompts(10)
@@ -261,3 +268,43 @@ def test_vllms_own_configuration_is_refused_before_a_model_loads(monkeypatch, fi
     monkeypatch.setattr(Worker, "load_model", None)
     with pytest.raises(ValueError, match="does not support it"):
         run("tied", [], **{field: value})
+
+
+def config_of(speculative=(), **options):
+    """vLLM's own configuration for the pair "tied", with further options of its drafts."""
+    given = OPTIONS | options_of("tied") | options
+    given["speculative_config"] = given["speculative_config"] | dict(speculative)
+    return EngineArgs(**given).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("draft_tensor_parallel_size", 1),
+        ("kv_cache_dtype", "fp8"),
+        ("quantization", "fp8"),
+        ("max_model_len", 64),
+        ("draft_sample_method", "probabilistic"),
+        ("rejection_sample_method", "block"),
+        ("attention_backend", "FLASH_ATTN"),
+        ("draft_load_config", {"load_format": "auto"}),
+    ],
+)
+def test_vllms_options_of_drafts_that_nothing_follows_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"speculative_config.{field}=.* does not support it; leave it"):
+        config_of({field: value}, tensor_parallel_size=2)
+
+
+def test_an_unknown_release_may_be_tried_or_run_without_the_plug_in(monkeypatch):
+    """As its message says."""
+    monkeypatch.setattr(plugin, "version", lambda package: "0.33.0")
+    with pytest.raises(ValueError, match="--additional-config .* set VLLM_PLUGINS .* register_layers"):
+        config_of()
+    tried = config_of(additional_config={plugin.ANY_RELEASE: True})
+    assert tried.parallel_config.worker_cls == plugin.WORKER
+    code = "from test_in_vllm import config_of; print('worker', config_of().parallel_config.worker_cls)"
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    own = os.environ | {"PYTHONPATH": paths, "VLLM_PLUGINS": "register_layers"}
+    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, check=False)
+    said = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("worker ")]
+    assert said and said[0] != plugin.WORKER, done.stderr[-4000:]

@@ -3,14 +3,18 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import logging
+import re
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from torch_dflash.integrations.vllm.refusals import refuse
+from torch_dflash.integrations.vllm.refusals import FIELDS, refuse
 
 KNOWN = {"tpu-inference": ("0.32.0",), "vllm-tpu": ("0.32.0",)}
 """The releases whose inner classes the plug-in extends; each was tested (`make test-vllm`)."""
+ANY_RELEASE = "torch_dflash_any_release"
+"""The key of vLLM's ``additional_config`` that admits other releases, such as nightlies."""
 WORKER = "jax_bridge.vllm.worker.Worker"
 _MARK = "__torch_dflash__"
 
@@ -19,7 +23,8 @@ def register() -> None:
     """Watch the configurations of vLLM on TPU; without tpu-inference do nothing. May run many times.
 
     A configuration is ours if a PyTorch target (``MODEL_IMPL_TYPE=vllm``) drafts by the method "dflash".
-    vLLM then builds our worker in place of its own. Any other configuration stays as it is.
+    vLLM then builds our worker in place of its own, and the process refuses requests with `FIELDS`. Any other
+    configuration stays as it is.
     """
     try:
         version("tpu-inference")
@@ -28,7 +33,7 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
-    update = platform.check_and_update_config
+    update, validate = platform.check_and_update_config, platform.validate_request
     if hasattr(update.__func__, _MARK):
         return
 
@@ -36,9 +41,20 @@ def register() -> None:
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         update.__func__(cls, vllm_config)
         if is_ours(vllm_config):
-            check_releases()
+            if not vllm_config.additional_config.get(ANY_RELEASE):
+                check_releases()
             refuse(vllm_config)
             take_over(vllm_config)
+            cls.validate_request = classmethod(validate_request)
+
+    @wraps(validate.__func__)
+    def validate_request(cls: Any, processed_inputs: Any, params: Any) -> None:
+        from vllm.exceptions import VLLMValidationError  # status 400
+
+        for field, words in FIELDS.items():
+            if (value := getattr(params, field, None)) is not None:
+                raise VLLMValidationError(f"{field}={value}: {words}; leave it out.", parameter=field)
+        validate.__func__(cls, processed_inputs, params)
 
     setattr(check_and_update_config, _MARK, True)
     platform.check_and_update_config = classmethod(check_and_update_config)
@@ -54,6 +70,7 @@ def take_over(vllm_config: Any) -> None:
     drafter = vllm_config.speculative_config.draft_model_config
     drafter.hf_config.layer_types = None
     drafter.model_arch_config.architectures = ["DFlashDraftModel"]
+    logging.getLogger("vllm.torch_dflash").info("torch-dflash drafts with %s", drafter.model)
 
 
 def is_ours(vllm_config: Any) -> bool:
@@ -67,15 +84,16 @@ def is_ours(vllm_config: Any) -> bool:
 
 
 def check_releases() -> None:
-    """Raise ``ValueError`` on releases whose inner classes nobody compared with ours."""
+    """Raise ``ValueError`` on releases whose inner classes nobody compared with ours; .postN is none."""
     for package, known in KNOWN.items():
         try:
             found = version(package)
         except PackageNotFoundError:
             continue  # vLLM may be built from source, under its own name
-        if found.partition("+")[0] not in known:
+        if re.sub(r"(\.post\d+)?(\+.*)?$", "", found) not in known:
             raise ValueError(
                 f"{package} {found}: torch-dflash's plug-in knows {package} {', '.join(known)}; install "
-                f'"{package}=={known[-1]}", or start vLLM without the plug-in: set VLLM_PLUGINS to the names '
-                "of the other plug-ins."
+                f'"{package}=={known[-1]}", try this one with --additional-config '
+                f"'{{\"{ANY_RELEASE}\": true}}', or start vLLM without the plug-in: set VLLM_PLUGINS to the "
+                "names of the other plug-ins, of which tpu-inference needs register_layers."
             )

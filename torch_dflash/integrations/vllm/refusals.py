@@ -5,6 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 _PREFIX = "drafting with DFlash for a PyTorch target"
+_DEFAULTS = (
+    ("parallel_config", "pipeline_parallel_size decode_context_parallel_size data_parallel_size", 1),
+    ("parallel_config", "prefill_context_parallel_size", 1),
+    ("sharding_config", "total_dp_size", 1),
+    ("model_config", "logprobs_mode", "raw_logprobs"),
+    ("model_config", "enable_prompt_embeds", False),
+    ("speculative_config", "draft_sample_method", "greedy"),
+    ("speculative_config", "rejection_sample_method", "standard"),
+    ("speculative_config", "kv_cache_dtype quantization max_model_len attention_backend", None),
+    ("speculative_config", "draft_load_config num_speculative_tokens_per_batch_size", None),
+)
+"""Options of which one value alone is tested, or is followed at all."""
+FIELDS = {
+    "prompt_logprobs": "drafts leave none; echo with logprobs asks for them, too",
+    "allowed_token_ids": "tpu-inference does not follow it",
+    "seed": "tpu-inference has no seed of a request",
+}
+"""Fields of a request that would end the engine, or be answered as the server's own fault."""
 
 
 def refuse(vllm_config: Any) -> None:
@@ -22,17 +40,13 @@ def _found(vllm_config: Any):
             "dspark",
             "pass a DFlash drafter and 'dflash'; tpu-inference would build an EAGLE-3 proposer",
         )
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-        "data_parallel_size",
-    ):
-        if getattr(parallel, name, 1) != 1:
-            yield f"parallel_config.{name}", getattr(parallel, name), "pass 1"
-    ranks = getattr(getattr(vllm_config, "sharding_config", None), "total_dp_size", 1)
-    if ranks != 1:
-        yield "sharding_config.total_dp_size", ranks, "use tensor parallelism alone"
+    ranks = ("speculative_config", "draft_tensor_parallel_size", getattr(parallel, "tensor_parallel_size", 1))
+    for part, names, followed in (*_DEFAULTS, ranks):
+        for name in names.split():
+            value = getattr(getattr(vllm_config, part, None), name, followed)
+            if value != followed:
+                fix = f"leave it at {followed!r}" if followed else "leave it out"
+                yield f"{part}.{name}", value, fix
     if cache.cache_dtype not in ("auto", "bfloat16"):
         yield "cache_config.cache_dtype", cache.cache_dtype, "pass 'auto'"
     if vllm_config.lora_config is not None:
@@ -51,6 +65,5 @@ def _found(vllm_config: Any):
         yield "kv_transfer_config", "given", "start without a KV connector"
     if vllm_config.additional_config.get("enable_continue_decode"):
         yield "additional_config['enable_continue_decode']", True, "leave it out"
-    if speculative.num_speculative_tokens_per_batch_size is not None:
-        sizes = speculative.num_speculative_tokens_per_batch_size
-        yield "speculative_config.num_speculative_tokens_per_batch_size", sizes, "leave it out"
+    if getattr(model, "max_logprobs", 0) < 0:
+        yield "model_config.max_logprobs", model.max_logprobs, "pass a number: -1 ends the engine"
