@@ -13,18 +13,7 @@ from typing import Any
 from torch_dflash.checks import is_count
 
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
-_OF_CODES = (
-    *METHODS,
-    None,
-    "bitsandbytes",
-    "gptq",
-    "awq",
-    "auto-round",
-    "hqq",
-    "quanto",
-    "torchao",
-    "modelopt",
-)
+_OF_CODES = (*METHODS, None, "bitsandbytes", "gptq", "awq", "auto-round", "hqq", "quanto", "modelopt")
 """Methods whose weights are codes: beside plain ones alone the field is left over from other files."""
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _FP8_BLOCK = [128, 128]  # of a config that leaves weight_block_size out

@@ -166,7 +166,7 @@ def _unfit(codes: Stored, scales: Stored, method: Method) -> ValueError:
     named = "" if method.blocks is None else f", of {method.blocks} (rows, columns; None: all) by config.json"
     return ValueError(
         f"{codes.file}: {codes.name} {codes.dtype} {codes.shape} and {scales.name} {scales.shape} do not "
-        f"fit: every scale must be for a block of the same size, the last ones for what is left{named}; fetch "
+        f"fit: every scale must be for a block of the same size, the last for what is left{named}; fetch "
         "config.json and weights again, or use plain weights."
     )
 

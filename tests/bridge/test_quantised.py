@@ -233,7 +233,7 @@ def test_codes_without_a_quantization_config_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_experts"])
 def test_a_last_block_may_be_short_in_rows_and_columns(tmp_path, name):
-    """64 rows and columns in blocks of 48: 48 and 16, where their number alone says 32, as transformers does."""
+    """64 rows and columns in blocks of 48: 48 and 16; transformers takes 32 each, by the number of blocks."""
     folder = publish(name, tmp_path, block=48)
     state, parts = load_file(folder / "model.safetensors"), weights_of(folder)
     pairs = {tensor: part for tensor, part in parts.items() if isinstance(part, Dequantised)}
