@@ -16,8 +16,10 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_BITS = {"pred": 8, "bf16": 16}
-_ARRAY = re.compile(r"\b(pred|bf16|[a-z]+\d+)\w*\[([\d,]*)\](?:\{([^}]*)\})?")
+_BITS = {f"{kind}{bits}": bits for kind in "suf" for bits in (4, 8, 16, 32, 64)}
+_BITS |= {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "s2": 2, "u2": 2, "f4e2m1fn": 4}
+_BITS |= dict.fromkeys(("f8e4m3fn", "f8e5m2", "f8e8m0fnu", "f8e4m3b11fnuz", "f8e4m3fnuz", "f8e5m2fnuz"), 8)
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:,(.*))?$")
 _FORBIDDEN = {
     "dynamic shape": r"\w\[[\d,]*<=|\bset-dimension-size\(",
@@ -112,5 +114,7 @@ def hbm_bytes(kind: str) -> int:
 
 
 def _size(dtype: str, shape: str) -> int:
-    bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+    if dtype not in _BITS:
+        raise ValueError(f"{dtype}[{shape}]: the size of that type of HLO is not known; add it to _BITS.")
+    bits = _BITS[dtype]
     return prod(int(length) for length in shape.split(",") if length) * bits // 8

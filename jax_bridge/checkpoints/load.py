@@ -35,7 +35,6 @@ from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS, read_checkpoint
 from torch_dflash.targets.auto import auto_class
 
-_COUNTS = (torch.int64, torch.bool)  # of buffers; no codes are stored in them
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What classes raise over fields that make no sense to them.
 _UNBUILDABLE = (
@@ -174,7 +173,7 @@ def _load(
         check_family(model)
     mesh = None if devices is None else slice_mesh(devices, heads_of(model.config))
     wanted: Any = dtype or model.config.dtype or torch.bfloat16
-    plain = all(part.dtype in _COUNTS or is_plain(part.dtype) for part in stored.values())
+    plain = all(part.dtype in (torch.int64, torch.bool) or is_plain(part.dtype) for part in stored.values())
     weights = dequantised(stored, method_of(fields, source, plain), wanted)
     parts = match(model, renamed(model, weights), source)
     live = dict(model.named_parameters()) | dict(model.named_buffers())

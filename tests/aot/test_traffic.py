@@ -7,6 +7,27 @@ import pytest
 from jax_bridge.aot.hlo import Program, all_bytes, forbidden, hbm_bytes, read_aliases
 from jax_bridge.aot.traffic import hbm_traffic
 
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("f8e4m3fn[8,128]{1,0:T(8,128)}", 1024),
+        ("f8e5m2fnuz[3]", 3),
+        ("f4e2m1fn[6]", 3),
+        ("s4[6]", 3),
+        ("pred[5]", 5),
+        ("(c64[2], u16[3])", 22),
+    ],
+)
+def test_a_type_takes_the_bits_of_its_format(kind, size):
+    assert all_bytes(kind) == size
+
+
+def test_a_type_of_no_known_size_is_an_error():
+    with pytest.raises(ValueError, match=r"f6e3m2fn\[8\].*not known"):
+        all_bytes("f6e3m2fn[8]")
+
+
 SHAPES = [("bf16", "2,8,2,128"), ("bf16", "2,8,2048,128"), ("s32", "2,1,2048")]
 PROGRAM = """\
 HloModule jit_step, input_output_alias={ {0}: (2, {}, may-alias), {1}: (0, {}, may-alias) }

@@ -26,6 +26,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_to
 FIELDS = {
     "gemma3": {"image_token_id", "boi_token_id", "eoi_token_id"},
     "gemma4": {"image_token_id", "video_token_id", "audio_token_id"},
+    "gemma4_unified": {"image_token_id", "video_token_id", "audio_token_id"},
     "mistral3": {"image_token_id"},
     "llava": {"image_token_id"},
     "qwen2_vl": {"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"},
@@ -38,6 +39,17 @@ FIELDS = {
 
 def named(target):
     return {name.replace("_index", "_id") for _, name in media_tokens(target.config)}
+
+
+def test_numbers_of_images_groups_in_a_mask_are_those_of_text():
+    """On meta tensors gemma-4-12B's mask has none of its own."""
+    target = build("gemma4_unified")
+    ids = torch.tensor([[5, 8, 13, 21, 34, 55], [0, 0, 89, 3, 7, 7]])
+    mask = (ids > 0).long()
+    wanted = target.generate(ids, attention_mask=mask, **GREEDY)
+    for drafter in (td.NGramProposer(4), drafter_for(target)):
+        got = td.generate(target, drafter, ids, attention_mask=mask, runtime="eager", **GREEDY)
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("case", FIELDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +26,19 @@ def read_window(mask: Callable, context: int) -> int | None:
         ValueError: the mask is neither causal nor a causal sliding window; says where it is not.
     """
     with torch.device("cpu"):  # whatever the caller's default device is
-        return _read_window(mask, context)
+        return _read_window(for_text(mask), context)
+
+
+def for_text(mask: Any) -> Any:
+    """``mask`` with the numbers of images' groups that it holds: meta tensors, of text all are -1."""
+    if isinstance(mask, tuple | list):
+        return type(mask)(map(for_text, mask))
+    if isinstance(mask, Tensor) and mask.is_meta and mask.dtype in (torch.int32, torch.int64):
+        return torch.full((1, FARTHEST), -1)
+    if not isinstance(mask, FunctionType) or not mask.__closure__:
+        return mask
+    cells = tuple(CellType(for_text(cell.cell_contents)) for cell in mask.__closure__)
+    return FunctionType(mask.__code__, mask.__globals__, mask.__name__, mask.__defaults__, cells)
 
 
 def _read_window(mask: Callable, context: int) -> int | None:

@@ -50,7 +50,8 @@ TESTED = frozenset(
     ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM GPT2LMHeadModel
     GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
     Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
-    Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
+    Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM
     Glm4vForConditionalGeneration GlmForCausalLM GotOcr2ForConditionalGeneration GptOssForCausalLM
     GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM
     GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
