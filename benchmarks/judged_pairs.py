@@ -109,7 +109,7 @@ def _teach(
             drawn = torch.randperm(len(one.text.ids) - 1 - one.text.start, generator=generator)[:12]
             batch = judge.batch(convention, one, (one.text.start + drawn).tolist())
             wanted, known = block_targets(batch, judge.width)
-            said = judge.read(twin, convention, judge.rows(twin, convention, batch))
+            said = judge.read(twin, convention, batch, judge.rows(twin, convention, batch))
             loss = loss + F.cross_entropy(said[known], wanted[known].long())
         optimizer.zero_grad()
         loss.backward()

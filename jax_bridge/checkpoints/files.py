@@ -107,7 +107,7 @@ def match(
                 f"{where}: {group[0]} {wanted} is missing from its safetensors files. {CONVERTED}"
             )
         for part in filled[group[0]]:
-            if saved[group[0]].is_floating_point() and not _is_plain(part.dtype):
+            if saved[group[0]].is_floating_point() and not is_plain(part.dtype):
                 raise ValueError(
                     f"{part.file}: {part.name} is stored as {part.dtype} without a scale that the "
                     f"quantization_config of config.json tells of; fetch both again, or {INSTEAD}"
@@ -127,6 +127,6 @@ def match(
     return filled
 
 
-def _is_plain(dtype: torch.dtype) -> bool:
+def is_plain(dtype: torch.dtype) -> bool:
     """Whether a type's values are weights, not codes."""
     return dtype.is_floating_point and dtype.itemsize > 1

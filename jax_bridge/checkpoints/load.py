@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from jax_bridge.arrays import default_device, shape_of, to_jax
 from jax_bridge.checkpoints.check_config import check_sizes
-from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, match, renamed
+from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, is_plain, match, renamed
 from jax_bridge.checkpoints.method import method_of
 from jax_bridge.checkpoints.quantised import dequantised
 from jax_bridge.forms import Weight
@@ -173,7 +173,8 @@ def _load(
         check_family(model)
     mesh = None if devices is None else slice_mesh(devices, heads_of(model.config))
     wanted: Any = dtype or model.config.dtype or torch.bfloat16
-    weights = dequantised(stored, method_of(fields, source), wanted)
+    plain = all(part.dtype in (torch.int64, torch.bool) or is_plain(part.dtype) for part in stored.values())
+    weights = dequantised(stored, method_of(fields, source, plain), wanted)
     parts = match(model, renamed(model, weights), source)
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
@@ -252,7 +253,6 @@ def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
     with naming_deep_json(source):
         fields, _ = PreTrainedConfig.get_config_dict(source, **hub)
     check_types(fields, source)
-    method_of(fields, source)
     return fields
 
 

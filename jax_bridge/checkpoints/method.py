@@ -13,6 +13,8 @@ from typing import Any
 from torch_dflash.checks import is_count
 
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
+_OF_CODES = (*METHODS, None, "bitsandbytes", "gptq", "awq", "auto-round", "hqq", "quanto", "modelopt")
+"""Methods whose weights are codes: beside plain ones alone the field is left over from other files."""
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _FP8_BLOCK = [128, 128]  # of a config that leaves weight_block_size out
 INSTEAD = (
@@ -35,18 +37,23 @@ class Method:
     name: str
     blocks: tuple[Block, ...] | None
 
-    def fits(self, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
-        """Whether a weight [.., rows, columns] is cut in blocks of such a size, none of them shorter."""
-        sides = shape[-2:]
-        wanted = [
-            tuple(min(side or whole, whole) for side, whole in zip(named, sides, strict=True))
-            for named in self.blocks or ()
-        ]
-        return self.blocks is None or block in (sides, *wanted)
+    def block_of(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
+        """Rows and columns of a weight [.., rows, columns] that share one of ``scales`` [.., R, C].
+
+        The last block of a side may be shorter. None: no block that the config names fits, or several do.
+        """
+        found, sides = set(), shape[-2:]
+        for named in ((None, None), *(self.blocks or ())):
+            block = tuple(max(1, min(side or whole, whole)) for side, whole in zip(named, sides, strict=True))
+            if scales[-2:] == tuple(-(-whole // side) for side, whole in zip(block, sides, strict=True)):
+                found.add(block)
+        return found.pop() if len(found) == 1 else None
 
 
-def method_of(config: Mapping[str, Any], where: str) -> Method | None:
+def method_of(config: Mapping[str, Any], where: str, plain: bool = False) -> Method | None:
     """How a config.json says that its weights are quantised; None: they are plain.
+
+    ``plain``: whether its files hold no codes, so that the field of a method that has codes says nothing.
 
     Raises:
         ValueError: by a method that is not read, or in blocks of no known size; names the field.
@@ -59,6 +66,8 @@ def method_of(config: Mapping[str, Any], where: str) -> Method | None:
         return None
     given = _object(given, "quantization_config", where)
     name = given.get("quant_method")
+    if plain and name in _OF_CODES and not given.get("transform_config"):
+        return Method(str(name), ())
     if name == "mxfp4":
         return Method(name, None)
     if name == "fp8":

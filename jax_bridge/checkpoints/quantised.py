@@ -22,7 +22,7 @@ from torch_dflash.storage.weight_files import NARROW, Stored
 
 _PAIR = 2  # MXFP4 stores two values a byte
 _BYTES = (*NARROW, torch.int8)
-_STORED = {"mxfp4": (torch.uint8,), "fp8": _BYTES, "compressed-tensors": _BYTES}
+_STORED = {"mxfp4": (torch.uint8,), "fp8": NARROW, "compressed-tensors": _BYTES}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SCALES = {"mxfp4": (torch.uint8,), "fp8": (*_FLOATS, torch.float8_e8m0fnu, torch.uint8)}
 _SCALES |= {"compressed-tensors": _FLOATS}
@@ -30,8 +30,8 @@ _SCALES |= {"compressed-tensors": _FLOATS}
 _CODES = {"mxfp4": ("_blocks", ("_scales",)), "fp8": ("", ("_scale_inv", "_scale"))}
 _CODES |= {"compressed-tensors": ("", ("_scale",))}
 """Of each method what the names of a weight's values and of its scales end in."""
-_UNREAD = re.compile(r"\.(input|output|activation|k|v|q)_scale$")
-"""Scales of activations and caches: weights alone are read."""
+_UNREAD = re.compile(r"\.(input|output|activation|k|v|q)_(scale|zero_point)$")
+"""Scales and zero points of activations and caches: weights alone are read."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Dequantised:
     Attributes:
         name, shape: the weight's. dtype: floating, which the values are read in.
         codes, scales: what the file has. values: (codes, scales, dtype) -> values of the same block of both.
-        block: rows and columns of codes that a scale is for, in the weight's last two dimensions.
+        block: rows and columns of codes that a scale is for, in the weight's last two dimensions; at their
+            ends fewer are left.
         turned: whether the file has the last two dimensions the other way round, as MXFP4's has.
     """
 
@@ -66,7 +67,14 @@ class Dequantised:
 
     def read(self) -> Tensor:
         """The values."""
-        return self.values(self.codes.read(), self.scales.read(), self.dtype)
+        return self._valued(self.codes.read(), self.scales.read())
+
+    def _valued(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Values of whole blocks; where the last one is short, each row or column gets a scale of its own."""
+        for axis, step in zip((-2, -1), self.block, strict=True):
+            if not self.turned and scales.numel() > 1 and codes.shape[axis] != scales.shape[axis] * step:
+                scales = scales.repeat_interleave(step, axis).narrow(axis, 0, codes.shape[axis])
+        return self.values(codes, scales, self.dtype)
 
     def read_part(self, index: tuple[slice, ...]) -> Tensor:
         """A part of the values; of the files the blocks that it touches are read."""
@@ -82,10 +90,9 @@ class Dequantised:
         else:
             codes, scales = [*spans, *inside], [*spans, *blocks]
         whole = prod(self.scales.shape) == 1
-        found = self.values(
+        found = self._valued(
             self.codes.read_part(tuple(codes)),
             self.scales.read() if whole else self.scales.read_part(tuple(scales)),
-            self.dtype,
         )
         starts = [part.start for part in inside]
         cut = [
@@ -106,12 +113,12 @@ def dequantised(
     """``stored`` with each pair of codes and scales as one weight, read in ``dtype``.
 
     Raises:
-        ValueError: types or shapes of codes and scales do not fit, or codes have two scales.
+        ValueError: types or shapes of codes and scales do not fit, codes have two scales, or a zero point.
     """
     found: dict[str, Stored | Dequantised] = dict(stored)
     if method is None:
         return found
-    end, ends = _CODES[method.name]
+    end, ends = _CODES.get(method.name, ("", ()))
     for name, scales in stored.items():
         last = next((one for one in ends if name.endswith(one)), None)
         base = None if last is None else name.removesuffix(last)
@@ -123,6 +130,11 @@ def dequantised(
             )
         del found[codes.name], found[name]
         found[base] = _pair(base, codes, scales, method, dtype)
+    for name, zeros in stored.items():
+        if name.endswith("_zero_point") and isinstance(found.get(name[:-11]), Dequantised):
+            if zeros.read().float().any():
+                raise ValueError(f"{zeros.file}: {name} holds others than 0, which is not read; {INSTEAD}")
+            del found[name]
     return {name: part for name, part in found.items() if not _UNREAD.search(name)}
 
 
@@ -141,14 +153,10 @@ def _pair(name: str, codes: Stored, scales: Stored, method: Method, dtype: torch
             raise _unfit(codes, scales, method)
         return Dequantised(name, shape, dtype, codes, scales, _mxfp4, (packed * _PAIR, 1), turned=True)
     shape, single = codes.shape, prod(scales.shape) == 1
-    packed = kind == "fp8" and codes.dtype == torch.int8  # two FP4 values a byte
-    if packed or len(shape) < 2 or not (single or len(scales.shape) == len(shape)):
-        raise _unfit(codes, scales, method)
-    rows, columns = (1, 1) if single else scales.shape[-2:]
-    if not rows or not columns or shape[-2] % rows or shape[-1] % columns:
-        raise _unfit(codes, scales, method)
-    block = shape[-2] // rows, shape[-1] // columns
-    if not single and not (scales.shape[:-2] == shape[:-2] and method.fits(block, shape)):
+    block = None
+    if len(shape) > 1 and (single or scales.shape[:-2] == shape[:-2]):
+        block = (shape[-2], shape[-1]) if single else method.block_of(shape, scales.shape)
+    if block is None:
         raise _unfit(codes, scales, method)
     alone = kind == "compressed-tensors" and ".experts." not in name
     return Dequantised(name, shape, dtype, codes, scales, _rounded if alone else _scaled, block)
@@ -158,7 +166,8 @@ def _unfit(codes: Stored, scales: Stored, method: Method) -> ValueError:
     named = "" if method.blocks is None else f", of {method.blocks} (rows, columns; None: all) by config.json"
     return ValueError(
         f"{codes.file}: {codes.name} {codes.dtype} {codes.shape} and {scales.name} {scales.shape} do not "
-        f"fit: every scale must be for a block of the same size{named}; {INSTEAD}"
+        f"fit: every scale must be for a block of the same size, the last for what is left{named}; fetch "
+        "config.json and weights again, or use plain weights."
     )
 
 

@@ -7,6 +7,27 @@ import pytest
 from jax_bridge.aot.hlo import Program, all_bytes, forbidden, hbm_bytes, read_aliases
 from jax_bridge.aot.traffic import hbm_traffic
 
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("f8e4m3fn[8,128]{1,0:T(8,128)}", 1024),
+        ("f8e5m2fnuz[3]", 3),
+        ("f4e2m1fn[6]", 3),
+        ("s4[6]", 3),
+        ("pred[5]", 5),
+        ("(c64[2], u16[3], f8e8m0fnu[8], token[])", 30),
+    ],
+)
+def test_a_type_takes_the_bits_of_its_format(kind, size):
+    assert all_bytes(kind) == size
+
+
+def test_a_type_of_no_known_size_is_an_error():
+    with pytest.raises(ValueError, match=r"f6e3m2fn\[8\]: no element type of HLO"):
+        all_bytes("f6e3m2fn[8]")
+
+
 SHAPES = [("bf16", "2,8,2,128"), ("bf16", "2,8,2048,128"), ("s32", "2,1,2048")]
 PROGRAM = """\
 HloModule jit_step, input_output_alias={ {0}: (2, {}, may-alias), {1}: (0, {}, may-alias) }
@@ -248,9 +269,6 @@ def test_what_a_step_may_not_hold_is_named(line, found):
 def test_sizes_of_types():
     kind = "(bf16[2,3]{1,0:T(8,128)}, pred[4]{0:S(1)}, f8e4m3fn[8]{0}, s4[8]{0})"
     assert all_bytes(kind) == 12 + 4 + 8 + 4 and hbm_bytes(kind) == 12 + 8 + 4
-    assert all_bytes("(f4e2m1fn[8]{0}, f8e8m0fnu[8]{0}, f8e5m2[8]{0}, token[])") == 4 + 8 + 8
-    with pytest.raises(ValueError, match=r"f6e3m2fn\[4\]: no element type of HLO"):
-        all_bytes("f6e3m2fn[4]{0}")
 
 
 def test_the_kernel_for_static_caches_reads_the_blocks_in_use():

@@ -249,6 +249,8 @@ def test_files_that_are_no_checkpoint(tmp_path):
         path.unlink()
     with refuses(FileNotFoundError, "neither model.safetensors", "save_pretrained"):
         jb.load(tmp_path)
+    save(make_target("llama"), tmp_path)
+    edit(tmp_path, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int32)}))
     config(tmp_path, quantization_config={"quant_method": "gptq"})
     with refuses(ValueError, "quantization_config", "gptq"):
         jb.load(tmp_path)

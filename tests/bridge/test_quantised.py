@@ -156,8 +156,7 @@ def test_compressed_tensors_are_transformers_own(tmp_path, name, dtype):
     "method", sorted(set(auto.AUTO_QUANTIZER_MAPPING) - {"mxfp4", "fp8", "compressed-tensors"})
 )
 def test_another_method_is_refused_by_name(published, tmp_path, method):
-    hf.Qwen3ForCausalLM(hf.Qwen3Config(**SMALL)).save_pretrained(tmp_path)
-    say(tmp_path, quantization_config={"quant_method": method})
+    compressed(tmp_path, "int8", quant_method=method)
     with refuses(ValueError, f"quant_method={method!r}", "mxfp4, fp8, compressed-tensors", "from_pretrained"):
         jb.load(tmp_path)
 
@@ -232,12 +231,92 @@ def test_codes_without_a_quantization_config_are_named(tmp_path):
         jb.load(folder)
 
 
-def test_blocks_that_the_config_names_are_the_scales(tmp_path):
-    """64 rows in blocks of 48: their number alone says 32, which transformers takes."""
-    folder = publish("fp8", tmp_path)
-    say(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [48, 48]})
+@pytest.mark.parametrize("name", ["fp8", "fp8_experts"])
+def test_a_last_block_may_be_short_in_rows_and_columns(tmp_path, name):
+    """64 rows and columns in blocks of 48: 48 and 16; transformers takes 32 each, by the number of blocks."""
+    folder = publish(name, tmp_path, block=48)
+    state, parts = load_file(folder / "model.safetensors"), weights_of(folder)
+    pairs = {tensor: part for tensor, part in parts.items() if isinstance(part, Dequantised)}
+    assert any(state[tensor + "_scale_inv"].shape == (2, 2) for tensor in pairs)
+    for tensor, part in pairs.items():
+        scales = state[tensor + "_scale_inv"].repeat_interleave(48, 0).repeat_interleave(48, 1)
+        rows, columns = state[tensor].shape
+        wanted = state[tensor].float() * scales[:rows, :columns]
+        assert torch.equal(part.read(), wanted), tensor
+        for index in (
+            (slice(40, 50), slice(47, 49)),
+            (slice(48, 64),),
+            (slice(0, 8), slice(60, 64)),
+            (slice(62, 64), slice(62, 64)),
+        ):
+            if wanted[index].numel():  # some have 32 rows
+                assert torch.equal(part.read_part(index), wanted[index]), (tensor, index)
+    jb.load(folder)
+
+
+def test_two_blocks_of_the_config_that_fit_the_same_scales_are_not_guessed(tmp_path):
+    def group(size):
+        return {"weights": COMPRESSED["int8"] | {"strategy": "group", "group_size": size}}
+
+    folder = compressed(tmp_path, "int8", config_groups={"a": group(40), "b": group(48)})
     state = load_file(folder / "model.safetensors")
-    scales = {name: torch.ones(2, 2) for name in state if name.endswith("_scale_inv")}
+    scales = {name: torch.ones(len(value), 2) for name, value in state.items() if name.endswith("_scale")}
     save_file(state | scales, folder / "model.safetensors")
-    with refuses(ValueError, "(2, 2)", "((48, 48),)"):
+    with refuses(ValueError, "(64, 2)", "((1, 40), (1, 48))"):
+        jb.load(folder)
+
+
+def test_what_transformers_cuts_in_other_blocks_is_not_sent_there(tmp_path):
+    folder = publish("fp8", tmp_path)
+    say(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [60, 60]})
+    with refuses(ValueError, "(4, 4)", "((60, 60),)", "fetch config.json and weights again") as error:
+        jb.load(folder)
+    assert "from_pretrained" not in str(error.value)
+
+
+STALE = [
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "awq", "bits": 4},
+    {"quant_method": "mxfp4"},
+    {"quant_method": "fp8", "weight_block_size": 128},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    {"quant_method": None},
+    {},
+]
+
+
+@pytest.mark.parametrize("fields", STALE)
+def test_plain_weights_are_plain_whatever_quantization_config_says(tmp_path, fields):
+    torch.manual_seed(0)
+    model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SMALL))
+    model.save_pretrained(tmp_path)
+    say(tmp_path, quantization_config=fields)
+    arrays = unwrap(jb.load(tmp_path).arrays)
+    assert all(torch.equal(jb.to_torch(arrays[name]), value) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"quant_method": "bitnet"}, STALE[5] | {"config_groups": {}, "transform_config": {"R1": {}}}]
+)
+def test_a_method_that_computes_on_plain_weights_is_refused(tmp_path, fields):
+    hf.Qwen3ForCausalLM(hf.Qwen3Config(**SMALL)).save_pretrained(tmp_path)
+    say(tmp_path, quantization_config=fields)
+    with refuses(ValueError, fields["quant_method"], "from_pretrained"):
+        jb.load(tmp_path)
+
+
+def test_zero_points_of_zero_and_those_of_inputs_change_nothing(tmp_path):
+    folder = compressed(tmp_path, "int8")
+    wanted, state = unwrap(jb.load(folder).arrays), load_file(tmp_path / "model.safetensors")
+    stem = Q.removesuffix("weight")
+    more = {stem + "input_scale": torch.ones(1), stem + "input_zero_point": torch.tensor([3]).to(torch.int8)}
+    zeros = {Q + "_zero_point": torch.zeros(64, 1, dtype=torch.int8)}
+    save_file(state | more | zeros, tmp_path / "model.safetensors")
+    arrays = unwrap(jb.load(folder).arrays)
+    assert arrays.keys() == wanted.keys()
+    assert all(torch.equal(jb.to_torch(arrays[name]), jb.to_torch(wanted[name])) for name in wanted)
+    zeros[Q + "_zero_point"][7] = 1
+    save_file(state | more | zeros, tmp_path / "model.safetensors")
+    with refuses(ValueError, f"{Q}_zero_point", "others than 0", "from_pretrained"):
         jb.load(folder)

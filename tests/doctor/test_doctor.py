@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import ROOT
+from support.layouts import expected, publish
 from support.refusals import refuses
 from support.tiny import make_drafter, make_target
 from support.tokenizers import TEMPLATE, byte_tokenizer
@@ -22,7 +23,7 @@ from torch_dflash.cli.loading import Loaded
 from torch_dflash.doctor import answers, judge_texts
 from torch_dflash.doctor.changes import changes
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.diagnosis import _best
+from torch_dflash.doctor.diagnosis import _best, check_judged
 from torch_dflash.doctor.enough import weigh
 from torch_dflash.doctor.judge import Drafted, Judge, standard_score
 from torch_dflash.doctor.recorded import Text, record
@@ -75,12 +76,15 @@ def test_what_is_wrong_is_named(judged, family, seed, kinds, steps):
 def test_as_it_is_counts_what_decoding_accepts(family):
     window = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
     second = {"selector_rank": 8, "selector_top_k": 6, "conv_group_size": 4}
-    for more, strength in (({}, 6.0), (window, 6.0), (second, 2.0)):
+    chained = {"sample_from_anchor": True, "markov_rank": 4}
+    for more, strength in (({}, 6.0), (window, 6.0), (second, 2.0), (chained, 6.0)):
         target = make_target(family)
         drafter = make_drafter(target, **more)
         td.selftest.pairs.correlate(target, drafter, strength)
         if more is second:  # what it chooses is often not the likeliest
             drafter.candidate_selector.successor_codebook.data.mul_(10)
+        if more is chained:  # enough to change drafts
+            drafter.markov_head.markov_w2.weight.data.mul_(10)
         ids = torch.tensor([[5, 17, 80, 33, 2, 9, 41]])
         options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
         out = td.generate(target, drafter, ids, torch.ones_like(ids), runtime="eager", **options)
@@ -89,9 +93,69 @@ def test_as_it_is_counts_what_decoding_accepts(family):
         counts = dict(zip((at for _, at in judge.places), counts, strict=True))
         place, lengths = 7, out.stats.acceptance_lengths[0]
         for length in lengths[:-1]:  # the last one may be cut by the limit
-            assert counts[place] + 1 == length
+            judged = min(length, drafter.config.block_size)  # of drafts from all W rows W - 1 are judged
+            assert counts[place] + 1 == judged
             place += length
         assert len(set(lengths)) > 1
+
+
+def test_what_a_markov_head_adds_to_the_true_token_before_is_judged():
+    target = make_target("llama", tie_word_embeddings=False)
+    drafter = make_drafter(target, sample_from_anchor=True, markov_rank=4)
+    own, ids = Convention.of(drafter), torch.arange(3, 23)
+    judge = Judge(target, drafter, record(target, [Text(ids, 7)]))
+    batch = judge.batch(own, judge.recorded[0], [9])
+    rows = judge.rows(drafter, own, batch)
+    added = drafter.markov_head(ids[9:10])
+    for words in (None, torch.arange(40, 60)):
+        said = judge.read(drafter, own, batch, rows, words)[0, 0, 0]
+        chosen = slice(None) if words is None else words
+        plain = drafter.logits(rows, target.get_output_embeddings())[0, 0, 0]
+        torch.testing.assert_close(said, (plain + added[0])[chosen])
+
+
+def test_a_head_and_an_embedding_of_its_own_draft_as_the_targets_do():
+    """DeepSpec's drafters hold copies of both."""
+    target = make_target("llama", tie_word_embeddings=False)
+    drafter, own = make_drafter(target), make_drafter(target, own_embedding=True, own_head=True)
+    own.load_state_dict(drafter.state_dict(), strict=False)
+    own.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
+    own.lm_head.weight.data.copy_(target.get_output_embeddings().weight)
+    texts = [Text(torch.arange(3, 23), 7)]
+    drafted = [Judge(target, one, record(target, texts))(Convention.of(one)) for one in (drafter, own)]
+    assert torch.equal(*(one.likelihood for one in drafted))
+    own.lm_head.weight.data.neg_()
+    own.embed_tokens.weight.data.neg_()
+    other = Judge(target, own, record(target, texts))(Convention.of(own))
+    assert not torch.allclose(other.likelihood, drafted[0].likelihood)
+    assert "tied" not in {one.kind for one in changes(target, own, 100)}
+    check_judged(target, own)
+    own.config.draft_vocab_size = 40
+    with refuses(ValueError, "own_embedding=True of the drafter: the doctor does not know"):
+        check_judged(target, own)
+
+
+class FromTheAnchor(td.DFlashDraftModel):
+    """Its rows say what those behind them say of others: the anchor's the first draft."""
+
+    def block(self, noise, context, position, memory, blocks=1):
+        rows = super().block(noise, context, position, memory, blocks)
+        return rows.unflatten(1, (blocks, -1)).roll(-1, dims=2).flatten(1, 2)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_row_that_says_the_first_draft_is_named_either_way(flag):
+    target, drafter, tokenizer = td.load_demo_pair()
+    if not flag:
+        drafter.__class__ = FromTheAnchor
+    drafter.config.sample_from_anchor = flag
+    asked = answers.encoded(tokenizer, ["How many minutes are there in three hours?"], {})
+    texts = answers.answer(target, asked, 28)
+    judge, own = Judge(target, drafter, record(target, texts)), Convention.of(drafter)
+    (row,) = [one for one in changes(target, drafter, 100) if one.kind == "row"]
+    base, other = Tried((), judge(own)), Tried((row,), judge(row.apply(own)))
+    assert other.beats(base) and not base.beats(other), (base.length, other.length)
+    assert row.fields == {"sample_from_anchor": not flag} and "sample_from_anchor" in row.fix
 
 
 def test_a_selector_chains_the_drafts_that_are_counted():
@@ -131,6 +195,7 @@ def test_every_change_is_another_convention_and_its_fields_say_it():
         {},
         windows,
         {"is_causal": True},
+        {"sample_from_anchor": True, "markov_rank": 4},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
     ):
         drafter = make_drafter(target, **more)
@@ -145,6 +210,9 @@ def test_every_change_is_another_convention_and_its_fields_say_it():
                 continue
             config = drafter.config.to_dict() | {"dflash_config": None} | change.fields
             again = type(drafter)(type(drafter.config)(**config))
+            assert (
+                change.kind != "row" or again.config.sample_from_anchor != drafter.config.sample_from_anchor
+            )
             assert Convention.of(again) == other, (change.name, more)
 
 
@@ -280,6 +348,17 @@ def test_a_repair_says_it_in_both_places_and_keeps_the_old_one(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["dflash_config"]["target_layer_ids"] == [1, 3]
     with pytest.raises(FileExistsError, match="move it away"):
         repair(tmp_path, {"is_causal": False})
+
+
+@pytest.mark.parametrize("block", ["dflash_config", "dspark_config"])
+def test_a_repair_is_read_again_where_the_field_stands_within_another(tmp_path, block):
+    publish(tmp_path, "specforge_dspark", expected("specforge_dspark"))
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {block: fields.pop("dflash_config") | {"sample_from_anchor": True}}))
+    repair(tmp_path, {"sample_from_anchor": False, "target_layer_ids": [1, 3]})
+    again = td.load_drafter(tmp_path).config
+    assert again.sample_from_anchor is False and again.target_layer_ids == [1, 3]
 
 
 def test_what_could_not_be_repaired_is_told_before_the_work(monkeypatch, capsys, tmp_path):

@@ -1,6 +1,9 @@
 """Bad input: the error's type, and a message with field, value and fix, before any forward has run."""
 
+import copy
+
 import numpy as np
+import peft
 import pytest
 import torch
 from support import tiny
@@ -230,10 +233,25 @@ def test_what_is_no_target(pair):
         call(tiny.make_target("llama", rope_parameters=rope), None)
 
 
+def wrapped_drafters(drafter):
+    """Wrappers, each with the way out that its refusal names."""
+    yield torch.compile(drafter, backend="eager"), "_orig_mod"
+    yield nn.DataParallel(drafter), "module"
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    yield peft.get_peft_model(copy.deepcopy(drafter), adapters), "merge_and_unload()"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_what_is_no_drafter(pair):
     for other in (nn.Linear(2, 2), pair[0], td.NGramProposer, td.DFlashDraftModel):
         with refuses(TypeError, f"drafter={type(other).__name__}", "DFlashDraftModel", "None"):
             call(pair[0], other)
+    for wrapped, way in wrapped_drafters(pair[1]):
+        with refuses(TypeError, f"drafter={type(wrapped).__name__}", f"pass its .{way}"):
+            call(pair[0], wrapped)
+        inside = getattr(wrapped, way.removesuffix("()"))
+        inside = inside() if way.endswith("()") else inside  # as the message says
+        td.compile(pair[0], inside, runtime="eager", max_length=64)
     with refuses(ValueError, "width=1", "from 2"):
         td.NGramProposer(width=1)
     with refuses(ValueError, "block_size=6", "NGramProposer drafts 4"):

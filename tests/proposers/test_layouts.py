@@ -63,6 +63,35 @@ def test_it_loads_as_the_same_weights_in_ours_and_comes_back(name, tmp_path):
     same(td.load_drafter(tmp_path / "ours"), own)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_dsparks_fields_within_their_own_object_or_by_servers_names_are_read(inside, tmp_path):
+    own = pair("deepspec")[1]
+    named = ("markov_rank", "block_size", "mask_token_id", "target_layer_ids")
+    fields = fixture("deepspec")[0]
+    moved = {name: fields[name] for name in named}
+    moved = {"dspark_config": moved} if inside else {f"dspark_{name}": moved[name] for name in named}
+    publish(tmp_path, "deepspec", own, **(dict.fromkeys(named, ...) | moved))
+    with warnings.catch_warnings(action="error"):
+        same(td.load_drafter(tmp_path), own)
+
+
+def test_which_row_drafts_first_is_asked_for_where_a_layout_may_have_either(tmp_path):
+    fields = {"markov_rank": 0, "enable_confidence_head": True}
+    publish(tmp_path, "zlab_flat", own := pair("zlab_flat")[1], **fields)
+    with pytest.warns(UserWarning, match="sample_from_anchor is missing.*read as false.*doctor.*set it"):
+        same(td.load_drafter(tmp_path), own)
+    for flag in (True, False):
+        publish(tmp_path, "zlab_flat", own, **fields, sample_from_anchor=flag)
+        with warnings.catch_warnings(action="error"):
+            assert td.load_drafter(tmp_path).config.sample_from_anchor is flag
+
+
+def test_an_unknown_field_within_dsparks_object_is_named(tmp_path):
+    publish(tmp_path, "deepspec", pair("deepspec")[1], dspark_config={"odd": 3})
+    with pytest.warns(UserWarning, match="dspark_config.odd=3"):
+        td.load_drafter(tmp_path)
+
+
 REFUSED = {
     "speculators": [
         (
@@ -94,7 +123,7 @@ REFUSED = {
             {"markov_rank": 8, "markov_head_type": "rnn", "sample_from_anchor": True},
             "markov_head_type='rnn'.*'vanilla'",
         ),
-        ({"markov_rank": 8}, "missing_keys=.*markov_w1"),
+        ({"markov_rank": 8, "sample_from_anchor": True}, "missing_keys=.*markov_w1"),
     ],
     "speculators_dflash2": [({"draft_vocab_size": 40}, "draft_vocab_size=40 of a DFlash2 drafter")],
     "assistant": [({"model_type": "gemma4_assistant"}, "model_type='gemma4_assistant'.*only muse_glimmer")],
@@ -106,6 +135,7 @@ REFUSED = {
     ],
     "deepspec": [
         ({"markov_rank": ...}, "markov_rank is missing"),
+        ({"dspark_config": 3}, "dspark_config=3.*must be an object"),
         ({"markov_head_type": "gated"}, "markov_head_type='gated'.*'vanilla'"),
         (
             {"architectures": ["Gemma4DSparkModel"]},
@@ -185,7 +215,9 @@ def test_who_does_not_know_a_part_refuses_it(name, tmp_path):
     if part not in KNOWN:
         with pytest.raises(ValueError, match=f"{part}=True of the drafter: training does not know"):
             Student(drafter, target, Objective())
-    with pytest.raises(ValueError, match=f"{part}=True of the drafter: the doctor does not know"):
+    unknown = f"{part}=True of the drafter: the doctor does not know"
+    known = "texts: no answer of two tokens"
+    with pytest.raises(ValueError, match=known if part == "sample_from_anchor" else unknown):
         judge_texts(target, drafter, [])
     with pytest.raises(
         ValueError, match=f"{part}=True of the drafter: speculation_type='dflash'.*custom_generate"
@@ -297,12 +329,9 @@ def test_dflash2_as_its_trainers_export_it(architecture, nested, tmp_path):
 
 
 MEANT = [
-    ("zlab_flat", {"quantization_config": {"quant_method": "fp8"}}, "quantised drafters are not read"),
     ("zlab_flat", {"dflash_config": {"projector_type": "dspark"}}, "projector_type='dspark'.*DSpark heads"),
     ("speculators", {"projector_type": "domino"}, "projector_type='domino'.*Domino head"),
     ("speculators", {"shift_label": True}, "shift_label=True"),
-    ("mimo", {"quantization_config": {"quant_algo": "NVFP4"}}, "with plain weights"),
-    ("assistant", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} in"),
 ]
 
 
@@ -312,6 +341,20 @@ def test_a_field_whose_meaning_cannot_be_honoured_has_its_own_words(name, change
     with pytest.raises(ValueError, match=words) as error:
         td.load_drafter(tmp_path)
     assert "remove" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["zlab_flat", "deepspec"])
+def test_whether_a_drafter_is_quantised_its_tensors_say(name, tmp_path):
+    """A trainer may copy the config of its target, which was."""
+    own, method = pair(name)[1], {"quant_method": "fp8"}
+    publish(tmp_path, name, own, quantization_config=method)
+    with pytest.warns(UserWarning, match="quantization_config={'quant_method': 'fp8'}.*not read"):
+        same(td.load_drafter(tmp_path), own)
+    codes = {"fc.weight": own.fc.weight.detach().to(torch.float8_e4m3fn)}
+    publish(tmp_path, name, own, quantization_config=method, tensors=codes)
+    words = "fc.weight in .* is stored as torch.float8_e4m3fn: a quantised drafter.*plain weights"
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=words):
+        td.load_drafter(tmp_path)
 
 
 def test_a_tensor_without_a_place_is_an_error_beside_an_unknown_field(tmp_path):

@@ -36,7 +36,7 @@ def publish(name, folder, block=BLOCK):
             found[tensor + "_blocks"] = torch.randint(0, 256, (e, o, i // 32, 16), dtype=torch.uint8)
             found[tensor + "_scales"] = torch.randint(118, 128, (e, o, i // 32), dtype=torch.uint8)
         elif name != "mxfp4" and value.ndim == 2 and ("proj" in tensor or ".experts." in tensor):
-            rows, columns = (1, 1) if name == "fp8_tensor" else (side // block for side in value.shape)
+            rows, columns = (1, 1) if name == "fp8_tensor" else (-(-side // block) for side in value.shape)
             found[tensor] = (torch.randn(value.shape) * 100).to(torch.float8_e4m3fn)
             found[tensor + "_scale_inv"] = torch.rand(rows, columns) + 0.1
             if name == "fp8_tensor":

@@ -43,6 +43,7 @@ LAYOUTS = {
     "granite": ("model.layers.3", "model.norm"),
     "gemma2": ("model.layers.3", "model.norm"),
     "gemma3": ("model.language_model.layers.3", "model.language_model.norm"),
+    "gemma4_unified": ("model.language_model.layers.3", "model.language_model.norm"),
     "gemma4": ("model.language_model.layers.3", "model.language_model.norm"),
     "fuyu": ("model.language_model.layers.3", "model.language_model.final_layernorm"),
     "llava": ("model.language_model.layers.3", "model.language_model.norm"),

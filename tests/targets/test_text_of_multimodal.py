@@ -94,10 +94,10 @@ def test_images_videos_and_sound_are_refused(case, given):
 
 def test_a_mask_with_numbers_of_image_groups_is_that_of_text():
     target = build("gemma4_unified")  # each layer's mask asks for them, and for text all are -1
-    whole, options = torch.ones_like(PROMPT), GREEDY | {"max_new_tokens": 24}
-    wanted = target.generate(PROMPT, attention_mask=whole, **options)
+    ids, options = torch.cat([PROMPT, torch.tensor([[0, 0, 89, 3, 7, 7]])]), GREEDY | {"max_new_tokens": 24}
+    wanted = target.generate(ids, attention_mask=(mask := ids.gt(0).long()), **options)
     for drafts in (td.NGramProposer(), td.TreeProposer(drafter_for(target), rows=8)):
-        got = td.generate(target, drafts, PROMPT, attention_mask=whole, runtime="eager", **options)
+        got = td.generate(target, drafts, ids, attention_mask=mask, runtime="eager", **options)
         assert torch.equal(got, wanted)
     text = target.config.get_text_config()
     text.bos_token_id, text.pad_token_id, text.eos_token_id = None, 0, None

@@ -132,16 +132,21 @@ def _embedding(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
 
         yield Change.by_config("scale", f"scale {scale:.4g}", words, apply, input_embedding_scale=scale)
     head, embedding = target.get_output_embeddings().weight, target.get_input_embeddings().weight
-    if head.data_ptr() != embedding.data_ptr() and head.shape == embedding.shape:
+    alike = head.data_ptr() == embedding.data_ptr() or drafter.config.own_head
+    if not alike and head.shape == embedding.shape:
         words = "the drafter learned to be read by the target's embedding, and the target's head is another"
         fix = "every loader reads it by the head: train the drafter with that."
         yield Change("tied", "tied head", words, fix, lambda now: replace(now, tied=True))
 
 
 def _reading(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
-    words = "rows say the token after their own place (sample_from_anchor), and are read as their own"
-    fix = "use a drafter whose rows say their own tokens; this library reads no others."
-    yield Change("row", "row 0", words, fix, lambda now: replace(now, first_row=0))
+    flag = drafter.config.sample_from_anchor
+    says, read = ("of their own place", "after it") if flag else ("after their own place", "of it")
+    words = f"rows say the token {says}, and are read as the one {read} (sample_from_anchor={flag})"
+    yield Change.by_config(
+        "row", f"row {flag:d}", words, lambda now: replace(now, first_row=int(flag)),
+        sample_from_anchor=not flag,
+    )  # fmt: skip
     for norm, what in (("hidden_norm", "features"), ("norm", "states before the head")):
         words = f"the drafter's {norm} on its {what} was left out in training"
         fix = f"train with {norm}, or set its weights so that it does nothing."

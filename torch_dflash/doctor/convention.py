@@ -52,6 +52,7 @@ class Convention:
             layers=tuple((layer.self_attn.window, layer.self_attn.causal) for layer in blocks),
             rope=as_text(config.rope_parameters),
             dtype=drafter.dtype,
+            first_row=int(not config.sample_from_anchor),
         )
 
     def applied(self, drafter: DFlashDraftModel) -> Any:
@@ -62,6 +63,7 @@ class Convention:
         with init_empty_weights(include_buffers=False):
             twin: Any = type(drafter)(config)
         twin.load_state_dict(drafter.state_dict(), assign=True)
+        twin.lm_head = None  # rows are read by the head that is handed over, its own or another
         for layer, (window, causal) in zip(twin.layers, self.layers, strict=True):
             layer.self_attn.window, layer.self_attn.causal = window, causal
         for name in self.skipped:

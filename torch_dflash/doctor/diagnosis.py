@@ -14,7 +14,7 @@ from torch_dflash.doctor.enough import Evidence, weigh
 from torch_dflash.doctor.judge import Judge
 from torch_dflash.doctor.recorded import Text, record
 from torch_dflash.doctor.tried import WEAK, Tried
-from torch_dflash.proposers.dflash.extras import refuse_extras
+from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary, refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.notes import Finding, findings
 from torch_dflash.proposers.pair import check_pair
@@ -133,7 +133,10 @@ def check_judged(target: Any, drafter: DFlashDraftModel) -> None:
     if not isinstance(drafter, DFlashDraftModel):
         name = type(drafter).__name__
         raise TypeError(f"drafter={name}: has no conventions to be judged; pass a DFlashDraftModel.")
-    refuse_extras(drafter.config, "the doctor", "compare acceptance with the drafter's card.")
+    rows, config = target.get_output_embeddings().weight.shape[0], drafter.config
+    alike = config.vocab_size == rows and not has_smaller_vocabulary(config)
+    known = ("sample_from_anchor", *(("markov_rank", "own_embedding", "own_head") if alike else ()))
+    refuse_extras(config, "the doctor", "compare acceptance with the drafter's card.", known)
     check_pair(target, drafter)
 
 

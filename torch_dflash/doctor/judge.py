@@ -13,9 +13,10 @@ from torch import Tensor
 
 from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.recorded import Recorded
+from torch_dflash.proposers.dflash.markov import look_up
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.targets.final_norm import final_norm
-from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows
+from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
 
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
 """From a quarter to 64, at which nothing is said: of each convention the one that suits it best counts."""
@@ -58,7 +59,9 @@ class Judge:
         self.target, self.drafter, self.recorded = target, drafter, list(recorded)
         self.width = drafter.config.block_size
         self._norm = final_norm(target)
-        self._embedding = target.get_input_embeddings().weight
+        own_head, own = drafter.lm_head, drafter.embed_tokens
+        self._embedding = (target.get_input_embeddings() if own is None else own).weight
+        self._output = target.get_output_embeddings() if own_head is None else own_head
         self._words = torch.cat([one.text.ids for one in self.recorded]).long().unique().to(target.device)
         places = [
             (at, place)
@@ -113,7 +116,7 @@ class Judge:
     ) -> Float[Tensor, "A temperatures"]:
         """Nats that each block says of the target's tokens, as against the others that the texts hold."""
         wanted, known = block_targets(batch, self.width)
-        logits = self.read(twin, convention, rows, self._words)[0].float()
+        logits = self.read(twin, convention, batch, rows, self._words)[0].float()
         logits = torch.where(torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0)  # says nothing
         at = torch.searchsorted(self._words, wanted[0].long())[..., None]
         nats = [
@@ -144,14 +147,20 @@ class Judge:
         self,
         twin: Any,
         convention: Convention,
+        batch: Batch,
         rows: Float[Tensor, "B A N H"],
         words: Int[Tensor, " V"] | None = None,
     ) -> Float[Tensor, "B A N V"]:
-        """What the drafter says by such states, of all tokens or of ``words``."""
-        return twin.logits(rows, self._head(convention, words))
+        """What the drafter says by such states, of all tokens or of ``words``, behind the true tokens."""
+        logits, markov = twin.logits(rows, self._head(convention, words)), twin.markov_head
+        if markov is None:
+            return logits
+        before = look_up(previous_tokens(batch, self.width), markov.markov_w1.weight)
+        table = markov.markov_w2.weight
+        return logits + F.linear(before, table if words is None else look_up(words, table))
 
     def _head(self, convention: Convention, words: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        head = self.target.get_output_embeddings()
+        head = self._output
         source = self.target.get_input_embeddings() if convention.tied else head
         weight, bias = source.weight, getattr(source, "bias", None)
         if words is not None:

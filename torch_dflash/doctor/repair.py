@@ -32,9 +32,11 @@ def repair(folder: Path, fields: dict[str, Any]) -> Path:
     old = path.read_text()
     config = json.loads(old)
     for name, value in fields.items():
-        if name in NESTED_FIELDS and config.get("dflash_config") is not None:
-            config["dflash_config"][name] = value
-        if name in config or name not in (config.get("dflash_config") or {}):
+        inside = [config[block] for block in ("dflash_config", "dspark_config") if config.get(block)]
+        holders = [block for block in inside if name in block or name in NESTED_FIELDS]
+        for block in holders:
+            block[name] = value
+        if name in config or not holders:
             config[name] = value
     write_whole(copy, lambda part: part.write_text(old))
     write_whole(path, lambda part: part.write_text(json.dumps(config, indent=2) + "\n"))

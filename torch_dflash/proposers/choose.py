@@ -39,6 +39,10 @@ def check_drafter(drafter) -> None:
             )
     if not (drafter is None or isinstance(drafter, Proposer | DFlashDraftModel)):
         order = " input_ids come third." if isinstance(drafter, Tensor) else ""
+        for way in ("merge_and_unload()", "_orig_mod", "module"):  # of PEFT, torch.compile, data parallel
+            if isinstance(drafter, nn.Module) and hasattr(drafter, way.removesuffix("()")):
+                order = f" It wraps one: pass its .{way}."
+                break
         raise TypeError(
             f"drafter={type(drafter).__name__}: pass a DFlashDraftModel (of torch_dflash.load_drafter), a "
             f"Proposer such as NGramProposer(), or None for plain decoding.{order}"

@@ -15,25 +15,6 @@ NEAR = 40
 """How many positions on either side of an edge are looked at one by one."""
 
 
-def for_text(mask: Any) -> Any:
-    """``mask`` with -1 for the numbers of image groups in its closures: that is what text has there.
-
-    A forward on meta tensors made those numbers, so they have no values. Images are refused elsewhere.
-    """
-    if isinstance(mask, tuple | list):
-        return type(mask)(map(for_text, mask))
-    if (
-        isinstance(mask, Tensor)
-        and mask.is_meta
-        and not (mask.is_floating_point() or mask.dtype == torch.bool)
-    ):
-        return torch.full((1, FARTHEST), -1)
-    if not isinstance(mask, FunctionType) or not mask.__closure__:
-        return mask
-    cells = tuple(CellType(for_text(cell.cell_contents)) for cell in mask.__closure__)
-    return FunctionType(mask.__code__, mask.__globals__, mask.__name__, mask.__defaults__, cells)
-
-
 def read_window(mask: Callable, context: int) -> int | None:
     """The sliding window of a causal mask: how many positions a row sees, itself included; None for all.
 
@@ -46,6 +27,18 @@ def read_window(mask: Callable, context: int) -> int | None:
     """
     with torch.device("cpu"):  # whatever the caller's default device is
         return _read_window(for_text(mask), context)
+
+
+def for_text(mask: Any) -> Any:
+    """``mask`` with the numbers of images' groups that it holds: meta tensors, of text all are -1."""
+    if isinstance(mask, tuple | list):
+        return type(mask)(map(for_text, mask))
+    if isinstance(mask, Tensor) and mask.is_meta and mask.dtype in (torch.int32, torch.int64):
+        return torch.full((1, FARTHEST), -1)
+    if not isinstance(mask, FunctionType) or not mask.__closure__:
+        return mask
+    cells = tuple(CellType(for_text(cell.cell_contents)) for cell in mask.__closure__)
+    return FunctionType(mask.__code__, mask.__globals__, mask.__name__, mask.__defaults__, cells)
 
 
 def _read_window(mask: Callable, context: int) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from torch_dflash.checks import check_counts, check_static_rope, is_count
+from torch_dflash.checks import check_counts, check_static_rope, check_types, is_count
 from torch_dflash.proposers.dflash.extras import check_extras
 from torch_dflash.proposers.dflash.fields import (
     check_fields,
@@ -137,6 +137,7 @@ class DFlashConfig(Qwen3Config):
             ValueError: it is not of a drafter of this kind, or says what cannot be honoured.
         """
         check_layout(read, where)
+        check_types(read, where)  # a quantization_config is then left out: the tensors say what they are
         if read.get("vocab_size") == 0:  # which is ours for a layout that does not say it
             raise ValueError(f"vocab_size=0 in {where}: set the target's.")
         config = in_zlabs_fields(read, where)
@@ -153,11 +154,11 @@ class DFlashConfig(Qwen3Config):
                     f"architectures={architectures} in {where}: not a DFlash drafter (no dflash_config, no "
                     "target_layer_ids); pass the drafter's directory or id."
                 )
-        known, unread = known_fields(read, cls, where)
+        known, unread = known_fields(read, cls)
         config = dict(in_zlabs_fields(known, where))
         check_rotation(config, where)
         config = without_flags(config)
-        warn_of(unread, where)
+        warn_of(unread, read, where)
         config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
         if config.get("pad_token_id") == config.get("vocab_size"):
             config.pop("pad_token_id", None)  # as `to_diff_dict` wrote it

@@ -102,6 +102,7 @@ def check_layout(config: dict[str, Any], where: Any) -> None:
     for name, kind, words in (
         ("model_type", str, "a name"),
         ("dflash_config", dict, "an object"),
+        ("dspark_config", dict, "an object"),
         ("architectures", list, "a list of class names"),
     ):
         value = config.get(name)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from torch_dflash.checks import check_there, check_types
+from torch_dflash.checks import check_there
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.fields import check_layout
 from torch_dflash.proposers.dflash.mask import MASK, MASK_FILE, read_mask
@@ -144,7 +144,6 @@ def _fields(read: Fields, chosen: Any, config_class: type[DFlashConfig], source:
         fields = config_class.in_our_fields(read, source)
     else:
         fields, _ = config_class.get_config_dict(chosen, **hub)
-    check_types(fields, source)
     return fields
 
 

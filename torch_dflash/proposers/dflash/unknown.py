@@ -10,6 +10,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, Qwen3Config
 
 from torch_dflash.proposers.dflash.fields import READ_IN_ROPE, ROTATIONS
+from torch_dflash.proposers.layouts.heads import CONFIDENCE
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, architectures
 
@@ -25,10 +26,11 @@ _OF_ANY |= set(ROTATIONS)
 _NO_DRAFT_READS = {"num_anchors", "loss_decay_gamma", "loss_type", "ce_loss_alpha", "l1_loss_alpha"}
 _NO_DRAFT_READS |= {"selector_loss_alpha", "selector_loss_decay_gamma", "confidence_head_alpha"}
 _NO_DRAFT_READS |= {"attention_backend", "gradient_checkpointing", "mrope_section", "mrope_interleaved"}
+_DSPARKS = {"markov_rank", *CONFIDENCE}
 _ROPES = ("rope_parameters", "rope_scaling", "swa_rope_parameters", "full_attention", "sliding_attention")
 
 
-def known_fields(read: Fields, config_class: Any, where: Any) -> tuple[Fields, list[str]]:
+def known_fields(read: Fields, config_class: Any) -> tuple[Fields, list[str]]:
     """(``read`` without the fields that are not known here, those of them that may matter as "name=value").
 
     These may not: a field of training, one whose value says that something is absent (false, null, empty),
@@ -36,27 +38,30 @@ def known_fields(read: Fields, config_class: Any, where: Any) -> tuple[Fields, l
 
     Args:
         read: config.json as it was read, of any layout.
-        config_class: ours, of that kind of drafter. where: the checkpoint, for the message.
-
-    Raises:
-        ValueError: the drafter is quantised.
+        config_class: ours, of that kind of drafter.
     """
     layout = layout_of(read)
     own = {one.name: one.default for one in fields(config_class)}
     known = _OF_ANY | set(layout.top) | _of_kinds(layout.kinds) | (set() if layout.whole else set(own))
     within = dict.fromkeys(_ROPES, {*READ_IN_ROPE, *_ROPES})
-    within |= {"dflash_config": {*config_class.nested_fields, *layout.nested}}
+    within |= dict.fromkeys(("dflash_config", "dspark_config"), {*config_class.nested_fields, *layout.nested})
     if layout.network is not None:
         network = read.get(layout.network)
         kind = network.get("model_type") if isinstance(network, dict) else None
         within[layout.network] = _OF_ANY | {one.name for one in fields(Qwen3Config)} | _of_kinds([kind])
     others = sorted(set(architectures(read)) - set(layout.classes)) if layout.classes else []
-    kept, unread = _judged(read, known, within, own, where)
+    kept, unread = _judged(read, known, within, own)
     return kept, ([f"architectures={others}"] if others else []) + unread
 
 
-def warn_of(unread: list[str], where: Any) -> None:
-    """Name the fields that are not read, all in one warning."""
+def warn_of(unread: list[str], read: Fields, where: Any) -> None:
+    """Name the fields that are not read, all in one warning, and a convention that may be another."""
+    if layout_of(read).name == "z-lab" and read.get("sample_from_anchor") is None and _DSPARKS & set(read):
+        warnings.warn(
+            f"note: sample_from_anchor is missing in {where}/config.json, and read as false; DSpark's "
+            "drafters, whose fields it has, mostly have true: `torch-dflash doctor` tells which; set it.",
+            stacklevel=2,
+        )
     if unread:
         warnings.warn(
             f"note: {', '.join(unread)} in {where}/config.json: not known here, and not read. The text stays "
@@ -66,19 +71,14 @@ def warn_of(unread: list[str], where: Any) -> None:
 
 
 def _judged(
-    given: Fields, known: set[str], within: dict[str, set[str]], neutral: Fields, where: Any
+    given: Fields, known: set[str], within: dict[str, set[str]], neutral: Fields
 ) -> tuple[Fields, list[str]]:
     """`known_fields` of one object and of the objects in it; ``within``: what is known in those, by name."""
     kept, unread = {}, []
     for name, value in given.items():
-        if name == "quantization_config" and not _is_absent(value):
-            raise ValueError(
-                f"{name}={value!r} in {where}/config.json: quantised drafters are not read; load the drafter "
-                "that this one was made of, with plain weights."
-            )
         if name in known:
             if name in within and isinstance(value, dict):
-                value, more = _judged(value, within[name], within, neutral | given, where)
+                value, more = _judged(value, within[name], within, neutral | given)
                 unread += [f"{name}.{one}" for one in more]
             kept[name] = value
         elif not (name in _NO_DRAFT_READS or _is_absent(value) or value == neutral.get(name)):

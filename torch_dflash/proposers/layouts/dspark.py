@@ -19,16 +19,13 @@ from torch_dflash.proposers.layouts.heads import CONFIDENCE, CONFIDENCE_WEIGHTS,
 from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, nested, required, switch
 from torch_dflash.proposers.layouts.zlab import zlabs
 
-DEEPSPEC = "Qwen3DSparkModel"
+DEEPSPEC, INSIDE = "Qwen3DSparkModel", "dspark_config"
 CLASSES = (DEEPSPEC, "DSparkDraftModel", "Lfm2DSparkDraftModel")
 _OTHERS = ("attention_mode", "projector_type", "num_target_layers", "causal")
-_TOP = (
-    "dspark_target_layer_ids",
-    "dspark_block_size",
-    "n_predict",
-)  # servers' names for fields that are there
 _PARTIAL = ("partial_rotary_factor",)
 _OWN = ("block_size", "mask_token_id", "target_layer_ids")
+# Servers' names for fields, which count where the plain one is absent, and an object that may hold them.
+_TOP = (*(f"dspark_{name}" for name in (*_OWN, *MARKOV)), "n_predict", INSIDE)
 
 
 def _claims(config: Fields) -> bool:
@@ -42,8 +39,9 @@ def _fields(config: Fields, where: Any) -> Fields:
             f"architectures={named} in {where}: of DSpark's networks those of {', '.join(CLASSES)} are "
             "known here; load a drafter of one of them."
         )
-    own = nested(config)
-    said = {name: config[name] for name in (*_OWN, *MARKOV, *_OTHERS) if config.get(name) is not None} | own
+    own = (config.get(INSIDE) or {}) | nested(config)
+    found = {name: config.get(name, config.get(f"dspark_{name}")) for name in (*_OWN, *MARKOV, *_OTHERS)}
+    said = {name: value for name, value in found.items() if value is not None} | own
     if said.get("attention_mode") not in (None, "gqa"):
         raise ValueError(
             f"attention_mode={said['attention_mode']!r} in {where}: drafters known here have 'gqa', with "
