@@ -97,10 +97,7 @@ class EagerRuntime:
 
     def take_in(self, params: Params, state: DecodeState) -> DecodeState:
         if self._own is None:
-            shapes = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                for name, tensor in params.items()
-            }
+            shapes = {name: torch.empty_like(leaf, device="meta") for name, leaf in params.items()}
             self._own = _shapes(begin(self.pair, shapes, RowRequests.idle(self.plan, "meta")))
         if _shapes(state) != self._own:
             raise ValueError(

@@ -16,9 +16,8 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_BITS = {"pred": 8, "bf16": 16, "f4e2m1fn": 4, "token": 0}
-_BITS |= {f"{kind}{bits}": bits for kind in "us" for bits in (1, 2, 4, 8, 16, 32, 64)}
-_BITS |= {f"f{bits}": bits for bits in (16, 32, 64)} | {f"c{bits}": bits for bits in (64, 128)}
+_BITS = {"pred": 8, "bf16": 16, "f4e2m1fn": 4, "token": 0, "c64": 64, "c128": 128}
+_BITS |= {f"{kind}{bits}": bits for kind in "suf" for bits in (1, 2, 4, 8, 16, 32, 64)}
 _BITS |= {f"f8e{rest}": 8 for rest in "3m4 4m3 4m3b11fnuz 4m3fn 4m3fnuz 5m2 5m2fnuz 8m0fnu".split()}
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:,(.*))?$")

@@ -169,11 +169,8 @@ def _methods(
     with parts.timed("warm up"), bar:
         for name, method in methods.items():
             bar.set_description(f"warm up: {name}")
-            method(
-                asked[0].ids,
-                min(new, 16 if arguments.verify_width == "auto" and name in DRAFTED else 3),
-                lambda piece: None,
-            )
+            tokens = 16 if arguments.verify_width == "auto" and name in DRAFTED else 3
+            method(asked[0].ids, min(new, tokens), lambda piece: None)
             bar.update()
     return methods
 

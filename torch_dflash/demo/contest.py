@@ -38,12 +38,6 @@ class Answer:
         return [token for piece in self.pieces for token in piece]
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens that a target pass brings, the prompt's apart; NaN where there is no other."""
-        rounds = list(map(len, self.pieces[1:]))
-        return sum(rounds) / len(rounds) if rounds else float("nan")
-
-    @property
     def time_per_output_token(self) -> float:
         """Seconds, after the first piece (TPOT); NaN where there is no other."""
         count = sum(map(len, self.pieces[1:]))

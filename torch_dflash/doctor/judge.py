@@ -59,9 +59,8 @@ class Judge:
         self.target, self.drafter, self.recorded = target, drafter, list(recorded)
         self.width = drafter.config.block_size
         self._norm = final_norm(target)
-        own_head, own = drafter.lm_head, drafter.embed_tokens
-        self._embedding = (target.get_input_embeddings() if own is None else own).weight
-        self._output = target.get_output_embeddings() if own_head is None else own_head
+        self._embedding = (drafter.embed_tokens or target.get_input_embeddings()).weight
+        self._output = drafter.lm_head or target.get_output_embeddings()
         self._words = torch.cat([one.text.ids for one in self.recorded]).long().unique().to(target.device)
         places = [
             (at, place)

@@ -56,8 +56,8 @@ class Stored:
             return opened.get_slice(self.name)[index]
 
 
-def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> list[Path]:
-    """The checkpoint's safetensors files; those of a hub id are fetched if they are not there.
+def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> tuple[list[Path], Path | None]:
+    """(The checkpoint's safetensors files, fetched where a hub has them; the index of several).
 
     Args:
         path_or_id: a directory or a hub id.
@@ -67,11 +67,6 @@ def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> list[Path]:
         FileNotFoundError: no safetensors, or a shard that the index names is absent.
         ValueError: the index is damaged, or names a file outside of the checkpoint.
     """
-    return _find(path_or_id, hub)[0]
-
-
-def _find(path_or_id: str | os.PathLike[str], hub: dict[str, Any]) -> tuple[list[Path], Path | None]:
-    """The files, and the index that names them if there is more than one."""
     absent_is_none: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
     single = cached_file(path_or_id, SAFE_WEIGHTS_NAME, **absent_is_none)
     if single is not None:
@@ -103,7 +98,7 @@ def read_checkpoint(path_or_id: str | os.PathLike[str], **hub: Any) -> dict[str,
         FileNotFoundError, ValueError: as `find_files` and `read_headers`; or a tensor that the index names
             lies in no file.
     """
-    files, index = _find(path_or_id, hub)
+    files, index = find_files(path_or_id, **hub)
     stored = read_headers(files)
     named = {} if index is None else named_files(index)
     absent = sorted(set(named) - set(stored))

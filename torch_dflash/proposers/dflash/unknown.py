@@ -43,7 +43,7 @@ def known_fields(read: Fields, config_class: Any) -> tuple[Fields, list[str]]:
     layout = layout_of(read)
     own = {one.name: one.default for one in fields(config_class)}
     known = _OF_ANY | set(layout.top) | _of_kinds(layout.kinds) | (set() if layout.whole else set(own))
-    within = dict.fromkeys(_ROPES, {*READ_IN_ROPE, *_ROPES})
+    within: dict[str, set[str]] = dict.fromkeys(_ROPES, {*READ_IN_ROPE, *_ROPES})
     within |= dict.fromkeys(("dflash_config", "dspark_config"), {*config_class.nested_fields, *layout.nested})
     if layout.network is not None:
         network = read.get(layout.network)
