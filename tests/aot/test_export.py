@@ -198,9 +198,9 @@ def test_the_abstract_state_is_the_real_one():
     assert set(engine.tensors()) == set(model.params)
 
 
-def test_missing_compiler_names_the_extra(monkeypatch):
+def test_a_missing_compiler_is_told_with_its_package(monkeypatch):
     monkeypatch.setattr(topology, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"torch-dflash\[tpu\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax\[tpu\]'"):
         aot.compile_round(tiny(drafter="plain"), topology="v5p:2x2x2")
 
 

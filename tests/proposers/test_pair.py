@@ -114,7 +114,7 @@ ODD = [
     ({"max_position_embeddings": 16},
      ["max_position_embeddings=16", "no engine is built for more", "raise it"]),
     ({"dtype": "bfloat16"},
-     ["dtype=torch.bfloat16", "target is in torch.float32", "cast", "pass dtype=torch.float32"]),
+     ["dtype=torch.bfloat16", "target is in torch.float32", "cast", "load both in torch.float32"]),
     ({"vocab_size": 90}, ["vocab_size=90", "the target's is 97", "no table of ids", "same tokenizer"]),
     ({"dtype": "float16"}, ["dtype=torch.float16", "overflows", "pass dtype=torch.bfloat16"]),
     ({"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 2, "layer_types": None},

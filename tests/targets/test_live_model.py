@@ -25,6 +25,7 @@ from support.threads import beside
 from support.tiny import BASE, VOCAB, make_drafter, make_target, randomise
 from support.tokenizers import TEMPLATE, byte_tokenizer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.models.llama import modeling_llama
 from transformers.utils.quantization_config import QuantizationMethod
@@ -494,7 +495,8 @@ def test_a_quantised_model_decodes_once_it_is_loaded_as_the_refusal_says(tmp_pat
 def test_a_sharded_model_decodes_once_its_weights_are_gathered():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        sharded = fully_shard(make_target("llama", num_hidden_layers=2))
+        mesh = init_device_mesh("cpu", (1,))  # torchax hides what torch would ask for a default one
+        sharded = fully_shard(make_target("llama", num_hidden_layers=2), mesh=mesh)
         with refuses(ValueError, "LlamaForCausalLM.model.embed_tokens.weight is a DTensor", "full_tensor()"):
             td.compile(sharded, None, runtime="eager", max_length=64)
         whole = make_target("llama", 1, num_hidden_layers=2)
