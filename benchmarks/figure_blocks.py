@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -158,6 +159,18 @@ def demo_forms() -> str:
         f"{forms['drafter']:.2f} and {forms['union of 8']:.2f} times plain decoding by the median question; "
         f"the union is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the drafter"
     )
+
+
+def demo_chat() -> str:
+    """What each form brought on chat questions, over plain decoding in its own type."""
+    rows, found = [], result("demo_forms_chat_cpu")["over plain decoding"].values()
+    for form in next(iter(found)):
+        plain = ", ".join(["plain", *form.split(", ")[1:]])
+        if form != plain:
+            ratios = sorted(row[form] / row[plain] for row in found)
+            name = form if ", " in form else f"{form}, float32"
+            rows.append([name, *(f"{one:.2f}" for one in (ratios[0], statistics.median(ratios), ratios[-1]))])
+    return table(["form", "least", "median", "most"], *rows)
 
 
 def versions() -> str:
@@ -389,6 +402,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "demo-types": demo_types,
     "demo-unions": demo_unions,
     "demo-forms": demo_forms,
+    "demo-chat": demo_chat,
     "demo-int8": lambda: demo("demo_cpu_int8"),
     "demo-avx2": lambda: demo("demo_cpu_avx2"),
     "demo-vnni": lambda: demo("demo_cpu_vnni"),
