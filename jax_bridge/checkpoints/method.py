@@ -38,10 +38,7 @@ class Method:
     blocks: tuple[Block, ...] | None
 
     def block_of(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
-        """Rows and columns of a weight [.., rows, columns] that share one of ``scales`` [.., R, C].
-
-        The last block of a side may be shorter. None: no block that the config names fits, or several do.
-        """
+        """Rows and columns of a weight that share a scale, fewer at the end; None: none fits, or several."""
         found, sides = set(), shape[-2:]
         for named in ((None, None), *(self.blocks or ())):
             block = tuple(max(1, min(side or whole, whole)) for side, whole in zip(named, sides, strict=True))

@@ -41,8 +41,7 @@ class Dequantised:
     Attributes:
         name, shape: the weight's. dtype: floating, which the values are read in.
         codes, scales: what the file has. values: (codes, scales, dtype) -> values of the same block of both.
-        block: rows and columns of codes that a scale is for, in the weight's last two dimensions; at their
-            ends fewer are left.
+        block: of the last two dimensions the codes that a scale is for; the last may be short.
         turned: whether the file has the last two dimensions the other way round, as MXFP4's has.
     """
 
@@ -90,10 +89,8 @@ class Dequantised:
         else:
             codes, scales = [*spans, *inside], [*spans, *blocks]
         whole = prod(self.scales.shape) == 1
-        found = self._valued(
-            self.codes.read_part(tuple(codes)),
-            self.scales.read() if whole else self.scales.read_part(tuple(scales)),
-        )
+        theirs = self.scales.read() if whole else self.scales.read_part(tuple(scales))
+        found = self._valued(self.codes.read_part(tuple(codes)), theirs)
         starts = [part.start for part in inside]
         cut = [
             slice(part[0] - start, part[1] - start)

@@ -41,6 +41,17 @@ def named(target):
     return {name.replace("_index", "_id") for _, name in media_tokens(target.config)}
 
 
+def test_numbers_of_images_groups_in_a_mask_are_those_of_text():
+    """On meta tensors gemma-4-12B's mask has none of its own."""
+    target = build("gemma4_unified")
+    ids = torch.tensor([[5, 8, 13, 21, 34, 55], [0, 0, 89, 3, 7, 7]])
+    mask = (ids > 0).long()
+    wanted = target.generate(ids, attention_mask=mask, **GREEDY)
+    for drafter in (td.NGramProposer(4), drafter_for(target)):
+        got = td.generate(target, drafter, ids, attention_mask=mask, runtime="eager", **GREEDY)
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("case", FIELDS)
 def test_the_ids_that_stand_for_media_are_known_by_the_configs_fields(case):
     found = named(build(case))
