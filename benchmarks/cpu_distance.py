@@ -22,7 +22,7 @@ import torch
 
 import torch_dflash as td
 from jax_bridge.arrays import to_jax
-from jax_bridge.lower import lower, tracing
+from jax_bridge.programs.lower import lower, tracing
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.decode import RowRequests

@@ -17,9 +17,12 @@ compile_only()
 from large_pairs import large_pair  # noqa: E402
 
 from jax_bridge import aot  # noqa: E402
-from jax_bridge.aot.collectives import exchanges, least_seconds  # noqa: E402
 from jax_bridge.aot.compile import place_of  # noqa: E402
-from jax_bridge.aot.hlo import Program  # noqa: E402
+from jax_bridge.aot.hlo import (  # noqa: E402
+    Program,  # noqa: E402
+    exchanges,
+    least_seconds,
+)
 from jax_bridge.aot.shapes import floor_on_slice  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402
 

@@ -81,7 +81,7 @@ def steps(repeats: int) -> list[dict]:
     for name, given in (("dflash", drafter), ("plain", None)):
         rounds, prompts = {}, {}
         for layout, pays in (("out_in", False), ("in_out", True)):
-            with mock.patch("jax_bridge.layout.lies_by_inputs", lambda shape, pays=pays: pays):
+            with mock.patch("jax_bridge.weights.layout.lies_by_inputs", lambda shape, pays=pays: pays):
                 engine = td.compile(target, given, max_length=256, rounds_per_chunk=1, filters=False)
                 params = engine.runtime.refresh(engine.tensors())
                 states = [engine.start(ids, **options)]

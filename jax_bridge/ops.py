@@ -13,12 +13,18 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Array, Int
 
-from jax_bridge._torchax import call_jax, call_torch, environment
-from jax_bridge.angles import cos_jax, sin_jax
-from jax_bridge.argmax import argmax_jax
-from jax_bridge.forms import Multiplier, Readable, Transposed, name_of, stored_as
+from jax_bridge._torchax import call_jax, call_torch, environment, once
 from jax_bridge.kernels.block_attention import MOST_ROWS, block_attention_jax, block_of_cache
 from jax_bridge.kernels.paged_attention import append_pages_jax, paged_attention_jax
+from jax_bridge.kernels.row_reductions import (
+    argmax_jax,
+    cos_jax,
+    layer_norm_jax,
+    mean_jax,
+    sin_jax,
+    softmax_jax,
+    spread_jax,
+)
 from jax_bridge.kernels.streamed import stream_dense
 from jax_bridge.mesh.best import argmax_on_slice, likeliest_on_slice, slice_under, topk_on_slice
 from jax_bridge.mesh.current import current
@@ -32,10 +38,8 @@ from jax_bridge.mesh.heads import (
 )
 from jax_bridge.mesh.mixers import mixer_on_slice, take_in_on_slice
 from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
-from jax_bridge.products import linear_jax, stacked_linear_jax
-from jax_bridge.shared import once
-from jax_bridge.spread import spread_jax
-from jax_bridge.steady import layer_norm_jax, mean_jax, softmax_jax
+from jax_bridge.weights.forms import Multiplier, Readable, Transposed, name_of, stored_as
+from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import take_in
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, finite_values, grouped_attention
 from torch_dflash.ops.block_attention import block_attention

@@ -14,18 +14,16 @@ import torch
 
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import shape_of, to_torch
-from jax_bridge.border import Border
-from jax_bridge.compile_cache import keep_programs
-from jax_bridge.counting import compilations
-from jax_bridge.forms import Weight
-from jax_bridge.in_turn import run_in_turn
-from jax_bridge.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds
-from jax_bridge.mesh.places import Place, places_of
-from jax_bridge.placement import OneDevice
-from jax_bridge.probe import fingerprint_of
-from jax_bridge.room import bytes_of, check_room, room_of
-from jax_bridge.spare import Spare, dense_layers, fit, with_caches, without_caches
+from jax_bridge.compilations import compilations, keep_programs
+from jax_bridge.device_memory import bytes_of, check_room, room_of
+from jax_bridge.devices.on_mesh import Place, places_of
+from jax_bridge.devices.one_device import OneDevice
+from jax_bridge.devices.samples import fingerprint_of
+from jax_bridge.devices.spare import Spare, dense_layers, fit, with_caches, without_caches
+from jax_bridge.programs.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds, run_in_turn
+from jax_bridge.programs.state_dtypes import Border
 from jax_bridge.state import check_alive, register_states
+from jax_bridge.weights.forms import Weight
 from torch_dflash.decode import Pair, RowRequests
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import lasting, quiet

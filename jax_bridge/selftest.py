@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
-from jax_bridge.lower import lower, tracing
+from jax_bridge.programs.lower import lower, tracing
 from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine.engine import Engine

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_bridge.arrays import to_jax, to_torch
-from jax_bridge.mesh.tails import whole_tails
+from jax_bridge.tails import whole_tails
 from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cache.ring import RingLayer

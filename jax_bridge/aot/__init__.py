@@ -8,4 +8,4 @@ from jax_bridge.aot.compile import compile_round as compile_round
 from jax_bridge.aot.compile import compile_step as compile_step
 from jax_bridge.aot.compile import export_round as export_round
 from jax_bridge.aot.memory import fit_memory as fit_memory
-from jax_bridge.aot.topology import find_topology as find_topology
+from jax_bridge.aot.shapes import find_topology as find_topology

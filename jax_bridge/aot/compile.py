@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,27 +19,27 @@ import jax
 import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.hlo import Program, read_aliases
-from jax_bridge.aot.passes import STEPS, feature_shape
-from jax_bridge.aot.shapes import on_slice, shape_at, slice_devices
-from jax_bridge.aot.topology import find_topology
+from jax_bridge.aot.shapes import find_topology, on_slice, shape_at, slice_devices
 from jax_bridge.aot.traffic import hbm_traffic
 from jax_bridge.arrays import shape_of
-from jax_bridge.lower import lower_begin, tracing
-from jax_bridge.mesh.placement import OnMesh
-from jax_bridge.mesh.places import places_of
+from jax_bridge.devices.on_mesh import OnMesh, places_of
+from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_rounds, tracing
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
-from torch_dflash.decode import Pair, RowRequests
+from torch_dflash import decode as steps
+from torch_dflash.decode import Pair, Params, RowRequests, decode_round
 from torch_dflash.engine.prompts import bucket
+from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.trees.proposer import TreeProposer
-from torch_dflash.state import DecodeState, PromptChunk
+from torch_dflash.state import DecodeState, Draft, PromptChunk
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
 
@@ -161,7 +162,7 @@ def compile_step(
 
     Args:
         model: from `abstract_pair`.
-        step: a key of `jax_bridge.aot.passes.STEPS`.
+        step: a key of `jax_bridge.aot.compile.STEPS`.
         topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x2", "v6e:2x2".
         chips: the first so many of the topology; sizes of the result are of one of them.
         prompt_rows: of "prefill" alone, the rows R of the prompt chunk [B, R].
@@ -192,7 +193,7 @@ def place_of(model: AbstractPair, topology: str, chips: int) -> OnMesh:
 def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: str) -> CompiledStep:
     """Compile any ``(params, state, ...) -> state`` or ``(state, ...)`` for one chip, ``state`` donated.
 
-    Arguments are trees of shapes; matrices of ``params`` lie as `jax_bridge.layout` puts them.
+    Arguments are trees of shapes; matrices of ``params`` lie as `jax_bridge.weights.layout` puts them.
     Raises: as `compile_step`.
     """
     mesh = Mesh(np.array(find_topology(topology).devices[:1]), ("chip",))
@@ -277,3 +278,50 @@ def _prompt_chunk(plan: DecodePlan, rows: int | None) -> PromptChunk:
 
 def _paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+# The passes split a round's work between target and proposer without a remainder, so that their bytes can be
+# held against a floor each: the proposer's includes taking in the features that the target's leaves.
+def verify(pair: Pair, params: Params, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
+    """The target on M rows from the anchor, and its picks: (state, tapped features [B, M, n*H])."""
+    return pair.run(_verify, params, state)
+
+
+def draft(pair: Pair, params: Params, state: DecodeState, features: Tensor | None) -> DecodeState:
+    """The proposer's share of a round: a draft, then the ``features`` of the rows verified after it."""
+    return pair.run(_draft, params, state, features)
+
+
+def _verify(pair: Pair, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
+    drafts = read_rows(state.tokens, state.committed, pair.plan.verify_width - 1)
+    seen = steps.verify(pair, state, Draft(drafts, state.length * 0))
+    tokens = write_rows(state.tokens, seen.picks, state.committed, dim=1)
+    return replace(state, cache=seen.cache, tokens=tokens), seen.features
+
+
+def _draft(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeState:
+    drafted, pstate = steps.draft(pair, state)
+    tokens = write_rows(state.tokens, drafted.tokens, state.committed, dim=1)
+    ids = read_rows(tokens, state.length, pair.plan.verify_width + 1)
+    pstate = pair.proposer.observe(pstate, features, ids[:, :-1], ids[:, 1:], drafted.valid)
+    return replace(state, tokens=tokens, proposer=pstate)
+
+
+STEPS: dict[str, Callable[[Pair], Callable]] = {
+    "prefill": lower_prefill,
+    "round": lambda pair: lower(partial(decode_round, pair)),
+    "chunk": lower_rounds,
+    "verify": lambda pair: lower(partial(verify, pair)),
+    "draft": lambda pair: lower(partial(draft, pair)),
+}
+"""Functions of ``(params, state)``; the state is donated.
+
+``prefill`` takes a `PromptChunk` besides, and ``draft`` features (`feature_shape`).
+"""
+
+
+def feature_shape(pair: Pair) -> tuple[int, int, int] | None:
+    """[B, M, n*H] of what the target's pass hands to the proposer; None if it taps nothing."""
+    taps: Any = pair.proposer.taps
+    rows = pair.plan.batch_size, pair.plan.verify_width
+    return (*rows, len(taps) * pair.target.hidden_size) if taps else None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from torch import nn
 
-from jax_bridge.layout import lookups_of
+from jax_bridge.weights.layout import lookups_of
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 

@@ -14,13 +14,11 @@ import jax
 from transformers import PreTrainedConfig
 
 from jax_bridge.aot.floor import generation_of
-from jax_bridge.aot.layouts import Laid, Unfilled
 from jax_bridge.aot.report import CompileError, libtpu_version
-from jax_bridge.aot.shapes import slice_devices
-from jax_bridge.aot.sizes import PROGRAMS, Size, Spread, needed, spread, temporaries
-from jax_bridge.aot.slices import HBM, smallest_slices
-from jax_bridge.aot.topology import find_topology
-from jax_bridge.room import said
+from jax_bridge.aot.shapes import find_topology, slice_devices
+from jax_bridge.aot.sizes import HBM, PROGRAMS, Size, Spread, needed, smallest_slices, spread, temporaries
+from jax_bridge.aot.traffic import Laid, Unfilled
+from jax_bridge.device_memory import said
 from torch_dflash.checks import positions_of
 
 STEP = 64

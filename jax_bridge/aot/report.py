@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from jax_bridge.aot.collectives import exchanges, least_seconds
 from jax_bridge.aot.compile import AbstractPair, CompiledStep, compile_step, find_topology, place_of
 from jax_bridge.aot.floor import Chip, chip_of, floor_of
-from jax_bridge.aot.hlo import Program, forbidden
+from jax_bridge.aot.hlo import Program, exchanges, forbidden, least_seconds
 from jax_bridge.aot.shapes import floor_on_slice
 
 PASSES = ("verify", "draft", "round")

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
+import os
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import Mesh, Sharding
 
 from jax_bridge.aot.floor import Floor, Shares, floor_of
-from jax_bridge.aot.topology import find_topology
-from jax_bridge.layout import row_major_format
+from jax_bridge.devices.on_mesh import OnMesh, shardings
 from jax_bridge.mesh.cut import in_form
-from jax_bridge.mesh.placement import OnMesh
 from jax_bridge.mesh.rules import heads_of
 from jax_bridge.mesh.shape import AXIS, KV
-from jax_bridge.mesh.states import shardings
-from jax_bridge.mesh.tails import cut_tails
+from jax_bridge.tails import cut_tails
+from jax_bridge.weights.layout import row_major_format
 
 
 def shape_at(leaf: Any, place: Sharding, by_rows: bool = False) -> jax.ShapeDtypeStruct:
-    """A shape at ``place``; ``by_rows``: a weight, of which matrices lie as `jax_bridge.layout` puts them."""
+    """A shape at ``place``; ``by_rows``: lay a matrix out as `jax_bridge.weights.layout` does."""
     at: Any = row_major_format(place) if by_rows and len(leaf.shape) == 2 else place
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
 
@@ -60,3 +61,26 @@ def slice_devices(topology: str, chips: int) -> Mesh:
     if not 1 <= chips <= len(devices):
         raise ValueError(f"chips={chips}: {topology} has {len(devices)}; name at most so many.")
     return Mesh(np.array(devices[:chips]), (AXIS,))
+
+
+@lru_cache
+def find_topology(name: str) -> Any:
+    """What libtpu knows of a topology; one object per name and process, for those of two never compare equal.
+
+    Raises:
+        ModuleNotFoundError: libtpu is not installed. ValueError: it knows no such topology.
+    """
+    if find_spec("libtpu") is None:
+        raise ModuleNotFoundError(
+            "libtpu is not installed, and it is the TPU compiler: pip install 'jax[tpu]'. "
+            "export_round works without it."
+        )
+    # libtpu locks the chips it expects to drive, so a second process that only compiles would abort.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"topology={name!r}: {' '.join(str(error).split())[:200]}; name a generation and its shape, such "
+            "as v5p:2x2x1, v5e:2x2 or v6e:2x2."
+        ) from None

@@ -18,15 +18,15 @@ from jax_bridge.checkpoints.check_config import check_sizes
 from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, is_plain, match, renamed
 from jax_bridge.checkpoints.method import method_of
 from jax_bridge.checkpoints.quantised import dequantised
-from jax_bridge.forms import Weight
+from jax_bridge.device_memory import bytes_of, check_room, room_of
 from jax_bridge.hosts.hosts import spanning
-from jax_bridge.layout import Forms, keep
 from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
 from jax_bridge.mesh.rules import heads_of, ways_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
-from jax_bridge.room import bytes_of, check_room, room_of
+from jax_bridge.weights.forms import Weight
+from jax_bridge.weights.layout import Forms, keep
 from torch_dflash.checks import check_mesh, check_types
 from torch_dflash.engine.together import read_alike
 from torch_dflash.guards.processes import check_process
@@ -112,7 +112,7 @@ def load(
     On the host there is never more than a tensor or two beside what a CPU backend keeps there anyway. Experts
     that are stored one by one become the stacked weight that the model has. Weights in MXFP4, in FP8 with
     scales, and in compressed-tensors' FP8 and int8 are dequantised one by one, to ``dtype``.
-    Linear weights get the layout that the backend multiplies fastest (`jax_bridge.layout`).
+    Linear weights get the layout that the backend multiplies fastest (`jax_bridge.weights.layout`).
 
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_bridge.kernels.online_softmax import LOWEST
-from jax_bridge.padding import enlarged, enough_rows, whole_tiles
-from jax_bridge.steady import row_sum
+from jax_bridge.kernels.row_reductions import row_sum
+from jax_bridge.weights.padding import enlarged, enough_rows, whole_tiles
 
 MOST_KEYS, FEWEST_KEYS = 256, 64
 """Keys of a block: few, or its copies leave the caches of a CPU; more, where each brings little work."""

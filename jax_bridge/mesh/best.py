@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_bridge.argmax import argmax_jax
+from jax_bridge.kernels.row_reductions import argmax_jax
 from jax_bridge.mesh.current import WHOLE, P, Slice, current
 from jax_bridge.mesh.shape import ALL
 

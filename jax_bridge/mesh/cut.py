@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.forms import OfOneArray
 from jax_bridge.mesh.shape import ALL
+from jax_bridge.weights.forms import OfOneArray
 
 COLUMN, ROW, GATHER, EXPERTS, BLOCKS = "column", "row", "gather", "experts", "blocks"
 
@@ -47,7 +47,7 @@ class Way(NamedTuple):
 class Cut(OfOneArray):
     """A weight whose products are written out, so that XLA has no choice of what to exchange.
 
-    A form of `jax_bridge.forms.StoredWeight`.
+    A form of `jax_bridge.weights.forms.StoredWeight`.
     """
 
     array: Any  # a jax.Array over the mesh, or what JAX puts in its place while it traces
@@ -72,7 +72,7 @@ class Cut(OfOneArray):
 class InBlocks(OfOneArray):
     """A weight whose rows are ``way.blocks``, each cut over all chips: ``array`` has them chip by chip.
 
-    So a chip's rows of all blocks lie together. A form of `jax_bridge.forms.StoredWeight`.
+    So a chip's rows of all blocks lie together. A form of `jax_bridge.weights.forms.StoredWeight`.
     """
 
     array: Any
@@ -103,7 +103,7 @@ def rows_of_chip(chip: slice, way: Way) -> list[slice]:
 
 
 def in_form(array: Any, way: Way) -> Any:
-    """An array that lies on a mesh by ``way`` as a form of `jax_bridge.forms`."""
+    """An array that lies on a mesh by ``way`` as a form of `jax_bridge.weights.forms`."""
     if way.kind is None:
         return array
     return InBlocks(array, way) if way.kind == BLOCKS else Cut(array, way)

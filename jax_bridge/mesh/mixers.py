@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from jax_bridge._torchax import call_jax, call_torch
-from jax_bridge.forms import stored_as
 from jax_bridge.mesh.current import WHOLE, P, Slice
 from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, Cut, InBlocks, Way
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.mesh.tails import cut_tail, whole_tail
+from jax_bridge.tails import cut_tail, whole_tail
+from jax_bridge.weights.forms import stored_as
 from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.targets.skeleton import current_cache, remembered_in
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_bridge.forms import dot
 from jax_bridge.mesh.current import Slice
 from jax_bridge.mesh.cut import GATHER, ROW, Cut
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.products import linear_jax, stacked_linear_jax
+from jax_bridge.weights.forms import dot
+from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 
 P = PartitionSpec
 
@@ -24,7 +24,7 @@ P = PartitionSpec
 def cut_linear(
     rows: Float[Array, "... in"], weight: Cut, bias: Array | None = None
 ) -> Float[Array, "... out"]:
-    """`jax_bridge.products.linear_jax` of a weight in parts.
+    """`jax_bridge.weights.products.linear_jax` of a weight in parts.
 
     Sums over chips are made in float32 and rounded once, as one chip's are: a text hangs on them.
     """

@@ -11,9 +11,9 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_bridge.arrays import to_numpy
-from jax_bridge.forms import plain
-from jax_bridge.layout import row_major
 from jax_bridge.mesh.cut import Cut, InBlocks, Way, chip_by_chip, in_form, rows_of_chip
+from jax_bridge.weights.forms import plain
+from jax_bridge.weights.layout import row_major
 
 Index = tuple[slice, ...]
 

@@ -4,6 +4,7 @@ Drafter and target project alike: heads of ``head_dim``, RMSNorm on queries and 
 checkpoint has one, rotary positions. Every function takes the checkpoint name of its tensors.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -12,8 +13,31 @@ from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_bridge.reference.config import DrafterConfig, LayerMask
-from jax_bridge.reference.layers import Params, linear, rms_norm
 from jax_bridge.reference.rope import rotate
+
+# Every part takes the flat parameter mapping and the checkpoint name of its tensors.
+Params = Mapping[str, jax.Array]
+
+
+def linear(params: Params, name: str, rows: Float[Array, "B R in"]) -> Float[Array, "B R out"]:
+    """``rows @ weight.T``, plus the bias where the checkpoint has one."""
+    out = jnp.einsum("...i,oi->...o", rows, params[f"{name}.weight"], precision=Precision.HIGHEST)
+    bias = params.get(f"{name}.bias")
+    return out if bias is None else out + bias
+
+
+def rms_norm(params: Params, name: str, rows: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+    """RMSNorm over the last axis in float32; the weight multiplies in the input's dtype."""
+    wide = rows.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return params[f"{name}.weight"] * wide.astype(rows.dtype)
+
+
+def swiglu(params: Params, name: str, rows: Float[Array, "B W H"]) -> Float[Array, "B W H"]:
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
+    gate = jax.nn.silu(linear(params, f"{name}.gate_proj", rows))
+    return linear(params, f"{name}.down_proj", gate * linear(params, f"{name}.up_proj", rows))
+
 
 Rows = tuple[jax.Array, jax.Array]
 

@@ -8,9 +8,8 @@ import jax
 from jax.typing import DTypeLike
 from safetensors.flax import load_file
 
-from jax_bridge.reference.config import DrafterConfig, read_config
+from jax_bridge.reference.config import DrafterConfig, TargetConfig, read_config, read_target_config
 from jax_bridge.reference.second import SELECTOR
-from jax_bridge.reference.target_config import TargetConfig, read_target_config
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.reference.attention import Rows, attention
+from jax_bridge.reference.attention import Params, Rows, attention, linear, rms_norm, swiglu
 from jax_bridge.reference.config import DrafterConfig
-from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
 from jax_bridge.reference.rope import rotary_tables
 from jax_bridge.reference.second import convolved
 

@@ -13,14 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jax_bridge.reference.config import DrafterConfig
+from jax_bridge.reference.attention import Params
+from jax_bridge.reference.config import DrafterConfig, TargetConfig
 from jax_bridge.reference.drafter import logits, noise_embeddings, project
-from jax_bridge.reference.layers import Params
 from jax_bridge.reference.second import choose
 from jax_bridge.reference.static import Layer, empty_layer, put_rows
 from jax_bridge.reference.static_drafter import draft_pass, extend
 from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_target, head_weight
-from jax_bridge.reference.target_config import TargetConfig
 
 
 class Models(NamedTuple):

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.reference.attention import Rows
+from jax_bridge.reference.config import TargetConfig
 from jax_bridge.reference.static import positions
-from jax_bridge.reference.target_config import TargetConfig
 
 LANES = 128
 

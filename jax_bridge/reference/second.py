@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
+from jax_bridge.reference.attention import Params, linear
 from jax_bridge.reference.config import DrafterConfig
-from jax_bridge.reference.layers import Params, linear
 
 SELECTOR = "candidate_selector"
 

@@ -7,9 +7,18 @@ context rows of the last round are projected together with the block, so their w
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.reference.attention import Seen, attend, project_keys_values, project_queries, visible
+from jax_bridge.reference.attention import (
+    Params,
+    Seen,
+    attend,
+    linear,
+    project_keys_values,
+    project_queries,
+    rms_norm,
+    swiglu,
+    visible,
+)
 from jax_bridge.reference.config import DrafterConfig
-from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
 from jax_bridge.reference.rope import rotary_tables
 from jax_bridge.reference.second import convolved
 from jax_bridge.reference.static import Layer, positions, write_layer

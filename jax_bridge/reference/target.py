@@ -11,12 +11,20 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.reference.attention import Seen, attend, project_keys_values, project_queries, visible
-from jax_bridge.reference.config import LayerMask
-from jax_bridge.reference.layers import Params, linear, rms_norm, swiglu
+from jax_bridge.reference.attention import (
+    Params,
+    Seen,
+    attend,
+    linear,
+    project_keys_values,
+    project_queries,
+    rms_norm,
+    swiglu,
+    visible,
+)
+from jax_bridge.reference.config import LayerMask, TargetConfig
 from jax_bridge.reference.rope import rotary_tables
 from jax_bridge.reference.static import Layer, empty_layer, positions
-from jax_bridge.reference.target_config import TargetConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_bridge.arrays import to_jax, to_torch
-from jax_bridge.lower import Programs
+from jax_bridge.programs.lower import Programs
 from jax_bridge.state import register_states
 from jax_bridge.train.step import AXIS, Arrays, lower_step, lower_validation, optimizer
 from torch_dflash.train.features.sequences import Sequences

@@ -16,8 +16,7 @@ from jax_bridge.aot import compile as aot
 from jax_bridge.aot.hlo import Program
 from jax_bridge.reference import loop
 from jax_bridge.reference.checkpoint import expected_shapes, target_shapes
-from jax_bridge.reference.config import read_config
-from jax_bridge.reference.target_config import read_target_config
+from jax_bridge.reference.config import read_config, read_target_config
 from torch_dflash.ops.block_attention import block_attention
 
 CLOSE = 0.02

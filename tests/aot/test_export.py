@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import torch_dflash as td
 from jax_bridge.aot import compile as aot
-from jax_bridge.aot import passes, topology
+from jax_bridge.aot import compile as passes
+from jax_bridge.aot import shapes as topology
+from jax_bridge.aot.compile import feature_shape
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program, forbidden
-from jax_bridge.aot.passes import feature_shape
 from jax_bridge.state import register_states
 from torch_dflash.decode import RowRequests, decode_round
 from torch_dflash.proposers import NGramProposer

@@ -11,8 +11,8 @@ from support import ROOT
 
 from jax_bridge import aot
 from jax_bridge.aot import sizes
-from jax_bridge.aot.layouts import Laid
-from jax_bridge.aot.slices import HBM
+from jax_bridge.aot.sizes import HBM
+from jax_bridge.aot.traffic import Laid
 from torch_dflash.cli.configs import load_configs
 
 pytestmark = pytest.mark.aot

@@ -15,14 +15,13 @@ from support.large import large_pair
 from jax_bridge import ops
 from jax_bridge._torchax import call_torch
 from jax_bridge.aot import compile as aot
-from jax_bridge.aot.collectives import exchanges
-from jax_bridge.aot.hlo import Program, forbidden
+from jax_bridge.aot.hlo import Program, exchanges, forbidden
 from jax_bridge.aot.shapes import floor_on_slice
+from jax_bridge.devices.on_mesh import shardings
 from jax_bridge.mesh import current, rules
 from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.mesh.states import shardings
-from jax_bridge.products import linear_jax
+from jax_bridge.weights.products import linear_jax
 from torch_dflash.ops.likeliest import likeliest
 
 pytestmark = pytest.mark.aot

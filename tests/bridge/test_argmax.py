@@ -15,7 +15,9 @@ from support.tiny import make_drafter, make_target
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import argmax, lower, ops
+from jax_bridge import ops
+from jax_bridge.kernels import row_reductions as argmax
+from jax_bridge.programs import lower
 
 SIZES = [1, 255, 256, 257, 512, 1000, 49_152, 50_257]
 

@@ -9,7 +9,7 @@ from support.tiny import make_pair
 from torch import nn
 
 import torch_dflash as td
-from jax_bridge import weights
+from jax_bridge.devices import weights
 from torch_dflash.engine.engine import Engine
 from torch_dflash.targets import guard
 

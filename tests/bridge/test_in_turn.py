@@ -9,7 +9,7 @@ import pytest
 from support.tiny import small_pair
 
 import torch_dflash as td
-from jax_bridge.in_turn import AHEAD, run_in_turn
+from jax_bridge.programs.lower import AHEAD, run_in_turn
 
 NAMES = list("abcdef")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from jax_bridge import measured
-from jax_bridge.counting import compilations
-from jax_bridge.forms import Cast, Quantized, Transposed, dot, dot_led
-from jax_bridge.layout import Form, Forms
+from jax_bridge.compilations import compilations
+from jax_bridge.weights import autotune as measured
+from jax_bridge.weights.forms import Cast, Quantized, Transposed, dot, dot_led
+from jax_bridge.weights.layout import Form, Forms
 
 SHAPE = (1024, 512)
 

@@ -11,10 +11,11 @@ from support.tiny import make_pair
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import room, weights
+from jax_bridge import device_memory as room
 from jax_bridge.checkpoints import load
-from jax_bridge.mesh import places
-from jax_bridge.room import bytes_of, check_room, limit_of, room_of
+from jax_bridge.device_memory import bytes_of, check_room, limit_of, room_of
+from jax_bridge.devices import on_mesh as places
+from jax_bridge.devices import weights
 
 
 @pytest.fixture

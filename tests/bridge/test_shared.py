@@ -11,8 +11,8 @@ import pytest
 from support.tiny import make_target
 
 import torch_dflash as td
-from jax_bridge import lower
-from jax_bridge.shared import once, sharing
+from jax_bridge._torchax import once, sharing
+from jax_bridge.programs import lower
 from torch_dflash.decode import RowRequests
 
 traced = []

@@ -16,7 +16,7 @@ from support.authors import SECOND
 from support.tiny import make_pair, ragged_prompts, small_pair
 
 import torch_dflash as td
-from jax_bridge.spare import Spare, dense_layers
+from jax_bridge.devices.spare import Spare, dense_layers
 from torch_dflash.cache.dense import LatentLayer, StaticLayer
 from torch_dflash.decode import RowRequests
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_bridge.spread import FEW_IDS, spread_by_comparing, spread_by_scatter, spread_jax
+from jax_bridge.kernels.row_reductions import FEW_IDS, spread_by_comparing, spread_by_scatter, spread_jax
 from torch_dflash.ops.spread import spread
 
 SIZE = 50

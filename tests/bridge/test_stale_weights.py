@@ -13,9 +13,9 @@ from torch import nn
 
 import torch_dflash as td
 from jax_bridge.arrays import to_torch
-from jax_bridge.layout import Forms, Transposed
-from jax_bridge.probe import SAMPLES, fingerprint_of, places
-from jax_bridge.weights import TURNS, Weights
+from jax_bridge.devices.samples import SAMPLES, fingerprint_of, places
+from jax_bridge.devices.weights import TURNS, Weights
+from jax_bridge.weights.layout import Forms, Transposed
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12

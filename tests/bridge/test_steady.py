@@ -19,10 +19,11 @@ from support.tiny import make_pair, make_target
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import lower, steady
-from jax_bridge.forms import dot
+from jax_bridge.kernels import row_reductions as steady
 from jax_bridge.kernels import streamed
-from jax_bridge.products import stacked_sums
+from jax_bridge.programs import lower
+from jax_bridge.weights.forms import dot
+from jax_bridge.weights.products import stacked_sums
 from torch_dflash.decode import verify
 from torch_dflash.state import Draft
 

@@ -19,9 +19,11 @@ from torch import nn
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import layout, lower, weights
-from jax_bridge.forms import StoredWeight, Transposed, unwrap
-from jax_bridge.layout import Form, Forms, row_major
+from jax_bridge.devices import weights
+from jax_bridge.programs import lower
+from jax_bridge.weights import layout
+from jax_bridge.weights.forms import StoredWeight, Transposed, unwrap
+from jax_bridge.weights.layout import Form, Forms, row_major
 from torch_dflash.decode import RowRequests
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}

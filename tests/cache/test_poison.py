@@ -20,7 +20,7 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.kernels import paged_attention as paged_kernel
 from jax_bridge.kernels.block_attention import pallas_block_attention
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from jax_bridge.lower import tracing
+from jax_bridge.programs.lower import tracing
 from torch_dflash.cache.allocate import allocate
 from torch_dflash.cache.dense import LatentLayer
 from torch_dflash.cache.ring import allocate_ring

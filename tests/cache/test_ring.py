@@ -13,7 +13,7 @@ from support.tiny import make_pair
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge._torchax import call_torch
-from jax_bridge.lower import tracing
+from jax_bridge.programs.lower import tracing
 from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.cache.ring import RingLayer, allocate_ring
 from torch_dflash.proposers.dflash import proposer

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import torch_dflash as td
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot import report as aot_report
-from jax_bridge.aot import topology
+from jax_bridge.aot import shapes as topology
 from jax_bridge.aot.floor import chip_of, floor_of, prefill_floor
 from jax_bridge.aot.kflat import kflat
 from torch_dflash.cli import main

@@ -13,10 +13,11 @@ from support.tiny import BASE, FAMILIES
 
 import torch_dflash as td
 from jax_bridge.aot import compile as aot
-from jax_bridge.aot import memory, shapes, sizes, slices
-from jax_bridge.aot.layouts import Laid, laid_bytes
-from jax_bridge.mesh import places
-from jax_bridge.room import bytes_of
+from jax_bridge.aot import memory, shapes, sizes
+from jax_bridge.aot import sizes as slices
+from jax_bridge.aot.traffic import Laid, laid_bytes
+from jax_bridge.device_memory import bytes_of
+from jax_bridge.devices import on_mesh as places
 from torch_dflash.cli import main
 from torch_dflash.cli.configs import load_configs
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge import layout
-from jax_bridge.forms import FEW_ROWS, Cast, Quantized, Readable, name_of, plain, quantized
-from jax_bridge.layout import Form, keep
-from jax_bridge.products import linear_jax
+from jax_bridge.weights import layout
+from jax_bridge.weights.forms import FEW_ROWS, Cast, Quantized, Readable, name_of, plain, quantized
+from jax_bridge.weights.layout import Form, keep
+from jax_bridge.weights.products import linear_jax
 
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
 

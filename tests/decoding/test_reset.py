@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import torch_dflash as td
 from jax_bridge.arrays import to_jax
-from jax_bridge.lower import lower, tracing
+from jax_bridge.programs.lower import lower, tracing
 from torch_dflash.cache.ring import RingLayer
 from torch_dflash.decode import reset
 from torch_dflash.engine.batch import Generation

@@ -83,7 +83,7 @@ def test_what_messages_install_is_on_an_index_and_of_their_extra():
         "torch_dflash/demo/target.py": "demo",
         "torch_dflash/grammars/vocabulary.py": "grammar",
         "torch_dflash/train/fit/log.py": "train",
-        "jax_bridge/aot/topology.py": "tpu",
+        "jax_bridge/aot/shapes.py": "tpu",
         "examples/09_compile_for_a_tpu.py": "tpu",
         "examples/dflash.ipynb": "tpu",
     }

@@ -15,7 +15,7 @@ from support.shell import python
 from support.tiny import small_pair
 
 import torch_dflash as td
-from jax_bridge.lower import Programs
+from jax_bridge.programs.lower import Programs
 from torch_dflash import progress
 
 ROOM = 76  # no other test's

@@ -15,8 +15,8 @@ from support.tiny import make_drafter, make_target
 import jax_bridge as jb
 import jax_bridge.mesh.shape as shape
 import torch_dflash as td
+from jax_bridge.devices.samples import fingerprint_of
 from jax_bridge.hosts.hosts import Hosts
-from jax_bridge.probe import fingerprint_of
 from torch_dflash.engine.together import said_of
 from torch_dflash.generation import read_call
 

@@ -9,7 +9,7 @@ BESIDE = """
 import jax, numpy as np, torch_dflash as td
 from jax.sharding import Mesh
 from support.slices import make_sliceable, prompts
-import jax_bridge.lower as lower, jax_bridge.runtime as runtime
+import jax_bridge.programs.lower as lower, jax_bridge.runtime as runtime
 from jax_bridge.mesh.cut import Way
 from torch_dflash.engine.registry import _engines
 # One for all engines: only its keys tell meshes apart.

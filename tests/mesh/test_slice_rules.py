@@ -14,10 +14,10 @@ from support.tiny import BASE, FAMILIES, make_drafter
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.lower import Programs
 from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW
 from jax_bridge.mesh.rules import ways_of_drafter, ways_of_target
 from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut, devices_of, slice_mesh
+from jax_bridge.programs.lower import Programs
 
 FIXED = {"max_length": 64, "prefill_chunk_size": 16}
 

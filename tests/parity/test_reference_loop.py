@@ -19,11 +19,10 @@ from support.tiny import make_target, randomise
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.lower import lower, tracing
+from jax_bridge.programs.lower import lower, tracing
 from jax_bridge.reference import load_target, loop, static_drafter
-from jax_bridge.reference.config import LayerMask
+from jax_bridge.reference.config import LayerMask, read_target_config
 from jax_bridge.reference.target import empty_cache, forward_target
-from jax_bridge.reference.target_config import read_target_config
 from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.proposers.dflash.proposer import DFlashState
 from torch_dflash.state import DecodeState, Sampling

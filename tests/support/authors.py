@@ -229,7 +229,7 @@ def _lowered(engine):
     import jax
 
     import jax_bridge as jb
-    from jax_bridge.lower import lower, tracing
+    from jax_bridge.programs.lower import lower, tracing
 
     step = jax.jit(lower(partial(engine.pair.run, _drafting)))
 

@@ -98,7 +98,7 @@ def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) 
     if type(runtime).__name__ == "EagerRuntime":
         return engine.pair.run(_logits, params, state, block, row)[0]
     import jax_bridge as jb
-    from jax_bridge.lower import lower
+    from jax_bridge.programs.lower import lower
 
     step = lower(lambda *args: engine.pair.run(_logits, *args))
     return jb.to_torch(runtime._run("logits", step, (params, state, *jb.to_jax((block, row)))))[0]

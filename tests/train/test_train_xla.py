@@ -20,9 +20,9 @@ from support.tiny import VOCAB, make_pair, randomise
 
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
-from jax_bridge.counting import compilations
-from jax_bridge.lower import tracing
+from jax_bridge.compilations import compilations
 from jax_bridge.ops import chunked_jax
+from jax_bridge.programs.lower import tracing
 from jax_bridge.train.step import optimizer
 from jax_bridge.train.trainer import XlaTrainer, check_mesh, data_mesh, fit_xla
 from torch_dflash.ops.control_flow import chunked

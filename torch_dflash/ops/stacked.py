@@ -15,7 +15,7 @@ def stacked_linear(
 ) -> Float[Tensor, "experts R out"]:
     """Each layer's ``rows`` times its weight, [out, in] or, ``transposed``, [in, out].
 
-    `jax_bridge.products` computes a row alone as it does beside others.
+    `jax_bridge.weights.products` computes a row alone as it does beside others.
     """
     return torch.bmm(rows, stack if transposed else stack.transpose(1, 2))
 

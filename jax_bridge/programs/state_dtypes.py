@@ -10,7 +10,7 @@ import jax
 import torch
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.lower import Programs
+from jax_bridge.programs.lower import Programs
 from jax_bridge.state import check_alive, widened
 from torch_dflash.checks import check_dtype
 from torch_dflash.decode import RowRequests

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -17,11 +18,10 @@ import jax.numpy as jnp
 import torch
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
-from jax_bridge._torchax import call_torch
-from jax_bridge.constants import Constants
-from jax_bridge.counting import compilations, count
-from jax_bridge.forms import bound
-from jax_bridge.shared import sharing
+from jax_bridge._torchax import call_torch, sharing
+from jax_bridge.compilations import compilations, count
+from jax_bridge.programs.constants import Constants
+from jax_bridge.weights.forms import bound
 from torch_dflash.decode import Pair, begin, decode_round, prefill
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, holding, inside
@@ -250,3 +250,41 @@ def _of_lowering(error: BaseException) -> bool:
 def _signature(leaf) -> tuple:
     """Where it lies is part of a program: one model on two meshes has two."""
     return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)
+
+
+AHEAD = 3
+"""Programs of a runtime that may be compiled at once: each takes memory of the host meanwhile."""
+
+
+def run_in_turn(
+    programs: Programs, steps: Sequence[tuple[str, Callable[[Any], tuple]]], state: Any, bar: Any
+) -> Any:
+    """What the last of ``steps`` makes of ``state``. While some are compiled or run, the next is traced.
+
+    A program's first run takes long, too: XLA's CPU runtime prepares its products then, one by one.
+
+    Args:
+        programs: that compiles them.
+        steps: what each is called in the bar, and ``state -> (name, step, args, donate)`` of `Programs.get`,
+            where ``args`` hold the state and the step makes the next one. Called twice, to trace and to run.
+        state: consumed.
+        bar: moves on with each step that runs.
+    """
+    waiting: deque[tuple[str, Callable[[Any], tuple], Future]] = deque()
+
+    def run_next() -> Any:
+        called, step, _ = waiting.popleft()
+        bar.set_description(called)  # maybe for long: it may still be compiled
+        name, function, args, donate = step(state)
+        following = programs.get(name, function, args, donate)(*args)
+        bar.update()
+        return following
+
+    for called, step in steps:
+        bar.set_description(called)
+        waiting.append((called, step, programs.start(*step(state))))
+        while waiting and (waiting[0][2].done() or len(waiting) >= AHEAD):
+            state = run_next()
+    while waiting:
+        state = run_next()
+    return state

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_bridge.forms import Multiplier, Transposed, dot
-from jax_bridge.padding import HALVES, OUTPUTS, enlarged, enough_rows, whole_tiles
+from jax_bridge.weights.forms import Multiplier, Transposed, dot
+from jax_bridge.weights.padding import HALVES, OUTPUTS, enlarged, enough_rows, whole_tiles
 
 
 def linear_jax(

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Array, Float
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.padding import OUTPUTS, enlarged, enough_rows, whole_tiles
+from jax_bridge.weights.padding import OUTPUTS, enlarged, enough_rows, whole_tiles
 
 FEW_ROWS = 16
 """Of a product that a weight may lead: with more, the time is the arithmetic's."""

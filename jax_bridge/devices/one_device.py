@@ -9,15 +9,15 @@ import jax
 import torch
 
 from jax_bridge.arrays import to_jax, to_numpy
-from jax_bridge.layout import Forms
-from jax_bridge.mesh.tails import whole_tails
+from jax_bridge.devices.weights import Weights
 from jax_bridge.state import state_to_jax
-from jax_bridge.weights import Weights
+from jax_bridge.tails import whole_tails
+from jax_bridge.weights.layout import Forms
 from torch_dflash.decode import Pair
 
 
 class OneDevice:
-    """One of JAX's devices. Several that share weights are `jax_bridge.mesh.placement.OnMesh`.
+    """One of JAX's devices. Several that share weights are `jax_bridge.devices.on_mesh.OnMesh`.
 
     Attributes:
         devices: itself.

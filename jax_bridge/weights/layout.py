@@ -1,10 +1,9 @@
 """The layout of a weight in device memory: chosen where it is put there, once for all engines.
 
 torch keeps a linear layer's weight as [out, in]. XLA's CPU products of two and more rows in float32 are
-faster with [in, out] on some CPUs (`jax_bridge.measured`). A weight that is kept so is `Transposed`:
-programs take it as it is and unwrap it (`jax_bridge.forms`), so shapes and names stay those of the model.
-XLA's own array layouts would do without this form, but its CPU compiler copies such arguments into the usual
-order on every call.
+faster with [in, out] on some CPUs (`jax_bridge.weights.autotune`). A weight that is kept so is `Transposed`:
+programs unwrap it (`jax_bridge.weights.forms`), so shapes and names stay those of the model. XLA's own array
+layouts would do without this format, but its CPU compiler copies such arguments on every call.
 
 On a TPU they are the means: a matrix lies there by rows, as torch keeps it, and programs take it so.
 """
@@ -21,8 +20,8 @@ from jax.sharding import Sharding
 from torch import nn
 
 from jax_bridge.arrays import to_jax
-from jax_bridge.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized
-from jax_bridge.measured import is_slow, leads, lies_by_inputs
+from jax_bridge.weights.autotune import is_slow, leads, lies_by_inputs
+from jax_bridge.weights.forms import Cast, Quantized, Readable, Transposed, Weight, name_of, quantized
 
 HALVES = (torch.bfloat16, torch.float16)
 

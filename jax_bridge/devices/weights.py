@@ -13,11 +13,11 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jax_bridge.arrays import default_device
-from jax_bridge.forms import Weight
-from jax_bridge.layout import Form, Forms, keep
+from jax_bridge.devices.samples import SAMPLES, check_ordinary, on_host, places, unchanged
 from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.put import moved, place
-from jax_bridge.probe import SAMPLES, check_ordinary, on_host, places, unchanged
+from jax_bridge.weights.forms import Weight
+from jax_bridge.weights.layout import Form, Forms, keep
 
 Fingerprint = tuple
 
@@ -124,7 +124,7 @@ class Weights:
     """The arrays one engine uses, by name.
 
     Args:
-        forms: which weights may be kept in which form (`jax_bridge.layout`), or where each lies on a mesh.
+        forms: the formats that each weight may have (`jax_bridge.weights.layout`), or its place on a mesh.
         device: of those that are kept whole; unset: JAX's default.
 
     Arrays that were loaded on other devices, those of the first replica, are copied once.

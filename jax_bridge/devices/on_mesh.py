@@ -9,19 +9,23 @@ import jax
 import torch
 from jax.sharding import Mesh, NamedSharding
 
-from jax_bridge.mesh.current import WHOLE
+from jax_bridge.devices.one_device import OneDevice
+from jax_bridge.devices.weights import Weights
+from jax_bridge.mesh.current import WHOLE, P, Slice
 from jax_bridge.mesh.put import part_of, put, put_leaf, whole
-from jax_bridge.mesh.rules import slice_of, ways_of
-from jax_bridge.mesh.states import keep_in_place, shardings
-from jax_bridge.mesh.tails import cut_tails, whole_tails
-from jax_bridge.state import register_states
-from jax_bridge.weights import Weights
+from jax_bridge.mesh.refusals import check_pair_on_mesh
+from jax_bridge.mesh.rules import heads_of, slice_of, ways_of
+from jax_bridge.mesh.shape import ALL, check_distinct, parts_of, slice_mesh
+from jax_bridge.state import is_cache, register_states
+from jax_bridge.tails import cut_tails, is_recurrent, whole_tails
+from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.decode import Pair
+from torch_dflash.plan import DecodePlan
 from torch_dflash.state import DecodeState
 
 
 class OnMesh:
-    """The chips of a mesh, as `jax_bridge.placement.OneDevice` is one.
+    """The chips of a mesh, as `jax_bridge.devices.one_device.OneDevice` is one.
 
     Attributes:
         devices: the chips.
@@ -95,3 +99,50 @@ class OnMesh:
             return state  # refused by whoever takes it in
         state = cut_tails(state, self.slice.blocks)
         return jax.device_put(state, shardings(state, self.slice))
+
+
+def shardings(state: Any, own: Slice) -> Any:
+    """Where each leaf of a state, or of a part of one, lies."""
+
+    def place(leaf: Any, cached: bool) -> NamedSharding:
+        cut = cached and len(leaf.shape) == 4
+        return NamedSharding(own.mesh, own.heads(leaf.shape[1])[1] if cut else WHOLE)
+
+    def of_a_node(node: Any) -> Any:
+        if recurs(node):
+            by_heads = NamedSharding(own.mesh, P(None, ALL) if own.blocks else WHOLE)
+            return jax.tree.map(lambda _: by_heads, node)
+        return jax.tree.map(lambda leaf: place(leaf, is_cache(node)), node)
+
+    def recurs(node: Any) -> bool:
+        return is_recurrent(node) or isinstance(node, FreshState)
+
+    return jax.tree.map(of_a_node, state, is_leaf=lambda node: is_cache(node) or recurs(node))
+
+
+def keep_in_place(state: Any, own: Slice) -> Any:
+    """``state`` of a program as it leaves it. To be traced."""
+    state = cut_tails(state, own.blocks)
+    return jax.lax.with_sharding_constraint(state, shardings(state, own))
+
+
+Place = OneDevice | OnMesh
+
+
+def places_of(pair: Pair, plan: DecodePlan, mesh: Any, replicas: int, **arithmetic: Any) -> list[Place]:
+    """The place of each replica; ``mesh`` and ``replicas`` as in `torch_dflash.compile`.
+
+    A single device is no mesh: it runs the programs of JAX's default device.
+
+    Raises:
+        TypeError, ValueError: no such mesh, one that cannot be shared out, or something that is not decoded
+            on one, by its name.
+    """
+    parts = parts_of(mesh, replicas)
+    if len(parts[0]) == 1:
+        return [OneDevice(pair, device, **arithmetic) for (device,) in parts]
+    check_pair_on_mesh(pair, plan, **arithmetic)
+    for devices in parts:
+        check_distinct(devices)
+    heads = heads_of(pair.target.config)
+    return [OnMesh(pair, slice_mesh(devices, heads)) for devices in parts]

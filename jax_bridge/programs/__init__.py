@@ -1,0 +1,1 @@
+"""Steps of `torch_dflash` lowered to XLA programs."""
