@@ -27,7 +27,7 @@ from torch_dflash.cli.encode import encode
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.decode import RowRequests
 from torch_dflash.demo.target import load_demo_target
-from torch_dflash.train.answers.draw import draw
+from torch_dflash.train.answers.data import draw
 
 PROMPTS = Path(__file__).parents[1] / "data" / "eval"
 ROOM, NEW = 512, 128

@@ -21,10 +21,9 @@ from torch_dflash.cli.encode import encode
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.demo.pair import load_demo_draft_ids
 from torch_dflash.demo.questions import QUESTIONS
-from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.proposers.narrow import with_draft_vocabulary
-from torch_dflash.train.answers.data import read_prompts
-from torch_dflash.train.answers.draw import draw
+from torch_dflash.requests.row_values import default_stop_ids
+from torch_dflash.train.answers.data import draw, read_prompts
 
 
 def build(arguments: argparse.Namespace) -> tuple[dict[str, Any], Any, list[int]]:

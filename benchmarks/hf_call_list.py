@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.view import CACHE
 from torch_dflash.selftest.pairs import VOCAB, make_pair, ragged_prompts
 
 PAIR = make_pair(agree=2.5)

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 import torch_dflash as td
 from torch_dflash.doctor.changes import Change, changes
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.judge import Judge
-from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.doctor.judge import Judge, Text, record
 from torch_dflash.selftest.pairs import make_drafter, make_target
 from torch_dflash.train.fit.blocks import block_targets
 

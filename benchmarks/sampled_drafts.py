@@ -14,8 +14,8 @@ from typing import Any
 import torch_dflash as td
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.provenance import write_json
-from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.proposers import DFlashProposer
+from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.train.answers.data import encode_conversation, read_prompts
 
 

@@ -19,11 +19,11 @@ import torch_dflash as td
 from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.decode import commit, verify
-from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.proposers.dflash.proposer import _noise
 from torch_dflash.proposers.trees.beam import beam, children
 from torch_dflash.proposers.trees.nodes import best, in_preorder, join
 from torch_dflash.proposers.union import LONG
+from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.state import Asked, Draft
 from torch_dflash.train.answers.data import encode_conversation, read_prompts
 

@@ -41,14 +41,17 @@ from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked
 from jax_bridge.weights.forms import Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import take_in
-from torch_dflash.ops.attention import AttentionInputs, KeyValue, finite_values, grouped_attention
+from torch_dflash.ops.attention import (
+    AttentionInputs,
+    KeyValue,
+    dense_attention,
+    finite_values,
+    grouped_attention,
+)
 from torch_dflash.ops.block_attention import block_attention
-from torch_dflash.ops.control_flow import branch, chunked
-from torch_dflash.ops.dense_attention import dense_attention
-from torch_dflash.ops.likeliest import likeliest
-from torch_dflash.ops.on_host import on_host
+from torch_dflash.ops.control_flow import branch, chunked, on_host
 from torch_dflash.ops.paged_attention import append_pages, paged_attention
-from torch_dflash.ops.spread import spread
+from torch_dflash.ops.spread import likeliest, spread
 from torch_dflash.ops.stacked import stacked_linear, stacked_sum
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.targets.scans import run_mixer
@@ -112,7 +115,7 @@ def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
 
 
 def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap):
-    """`torch_dflash.ops.dense_attention`; ``inputs``: the arrays of its inputs, in their order."""
+    """`torch_dflash.ops.attention`; ``inputs``: the arrays of its inputs, in their order."""
     query, sinks = inputs[0], inputs[-1]
     rule: Any = {"scale": scale, "window": window, "softcap": softcap}
 

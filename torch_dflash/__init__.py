@@ -68,19 +68,19 @@ if TYPE_CHECKING:
     from torch_dflash.doctor import Diagnosis as Diagnosis
     from torch_dflash.doctor import diagnose as diagnose
     from torch_dflash.engine.engine import Engine as Engine
+    from torch_dflash.engine.outputs import DecodeStats as DecodeStats
     from torch_dflash.engine.outputs import GenerateOutput as GenerateOutput
+    from torch_dflash.engine.outputs import Share as Share
     from torch_dflash.engine.replicas import Replicas as Replicas
-    from torch_dflash.engine.state_file import load_state as load_state
-    from torch_dflash.engine.state_file import save_state as save_state
-    from torch_dflash.engine.stats import DecodeStats as DecodeStats
-    from torch_dflash.engine.stats import Share as Share
-    from torch_dflash.engine.text import TextStream as TextStream
+    from torch_dflash.engine.saved import load_state as load_state
+    from torch_dflash.engine.saved import save_state as save_state
     from torch_dflash.generation import compile as compile
     from torch_dflash.generation import generate as generate
     from torch_dflash.grammars.grammar import Grammar as Grammar
     from torch_dflash.integrations.spec_generate import spec_generate as spec_generate
     from torch_dflash.integrations.transformers import dflash as dflash
     from torch_dflash.pieces import Piece as Piece
+    from torch_dflash.pieces import TextStream as TextStream
     from torch_dflash.pieces import stream as stream
     from torch_dflash.plan import DecodePlan as DecodePlan
     from torch_dflash.processors.host import HostProcessor as HostProcessor
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from torch_dflash.proposers.checkpoints import load_drafter as load_drafter
     from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig
     from torch_dflash.proposers.dflash.model import DFlashDraftModel as DFlashDraftModel
-    from torch_dflash.proposers.dflash2.config import DFlash2Config as DFlash2Config
+    from torch_dflash.proposers.dflash2.model import DFlash2Config as DFlash2Config
     from torch_dflash.proposers.dflash2.model import DFlash2DraftModel as DFlash2DraftModel
     from torch_dflash.proposers.narrow import frequent_ids as frequent_ids
     from torch_dflash.proposers.narrow import with_draft_vocabulary as with_draft_vocabulary

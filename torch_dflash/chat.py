@@ -8,10 +8,9 @@ from typing import Any
 
 from torch_dflash.checks import check_loaded
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.stats import DecodeStats
-from torch_dflash.engine.text import TextStream
+from torch_dflash.engine.outputs import DecodeStats
 from torch_dflash.guards.processes import OfOneProcess
-from torch_dflash.pieces import Piece, pieces
+from torch_dflash.pieces import Piece, TextStream, pieces
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any] | Callable]

@@ -15,24 +15,22 @@ from torch_dflash.checks import (
     check_streamer,
     context_of,
 )
-from torch_dflash.engine.arguments import set_aside_cache
 from torch_dflash.engine.bridge import hosts_of
-from torch_dflash.engine.capacity import round_up
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.foreign import check_compiled_options
-from torch_dflash.engine.halts import read_criteria
-from torch_dflash.engine.one_by_one import check_compiled, one_by_one
-from torch_dflash.engine.options import OF_A_CALL, OF_AN_ENGINE, EngineOptions
+from torch_dflash.engine.hosts import digest_of, read_together, said_of
 from torch_dflash.engine.outputs import GenerateOutput
-from torch_dflash.engine.read import read_request, repeated
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.replicas import engine_of
-from torch_dflash.engine.request import UNSET, Request
-from torch_dflash.engine.rules import arranged, check_processors
-from torch_dflash.engine.together import digest_of, read_together, said_of
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import Missing, check_models
+from torch_dflash.requests.aliases import check_compiled_options
+from torch_dflash.requests.arguments import set_aside_cache
+from torch_dflash.requests.options import OF_A_CALL, OF_AN_ENGINE, EngineOptions, round_up
+from torch_dflash.requests.read import check_compiled, one_by_one, read_request, repeated
+from torch_dflash.requests.request import UNSET, Request
+from torch_dflash.requests.rules import arranged, check_processors
+from torch_dflash.requests.stopping import read_criteria
 from torch_dflash.targets.weights import LoadedTarget, mesh_of, model_of
 
 

@@ -15,9 +15,9 @@ from jax_bridge.aot.floor import Shapes
 from jax_bridge.aot.shapes import find_topology
 from jax_bridge.aot.traffic import Laid, Unfilled
 from jax_bridge.device_memory import bytes_of
-from torch_dflash.engine.options import LARGEST_CHUNK
-from torch_dflash.engine.prompts import bucket
 from torch_dflash.plan import DecodePlan
+from torch_dflash.requests.options import LARGEST_CHUNK
+from torch_dflash.requests.prompts import bucket
 from torch_dflash.targets.fewer import keep_layers
 
 PROGRAMS = ("chunk", "prefill")

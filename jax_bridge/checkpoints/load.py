@@ -28,7 +28,7 @@ from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_me
 from jax_bridge.weights.forms import Weight
 from jax_bridge.weights.layout import Forms, keep
 from torch_dflash.checks import check_mesh, check_types
-from torch_dflash.engine.together import read_alike
+from torch_dflash.engine.hosts import read_alike
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
 from torch_dflash.storage.json_text import naming_deep_json

@@ -22,7 +22,7 @@ VERSIONS = ", ".join([f"torch_dflash {__version__}", *(f"{one} {version(one)}" f
 
 
 class Hosts:
-    """This process among those of a mesh (`torch_dflash.engine.together.Hosts`).
+    """This process among those of a mesh (`torch_dflash.engine.hosts.Hosts`).
 
     Its calls are numbered. All processes make the same ones, in the same order, from one thread.
     """

@@ -46,7 +46,7 @@ def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Flo
 
 
 def block_of_cache(inputs: Any, key: Any, value: Any, **how: Any) -> Float[Array, "B M Q D"]:
-    """`torch_dflash.ops.dense_attention` of a few rows as a causal block: no slot behind them is read.
+    """`torch_dflash.ops.attention` of a few rows as a causal block: no slot behind them is read.
 
     ``key``, ``value``: a cache [B, G, S, D] that holds the rows themselves; ``how``: as for the kernel.
     """

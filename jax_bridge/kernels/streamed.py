@@ -139,7 +139,7 @@ def _begin(inputs: Any, key: Array, value: Array) -> tuple[Array, int, Running]:
 
 
 def stream_dense(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q Dv"]:
-    """`torch_dflash.ops.dense_attention` of arrays: causal, to buffers that hold the rows themselves."""
+    """`torch_dflash.ops.attention` of arrays: causal, to buffers that hold the rows themselves."""
     query, start, window = inputs.query, inputs.start, inputs.window
     rows, slots = query.shape[2], key.shape[2]
     grouped, keys, running = _begin(inputs, key, value)

@@ -50,7 +50,7 @@ def topk_on_slice(own: Slice, rows: Array, count: int) -> tuple[Array, Array]:
 
 
 def likeliest_on_slice(own: Slice, rows: Array, scale: Array, most: int) -> tuple[Array, Array, Array]:
-    """`torch_dflash.ops.likeliest` in one exchange."""
+    """`torch_dflash.ops.spread` in one exchange."""
 
     def local(part: Array, scale: Array) -> tuple[Array, Array, Array]:
         values, at = jax.lax.top_k(part, min(most, part.shape[-1]))

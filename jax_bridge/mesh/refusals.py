@@ -7,14 +7,14 @@ from typing import Any
 from jax_bridge.mesh.mixers import MIXER, part_of_mixer
 from jax_bridge.mesh.rules import heads_of
 from torch_dflash.decode import Pair
-from torch_dflash.engine.rules import KINDS
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.grammars import GrammarMatcher
 from torch_dflash.proposers import DFlashProposer, NGramProposer, PlainProposer
-from torch_dflash.proposers.dflash.extras import FLAGS
+from torch_dflash.proposers.checkpoint.extras import FLAGS
 from torch_dflash.proposers.several import Several
 from torch_dflash.proposers.trees.proposer import BestNodes
 from torch_dflash.proposers.union import UnionProposer
+from torch_dflash.requests.rules import KINDS
 from torch_dflash.targets.scans import find_scans
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

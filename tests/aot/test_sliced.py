@@ -22,7 +22,7 @@ from jax_bridge.mesh import current, rules
 from jax_bridge.mesh.cut import Way
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.weights.products import linear_jax
-from torch_dflash.ops.likeliest import likeliest
+from torch_dflash.ops.spread import likeliest
 
 pytestmark = pytest.mark.aot
 CONTEXT = 4000

@@ -18,9 +18,8 @@ from jax_bridge.aot import compile as aot
 from jax_bridge.kernels import block_attention as kernel
 from jax_bridge.kernels import online_softmax
 from torch_dflash.cache.dense import StaticLayer
-from torch_dflash.ops.attention import AttentionInputs, visible
+from torch_dflash.ops.attention import AttentionInputs, dense_attention, visible
 from torch_dflash.ops.block_attention import Past, block_attention
-from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.windows import positions
 
 

@@ -13,8 +13,8 @@ from support.tiny import BASE, MASK, make_pair
 from torch.utils._pytree import tree_leaves
 
 import torch_dflash as td
-from torch_dflash.engine import page_allocator as pages_module
-from torch_dflash.engine.page_allocator import PageAllocator
+from torch_dflash.engine import pages as pages_module
+from torch_dflash.engine.pages import PageAllocator
 from torch_dflash.plan import DecodePlan
 
 ROWS, CAPACITY = 4, 128

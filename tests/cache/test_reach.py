@@ -11,7 +11,8 @@ from support.tiny import make_pair, randomise
 
 import torch_dflash as td
 from torch_dflash.cache.dense import LatentLayer
-from torch_dflash.ops import block_attention, dense_attention
+from torch_dflash.ops import attention as dense_attention
+from torch_dflash.ops import block_attention
 from torch_dflash.ops.block_attention import Past
 from torch_dflash.ops.windows import WHOLE, reach
 

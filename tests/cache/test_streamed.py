@@ -12,9 +12,8 @@ from jax_bridge.kernels import streamed
 from jax_bridge.kernels.paged_attention import paged_attention_jax
 from torch_dflash.cache.dense import LatentLayer, StaticLayer
 from torch_dflash.cache.view import CacheView
-from torch_dflash.ops.attention import AttentionInputs, visible
+from torch_dflash.ops.attention import AttentionInputs, dense_attention, visible
 from torch_dflash.ops.block_attention import Past, block_attention
-from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.paged_attention import Pages, paged_attention
 from torch_dflash.ops.trees import read_tree
 from torch_dflash.ops.windows import positions

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.versions import BIASES_ZERO
 from transformers.generation import logits_process as theirs
 
-from torch_dflash.engine.rules import KINDS, PER_ROW, Batch, arranged, asked_processors
 from torch_dflash.processors.interface import Text, process
+from torch_dflash.requests.rules import KINDS, PER_ROW, Batch, arranged, asked_processors
 
 VOCAB, WIDTH, SLOTS = 9, 4, 24
 ids = st.integers(0, VOCAB - 1)

@@ -14,8 +14,8 @@ from support.tabled import Tabled, with_path
 from support.tiny import make_target
 
 import torch_dflash as td
-from torch_dflash.engine.rules import KINDS
 from torch_dflash.processors.interface import process
+from torch_dflash.requests.rules import KINDS
 
 NEW, WIDTH, STOP = 9, 4, 0
 NAMES = [name for name in KINDS if name not in ("grammar", "no_repeat_ngram_size")]

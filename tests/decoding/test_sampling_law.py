@@ -16,7 +16,7 @@ import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge._torchax import call_torch
 from torch_dflash import decode
-from torch_dflash.engine.rules import KINDS
+from torch_dflash.requests.rules import KINDS
 from torch_dflash.sampling import gumbel, gumbel_of, mix, noise_bits
 
 VOCAB = 7

@@ -15,7 +15,7 @@ from support.tiny import make_drafter, make_pair
 import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.decode import Verified
-from torch_dflash.engine.state_checks import check_plan, describe_plan
+from torch_dflash.engine.saved import check_plan, describe_plan
 from torch_dflash.ops.trees import take_rows
 
 PROMPTS = [[5, 17, 80, 33] * 3, [3, 1, 4], [9, 2, 6, 40, 41, 42, 9, 2, 6]]

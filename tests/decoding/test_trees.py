@@ -14,7 +14,8 @@ from support.tiny import BASE, VOCAB, make_target
 
 import torch_dflash as td
 from torch_dflash.accept import accept_tree
-from torch_dflash.cache import fresh, view
+from torch_dflash.cache import spec as fresh
+from torch_dflash.cache import view
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.trees import Tree, read_tree
 from torch_dflash.ops.windows import positions

@@ -14,13 +14,13 @@ from support.widths import mix
 
 import torch_dflash as td
 from torch_dflash.decode import draft
-from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.ops.windows import positions
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
 from torch_dflash.proposers.dflash.vocabulary import Noise
 from torch_dflash.proposers.trees.proposer import BestNodes
 from torch_dflash.proposers.union import UnionProposer
+from torch_dflash.requests.options import EngineOptions
 from torch_dflash.sampling import noisy_logits, pick_tokens
 from torch_dflash.state import Sampling
 

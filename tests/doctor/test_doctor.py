@@ -24,12 +24,10 @@ from torch_dflash.doctor import answers, judge_texts
 from torch_dflash.doctor.changes import changes
 from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.diagnosis import _best, check_judged
-from torch_dflash.doctor.enough import weigh
-from torch_dflash.doctor.judge import Drafted, Judge, standard_score
-from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.doctor.judge import Drafted, Judge, Text, record, standard_score
 from torch_dflash.doctor.repair import repair
 from torch_dflash.doctor.template import other_way
-from torch_dflash.doctor.tried import ENOUGH, FEW, SURE, Tried, surely
+from torch_dflash.doctor.tried import ENOUGH, FEW, SURE, Tried, surely, weigh
 from torch_dflash.proposers.notes import findings
 
 LESSER = 15400

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import torch_dflash as td
-from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.view import CACHE
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from support.scripted import own_text, run
 from support.tiny import make_pair
 
 import torch_dflash as td
-from torch_dflash.engine import prompts
-from torch_dflash.engine.prompts import chunk_widths, split
 from torch_dflash.plan import MIN_BUCKET
+from torch_dflash.requests import prompts
+from torch_dflash.requests.prompts import chunk_widths, split
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 import torch_dflash as td
 from torch_dflash import generation
 from torch_dflash.engine import registry as engine_cache
-from torch_dflash.engine.capacity import round_up
+from torch_dflash.requests.options import round_up
 from torch_dflash.targets import swapped
 
 NEW = 6

@@ -11,7 +11,7 @@ from support.refusals import refuses
 
 import torch_dflash as td
 from torch_dflash.checks import INT32_MAX, positions_of
-from torch_dflash.engine.read import read_request
+from torch_dflash.requests.read import read_request
 
 NEW = 12
 

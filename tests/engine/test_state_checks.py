@@ -16,7 +16,7 @@ from support.tiny import make_pair, ragged_prompts, small_pair
 
 import jax_bridge as jb
 import torch_dflash as td
-from torch_dflash.engine import state_file as state_io
+from torch_dflash.engine import saved as state_io
 
 OPTIONS = {"max_new_tokens": 12, "eos_token_id": [5, 96], "do_sample": False}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -18,7 +18,7 @@ from support.states import look
 from support.tiny import make_drafter, make_pair, ragged_prompts, randomise
 
 import torch_dflash as td
-from torch_dflash.engine import state_file as state_io
+from torch_dflash.engine import saved as state_io
 from torch_dflash.pytrees import register_state
 from torch_dflash.storage import files
 

@@ -14,8 +14,8 @@ from transformers.generation import GenerationMixin, LogitsProcessorList
 
 import torch_dflash as td
 from torch_dflash import generation
-from torch_dflash.cache.argument import CACHE
-from torch_dflash.engine.refusals import HARMLESS, HONOURED, NEUTRAL, config_fields
+from torch_dflash.cache.view import CACHE
+from torch_dflash.requests.refusals import HARMLESS, HONOURED, NEUTRAL, config_fields
 
 RAN = pytest.fail.Exception
 
@@ -47,7 +47,7 @@ def test_a_field_of_a_newer_transformers_is_refused(pair, monkeypatch):
             self.twist = options.pop("twist", None)
             super().__init__(**options)
 
-    monkeypatch.setattr("torch_dflash.engine.refusals.GenerationConfig", Newer)
+    monkeypatch.setattr("torch_dflash.requests.refusals.GenerationConfig", Newer)
     for asked in ({"twist": 0.5}, {"generation_config": Newer(twist=0.5)}):
         with refuses(ValueError, "twist=0.5 is not supported", "leave twist unset"):
             generate(*pair, **asked)

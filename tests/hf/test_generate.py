@@ -12,8 +12,8 @@ from support.scripted import Scripted
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import torch_dflash as td
-from torch_dflash.engine.read import read_request
-from torch_dflash.engine.seeds import seed_key
+from torch_dflash.requests.read import read_request
+from torch_dflash.requests.row_values import seed_key
 
 RUNTIMES = ["eager", "xla"]
 IDS = torch.tensor([[5, 9, 13, 17, 21, 25, 29]])

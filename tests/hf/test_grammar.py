@@ -21,10 +21,10 @@ from support.tokenizers import byte_tokenizer
 from transformers import LogitsProcessorList
 
 import torch_dflash as td
-from torch_dflash.engine.answers import asked_grammars
-from torch_dflash.engine.request import Request
 from torch_dflash.grammars.matcher import MatcherRow
 from torch_dflash.processors.grammars import GrammarTable, only
+from torch_dflash.requests.grammars import asked_grammars
+from torch_dflash.requests.request import Request
 
 NEW, STOP, VOCAB = 28, 0, 288  # the tokenizer has fewer ids than the model
 SCHEMA = {

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process, stopping_criteria
 
 import torch_dflash as td
-from torch_dflash.engine import prompts
+from torch_dflash.requests import prompts
 
 NEW = 14
 

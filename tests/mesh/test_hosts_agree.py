@@ -20,9 +20,8 @@ import jax_bridge.hosts.watch as watch
 from jax_bridge.hosts.hosts import Hosts, Lead, spanning
 from jax_bridge.hosts.watch import OVER, Watch
 from jax_bridge.mesh.shape import devices_of
-from torch_dflash.engine.request import UNSET
-from torch_dflash.engine.together import READ, read_alike, read_together
-from torch_dflash.engine.wire import packed, unpacked
+from torch_dflash.engine.hosts import READ, packed, read_alike, read_together, unpacked
+from torch_dflash.requests.request import UNSET
 
 
 class Shelf:
@@ -181,7 +180,7 @@ def test_what_one_cannot_unpack_is_known_to_the_other(shelves, monkeypatch):
         given = None, None, {"rank": rank}
         return read_together(this, "generate", {}, given, lambda *given: given, lambda found: {})
 
-    monkeypatch.setattr("torch_dflash.engine.together.unpacked", unpack)
+    monkeypatch.setattr("torch_dflash.engine.hosts.unpacked", unpack)
     for said in both(shelves, call):
         assert "what it reads is TypeError: of another kind there, no error in process 0" in str(said)
 

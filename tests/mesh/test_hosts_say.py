@@ -17,7 +17,7 @@ import jax_bridge.mesh.shape as shape
 import torch_dflash as td
 from jax_bridge.devices.samples import fingerprint_of
 from jax_bridge.hosts.hosts import Hosts
-from torch_dflash.engine.together import said_of
+from torch_dflash.engine.hosts import said_of
 from torch_dflash.generation import read_call
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
@@ -302,7 +302,7 @@ def test_what_is_made_of_a_drafter_is_said(models):
     [
         ("engine", "torch_dflash.engine.engine.Gained.by"),
         ("engine", "torch_dflash.runtime.Gain.tokens"),
-        ("td", "torch_dflash.engine.text.TextStream.push"),
+        ("td", "torch_dflash.pieces.TextStream.push"),
     ],
 )
 def test_a_stream_whose_gain_fails_is_left_at_once(models, hosts, monkeypatch, door, place):

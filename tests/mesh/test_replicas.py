@@ -26,9 +26,9 @@ from torch_dflash import progress
 from torch_dflash.engine import call as call_module
 from torch_dflash.engine.call import Call
 from torch_dflash.engine.desk import Desk
-from torch_dflash.engine.prompts import pad_rows
-from torch_dflash.engine.request import Request
 from torch_dflash.generation import read_call
+from torch_dflash.requests.prompts import pad_rows
+from torch_dflash.requests.request import Request
 
 NEW = 14
 TWICE = Mesh(np.array(jax.devices()[:1] * 2), ("model",))

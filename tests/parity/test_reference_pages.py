@@ -14,8 +14,8 @@ from support.states import look
 
 import torch_dflash as td
 from jax_bridge.reference import empty_pages, loop
-from torch_dflash.engine.prompts import prompt_chunks
-from torch_dflash.engine.read import row_requests
+from torch_dflash.requests.prompts import prompt_chunks
+from torch_dflash.requests.read import row_requests
 
 ROWS, PAGE, CHUNK = len(PROMPTS), 16, 16
 

@@ -11,8 +11,7 @@ import torch_dflash as td
 from jax_bridge.reference.checkpoint import load
 from torch_dflash.doctor.diagnosis import judge_texts
 from torch_dflash.proposers.checkpoints import load_drafter_config
-from torch_dflash.proposers.dflash.markov import MarkovHead
-from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
+from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary, MarkovHead
 
 ROWS, DRAFTS = 3, 6
 

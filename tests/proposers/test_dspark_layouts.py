@@ -136,7 +136,7 @@ def test_pairs_turned_otherwise_are_seen(published, monkeypatch):
         if name == "liquid_dspark":
             patch.setattr(Piece, "read", lambda piece: piece.stored.read())
         else:
-            patch.setattr("torch_dflash.proposers.dflash.files.turns_neighbours", lambda *_: True)
+            patch.setattr("torch_dflash.proposers.checkpoint.files.turns_neighbours", lambda *_: True)
         assert compare(folder, target)[0] > 1e-3 > before
 
 

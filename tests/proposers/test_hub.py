@@ -16,7 +16,7 @@ from support.tiny import make_drafter, make_target
 from transformers import AutoModel, AutoModelForCausalLM
 
 import torch_dflash as td
-from torch_dflash.proposers.dflash import hub
+from torch_dflash.proposers.checkpoint import hub
 
 
 @pytest.fixture(scope="module")

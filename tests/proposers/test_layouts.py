@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 import torch_dflash as td
 from jax_bridge.reference.checkpoint import load
 from torch_dflash.doctor.diagnosis import judge_texts
+from torch_dflash.proposers.checkpoint.extras import extras_of
+from torch_dflash.proposers.checkpoint.hub import hub_card
 from torch_dflash.proposers.checkpoints import load_drafter_config
-from torch_dflash.proposers.dflash.card import hub_card
-from torch_dflash.proposers.dflash.extras import extras_of
 from torch_dflash.proposers.layouts.pieces import Piece
 from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.student import KNOWN, Student

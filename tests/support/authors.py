@@ -15,8 +15,8 @@ import torch_dflash as td
 from support.scripted import pad
 from support.states import look
 from support.tiny import MASK, make_pair, randomise
-from torch_dflash.engine.prompts import prompt_chunks
-from torch_dflash.engine.read import row_requests
+from torch_dflash.requests.prompts import prompt_chunks
+from torch_dflash.requests.read import row_requests
 
 NEW = 26
 CHUNK = 16

@@ -12,7 +12,7 @@ from support import ROOT
 from support.families import MORE
 from support.tiny import BASE, FAMILIES, correlate, make_drafter, make_pair, randomise
 from support.tokenizers import letters
-from torch_dflash.engine.rules import KINDS
+from torch_dflash.requests.rules import KINDS
 
 FOLDER = str(ROOT / "examples" / "in_a_repository")
 

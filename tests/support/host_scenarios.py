@@ -256,7 +256,7 @@ def mix(rank: int, what: str, engine: Any, options: dict[str, Any]) -> None:
 
 def drifting(rank: int) -> None:
     """One process holds another text than the other."""
-    import torch_dflash.engine.together as together
+    import torch_dflash.engine.hosts as together
     from torch_dflash.runtime import Progress
 
     together.CHECK_EVERY = 4

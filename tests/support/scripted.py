@@ -77,7 +77,7 @@ def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) 
 
     Everything before ``start`` is in the cache. Runs on the engine's own runtime.
     """
-    from torch_dflash.engine.read import read_request, row_requests
+    from torch_dflash.requests.read import read_request, row_requests
 
     target, size = engine._models.target, engine.plan.batch_size
     options = {"max_new_tokens": 1, "seed": 0, "eos_token_id": None, "do_sample": False}

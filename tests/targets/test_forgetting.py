@@ -9,7 +9,7 @@ from support.scripted import own_text, run
 from support.tiny import BASE, randomise
 
 import torch_dflash as td
-from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.view import CACHE
 from torch_dflash.targets.hooks import forgetting
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -31,7 +31,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils.quantization_config import QuantizationMethod
 
 import torch_dflash as td
-from torch_dflash.doctor.recorded import Text, record
+from torch_dflash.doctor.judge import Text, record
 from torch_dflash.engine import engine as engine_module
 from torch_dflash.targets.guard import Guard
 from torch_dflash.targets.skeleton import configs_of

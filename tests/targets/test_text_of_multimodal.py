@@ -17,7 +17,7 @@ import torch_dflash as td
 from jax_bridge.aot.compile import abstract_pair
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.weights.forms import unwrap
-from torch_dflash.engine.text_alone import media_tokens
+from torch_dflash.requests.prompts import media_tokens
 from torch_dflash.targets.auto import auto_class
 
 IMAGE = 94  # every id of the tiny configs that stands for an image, a video or sound

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
 import torch_dflash as td
-from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.view import CACHE
 from torch_dflash.targets.tested import is_tested
 from torch_dflash.verify import check, twin
 

@@ -9,7 +9,7 @@ from support import ROOT
 
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.answers.draw import draw
+from torch_dflash.train.answers.data import draw
 
 
 def test_blank_lines_are_passed_over_and_files_take_turns(tmp_path):

@@ -6,7 +6,7 @@ from support.doors import DOORS, OF_ROWS
 from transformers import DynamicCache, StaticCache
 
 import torch_dflash as td
-from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.view import CACHE
 
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 CALLS = ["generate", "custom_generate", "folder"]

@@ -5,7 +5,7 @@ import torch
 from support.doors import DOORS, OF_ROWS
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.view import CACHE
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 TELLING = [*OF_ROWS, "native"]

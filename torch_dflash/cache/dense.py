@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.fresh import FreshRows
+from torch_dflash.cache.spec import FreshRows
 from torch_dflash.cache.view import CacheView
-from torch_dflash.ops.attention import AttentionInputs, KeyValue, grouped_attention
+from torch_dflash.ops.attention import AttentionInputs, KeyValue, dense_attention, grouped_attention
 from torch_dflash.ops.block_attention import Past, block_attention
-from torch_dflash.ops.dense_attention import dense_attention
 from torch_dflash.ops.windows import clear_rows, reach, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state

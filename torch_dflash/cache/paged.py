@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.fresh import FreshRows
+from torch_dflash.cache.spec import FreshRows
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.paged_attention import Pages, append_pages, paged_attention, pool_width
 from torch_dflash.plan import DecodePlan

@@ -10,6 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.trees import take_rows
+from torch_dflash.pytrees import register_state
 
 Layer = TypeVar("Layer", bound="CacheLayer")
 
@@ -79,3 +81,24 @@ class CacheLayer(Protocol):
     def reset(self: Layer, rows: Tensor) -> Layer:
         """Forget the rows of the batch marked in ``rows`` [B]: other requests take them."""
         ...
+
+
+@register_state
+@dataclass(frozen=True)
+class FreshRows:
+    """A layer before a pass over a tree, and what the pass made of its M rows; nothing is written yet.
+
+    It stands in the layer's place from the pass to `commit`, inside of one round.
+    """
+
+    layer: Any
+    key: Float[Tensor, "B G M D"]
+    value: Float[Tensor, "B G M Dv"]
+    start: Int[Tensor, " B"]
+    table: Int[Tensor, "B row_pages"] | None
+
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Any:
+        """The layer with the rows ``path`` behind what it holds; the first ``count`` of them count."""
+        assert path is not None, "a tree without a path"
+        key, value = take_rows(self.key, path, dim=2), take_rows(self.value, path, dim=2)
+        return self.layer.append(key, value, self.start, self.table)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torch_dflash.ops.attention import AttentionInputs, finite_values, visible
 from torch_dflash.ops.trees import Tree
@@ -103,3 +105,8 @@ class CacheView(Cache):
 
     def get_seq_length(self, layer_idx=0):
         return self.said  # positions and masks are always given, so no model may derive them from here
+
+
+CACHE = "cache"
+if all(field.name != CACHE for field in fields(BaseModelOutputWithPast)):
+    CACHE = "past_key_values"

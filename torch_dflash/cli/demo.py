@@ -22,13 +22,13 @@ from torch_dflash.demo.contest import Method, Show, ours, transformers_own
 from torch_dflash.demo.pair import demo_block_size, load_demo_draft_ids, load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.demo.target import DemoModelError, load_demo_target
-from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.progress import coloured, progress_bar
 from torch_dflash.proposers.dflash.native import ends_in_blocks
 from torch_dflash.proposers.narrow import with_draft_vocabulary
+from torch_dflash.requests.row_values import default_stop_ids
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.answers.draw import draw
+from torch_dflash.train.answers.data import draw
 
 KIND, PROMPTS = "maths", Path("data/eval")
 ROOM, ROWS, FEW = 256, 8, 16

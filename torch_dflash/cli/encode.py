@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.engine.text import TextStream
+from torch_dflash.pieces import TextStream
 
 
 class StdoutStreamer:

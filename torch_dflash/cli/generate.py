@@ -16,8 +16,7 @@ from torch_dflash.cli.encode import StdoutStreamer
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.job import Job
 from torch_dflash.cli.jsonl import read_items, run_lines
-from torch_dflash.engine.outputs import GenerateOutput
-from torch_dflash.engine.stats import DecodeStats
+from torch_dflash.engine.outputs import DecodeStats, GenerateOutput
 from torch_dflash.grammars.grammar import Grammar
 from torch_dflash.grammars.matcher import NoTokenLeft
 from torch_dflash.progress import tell

@@ -13,13 +13,12 @@ from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, plainly, prompt_room,
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.loading import Loaded, load_pair
-from torch_dflash.engine.defaults import default_stop_ids, penalty_of
-from torch_dflash.engine.options import LARGEST_CHUNK
-from torch_dflash.engine.prompts import bucket
-from torch_dflash.engine.read import read_request
-from torch_dflash.engine.rules import of_the_model
-from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.progress import tell
+from torch_dflash.requests.options import LARGEST_CHUNK
+from torch_dflash.requests.prompts import bucket
+from torch_dflash.requests.read import read_request
+from torch_dflash.requests.row_values import default_stop_ids, penalty_of, stop_ids
+from torch_dflash.requests.rules import of_the_model
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
 

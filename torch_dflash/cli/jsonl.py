@@ -14,7 +14,7 @@ from torch_dflash.cli.encode import asks
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
-from torch_dflash.engine.prompts import pad_rows
+from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.storage.json_text import parse_json
 
 FIELDS = {

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch_dflash.engine.text import TextStream
+from torch_dflash.pieces import TextStream
 from torch_dflash.storage.files import write_atomically
 
 GREEN, RESET = "\033[32m", "\033[0m"

@@ -10,11 +10,11 @@ import torch
 from torch_dflash.checks import check_counts
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.doctor.diagnosis import Diagnosis, check_judged, judge_texts
-from torch_dflash.doctor.recorded import Text
+from torch_dflash.doctor.judge import Text
 from torch_dflash.doctor.template import other_way, with_other_way
-from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.train.answers.data import encode_conversation
 
 SPARE = 3

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from torch_dflash.checks import check_counts
 from torch_dflash.doctor.changes import Change, changes
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.enough import Evidence, weigh
-from torch_dflash.doctor.judge import Judge
-from torch_dflash.doctor.recorded import Text, record
-from torch_dflash.doctor.tried import WEAK, Tried
-from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary, refuse_extras
+from torch_dflash.doctor.judge import Judge, Text, record
+from torch_dflash.doctor.tried import WEAK, Evidence, Tried, weigh
+from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary, refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.notes import Finding, findings
 from torch_dflash.proposers.pair import check_pair
+from torch_dflash.storage.files import write_atomically
 
 ROUNDS = ((16, 48), (64, 12))
 """Pairs of changes are screened on so many blocks, and so many go on."""
@@ -165,3 +165,34 @@ def _finalists(judge: Judge, own: Convention, single: list[Tried]) -> list[tuple
         order = sorted(range(len(pairs)), key=lambda at: -nats[at])
         pairs = [pairs[at] for at in order[:most]]
     return pairs
+
+
+SHOWN = 16
+
+
+def draw(found: Diagnosis, path: Path) -> None:
+    """Acceptance length by convention, the best ones, and the share of right drafts by position, as a PNG.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is missing (extra ``demo``).
+    """
+    from matplotlib.figure import Figure
+
+    base = next(one for one in found.tried if not one.changes)
+    shown = found.tried[:SHOWN]
+    shown = shown if base in shown else [*shown[:-1], base]
+    figure = Figure(figsize=(11, 0.35 * len(shown) + 1.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    chosen = {change.name for change in found.changes}
+    for place, one in enumerate(reversed(shown)):
+        names = {change.name for change in one.changes}
+        colour = "tab:orange" if not names else "tab:green" if names == chosen else "lightgrey"
+        left.barh(place, one.length, color=colour)
+    left.set_yticks(range(len(shown)), [one.name for one in reversed(shown)])
+    left.set_xlabel("acceptance length")
+    left.set_title(found.verdict)
+    right.plot(range(1, len(found.positions) + 1), found.positions, marker="o", color="tab:orange")
+    right.set_ylim(0, 1)
+    right.set_xlabel("first k drafts right, as it is")
+    right.set_ylabel("share of blocks")
+    write_atomically(path, lambda part: figure.savefig(part, format="png"))

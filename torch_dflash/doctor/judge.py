@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.recorded import Recorded
-from torch_dflash.proposers.dflash.markov import look_up
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.dflash.vocabulary import look_up
+from torch_dflash.targets.blocks import block_of, check_tappable, tapped
 from torch_dflash.targets.final_norm import final_norm
+from torch_dflash.targets.skeleton import build_skeleton
+from torch_dflash.targets.trace import blocks_of
+from torch_dflash.targets.weights import collect_tensors
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
 
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
@@ -178,3 +181,44 @@ def standard_score(new: Tensor, old: Tensor) -> float:
 def standard_error(new: Tensor, old: Tensor) -> float:
     """Of the mean by which ``new`` is better than ``old``, block by block; 0 of a single block."""
     return float((new - old).double().std() / len(new) ** 0.5) if len(new) > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt of ``start`` tokens and the target's own greedy answer to it: ``ids`` [T]."""
+
+    ids: Int[Tensor, " T"]
+    start: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A text, and ``states``: the embedding's output, then that of each block, before the final norm."""
+
+    text: Text
+    states: list[Float[Tensor, "T H"]]
+
+
+@torch.no_grad()
+def record(target: Any, texts: Sequence[Text]) -> list[Recorded]:
+    """Run ``target`` over each text once.
+
+    Raises:
+        ValueError: its layers cannot be tapped, or it is none that decodes here.
+    """
+    blocks = blocks_of(target)
+    check_tappable(target, blocks)
+    skeleton = build_skeleton(target, target.config._attn_implementation)  # no hook of ours in the model
+    tensors, outputs, found = collect_tensors(skeleton, target, ""), {}, []
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        outputs[-1] = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+    block_of(skeleton, blocks, 0).register_forward_pre_hook(keep, with_kwargs=True)
+    layers = tuple(range(len(blocks.paths)))
+    with tapped(skeleton, blocks, layers, outputs):
+        for text in texts:
+            step = {"input_ids": text.ids[None].to(target.device), "use_cache": False}
+            torch.func.functional_call(skeleton, tensors, (), step)
+            found.append(Recorded(text, [outputs[layer][0].detach() for layer in (-1, *layers)]))
+    return found

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from torch_dflash.engine.one_by_one import impure
-from torch_dflash.engine.prompts import prompt_chunks
-from torch_dflash.engine.read import row_requests
-from torch_dflash.engine.request import Request
 from torch_dflash.engine.scheduler import READ, Scheduler
 from torch_dflash.engine.width import Pace, Widths
 from torch_dflash.plan import DecodePlan
 from torch_dflash.record import WHOLE
+from torch_dflash.requests.prompts import prompt_chunks
+from torch_dflash.requests.read import impure, row_requests
+from torch_dflash.requests.request import Request
 from torch_dflash.runtime import Progress, Runtime, Turn
 from torch_dflash.state import DecodeState
 

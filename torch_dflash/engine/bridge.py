@@ -10,11 +10,11 @@ import torch
 
 from torch_dflash.decode import Pair
 from torch_dflash.eager import EagerRuntime
-from torch_dflash.engine.options import EngineOptions
-from torch_dflash.engine.together import Hosts
+from torch_dflash.engine.hosts import Hosts
 from torch_dflash.engine.width import Widths
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import say
+from torch_dflash.requests.options import EngineOptions
 from torch_dflash.runtime import Runtime
 
 _told: WeakSet = WeakSet()

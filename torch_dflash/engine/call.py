@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_dflash.engine.request import Request
 from torch_dflash.record import Recorded
+from torch_dflash.requests.request import Request
 from torch_dflash.runtime import Gain, Progress
 
 

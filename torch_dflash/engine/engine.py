@@ -18,17 +18,7 @@ from torch_dflash.checks import check_context, check_streamer, check_target, con
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.bridge import hosts_of, make_runtimes, tell_device
-from torch_dflash.engine.entry import check_entry, marked
-from torch_dflash.engine.gained import Gained, tokens_of
-from torch_dflash.engine.models import Models
-from torch_dflash.engine.options import EngineOptions
-from torch_dflash.engine.outputs import GenerateOutput, collect
-from torch_dflash.engine.read import check_fits, read_request, repeated
-from torch_dflash.engine.request import Request
-from torch_dflash.engine.rules import arranged, of_the_model
-from torch_dflash.engine.scheduler import Scheduler
-from torch_dflash.engine.session import Session
-from torch_dflash.engine.together import (
+from torch_dflash.engine.hosts import (
     check_alone,
     check_widths,
     digest_of,
@@ -39,7 +29,10 @@ from torch_dflash.engine.together import (
     said_of,
     together,
 )
-from torch_dflash.engine.told import check_top
+from torch_dflash.engine.models import Models, check_entry, marked
+from torch_dflash.engine.outputs import Gained, GenerateOutput, collect, tokens_of
+from torch_dflash.engine.scheduler import Scheduler
+from torch_dflash.engine.session import Session
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths
 from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
@@ -47,6 +40,11 @@ from torch_dflash.processors.interface import Processor
 from torch_dflash.progress import say
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
+from torch_dflash.requests.logprobs import check_top
+from torch_dflash.requests.options import EngineOptions
+from torch_dflash.requests.read import check_fits, read_request, repeated
+from torch_dflash.requests.request import Request
+from torch_dflash.requests.rules import arranged, of_the_model
 from torch_dflash.runtime import Gain, Progress, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.adapter import Target

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from torch_dflash.checks import check_autocast
 from torch_dflash.decode import Pair
+from torch_dflash.guards.processes import check_process
+from torch_dflash.guards.reentry import inside
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.proposers.composed import Composed, inner_of, recipe_of
 from torch_dflash.targets.guard import Guard
@@ -90,3 +94,31 @@ class Models:
             tensors |= live.read()
         del alive
         return tensors
+
+
+T = TypeVar("T")
+
+
+def check_entry(pair: Pair, runtime: str) -> None:
+    """Raise where ``pair`` cannot run.
+
+    Raises:
+        ValueError: torch casts what ``runtime`` does not.
+        RuntimeError: this process was forked after JAX had started, or this thread is inside of a step of
+            ``pair``.
+    """
+    check_process(runtime)
+    pair.check_free()
+    check_autocast(runtime)
+
+
+def marked(pair: Pair, steps: Generator[T, None, None]) -> Generator[T, None, None]:
+    """``steps``, each of which user code cannot call ``pair`` from; whoever reads them may."""
+    with closing(steps):
+        while True:
+            pair.check_free()
+            with inside(pair):
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step

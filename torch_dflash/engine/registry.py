@@ -9,11 +9,11 @@ from typing import Any
 
 from torch_dflash.checks import check_target
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.options import EngineOptions
 from torch_dflash.engine.replicas import engine_of
 from torch_dflash.guards.reentry import holding
 from torch_dflash.proposers.choose import check_drafter, holds_tensors
 from torch_dflash.proposers.composed import inner_of, recipe_of
+from torch_dflash.requests.options import EngineOptions
 from torch_dflash.targets.weights import LoadedTarget, model_of
 
 # As many as a chat of 32,768 positions comes to need (`capacity.py`), and some for other options.

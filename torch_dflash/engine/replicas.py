@@ -15,14 +15,12 @@ from torch import Tensor
 from torch_dflash.engine.call import Call, Part
 from torch_dflash.engine.desk import Desk, Group
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.gained import Gained
-from torch_dflash.engine.options import EngineOptions
-from torch_dflash.engine.outputs import GenerateOutput, collect
-from torch_dflash.engine.read import check_each_fits
-from torch_dflash.engine.request import Request
+from torch_dflash.engine.outputs import Gained, GenerateOutput, Share, collect
 from torch_dflash.engine.session import Session
-from torch_dflash.engine.stats import Share
 from torch_dflash.progress import lasting
+from torch_dflash.requests.options import EngineOptions
+from torch_dflash.requests.read import check_each_fits
+from torch_dflash.requests.request import Request
 from torch_dflash.runtime import Gain, Runtime
 from torch_dflash.state import DecodeState
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from torch_dflash.engine.page_allocator import PageAllocator
+from torch_dflash.engine.pages import PageAllocator
 from torch_dflash.plan import DecodePlan
 
 READ = ("length", "limit", "page_table", "done", "tokens", "stop_ids")

@@ -15,12 +15,10 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.gained import Gained
-from torch_dflash.engine.outputs import stats_of
-from torch_dflash.engine.request import Request
-from torch_dflash.engine.stats import DecodeStats
-from torch_dflash.engine.told import check_streamed
+from torch_dflash.engine.outputs import DecodeStats, Gained, stats_of
 from torch_dflash.guards.processes import OfOneProcess
+from torch_dflash.requests.logprobs import check_streamed
+from torch_dflash.requests.request import Request
 from torch_dflash.rewind import earliest, snapshot_of
 from torch_dflash.runtime import Gain, Progress, Runtime
 

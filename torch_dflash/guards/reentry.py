@@ -27,7 +27,7 @@ _KINDS = {
     "torch_dflash.processors.interface": "a processor",
     "torch_dflash.decode": "a proposer",
     "torch_dflash.proposers.base": "a proposer",
-    "torch_dflash.engine.halts": "a stopping criterion",
+    "torch_dflash.requests.stopping": "a stopping criterion",
 }
 """What user code is, by the module that calls it."""
 

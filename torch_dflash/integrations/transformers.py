@@ -10,15 +10,7 @@ from torch import Tensor
 from transformers import ForcedBOSTokenLogitsProcessor, GenerationConfig, PreTrainedModel
 
 from torch_dflash.checks import check_blocks
-from torch_dflash.engine.arguments import set_aside_cache
-from torch_dflash.engine.foreign import meant
-from torch_dflash.engine.options import OF_A_CALL, EngineOptions
 from torch_dflash.engine.outputs import GenerateOutput
-from torch_dflash.engine.refusals import refuse_unsupported
-from torch_dflash.engine.request import room_below
-from torch_dflash.engine.rule_values import check_decay
-from torch_dflash.engine.special_ids import stop_ids
-from torch_dflash.engine.told import OF_LOGITS
 from torch_dflash.generation import generate
 from torch_dflash.integrations.prepared import OF_SAMPLES, check_scores, read_criteria, read_processors
 from torch_dflash.integrations.prepared_rules import OFF, Call
@@ -26,6 +18,14 @@ from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.own import BlockProcessor
 from torch_dflash.proposers.choose import Missing, check_drafter
+from torch_dflash.requests.aliases import meant
+from torch_dflash.requests.arguments import set_aside_cache
+from torch_dflash.requests.logprobs import OF_LOGITS
+from torch_dflash.requests.options import OF_A_CALL, EngineOptions
+from torch_dflash.requests.refusals import refuse_unsupported
+from torch_dflash.requests.request import room_below
+from torch_dflash.requests.row_values import stop_ids
+from torch_dflash.requests.rule_values import check_decay
 
 _BOUND = (*OF_A_CALL, "seed", "streamer", "tokenizer", *OF_LOGITS)
 

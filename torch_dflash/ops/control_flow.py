@@ -76,3 +76,14 @@ class _Chunk(torch.autograd.Function):
                 sums[i] = flow if sums[i] is None else sums[i] + flow
         found = iter(sums)
         return None, *(next(found) if need else None for need in ctx.needed)
+
+
+@lowerable
+def on_host(*given: Tensor, function: Callable[..., Any], shape: tuple[int, ...]) -> Tensor:
+    """What ``function`` makes of ``given`` as numpy arrays: an int32 array of ``shape``.
+
+    It has to be pure: a compiled program may call it again, or not at all where nothing reads its result.
+    """
+    found = function(*(tensor.numpy(force=True) for tensor in given))
+    assert found.shape == shape, f"{function} made {found.shape}, not {shape}"
+    return torch.from_numpy(found).to(given[0].device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_dflash.grammars.bits import ALL, words_of
 from torch_dflash.grammars.matcher import MatcherRow, allowed_bits
 from torch_dflash.grammars.table import DEAD, FIRST, TableRow
-from torch_dflash.ops.on_host import on_host
+from torch_dflash.ops.control_flow import on_host
 from torch_dflash.ops.trees import Tree
 from torch_dflash.processors.interface import Forgetful, Text, column
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from torch_dflash.proposers.checkpoint.files import read_config
 from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
-from torch_dflash.proposers.dflash.files import read_config
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.dflash2.config import DFlash2Config
-from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
+from torch_dflash.proposers.dflash2.model import DFlash2Config, DFlash2DraftModel
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.proposers.layouts.layout import Fields
 

@@ -18,7 +18,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from torch_dflash.checks import check_counts, is_count
-from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
+from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair, tables_of_ids
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_dflash.engine.outputs import GenerateOutput
-from torch_dflash.engine.prompts import pad_rows
+from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.selftest.backend import CHUNK, Backend, Case, prompts
 from torch_dflash.selftest.report import NOT_APPLICABLE, Check, judged
 

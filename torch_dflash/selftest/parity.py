@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_dflash import decode as steps
 from torch_dflash.decode import Pair, Params
-from torch_dflash.engine.prompts import pad_rows
+from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.selftest.backend import Backend, Case, prompts
 from torch_dflash.selftest.report import Check, within
 from torch_dflash.state import DecodeState

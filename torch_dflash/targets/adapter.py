@@ -15,9 +15,8 @@ from torch.overrides import has_torch_function
 from transformers import PreTrainedModel
 
 from torch_dflash.cache.allocate import allocate
-from torch_dflash.cache.argument import CACHE
 from torch_dflash.cache.recurrent import kept_in_model_type
-from torch_dflash.cache.view import CacheView
+from torch_dflash.cache.view import CACHE, CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
 from torch_dflash.ops.trees import Tree, rows_at
 from torch_dflash.ops.windows import take_row

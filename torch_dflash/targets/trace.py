@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from torch_dflash.cache.argument import CACHE
 from torch_dflash.cache.dense import attend_densely
 from torch_dflash.cache.spec import LayerSpec
+from torch_dflash.cache.view import CACHE
 from torch_dflash.checks import context_of, field_of
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.autocast import TurnsAutocastOn, uncast

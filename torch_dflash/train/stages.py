@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from torch_dflash.storage.files import StageError, naming_a_full_disk, write_json
-from torch_dflash.train.files import MANIFEST
 
 LOCK, HOLDER = ".lock", ".lock.holder"
 """The file that is locked, which stays, and who holds it: Windows lets nobody read a locked file."""
@@ -98,3 +98,18 @@ def _read_settings(manifest: Path, made: str) -> dict[str, Any]:
             f"{manifest} is damaged ({error}): restore it, or choose another directory; to begin anew, "
             f"delete it and {made} there."
         ) from error
+
+
+MANIFEST = "stage.json"
+
+
+def check_shards(directory: Path, files: list[Path], remedy: str) -> None:
+    """Raise ``StageError`` unless all of the shards ``...-00000-of-00003...`` among ``files`` are there."""
+    counts = [int(found[1]) for file in files if (found := re.search(r"-\d+-of-(\d+)\.", file.name))]
+    if len(set(counts)) > 1:
+        raise StageError(
+            f"{directory} holds shards of {' and of '.join(map(str, sorted(set(counts))))}, of different "
+            "runs; delete those of one."
+        )
+    if counts and len(counts) < counts[0]:
+        raise StageError(f"{directory} holds {len(counts)} of {counts[0]} shards; {remedy}")

@@ -17,7 +17,7 @@ from transformers import TemperatureLogitsWarper as Temperature
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
-from torch_dflash.cache.argument import CACHE
+from torch_dflash.cache.view import CACHE
 from torch_dflash.checks import Cache, check_cache, check_context, check_counts, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.ops.windows import positions

@@ -8,15 +8,16 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from torch_dflash.checks import check_counts, check_static_rope, check_types, is_count
-from torch_dflash.proposers.dflash.extras import check_extras
-from torch_dflash.proposers.dflash.fields import (
+from torch_dflash.proposers.checkpoint.extras import check_extras
+from torch_dflash.proposers.checkpoint.fields import (
     check_fields,
     check_layout,
     check_rope,
     check_rotation,
     check_window,
+    known_fields,
+    warn_of,
 )
-from torch_dflash.proposers.dflash.unknown import known_fields, warn_of
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.proposers.layouts.layout import Fields
 from torch_dflash.proposers.layouts.rotary import without_flags

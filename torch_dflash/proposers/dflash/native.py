@@ -8,7 +8,7 @@ import transformers
 from packaging.version import Version
 from transformers.cache_utils import DFlashCache
 
-from torch_dflash.proposers.dflash.extras import refuse_extras
+from torch_dflash.proposers.checkpoint.extras import refuse_extras
 
 ENDS_IN_BLOCKS = "5.18"
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from torch_dflash.ops.control_flow import branch
-from torch_dflash.ops.likeliest import likeliest
-from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
-from torch_dflash.proposers.dflash.markov import MarkovHead, look_up
+from torch_dflash.ops.spread import likeliest
+from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
 from torch_dflash.proposers.trees.beam import Following
 
 
@@ -163,3 +163,31 @@ class DraftVocabulary:
         if multiplier != 1:  # a pass over all logits, and in training two more
             logits = logits * multiplier
         return torch.tanh(logits / cap) * cap if cap else logits
+
+
+class MarkovHead(nn.Module):
+    """What a token adds to the logits after it: ``W2 W1[token]``, whatever the hidden state.
+
+    Args:
+        ids: of the target, rows of W1. said: of the drafter, rows of W2. rank: columns of both.
+
+    Source: vllm-project/speculators, ``models/dspark``, its "vanilla" head.
+    """
+
+    def __init__(self, ids: int, said: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(ids, rank)
+        self.markov_w2 = nn.Linear(rank, said, bias=False)
+
+    def begin_as_nothing(self) -> None:
+        """Weights with which nothing is added."""
+        nn.init.zeros_(self.markov_w2.weight)
+
+    def forward(self, before: Int[Tensor, "*R"]) -> Float[Tensor, "*R V"]:
+        """What is added to the logits after the tokens ``before``, the target's ids."""
+        return self.markov_w2(look_up(before, self.markov_w1.weight))
+
+
+def look_up(ids: Int[Tensor, "*R"], table: Float[Tensor, "V K"]) -> Float[Tensor, "*R K"]:
+    """The rows ``ids`` of a drafter's table; an id of the target's beyond the table reads its last row."""
+    return F.embedding(ids.clamp(max=table.shape[0] - 1), table)

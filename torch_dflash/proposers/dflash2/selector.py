@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from torch_dflash.ops.likeliest import likeliest
-from torch_dflash.proposers.dflash.markov import look_up
+from torch_dflash.ops.spread import likeliest
+from torch_dflash.proposers.dflash.vocabulary import look_up
 from torch_dflash.proposers.trees.beam import Following
 
 

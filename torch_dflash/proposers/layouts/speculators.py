@@ -18,8 +18,8 @@ from typing import Any
 
 from torch_dflash.checks import is_count
 from torch_dflash.proposers.layouts.built import whole_fields
-from torch_dflash.proposers.layouts.heads import CONFIDENCE, CONFIDENCE_WEIGHTS, check_markov
 from torch_dflash.proposers.layouts.layout import Fields, Layout, required, switch
+from torch_dflash.proposers.layouts.pieces import CONFIDENCE, CONFIDENCE_WEIGHTS, check_markov
 from torch_dflash.proposers.layouts.zlab import zlabs
 
 CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DFlashDraftModel"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_dflash.storage.files import StageError, write_json
 from torch_dflash.train.answers.data import Answer
-from torch_dflash.train.files import MANIFEST
+from torch_dflash.train.stages import MANIFEST
 
 DATA = "data.json"
 TEMPLATE = "chat_template_kwargs"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.checks import context_of
-from torch_dflash.engine.defaults import default_stop_ids
-from torch_dflash.engine.prompts import pad_rows
 from torch_dflash.generation import generate
 from torch_dflash.progress import progress_bar
+from torch_dflash.requests.prompts import pad_rows
+from torch_dflash.requests.row_values import default_stop_ids
 from torch_dflash.storage.files import write_json
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Answer, Prompt, count_answers, write_answers

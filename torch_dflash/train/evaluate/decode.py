@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from torch_dflash.checks import context_of
-from torch_dflash.engine.defaults import default_stop_ids
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.options import EngineOptions
-from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers import NGramProposer
+from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.dflash.proposer import DFlashProposer, DFlashState
+from torch_dflash.requests.options import EngineOptions
+from torch_dflash.requests.prompts import bucket, pad_rows
+from torch_dflash.requests.row_values import default_stop_ids
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Prompt
 from torch_dflash.train.evaluate.options import EvaluateOptions
-from torch_dflash.train.evaluate.shuffled import ShuffledFeatures
 
 
 @dataclass(frozen=True)
@@ -212,3 +213,23 @@ def replay_ngram(
 def _window(text: Tensor, start: Tensor, width: int) -> Tensor:
     at = start[:, None].long() + torch.arange(width)
     return text.gather(1, at.clamp(max=text.shape[1] - 1))
+
+
+class ShuffledFeatures(DFlashProposer):
+    """Drafts with every batch row's features taken from the next row; needs a batch of 2 or more.
+
+    What the drafter still accepts it owes to the anchor's embedding and to the commonest tokens, so the
+    distance to its true acceptance length is what it learned to read from the target's states.
+    """
+
+    name = "shuffled"
+
+    def __init__(self, drafter: DFlashDraftModel):
+        super().__init__(drafter)
+        self.drafter: Any = drafter  # with its weights: the engine copies a proposer whole
+
+    def ingest(self, pstate, features, ids, next_ids, count) -> DFlashState:
+        return super().ingest(pstate, torch.roll(features, 1, dims=0), ids, next_ids, count)
+
+    def observe(self, pstate, features, ids, next_ids, count) -> DFlashState:
+        return super().observe(pstate, torch.roll(features, 1, dims=0), ids, next_ids, count)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch_dflash.storage.files import write_atomically
 from torch_dflash.train.answers.provenance import data_section
-from torch_dflash.train.files import MANIFEST
 from torch_dflash.train.fit.heads import head_of
 from torch_dflash.train.fit.log import read_log
+from torch_dflash.train.stages import MANIFEST
 
 CARD = "README.md"
 HEADING = "## Acceptance\n"

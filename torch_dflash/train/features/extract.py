@@ -19,14 +19,14 @@ from torch import Tensor
 
 from torch_dflash.checks import check_runtime, check_target, context_of
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.options import EngineOptions
-from torch_dflash.engine.prompts import bucket, pad_rows
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import progress_bar
 from torch_dflash.proposers import PlainProposer
 from torch_dflash.proposers.dflash.config import default_target_layer_ids
 from torch_dflash.pytrees import register_state
+from torch_dflash.requests.options import EngineOptions
+from torch_dflash.requests.prompts import bucket, pad_rows
 from torch_dflash.storage.files import StageError
 from torch_dflash.targets.blocks import check_tappable, tapped
 from torch_dflash.targets.skeleton import build_skeleton

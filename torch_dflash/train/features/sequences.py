@@ -15,8 +15,8 @@ from torch_dflash.storage.files import StageError
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, check_any
 from torch_dflash.train.features.fingerprint import TargetFingerprint
 from torch_dflash.train.features.tensorfiles import reading_tensors
-from torch_dflash.train.files import check_shards
 from torch_dflash.train.fit.blocks import Batch, draw_anchors
+from torch_dflash.train.stages import check_shards
 
 # A mask id in one of so many tokens is an accident that costs nothing; in more, it was chosen wrongly.
 RARE = 10_000

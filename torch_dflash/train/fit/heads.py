@@ -12,8 +12,7 @@ import torch
 
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.dflash2.config import SIZES, DFlash2Config
-from torch_dflash.proposers.dflash2.model import DFlash2DraftModel
+from torch_dflash.proposers.dflash2.model import SIZES, DFlash2Config, DFlash2DraftModel
 from torch_dflash.train.fit.options import HEADS, SELECTOR, check_head
 
 NO_CHOICE = {"selector_rank": 1, "selector_top_k": 1}

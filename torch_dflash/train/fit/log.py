@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.storage.files import naming_a_full_disk, write_atomically
-from torch_dflash.train.files import MANIFEST
+from torch_dflash.train.stages import MANIFEST
 
 
 class TrainLog:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from torch_dflash.progress import progress_bar
-from torch_dflash.proposers.dflash2.config import SIZES
+from torch_dflash.proposers.dflash2.model import SIZES
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.features.extract import data_checksum
 from torch_dflash.train.features.sequences import Sequences, check_mask, check_source, check_taps

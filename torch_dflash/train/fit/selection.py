@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from torch_dflash.ops.control_flow import chunked
+from torch_dflash.proposers.dflash.vocabulary import MarkovHead
 from torch_dflash.proposers.dflash2.selector import CandidateSelector
 
 
@@ -68,3 +70,25 @@ class Selection:
         rows = hidden, candidates, added.float(), labels
         loss, hit, listed = chunked(rows_of, rows_per_chunk, *rows)
         return loss, hit, listed
+
+
+# Source: vllm-project/speculators, ``models/dspark/core.py``: losses are of logits with the Markov head's.
+@dataclass(frozen=True)
+class Chain:
+    """A Markov head, and the true token before each row: what it would be given if all before was right.
+
+    So the likeliest token here is what is drafted in decoding, up to a block's first error.
+    """
+
+    head: MarkovHead
+    previous: Int[Tensor, "B A N"]
+
+    def keys(self) -> Float[Tensor, "R K"]:
+        """What the head looks up for each row."""
+        return self.head.markov_w1(self.previous.flatten())
+
+    def added(self, vocabulary: Any) -> Any:
+        """``keys -> `` what is added to the logits of the ids of ``vocabulary`` (a `Vocabulary`)."""
+        weight, ids = self.head.markov_w2.weight, vocabulary.ids
+        weight = weight if ids is None else weight[ids.long()]
+        return lambda keys: F.linear(keys, weight)

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_dflash.proposers.dflash.extras import refuse_extras
+from torch_dflash.proposers.checkpoint.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair, tables_of_ids
 from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
-from torch_dflash.train.fit.chain import Chain
 from torch_dflash.train.fit.objective import Losses, Vocabulary, block_losses
 from torch_dflash.train.fit.options import Objective
-from torch_dflash.train.fit.selection import Selection
+from torch_dflash.train.fit.selection import Chain, Selection
 
 KNOWN = ("sample_from_anchor", "markov_rank")
 """What z-lab's drafters do not have and a fit trains all the same."""

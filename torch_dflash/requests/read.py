@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +12,16 @@ from torch import Tensor
 
 from torch_dflash.checks import check_counts, check_target
 from torch_dflash.decode import RowRequests
-from torch_dflash.engine.arguments import set_aside_cache, take_arguments
-from torch_dflash.engine.prompts import check_ids, split_rows
-from torch_dflash.engine.request import Request, defaults_of, resolve
-from torch_dflash.engine.rules import check_covered
-from torch_dflash.engine.seeds import seed_key
-from torch_dflash.engine.text_alone import check_text_alone
-from torch_dflash.engine.told import check_told
 from torch_dflash.plan import DecodePlan
+from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
+from torch_dflash.requests.arguments import set_aside_cache, take_arguments
+from torch_dflash.requests.logprobs import check_told
+from torch_dflash.requests.prompts import check_ids, check_text_alone, split_rows
+from torch_dflash.requests.request import Request, defaults_of, resolve
+from torch_dflash.requests.row_values import seed_key
+from torch_dflash.requests.rules import check_covered
+from torch_dflash.requests.stopping import Criterion
 from torch_dflash.state import Sampling
 from torch_dflash.targets.weights import model_of
 
@@ -144,3 +147,42 @@ def check_each_fits(request: Request, plan: DecodePlan) -> None:
         )
     check_covered(request.processors, plan.processors)
     check_told(request.told, plan)
+
+
+_log = logging.getLogger("torch_dflash")
+
+
+def one_by_one(request: Request, processors: Iterable[Any], runtime: str) -> dict[str, Any]:
+    """Options of an engine for a call whose processors or criteria have to see each token; {} for others.
+
+    They get what transformers would hand them, once a token: prompts are read in one piece, and a round
+    verifies one row. Nothing is drafted then, which is logged.
+
+    Raises:
+        ValueError: ``runtime`` has no host to ask.
+    """
+    asked = impure(processors) + [one.name for one in request.halts if isinstance(one, Criterion)]
+    if not asked:
+        return {}
+    if runtime != "eager":
+        raise ValueError(
+            f"{asked[0]} runs on the host after each token: pass runtime='eager', or say it by options "
+            "(stop_strings, eos_token_id) or a td.BlockProcessor."
+        )
+    _log.info("%s sees one token at a time: plain decoding, nothing is drafted", asked[0])
+    return {"verify_width": 1, "rounds_per_chunk": 1}
+
+
+def check_compiled(processors: Iterable[Any] | None) -> None:
+    """Raise ``ValueError`` for a processor that an engine of many calls could not ask as it must be."""
+    for name in impure(processors or ()):
+        raise ValueError(
+            f"processors holds {name}, which has to be asked once for each token of one call: pass it to "
+            "torch_dflash.generate, or td.HostProcessor(..., pure=True) if its scores follow from its "
+            "arguments."
+        )
+
+
+def impure(processors: Iterable[Any]) -> list[str]:
+    """The names of those that have to be asked once for each token, and of a prompt read in one piece."""
+    return [one.name for one in processors if isinstance(one, HostProcessor) and not one.pure]

@@ -10,13 +10,13 @@ import torch
 from transformers.generation import GenerationMixin
 
 from torch_dflash.checks import check_loaded
-from torch_dflash.engine.answers import RESPONSE_FORMAT
-from torch_dflash.engine.foreign import meant
-from torch_dflash.engine.options import OF_A_CALL, OF_AN_ENGINE
-from torch_dflash.engine.refusals import config_fields
-from torch_dflash.engine.rules import OURS
-from torch_dflash.engine.text_alone import MEDIA
-from torch_dflash.engine.told import OF_LOGITS
+from torch_dflash.requests.aliases import meant
+from torch_dflash.requests.grammars import RESPONSE_FORMAT
+from torch_dflash.requests.logprobs import OF_LOGITS
+from torch_dflash.requests.options import OF_A_CALL, OF_AN_ENGINE
+from torch_dflash.requests.prompts import MEDIA
+from torch_dflash.requests.refusals import config_fields
+from torch_dflash.requests.rules import OURS
 
 # Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own, and
 # `top_logprobs` what it asks of an engine that may keep more.

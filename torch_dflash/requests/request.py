@@ -14,14 +14,13 @@ import torch
 from transformers import GenerationConfig
 
 from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
-from torch_dflash.engine.answers import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
-from torch_dflash.engine.halts import Halt, halts_of
-from torch_dflash.engine.refusals import refuse_doubled_cache, refuse_unsupported
-from torch_dflash.engine.rule_values import check_suppressed
-from torch_dflash.engine.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
-from torch_dflash.engine.seeds import row_seeds
-from torch_dflash.engine.special_ids import check_pad, stop_ids
-from torch_dflash.engine.told import OF_LOGITS, Told, read_told
+from torch_dflash.requests.grammars import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
+from torch_dflash.requests.logprobs import OF_LOGITS, Told, read_told
+from torch_dflash.requests.refusals import refuse_doubled_cache, refuse_unsupported
+from torch_dflash.requests.row_values import check_pad, row_seeds, stop_ids
+from torch_dflash.requests.rule_values import check_suppressed
+from torch_dflash.requests.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
+from torch_dflash.requests.stopping import Halt, halts_of
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -106,8 +105,8 @@ def resolve(
         rows: of the batch.
         width: columns of the padded prompt, which ``max_length`` counts.
         options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer``, ``response_format``, those of
-            `torch_dflash.engine.rules.OURS` and of `torch_dflash.engine.told.OF_LOGITS`; None means unset,
-            save for ``eos_token_id`` (`UNSET`) and ``use_cache``, where it is refused.
+            `torch_dflash.requests.rules.OURS` and of `torch_dflash.requests.logprobs.OF_LOGITS`; None means
+            unset, save for ``eos_token_id`` (`UNSET`) and ``use_cache``, where it is refused.
         vocab_size: of the target, which ids of options are checked against.
 
     Raises:

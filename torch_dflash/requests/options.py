@@ -17,15 +17,15 @@ from torch_dflash.checks import (
     check_runtime,
     check_width,
 )
-from torch_dflash.engine.prompts import bucket
-from torch_dflash.engine.rules import check_processors
-from torch_dflash.engine.told import check_outputs
 from torch_dflash.engine.width import TreeWidths, Widths, ladder
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import OWN_STEP, check_outside
 from torch_dflash.plan import OUTPUTS, DecodePlan
 from torch_dflash.processors.host import HostProcessor
 from torch_dflash.processors.interface import Processor
+from torch_dflash.requests.logprobs import check_outputs
+from torch_dflash.requests.prompts import bucket
+from torch_dflash.requests.rules import check_processors
 
 LARGEST_CHUNK = 512
 
@@ -136,3 +136,18 @@ class EngineOptions:
 
 OF_AN_ENGINE = tuple(option.name for option in fields(EngineOptions))
 OF_A_CALL = tuple(option.name for option in fields(EngineOptions) if "call" in option.metadata)
+
+
+SMALLEST = 256
+LARGEST_DOUBLED = 2048
+
+
+def round_up(needed: int, context: int) -> int:
+    """The room for a row that ends at ``needed``, never more than the target's ``context``.
+
+    Every size is a compilation. A chat grows with each turn, so up to 2,048 positions sizes double: idle
+    positions cost little there. Above, where they cost memory and time, an octave has four sizes.
+    """
+    octave = 1 << (needed - 1).bit_length()
+    step = octave if octave <= LARGEST_DOUBLED else octave // 8
+    return min(max(SMALLEST, -(-needed // step) * step), context)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_dflash.checks import check_rows
-from torch_dflash.engine.rule_values import power_of_two
 from torch_dflash.grammars.grammar import Grammar
 from torch_dflash.grammars.matcher import MatcherRow
 from torch_dflash.grammars.table import TableRow
 from torch_dflash.processors.grammars import GrammarMatcher, GrammarTable
 from torch_dflash.processors.interface import Processor
+from torch_dflash.requests.rule_values import power_of_two
 
 RESPONSE_FORMAT = "response_format"
 """The option, as OpenAI's API has it."""

@@ -8,15 +8,6 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch_dflash.checks import INT32_MAX, check_rows
-from torch_dflash.engine.answers import asked_grammars
-from torch_dflash.engine.rule_values import (
-    check_decay,
-    check_numbers,
-    check_sequences,
-    id_list,
-    power_of_two,
-)
-from torch_dflash.engine.special_ids import stop_ids
 from torch_dflash.processors.endings import ForcedTokens, LengthDecay
 from torch_dflash.processors.grammars import GrammarMatcher, GrammarTable
 from torch_dflash.processors.interface import Processor
@@ -24,6 +15,15 @@ from torch_dflash.processors.ngrams import NoRepeatNgram
 from torch_dflash.processors.penalties import OccurrencePenalty, RepetitionPenalty
 from torch_dflash.processors.sequences import Bans, Entry, SequenceBias
 from torch_dflash.processors.warpers import EpsilonCutoff, EtaCutoff, TypicalP
+from torch_dflash.requests.grammars import asked_grammars
+from torch_dflash.requests.row_values import stop_ids
+from torch_dflash.requests.rule_values import (
+    check_decay,
+    check_numbers,
+    check_sequences,
+    id_list,
+    power_of_two,
+)
 
 Asked = dict[Processor, list]
 """Processors in the order in which they run, and what each row asks of each: None for nothing."""

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dflash.proposers.dflash.extras import has_smaller_vocabulary
-from torch_dflash.proposers.dflash.files import check_files
-from torch_dflash.proposers.dflash.mask import MASK
+from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
+from torch_dflash.proposers.checkpoint.files import MASK, check_files
 from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.pieces import OWN
 from torch_dflash.proposers.layouts.zlab import ZLAB

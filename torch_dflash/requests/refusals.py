@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from torch_dflash.engine.rules import KINDS, OURS
+from torch_dflash.requests.rules import KINDS, OURS
 
 HONOURED = frozenset(
     {
