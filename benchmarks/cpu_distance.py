@@ -25,8 +25,8 @@ from jax_bridge.arrays import to_jax
 from jax_bridge.programs.lower import lower, tracing
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.provenance import write_json
-from torch_dflash.decode import RowRequests
 from torch_dflash.demo.target import load_demo_target
+from torch_dflash.rows import RowRequests
 from torch_dflash.train.answers.data import draw
 
 PROMPTS = Path(__file__).parents[1] / "data" / "eval"

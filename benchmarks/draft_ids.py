@@ -15,7 +15,7 @@ from pathlib import Path
 import torch_dflash as td
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.cli.train_commands import ROWS
-from torch_dflash.cli.train_vocabulary import covered
+from torch_dflash.cli.train_evaluate import covered
 from torch_dflash.train.answers.data import read_answers
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from jax_bridge import aot  # noqa: E402
 from jax_bridge.aot.floor import floor_of  # noqa: E402
-from torch_dflash.cli.configs import load_configs  # noqa: E402
+from torch_dflash.cli.aot_options import load_configs  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402
 from torch_dflash.targets import skeleton  # noqa: E402
 

@@ -19,7 +19,7 @@ from figure_train import embedded_fit, sampled_drafts, throughput, train_heads, 
 from figure_trees import tree_rows
 
 from torch_dflash.published.rows import share
-from torch_dflash.train.export.card import acceptance_table
+from torch_dflash.train.export import acceptance_table
 
 STEPS = {
     "dflash round": "round of the demo pair, 8 rows",

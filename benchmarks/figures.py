@@ -21,7 +21,7 @@ from figure_blocks import BLOCKS, result
 from figure_kflat import PAIRS, times
 from figure_trees import curves
 
-from torch_dflash.train.export.card import add_figures
+from torch_dflash.train.export import add_figures
 
 ROOT = Path(__file__).parents[1]
 CARD = ROOT / "torch_dflash/assets/smollm2-135m-instruct-dflash"

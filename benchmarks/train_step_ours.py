@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from torch_dflash.train.features.options import Layers
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import Batch, draw_anchors
 from torch_dflash.train.fit.objective import sample_vocabulary
 from torch_dflash.train.fit.options import DrafterShape, Objective
 from torch_dflash.train.fit.student import Student
+from torch_dflash.train.options import Layers
 
 START = 32  # tokens of every prompt; anchors lie behind them
 SAMPLED = 1024

@@ -20,8 +20,7 @@ from torch_dflash.cli.loading import load_pair
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.decode import commit, verify
 from torch_dflash.proposers.dflash.proposer import _noise
-from torch_dflash.proposers.trees.beam import beam, children
-from torch_dflash.proposers.trees.nodes import best, in_preorder, join
+from torch_dflash.proposers.trees.nodes import beam, best, children, in_preorder, join
 from torch_dflash.proposers.union import LONG
 from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.state import Asked, Draft

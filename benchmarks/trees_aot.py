@@ -24,7 +24,7 @@ compile_only()
 from jax_bridge import aot  # noqa: E402
 from jax_bridge.aot.floor import CHIPS  # noqa: E402
 from jax_bridge.aot.hlo import Program, forbidden  # noqa: E402
-from torch_dflash.cli.configs import load_configs  # noqa: E402
+from torch_dflash.cli.aot_options import load_configs  # noqa: E402
 from torch_dflash.cli.provenance import write_json  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs/qwen3-4b"

@@ -1,4 +1,7 @@
-"""torchax, imported with an error that names the command which installs a working one."""
+"""torchax, imported with an error that names the command which installs a working one; traces shared.
+
+Steps of every layer are traced once a program instead of once a layer (`once`).
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import jax
 import torch
 
 TESTED = "torchax==0.0.14.dev20261026"
 """The newest nightly that was tested, which is pyproject.toml's upper bound."""
 
 try:
+    import jax
     import torchax
     from torchax import device_module, interop
     from torchax.interop import call_jax
@@ -48,9 +51,6 @@ def call_torch(step: Any, *given: Any) -> Any:
             torch._C._pop_torch_dispatch_stack(None)
 
 
-__all__ = ["call_jax", "call_torch", "environment", "torchax"]
-
-
 _known: ContextVar[dict[Any, Callable] | None] = ContextVar("known", default=None)
 
 
@@ -77,3 +77,6 @@ def once(function: Callable, *args: Any, **static: Any) -> Any:
     if key not in known:
         known[key] = jax.jit(partial(function, **static))
     return known[key](*args)
+
+
+__all__ = ["call_jax", "call_torch", "environment", "once", "sharing", "torchax"]

@@ -51,8 +51,7 @@ from torch_dflash.ops.attention import (
 from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked, on_host
 from torch_dflash.ops.paged_attention import append_pages, paged_attention
-from torch_dflash.ops.spread import likeliest, spread
-from torch_dflash.ops.stacked import stacked_linear, stacked_sum
+from torch_dflash.ops.spread import likeliest, spread, stacked_linear, stacked_sum
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.targets.scans import run_mixer
 

@@ -24,10 +24,10 @@ from jax_bridge.programs.lower import Programs, lower, lower_begin, lower_prefil
 from jax_bridge.programs.state_dtypes import Border
 from jax_bridge.state import check_alive, register_states
 from jax_bridge.weights.forms import Weight
-from torch_dflash.decode import Pair, RowRequests
+from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import lasting, quiet
-from torch_dflash.rewind import rewind
+from torch_dflash.rows import RowRequests, rewind
 from torch_dflash.runtime import News, Turn, news
 from torch_dflash.state import DecodeState, PromptChunk
 

@@ -16,27 +16,23 @@ _PUBLIC = {
     "chat": "Chat",
     "demo.pair": "load_demo_pair",
     "demo.target": "load_demo_target",
-    "doctor": "diagnose Diagnosis",
+    "doctor": "Diagnosis diagnose",
     "engine.engine": "Engine",
-    "engine.outputs": "GenerateOutput",
+    "engine.outputs": "DecodeStats GenerateOutput Share",
     "engine.replicas": "Replicas",
-    "engine.state_file": "load_state save_state",
-    "engine.stats": "DecodeStats Share",
-    "engine.text": "TextStream",
+    "engine.saved": "load_state save_state",
     "generation": "compile generate",
     "grammars.grammar": "Grammar",
     "integrations.spec_generate": "spec_generate",
     "integrations.transformers": "dflash",
-    "pieces": "Piece stream",
+    "pieces": "Piece TextStream stream",
     "plan": "DecodePlan",
-    "processors.host": "HostProcessor",
-    "processors.own": "BlockProcessor",
+    "processors.custom": "BlockProcessor HostProcessor",
     "proposers.base": "Proposer",
     "proposers.checkpoints": "load_drafter",
     "proposers.dflash.config": "DFlashConfig",
     "proposers.dflash.model": "DFlashDraftModel",
-    "proposers.dflash2.config": "DFlash2Config",
-    "proposers.dflash2.model": "DFlash2DraftModel",
+    "proposers.dflash2.model": "DFlash2Config DFlash2DraftModel",
     "proposers.narrow": "frequent_ids with_draft_vocabulary",
     "proposers.ngram": "NGramProposer",
     "proposers.trees.nodes": "Nodes",
@@ -83,8 +79,8 @@ if TYPE_CHECKING:
     from torch_dflash.pieces import TextStream as TextStream
     from torch_dflash.pieces import stream as stream
     from torch_dflash.plan import DecodePlan as DecodePlan
-    from torch_dflash.processors.host import HostProcessor as HostProcessor
-    from torch_dflash.processors.own import BlockProcessor as BlockProcessor
+    from torch_dflash.processors.custom import BlockProcessor as BlockProcessor
+    from torch_dflash.processors.custom import HostProcessor as HostProcessor
     from torch_dflash.proposers.base import Proposer as Proposer
     from torch_dflash.proposers.checkpoints import load_drafter as load_drafter
     from torch_dflash.proposers.dflash.config import DFlashConfig as DFlashConfig

@@ -1,31 +1,30 @@
-"""Prefill and the decoding round: the whole algorithm, as pure ``state -> state`` functions.
+"""The decoding round, as pure ``state -> state`` functions: draft, verify, accept, commit.
 
-Run eagerly they are the reference; `jax_bridge` lowers these same functions to one XLA program.
+Run eagerly they are the reference; `jax_bridge` lowers these same functions to one XLA program. `rows` begins
+a state, feeds it prompts and rewinds it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torch_dflash.accept import accept_chain, accept_tree, drafted_by, known_draft, trim_at_stop
-from torch_dflash.cache.allocate import check_specs, check_tree, no_pages
+from torch_dflash.cache.allocate import check_specs, check_tree
 from torch_dflash.guards.reentry import check_outside
 from torch_dflash.ops.trees import Tree, read_tree, rows_at, take_rows
-from torch_dflash.ops.windows import clear_rows, write_rows
+from torch_dflash.ops.windows import write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text, process
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.pytrees import register_state
-from torch_dflash.record import note_picks, start_record
+from torch_dflash.record import note_picks
 from torch_dflash.sampling import pick_tokens, warped_logits
-from torch_dflash.state import Asked, DecodeState, Draft, PromptChunk, Sampling
+from torch_dflash.state import Asked, DecodeState, Draft, Sampling
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.swapped import Swapped
 
@@ -57,45 +56,6 @@ class Pair(nn.Module):
         check_outside(self, self._swapped.lock)
 
 
-@register_state
-@dataclass(frozen=True)
-class RowRequests:
-    """What each row of a new batch asks for (fields as in `DecodeState`). ``done`` marks unused rows."""
-
-    limit: Int[Tensor, " B"]
-    stop_ids: Int[Tensor, "B E"]
-    done: Bool[Tensor, " B"]
-    sampling: Sampling
-    rules: tuple  # values for each processor of the plan
-
-    @classmethod
-    def idle(cls, plan: DecodePlan, device: Any = "cpu") -> RowRequests:
-        """A request in which no row is used."""
-        unused = [None] * plan.batch_size, [0] * plan.batch_size
-        rules = tuple(processor.values(*unused) for processor in plan.processors)
-        with torch.device(device):
-            zeros, floats = torch.zeros(plan.batch_size, dtype=torch.int32), torch.zeros(plan.batch_size)
-            return cls(
-                limit=zeros,
-                stop_ids=torch.full((plan.batch_size, plan.stop_slots), -1, dtype=torch.int32),
-                done=torch.ones(plan.batch_size, dtype=torch.bool),
-                sampling=Sampling(
-                    temperature=floats, top_k=zeros, top_p=floats + 1, min_p=floats, seed=zeros
-                ),
-                rules=pytree.tree_map(lambda leaf: leaf.to(device), rules),
-            )
-
-
-def begin(pair: Pair, params: Params, rows: RowRequests) -> DecodeState:
-    """An empty state: nothing committed, every buffer zero."""
-    return pair.run(_begin, params, rows)
-
-
-def prefill(pair: Pair, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
-    """Append a piece of each row's prompt, from any length; where the prompt ends, pick the next token."""
-    return pair.run(_prefill, params, state, chunk)
-
-
 def decode_round(
     pair: Pair, params: Params, state: DecodeState, width: int | None = None, fewest: int = 1
 ) -> DecodeState:
@@ -106,13 +66,6 @@ def decode_round(
     ``fewest``: as in `verify`.
     """
     return pair.run(_decode_round, params, state, width or pair.plan.verify_width, fewest)
-
-
-def reset(
-    pair: Pair, params: Params, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests
-) -> DecodeState:
-    """Give the rows marked in ``rows`` to other requests, as `begin` would; the others go on untouched."""
-    return pair.run(_reset, params, state, rows, requests)
 
 
 class Verified(NamedTuple):
@@ -173,7 +126,7 @@ def verify(
     if plan.processors and tree is None:
         tokens = write_rows(tokens, ids, state.length, dim=1)
     text = Text(tokens, rows_at(state.committed, width, tree), ids, tree, plan.depth or 0)
-    picks, scores = _pick(plan, state.rules, text, own, state.sampling)
+    picks, scores = pick(plan, state.rules, text, own, state.sampling)
     features = None if out.features is None else out.features[:, :width]
     return Verified(ids, own, picks, features, out.cache, scores, tree)
 
@@ -219,7 +172,7 @@ def _accepted(plan: DecodePlan, drafted: Draft, seen: Verified) -> tuple[Verifie
     return seen.along(path), count, path
 
 
-def _pick(
+def pick(
     plan: DecodePlan, rules: tuple, text: Text, logits: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor | None]:
     """The token that is to stand after each row of ``text``, and what it is picked from if that is kept."""
@@ -234,98 +187,3 @@ def _decode_round(pair: Pair, state: DecodeState, width: int, fewest: int) -> De
     drafted, pstate = draft(pair, state, width) if width > 1 else skip(pair, state)
     seen = verify(pair, state, drafted, width, fewest)
     return commit(pair, state, drafted, pstate, seen)
-
-
-def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
-    target, proposer = pair.target, pair.proposer
-    ids, count = chunk.ids, chunk.count
-    fed, last = count > 0, (count - 1).clamp(min=0)
-
-    # A row without a piece may stand anywhere: it writes to the write-off page.
-    table = state.page_table
-    table = None if table is None else torch.where(fed[:, None], table, 0)
-    out = target(ids, state.length, state.cache, proposer.taps, table, count)
-    length = state.length + count
-    # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
-    tokens = write_rows(state.tokens, ids, state.length, dim=1, count=count)
-    rules = tuple(
-        processor.read(memory, ids, count)
-        for processor, memory in zip(pair.plan.processors, state.rules, strict=True)
-    )
-    picks, scores = _pick(pair.plan, rules, Text(tokens, length[:, None]), out.logits, state.sampling)
-    ended = fed & (chunk.following < 0)
-    bonus = torch.where(ended, picks[:, 0], chunk.following)
-
-    column = torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype)
-    next_ids = torch.where(column == last[:, None], bonus[:, None], torch.roll(ids, -1, dims=1))
-    tokens = write_rows(tokens, bonus[:, None], length, dim=1, count=fed.to(count.dtype))
-
-    hit_stop = (bonus[:, None] == state.stop_ids).any(dim=1)
-    return replace(
-        state,
-        tokens=tokens,
-        length=length,
-        done=torch.where(ended, hit_stop | (length + 1 >= state.limit), state.done),
-        cache=out.cache,
-        proposer=proposer.ingest(state.proposer, out.features, ids, next_ids, count),
-        rules=rules,
-        record=note_picks(state.record, picks, out.logits, scores, length, ended.to(count.dtype)),
-    )
-
-
-def _reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests) -> DecodeState:
-    """Nothing of the old occupants is left: tokens, caches and the proposer's state are cleared.
-
-    A row of a paged cache loses its pages, which are the host's to give again.
-    """
-
-    def chosen(fresh: Tensor, old: Tensor) -> Tensor:
-        return torch.where(rows.view(-1, *[1] * (old.ndim - 1)), fresh, old)
-
-    def cleared(old: Tensor | None) -> Any:
-        return None if old is None else clear_rows(old, rows)
-
-    return DecodeState(
-        tokens=cleared(state.tokens),
-        length=cleared(state.length),
-        limit=chosen(requests.limit, state.limit),
-        stop_ids=chosen(requests.stop_ids, state.stop_ids),
-        done=chosen(requests.done, state.done),
-        sampling=pytree.tree_map(chosen, requests.sampling, state.sampling),
-        cache=tuple(layer.reset(rows) for layer in state.cache),
-        page_table=cleared(state.page_table),
-        proposer=pair.proposer.reset(state.proposer, rows),
-        rules=pytree.tree_map(chosen, memories(pair, requests), state.rules),
-        accepted=cleared(state.accepted),
-        rounds=cleared(state.rounds),
-        record={name: clear_rows(old, rows) for name, old in state.record.items()},
-    )
-
-
-def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
-    plan, device = pair.plan, rows.done.device
-    zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device=device)
-    shape = (plan.batch_size, plan.slots)
-    return DecodeState(
-        tokens=torch.zeros(shape, dtype=torch.int32, device=device),
-        length=zeros,
-        limit=rows.limit,
-        stop_ids=rows.stop_ids,
-        done=rows.done,
-        sampling=rows.sampling,
-        cache=pair.target.start(plan),
-        page_table=no_pages(plan, device),
-        proposer=pair.proposer.start(plan, device),
-        rules=memories(pair, rows),
-        accepted=torch.zeros(shape, dtype=torch.uint8, device=device),
-        rounds=zeros.clone(),
-        record=start_record(plan, pair.target.vocab_size, device),
-    )
-
-
-def memories(pair: Pair, rows: RowRequests) -> tuple:
-    """The memories of rows that have no token yet."""
-    return tuple(
-        processor.start(values, pair.target.vocab_size)
-        for processor, values in zip(pair.plan.processors, rows.rules, strict=True)
-    )

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_dflash.decode import Pair, Params, RowRequests, begin, decode_round, prefill
+from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.plan import DecodePlan
-from torch_dflash.rewind import rewind
+from torch_dflash.rows import RowRequests, begin, prefill, rewind
 from torch_dflash.runtime import News, Turn, news
 from torch_dflash.state import DecodeState, PromptChunk
 

@@ -21,7 +21,7 @@ from torch_dflash.engine.hosts import digest_of, read_together, said_of
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.engine.registry import cached_engine
 from torch_dflash.engine.replicas import engine_of
-from torch_dflash.processors.host import HostProcessor
+from torch_dflash.processors.custom import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import Missing, check_models
 from torch_dflash.requests.aliases import check_compiled_options

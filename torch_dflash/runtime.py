@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from torch_dflash.decode import Params, RowRequests
+from torch_dflash.decode import Params
 from torch_dflash.ops.windows import read_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
 from torch_dflash.record import Recorded, read_record
+from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState, PromptChunk
 
 
@@ -183,7 +184,7 @@ class Runtime(Protocol):
     def rewind(
         self, params: Any, state: Any, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
     ) -> Any:
-        """`torch_dflash.rewind.rewind`, for ``kept`` [B]; ``snapshot`` is of torch tensors. Consumes both."""
+        """`torch_dflash.rows.rewind`, for ``kept`` [B]; ``snapshot`` is of torch tensors. Consumes both."""
         ...
 
     def read(self, state: Any, known: np.ndarray, rounds: np.ndarray) -> News:

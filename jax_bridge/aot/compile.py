@@ -32,13 +32,14 @@ from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_r
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
 from torch_dflash import decode as steps
-from torch_dflash.decode import Pair, Params, RowRequests, decode_round
+from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.checkpoints import drafter_of
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.trees.proposer import TreeProposer
 from torch_dflash.requests.prompts import bucket
+from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState, Draft, PromptChunk
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class

@@ -45,7 +45,7 @@ def cut_linear(
 def cut_stacked_linear(
     rows: Float[Array, "experts R in"], stack: Cut, *, transposed: bool
 ) -> Float[Array, "experts R out"]:
-    """`torch_dflash.ops.stacked.stacked_linear`, each chip with its experts."""
+    """`torch_dflash.ops.spread.stacked_linear`, each chip with its experts."""
 
     def local(rows: Array, part: Array) -> Array:
         return stacked_linear_jax(rows, part, transposed=transposed)
@@ -55,7 +55,7 @@ def cut_stacked_linear(
 
 
 def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) -> Float[Array, "R H"]:
-    """`torch_dflash.ops.stacked.stacked_sum`: of each chip's experts, then of all chips."""
+    """`torch_dflash.ops.spread.stacked_sum`: of each chip's experts, then of all chips."""
 
     def local(part: Array) -> Array:
         return jax.lax.psum(part.sum(axis=0), ALL)

@@ -22,10 +22,11 @@ from jax_bridge._torchax import call_torch, sharing
 from jax_bridge.compilations import compilations, count
 from jax_bridge.programs.constants import Constants
 from jax_bridge.weights.forms import bound
-from torch_dflash.decode import Pair, begin, decode_round, prefill
+from torch_dflash.decode import Pair, decode_round
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, holding, inside
 from torch_dflash.progress import Compiling
+from torch_dflash.rows import begin, prefill
 from torch_dflash.targets.autocast import uncast
 from torch_dflash.targets.hooks import forgetting
 

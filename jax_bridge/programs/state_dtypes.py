@@ -13,8 +13,8 @@ from jax_bridge.arrays import to_jax
 from jax_bridge.programs.lower import Programs
 from jax_bridge.state import check_alive, widened
 from torch_dflash.checks import check_dtype
-from torch_dflash.decode import RowRequests
 from torch_dflash.plan import DecodePlan
+from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState
 
 

@@ -47,7 +47,7 @@ def _summed_wide(rows: Array, weight: Any, bias: Array | None) -> Array:
 def stacked_linear_jax(
     rows: Float[Array, "experts R in"], stack: Float[Array, "experts K L"], *, transposed: bool
 ) -> Float[Array, "experts R out"]:
-    """`torch_dflash.ops.stacked.stacked_linear`.
+    """`torch_dflash.ops.spread.stacked_linear`.
 
     The weights' axis is summed where it lies: with a transpose XLA's CPU compiler copies one weight but not a
     stack of them, and rounds the two otherwise.

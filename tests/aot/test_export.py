@@ -23,8 +23,9 @@ from jax_bridge.aot.compile import feature_shape
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program, forbidden
 from jax_bridge.state import register_states
-from torch_dflash.decode import RowRequests, decode_round
+from torch_dflash.decode import decode_round
 from torch_dflash.proposers import NGramProposer
+from torch_dflash.rows import RowRequests
 from torch_dflash.selftest.pairs import drafter_config
 from torch_dflash.state import PromptChunk
 

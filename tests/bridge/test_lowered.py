@@ -10,18 +10,11 @@ import torch
 import torch_dflash as td
 from jax_bridge.ops import LOWERED
 from torch_dflash.cache import recurrent
-from torch_dflash.ops import (
-    attention,
-    block_attention,
-    control_flow,
-    paged_attention,
-    spread,
-    stacked,
-    windows,
-)
+from torch_dflash.ops import attention, block_attention, control_flow, paged_attention, spread, windows
 from torch_dflash.ops import attention as dense_attention
 from torch_dflash.ops import control_flow as on_host
 from torch_dflash.ops import spread as likeliest
+from torch_dflash.ops import spread as stacked
 from torch_dflash.ops.lowerable import OPERATIONS, lowerable
 from torch_dflash.requests.options import OF_A_CALL, EngineOptions
 from torch_dflash.targets import scans

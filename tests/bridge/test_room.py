@@ -46,7 +46,7 @@ def sizes(pair, **options) -> tuple[int, int]:
 
 
 def _idle(engine):
-    from torch_dflash.decode import RowRequests
+    from torch_dflash.rows import RowRequests
 
     return RowRequests.idle(engine.plan)
 

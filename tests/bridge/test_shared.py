@@ -13,7 +13,7 @@ from support.tiny import make_target
 import torch_dflash as td
 from jax_bridge._torchax import once, sharing
 from jax_bridge.programs import lower
-from torch_dflash.decode import RowRequests
+from torch_dflash.rows import RowRequests
 
 traced = []
 

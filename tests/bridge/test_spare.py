@@ -17,8 +17,9 @@ from support.tiny import make_pair, ragged_prompts, small_pair
 
 import torch_dflash as td
 from jax_bridge.devices.spare import Spare, dense_layers
-from torch_dflash.cache.dense import LatentLayer, StaticLayer
-from torch_dflash.decode import RowRequests
+from torch_dflash.cache.dense import StaticLayer
+from torch_dflash.cache.latent import LatentLayer
+from torch_dflash.rows import RowRequests
 
 WIDE = {
     "max_length": 64,

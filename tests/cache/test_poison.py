@@ -22,7 +22,7 @@ from jax_bridge.kernels.block_attention import pallas_block_attention
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
 from jax_bridge.programs.lower import tracing
 from torch_dflash.cache.allocate import allocate
-from torch_dflash.cache.dense import LatentLayer
+from torch_dflash.cache.latent import LatentLayer
 from torch_dflash.cache.ring import allocate_ring
 from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.cache.view import CacheView

@@ -10,7 +10,7 @@ from support import ROOT
 from support.tiny import make_pair, randomise
 
 import torch_dflash as td
-from torch_dflash.cache.dense import LatentLayer
+from torch_dflash.cache.latent import LatentLayer
 from torch_dflash.ops import attention as dense_attention
 from torch_dflash.ops import block_attention
 from torch_dflash.ops.block_attention import Past

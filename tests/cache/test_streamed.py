@@ -10,7 +10,8 @@ import torch
 import jax_bridge as jb
 from jax_bridge.kernels import streamed
 from jax_bridge.kernels.paged_attention import paged_attention_jax
-from torch_dflash.cache.dense import LatentLayer, StaticLayer
+from torch_dflash.cache.dense import StaticLayer
+from torch_dflash.cache.latent import LatentLayer
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, dense_attention, visible
 from torch_dflash.ops.block_attention import Past, block_attention

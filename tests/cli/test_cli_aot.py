@@ -19,7 +19,7 @@ from jax_bridge.aot import shapes as topology
 from jax_bridge.aot.floor import chip_of, floor_of, prefill_floor
 from jax_bridge.aot.kflat import kflat
 from torch_dflash.cli import main
-from torch_dflash.cli.configs import load_configs
+from torch_dflash.cli.aot_options import load_configs
 from torch_dflash.cli.errors import UserError
 
 CONFIGS = ROOT / "benchmarks/configs"

@@ -16,15 +16,14 @@ from support.trained import CONTEXT, World
 
 import torch_dflash as td
 from torch_dflash.cli import main, parse
-from torch_dflash.cli.fit_command import fit_command, target_name
+from torch_dflash.cli.train_fit import fit_command, target_name
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import Prompt, encode_conversation, read_answers
-from torch_dflash.train.answers.options import RegenerateOptions
 from torch_dflash.train.answers.regenerate import regenerate
-from torch_dflash.train.evaluate.decode import evaluate
-from torch_dflash.train.evaluate.options import EvaluateOptions
-from torch_dflash.train.export.drafter import export_drafter, trained_template
+from torch_dflash.train.evaluate import evaluate
+from torch_dflash.train.export import export_drafter, trained_template
 from torch_dflash.train.fit.log import draw_log
+from torch_dflash.train.options import EvaluateOptions, RegenerateOptions
 
 TERSE = {"terse": True}
 TAPPED = ("--taps", "0,2", "--runtime", "eager")

@@ -15,8 +15,8 @@ from support.tiny import MASK, small_pair
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_dflash as td
-from torch_dflash.decode import RowRequests
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
+from torch_dflash.rows import RowRequests
 
 ROWS, CAPACITY, CHUNK = 3, 160, 3
 compiled: list[str] = []

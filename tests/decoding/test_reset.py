@@ -18,10 +18,10 @@ import torch_dflash as td
 from jax_bridge.arrays import to_jax
 from jax_bridge.programs.lower import lower, tracing
 from torch_dflash.cache.ring import RingLayer
-from torch_dflash.decode import reset
 from torch_dflash.engine.batch import Generation
 from torch_dflash.requests.prompts import prompt_chunks
 from torch_dflash.requests.read import row_requests
+from torch_dflash.rows import reset
 from torch_dflash.runtime import Turn
 
 NEW = 10

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from torch_dflash.demo import fetch, pair
 from torch_dflash.demo import target as demo_model
-from torch_dflash.demo.checked import DemoModelError
+from torch_dflash.demo.fetch import DemoModelError
 from torch_dflash.demo.target import load_demo_target
 
 GGUF = b"not a real GGUF"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from torch_dflash.demo.gguf_reading import MADE, parsed_once
+from torch_dflash.demo.target import MADE, parsed_once
 
 HIDDEN, INNER, VOCAB = 32, 64, 8
 

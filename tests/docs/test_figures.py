@@ -14,10 +14,10 @@ from support import ROOT
 
 from torch_dflash.cli.train_evaluate import prompts_checksum, read_figures
 from torch_dflash.demo.pair import load_demo_drafter
-from torch_dflash.storage.checksums import checksum_of
+from torch_dflash.storage.files import checksum_of
 from torch_dflash.train.answers.data import read_answers, read_prompts
 from torch_dflash.train.answers.provenance import data_section, describe
-from torch_dflash.train.export.card import add_figures
+from torch_dflash.train.export import add_figures
 from torch_dflash.train.fit.log import read_log
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

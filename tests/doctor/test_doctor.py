@@ -21,11 +21,10 @@ from torch_dflash.cli import doctor as command
 from torch_dflash.cli import loading, main
 from torch_dflash.cli.loading import Loaded
 from torch_dflash.doctor import answers, judge_texts
-from torch_dflash.doctor.changes import changes
+from torch_dflash.doctor.changes import changes, repair
 from torch_dflash.doctor.convention import Convention
 from torch_dflash.doctor.diagnosis import _best, check_judged
 from torch_dflash.doctor.judge import Drafted, Judge, Text, record, standard_score
-from torch_dflash.doctor.repair import repair
 from torch_dflash.doctor.template import other_way
 from torch_dflash.doctor.tried import ENOUGH, FEW, SURE, Tried, surely, weigh
 from torch_dflash.proposers.notes import findings

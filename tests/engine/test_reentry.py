@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 
 import pytest
@@ -69,12 +68,7 @@ def _proposer(calls):
     return Asks()
 
 
-KINDS = {
-    "host": "a HostProcessor, .*bias",
-    "module": "a HostProcessor, .*Bias.forward",
-    "block": "a BlockProcessor, .*bias",
-    "proposer": "a proposer, .*Asks.propose",
-}
+KINDS = ("host", "module", "block", "proposer")
 ENGINE = {
     "generate": lambda engine: engine.generate(IDS, **ASKED),
     "stream": lambda engine: engine.stream(IDS, **ASKED),
@@ -86,43 +80,39 @@ ENGINE = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_user_code_inside_of_a_step_is_named(target, kind):
+def test_user_code_inside_of_a_step_is_refused(target, kind):
     calls = Calls(target, kind)
     for door in ENGINE.values():
         calls.call = lambda door=door: door(calls.engine)
-        with pytest.raises(
-            RuntimeError, match=f"{KINDS[kind]} .*{re.escape(__file__)}.*inside of a step of the same"
-        ):
+        with pytest.raises(RuntimeError, match="user code calls .* inside of a step of the same"):
             calls.text()
     calls.call = lambda: None
     assert calls.text() == own_text(target, PROMPT, NEW)
 
 
-def test_user_code_that_is_traced_is_named(target):
+def test_user_code_that_is_traced_is_refused(target):
     calls, other = Calls(target, "block", "xla"), td.compile(target, None, **SIZES)
     for engine, words in ((calls.engine, "inside of a step of the same"), (other, "while JAX traces a step")):
         calls.call = lambda engine=engine: engine.generate(IDS, **ASKED)
-        with pytest.raises(RuntimeError, match=f"a BlockProcessor, .*bias .*{words}"):
+        with pytest.raises(RuntimeError, match=f"user code .*{words}"):
             calls.text()
 
 
-def test_a_criterion_that_asks_for_itself_is_named(target):
+def test_a_criterion_that_asks_for_itself_is_refused(target):
     def stop(ids, scores):
         return say(stopping_criteria=[stop]) is None
 
     def say(**options):
         return td.generate(target, None, IDS, runtime="eager", **ASKED, **options)
 
-    with pytest.raises(
-        RuntimeError, match=r"a stopping criterion, .*stop .*inside of a step of the same engine"
-    ):
+    with pytest.raises(RuntimeError, match="user code .*inside of a step of the same engine"):
         say(stopping_criteria=[stop])
     other = lambda ids, scores: say() is None  # noqa: E731 - of another engine
     assert say(stopping_criteria=[other]).tolist() == say().tolist()
 
 
 @pytest.mark.parametrize("pure", [True, False])
-def test_a_processor_that_asks_for_itself_is_named(target, pure):
+def test_a_processor_that_asks_for_itself_is_refused(target, pure):
     def bias(ids, scores):
         say(processors=asked)
         return scores
@@ -131,7 +121,7 @@ def test_a_processor_that_asks_for_itself_is_named(target, pure):
         return td.generate(target, None, IDS, runtime="eager", **ASKED, **options)
 
     asked = (td.HostProcessor(bias, pure),)
-    with pytest.raises(RuntimeError, match="a HostProcessor, .*bias,? .*makes a call with itself"):
+    with pytest.raises(RuntimeError, match="user code makes a call with itself"):
         say(processors=asked)
     own, asked = asked, (td.HostProcessor(lambda ids, scores: scores, pure),)
     assert say(processors=own + asked).tolist() == say().tolist()  # a call without itself

@@ -20,7 +20,8 @@ from support.tiny import make_target, randomise
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.programs.lower import lower, tracing
-from jax_bridge.reference import load_target, loop, static_drafter
+from jax_bridge.reference import load_target, loop
+from jax_bridge.reference import static as static_drafter
 from jax_bridge.reference.config import LayerMask, read_target_config
 from jax_bridge.reference.target import empty_cache, forward_target
 from torch_dflash.cache.dense import StaticLayer

@@ -15,7 +15,7 @@ from support.layouts import fixture, pair, publish
 from support.tiny import MASK
 
 import torch_dflash as td
-from torch_dflash.proposers.layouts import rotary
+from torch_dflash.proposers.layouts import pieces as rotary
 from torch_dflash.proposers.layouts.pieces import Piece
 
 NAMES = ["deepspec", "deepspec_dflash", "specforge_dspark", "liquid_dspark"]

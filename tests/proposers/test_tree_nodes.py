@@ -18,8 +18,7 @@ from torch_dflash.proposers.dflash.vocabulary import Noise
 from torch_dflash.proposers.ngram import NGramProposer, NGramState
 from torch_dflash.proposers.several import States
 from torch_dflash.proposers.trees import nodes as module
-from torch_dflash.proposers.trees.beam import beam, children
-from torch_dflash.proposers.trees.nodes import Nodes, best, in_preorder, join, unscored
+from torch_dflash.proposers.trees.nodes import Nodes, beam, best, children, in_preorder, join, unscored
 from torch_dflash.proposers.trees.proposer import BestNodes
 from torch_dflash.state import Asked, Draft, Sampling
 

@@ -8,8 +8,7 @@ from safetensors import safe_open
 
 from support.trained import MASK, NEW, TAPS, World
 from torch_dflash.cli import main
-from torch_dflash.train.answers.options import RegenerateOptions
-from torch_dflash.train.features.options import FeatureOptions, Layers
+from torch_dflash.train.options import FeatureOptions, Layers, RegenerateOptions
 
 SHAPE = ("--mask-token-id", str(MASK), "--layers", "1", "--block-size", "4")
 

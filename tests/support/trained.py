@@ -17,17 +17,16 @@ import torch
 from support.tiny import make_target
 from support.tokenizers import TEMPLATE, byte_tokenizer
 from torch_dflash.train.answers.data import Answer, Prompt, read_answers
-from torch_dflash.train.answers.options import RegenerateOptions
 from torch_dflash.train.answers.regenerate import regenerate
-from torch_dflash.train.export.drafter import export_drafter
+from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features.extract import Sequence, cache_features, encode_answers
-from torch_dflash.train.features.options import FeatureOptions, Layers
 from torch_dflash.train.features.sequences import CachedSequences, split
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.log import read_log
 from torch_dflash.train.fit.options import DrafterShape, FitOptions, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import fit
+from torch_dflash.train.options import FeatureOptions, Layers, RegenerateOptions
 
 VOCAB = 260  # 257 ids of the tokenizer, and some more
 MASK = 257  # of these, one that the target never says

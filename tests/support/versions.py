@@ -9,7 +9,7 @@ import torch
 from transformers.generation import logits_process as processors
 from transformers.integrations.moe import use_experts_implementation
 
-from torch_dflash.proposers.dflash.native import ends_in_blocks
+from torch_dflash.proposers.checkpoint.extras import ends_in_blocks
 
 needs_post_expert_norm = pytest.mark.skipif(
     "has_post_expert_norm" not in signature(use_experts_implementation).parameters,

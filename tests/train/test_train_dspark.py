@@ -15,7 +15,7 @@ from support.trained import NEW, options, student
 from test_train_fit import DPACE, assert_same, before_step, go
 
 import torch_dflash as td
-from torch_dflash.train.export.drafter import export_drafter
+from torch_dflash.train.export import export_drafter
 from torch_dflash.train.fit import student as student_module
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import draft_blocks, previous_tokens

@@ -13,9 +13,9 @@ from support.trained import CONTEXT, NEW, WIDTH
 import torch_dflash as td
 from torch_dflash.proposers import NGramProposer
 from torch_dflash.train.answers.data import Prompt, encode_conversation
-from torch_dflash.train.evaluate.decode import Acceptance, evaluate, replay_ngram
-from torch_dflash.train.evaluate.options import EvaluateOptions
-from torch_dflash.train.export.card import acceptance_table
+from torch_dflash.train.evaluate import Acceptance, evaluate, replay_ngram
+from torch_dflash.train.export import acceptance_table
+from torch_dflash.train.options import EvaluateOptions
 
 EAGER = EvaluateOptions(max_new_tokens=NEW, runtime="eager")
 

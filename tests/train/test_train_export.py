@@ -12,8 +12,7 @@ from support.trained import MASK, NEW, VOCAB, WIDTH
 from support.versions import needs_native
 
 import torch_dflash as td
-from torch_dflash.train.export.card import add_figures
-from torch_dflash.train.export.drafter import export_drafter
+from torch_dflash.train.export import add_figures, export_drafter
 
 PER_LAYER = (
     "input_layernorm",

@@ -21,7 +21,6 @@ from support.trained import NEW, WIDTH, options, shape, student
 
 import torch_dflash as td
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.features.options import Layers
 from torch_dflash.train.fit import loop
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.checkpoint import load_latest
@@ -31,6 +30,7 @@ from torch_dflash.train.fit.options import FitOptions, Objective
 from torch_dflash.train.fit.schedule import Schedule
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
+from torch_dflash.train.options import Layers
 
 # Everything that could depend on where a fit was stopped: D-PACE, sampled ids, two batches an epoch.
 RESUMED = options(epochs=4, batch_size=4, sampled_vocabulary=16, evaluate_minutes=0.0)

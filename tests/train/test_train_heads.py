@@ -19,7 +19,7 @@ from test_train_fit import DPACE, assert_same, before_step, go
 
 import torch_dflash as td
 from torch_dflash.storage.files import StageError
-from torch_dflash.train.export.drafter import export_drafter
+from torch_dflash.train.export import export_drafter
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.blocks import block_targets, draft_blocks, previous_tokens
 from torch_dflash.train.fit.checkpoint import load_latest

@@ -23,13 +23,12 @@ from torch_dflash.storage.files import StageError, write_atomically
 from torch_dflash.train.answers.data import read_answers, read_prompts, write_answers
 from torch_dflash.train.answers.regenerate import regenerate
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, cache_features
-from torch_dflash.train.features.fingerprint import TargetFingerprint
-from torch_dflash.train.features.options import Layers
 from torch_dflash.train.features.sequences import RARE, CachedSequences, OnlineSequences, check_mask
-from torch_dflash.train.features.tensorfiles import write_tensors
+from torch_dflash.train.features.tensorfiles import TargetFingerprint, write_tensors
 from torch_dflash.train.fit import loop
 from torch_dflash.train.fit.checkpoint import load_latest
 from torch_dflash.train.fit.torch_trainer import fit
+from torch_dflash.train.options import Layers
 from torch_dflash.train.stages import open_stage
 
 SHORT = options(epochs=1)

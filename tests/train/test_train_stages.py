@@ -18,14 +18,13 @@ from support.trained import CONTEXT, NEW, TAPS, TEXTS, options, shape
 import torch_dflash as td
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import Answer, Prompt, encode_conversation, read_answers
-from torch_dflash.train.answers.options import RegenerateOptions
 from torch_dflash.train.answers.regenerate import regenerate
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, cache_features, encode_answers
-from torch_dflash.train.features.options import Layers
 from torch_dflash.train.features.sequences import CachedSequences, OnlineSequences
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.options import DrafterShape
 from torch_dflash.train.fit.schedule import Schedule
+from torch_dflash.train.options import Layers, RegenerateOptions
 
 
 def said(**changes) -> RegenerateOptions:

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from torch_dflash.cache.dense import LatentLayer, StaticLayer, allocate_dense
+from torch_dflash.cache.dense import StaticLayer, allocate_dense
+from torch_dflash.cache.latent import LatentLayer
 from torch_dflash.cache.paged import allocate_pool
 from torch_dflash.cache.recurrent import BothLayer, allocate_recurrent
 from torch_dflash.cache.spec import CacheLayer, LayerSpec

@@ -13,7 +13,7 @@ from torch_dflash.cache.spec import FreshRows
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, dense_attention, grouped_attention
 from torch_dflash.ops.block_attention import Past, block_attention
-from torch_dflash.ops.windows import clear_rows, reach, write_rows
+from torch_dflash.ops.windows import clear_rows, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
 
@@ -82,24 +82,6 @@ class StaticLayer:
     def reset(self, rows: Bool[Tensor, " B"]) -> StaticLayer:
         """Zeros in the rows marked: what an old occupant left may not be finite."""
         return type(self)(clear_rows(self.key, rows), clear_rows(self.value, rows))
-
-
-@register_state
-@dataclass(frozen=True)
-class LatentLayer(StaticLayer):
-    """A dense layer whose model computes keys and values anew from all it has cached."""
-
-    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, LatentLayer]:
-        """Write the rows, hand out the buffers as far as any row reaches; consumes self."""
-        layer = self.write(view.rounded(key), view.rounded(value), view.start, view.count)
-        seen = reach(view.start, key.shape[2], layer.key.shape[2])
-        own = LatentLayer(layer.key, layer.value)
-        return view.rounded(layer.key[:, :, :seen]), view.rounded(layer.value[:, :, :seen]), own
-
-    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, LatentLayer]:
-        """Attend causally to the rows, which are of all positions."""
-        mask = view.mask(inputs, inputs.key.shape[2])
-        return attend_densely(inputs, inputs.key, inputs.value, mask), self
 
 
 def attend_densely(

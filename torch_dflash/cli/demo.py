@@ -24,7 +24,7 @@ from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.plan import MIN_BUCKET
 from torch_dflash.progress import coloured, progress_bar
-from torch_dflash.proposers.dflash.native import ends_in_blocks
+from torch_dflash.proposers.checkpoint.extras import ends_in_blocks
 from torch_dflash.proposers.narrow import with_draft_vocabulary
 from torch_dflash.requests.row_values import default_stop_ids
 from torch_dflash.storage.files import StageError

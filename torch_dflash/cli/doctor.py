@@ -11,8 +11,8 @@ from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.loading import DRAFTERS, load_pair
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.doctor import Diagnosis, diagnose
+from torch_dflash.doctor.changes import CONFIG, check_repairable, repair
 from torch_dflash.doctor.diagnosis import draw
-from torch_dflash.doctor.repair import CONFIG, check_repairable, repair
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import read_prompts

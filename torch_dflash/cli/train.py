@@ -16,24 +16,22 @@ from torch_dflash.cli import parse, train_evaluate, train_vocabulary
 from torch_dflash.cli.arguments import check_device, template_options
 from torch_dflash.cli.call import Call
 from torch_dflash.cli.errors import INTERRUPTED, UserError, fail
-from torch_dflash.cli.fit_command import fit_command, target_name
-from torch_dflash.cli.fit_drafter import drafter_to_fit
 from torch_dflash.cli.job import tell_penalty
 from torch_dflash.cli.loading import load_pair, place_of
 from torch_dflash.cli.options import read_options
+from torch_dflash.cli.train_fit import drafter_to_fit, fit_command, target_name
 from torch_dflash.progress import tell
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.answers import provenance
 from torch_dflash.train.answers.data import Answer, read_answers, read_prompts
-from torch_dflash.train.answers.options import RegenerateOptions
 from torch_dflash.train.answers.regenerate import regenerate
-from torch_dflash.train.export.drafter import export_drafter
+from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features.extract import FeatureExtractor, cache_features, encode_answers
-from torch_dflash.train.features.options import FeatureOptions
 from torch_dflash.train.features.sequences import CachedSequences, OnlineSequences
 from torch_dflash.train.fit.options import FitOptions, Objective
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import fit
+from torch_dflash.train.options import FeatureOptions, RegenerateOptions
 
 
 def _all(arguments: SimpleNamespace) -> int:

@@ -11,10 +11,8 @@ from torch_dflash.cli.call import command, quiet_flag
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.options import COUNT, MODEL, PATH, Command, flag, option, options_of
 from torch_dflash.cli.writable import check_folder
-from torch_dflash.train.answers.options import RegenerateOptions
-from torch_dflash.train.evaluate.options import EvaluateOptions
-from torch_dflash.train.features.options import FeatureOptions
 from torch_dflash.train.fit.options import DrafterShape, FitOptions, Objective
+from torch_dflash.train.options import EvaluateOptions, FeatureOptions, RegenerateOptions
 
 TEMPLATE = "chat_template_kwargs"
 DRAFTER = ("--draft-model", "--drafter", "drafter")

@@ -10,21 +10,19 @@ from typing import Any
 
 from torch_dflash.cli.arguments import check_device, template_options
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.fit_command import target_name
 from torch_dflash.cli.job import tell_penalty
 from torch_dflash.cli.loading import Loaded, load_pair
 from torch_dflash.cli.options import read_options
 from torch_dflash.cli.provenance import provenance
+from torch_dflash.cli.train_fit import target_name
 from torch_dflash.cli.writable import check_outputs
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.storage.checksums import checksum_of
-from torch_dflash.storage.files import write_json
+from torch_dflash.storage.files import checksum_of, write_json
 from torch_dflash.train.answers.data import Prompt, read_prompts
 from torch_dflash.train.answers.provenance import TEMPLATE, agree
-from torch_dflash.train.evaluate.decode import evaluate
-from torch_dflash.train.evaluate.options import EvaluateOptions
-from torch_dflash.train.export.card import acceptance_table, add_figures
-from torch_dflash.train.export.drafter import trained_template
+from torch_dflash.train.evaluate import evaluate
+from torch_dflash.train.export import acceptance_table, add_figures, trained_template
+from torch_dflash.train.options import EvaluateOptions
 
 
 def run(arguments: SimpleNamespace) -> int:

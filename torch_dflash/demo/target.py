@@ -5,6 +5,8 @@ is data and never imported: its GGUF is checked, converted once, and kept under 
 directory. Later calls read that copy and need no network.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import importlib.util
@@ -14,17 +16,18 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from torch_dflash.demo.checked import DemoModelError, sha256
-from torch_dflash.demo.fetch import fetch_gguf
-from torch_dflash.demo.gguf_reading import parsed_once
+from torch_dflash.demo.fetch import DemoModelError, fetch_gguf, sha256
 from torch_dflash.progress import tell
 from torch_dflash.storage.folders import cache_root
 
@@ -201,3 +204,29 @@ def only_our_lines() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+# transformers parses the whole file anew for the config, for the tokenizer and for the weights, and makes the
+# table of tensors' names anew for each module: half of what a conversion takes.
+MADE = "GGUFReader", "get_tensor_name_map"
+"""What transformers takes from the package gguf each time it needs one."""
+_patching = threading.RLock()
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """While open, gguf gives the same reader of a file, and the same names of an architecture, each time.
+
+    The package is the process's: one thread at a time.
+    """
+    import gguf
+
+    with _patching:
+        own = {name: getattr(gguf, name) for name in MADE}
+        try:
+            for name, make in own.items():
+                setattr(gguf, name, cache(make))
+            yield
+        finally:
+            for name, make in own.items():
+                setattr(gguf, name, make)

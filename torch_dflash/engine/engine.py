@@ -33,7 +33,7 @@ from torch_dflash.engine.models import Models, check_entry, marked
 from torch_dflash.engine.outputs import Gained, GenerateOutput, collect, tokens_of
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.session import Session
-from torch_dflash.engine.width import UNLIMITED, Pace, Widths
+from torch_dflash.engine.width import UNLIMITED, Pace, Widths, widths_of
 from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.processors.interface import Processor
@@ -100,7 +100,7 @@ class Engine(OfOneProcess):
         if options.verify:
             verify_class(model, plan, options.runtime, skeleton.recurrent)
         models = Models(pair, model, drafter, self._arrays, guard)
-        widths = options.widths(plan)
+        widths = widths_of(options, plan)
         check_widths(self.hosts, widths)
         said = said_of(self.hosts, self._mesh, target, drafter, options, plan)
         runtimes = make_runtimes(options, pair, widths, model.dtype, self._mesh, models.tensors())

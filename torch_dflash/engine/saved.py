@@ -16,14 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_dflash.decode import RowRequests, begin
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.hosts import leaving, read_alike
 from torch_dflash.engine.pages import check_table
 from torch_dflash.plan import DecodePlan
+from torch_dflash.rows import RowRequests, begin
 from torch_dflash.state import DecodeState
-from torch_dflash.storage.checksums import checksum_of
-from torch_dflash.storage.files import write_whole
+from torch_dflash.storage.files import checksum_of, write_whole
 
 FORMAT = "torch_dflash.DecodeState"
 VERSION = 1

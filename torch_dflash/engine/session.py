@@ -19,7 +19,7 @@ from torch_dflash.engine.outputs import DecodeStats, Gained, stats_of
 from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.requests.logprobs import check_streamed
 from torch_dflash.requests.request import Request
-from torch_dflash.rewind import earliest, snapshot_of
+from torch_dflash.rows import earliest, snapshot_of
 from torch_dflash.runtime import Gain, Progress, Runtime
 
 SNAPSHOTS = 8

@@ -16,9 +16,12 @@ import statistics
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from torch_dflash.plan import DecodePlan
+from torch_dflash.requests.options import EngineOptions
 from torch_dflash.runtime import Turn
 
 PLAIN = 1
@@ -235,3 +238,11 @@ class TreeWidths(Widths):
         if width > 1:
             self._drafts = self._drafts * MEMORY + count - 1
             self._doublings = self._doublings * MEMORY + math.log2(width)
+
+
+def widths_of(options: EngineOptions, plan: DecodePlan) -> Widths:
+    """The widths that the rounds of ``plan`` may have."""
+    if options.verify_width != "auto":
+        return Widths((plan.verify_width,), plan.rounds_per_chunk)
+    kind = Widths if plan.depth is None else partial(TreeWidths, most=plan.gain)
+    return kind(ladder(plan.verify_width), plan.rounds_per_chunk)

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dflash.grammars.bits import ALL, holds, put, words_of
-from torch_dflash.grammars.vocabulary import Vocabulary, library
+from torch_dflash.grammars.vocabulary import ALL, Vocabulary, holds, library, put, words_of
 
 _numbers = itertools.count()
 _rows: weakref.WeakValueDictionary[int, MatcherRow] = weakref.WeakValueDictionary()

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_dflash.grammars.bits import ALL, packed, put, words_of
 from torch_dflash.grammars.matcher import MatcherRow, refused
 from torch_dflash.grammars.regular import DEAD, FIRST, byte_automaton
-from torch_dflash.grammars.vocabulary import Vocabulary
+from torch_dflash.grammars.vocabulary import ALL, Vocabulary, packed, put, words_of
 
 MOST_STATES = 512
 MOST_ENTRIES = 1 << 22

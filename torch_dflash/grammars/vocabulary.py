@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 _known: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
@@ -65,3 +67,33 @@ class Vocabulary:
         """The bytes of each id; b"" for special ones, which are no text."""
         special, decode = self.tokenizer.is_special_token, self.tokenizer.decode_bytes
         return [b"" if special(token) else decode([token]) for token in range(self.size)]
+
+
+ALL = np.int32(-1)
+"""32 ids, each in the set."""
+
+
+def words_of(vocab_size: int) -> int:
+    """Integers that hold so many ids."""
+    return -(-vocab_size // 32)
+
+
+def put(bits: np.ndarray, ids: Iterable[int], value: bool) -> None:
+    """Take ids into each set of ``bits`` [..., words], or out of it, in place."""
+    for token in ids:
+        if 0 <= token < 32 * bits.shape[-1]:
+            bit = np.array(1 << token % 32, np.uint32).view(np.int32)
+            word = bits[..., token // 32]
+            bits[..., token // 32] = word | bit if value else word & ~bit
+
+
+def holds(bits: np.ndarray, token: int) -> bool:
+    """Whether a token is in the set ``bits`` [words]."""
+    return 0 <= token < 32 * len(bits) and bool(bits[token // 32] >> (token % 32) & 1)
+
+
+def packed(flags: np.ndarray) -> np.ndarray:
+    """Bools [..., ids] as bits [..., words]."""
+    spare = -flags.shape[-1] % 32
+    whole = np.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, spare)])
+    return np.ascontiguousarray(np.packbits(whole, axis=-1, bitorder="little")).view(np.int32)

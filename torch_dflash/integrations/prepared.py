@@ -14,8 +14,7 @@ from transformers.generation import logits_process as processors_of
 from transformers.generation import stopping_criteria as criteria_of
 
 from torch_dflash.integrations.prepared_rules import RULES, Call, read_rules
-from torch_dflash.processors.host import HostProcessor
-from torch_dflash.processors.own import BlockProcessor
+from torch_dflash.processors.custom import BlockProcessor, HostProcessor
 
 # By exact type: a subclass may do anything. The order is that in which a round applies them.
 _WARPERS: dict[type, str] = {

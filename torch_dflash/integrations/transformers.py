@@ -15,8 +15,7 @@ from torch_dflash.generation import generate
 from torch_dflash.integrations.prepared import OF_SAMPLES, check_scores, read_criteria, read_processors
 from torch_dflash.integrations.prepared_rules import OFF, Call
 from torch_dflash.integrations.streaming import streamer_of_caller
-from torch_dflash.processors.host import HostProcessor
-from torch_dflash.processors.own import BlockProcessor
+from torch_dflash.processors.custom import BlockProcessor, HostProcessor
 from torch_dflash.proposers.choose import Missing, check_drafter
 from torch_dflash.requests.aliases import meant
 from torch_dflash.requests.arguments import set_aside_cache

@@ -1,14 +1,14 @@
 """What changes the target's logits before it picks: penalties, bans, forced ids, filters, a user's own."""
 
+from torch_dflash.processors.custom import BlockProcessor as BlockProcessor
+from torch_dflash.processors.custom import HostProcessor as HostProcessor
 from torch_dflash.processors.endings import ForcedTokens as ForcedTokens
 from torch_dflash.processors.endings import LengthDecay as LengthDecay
 from torch_dflash.processors.grammars import GrammarMatcher as GrammarMatcher
 from torch_dflash.processors.grammars import GrammarTable as GrammarTable
-from torch_dflash.processors.host import HostProcessor as HostProcessor
 from torch_dflash.processors.interface import Processor as Processor
 from torch_dflash.processors.interface import Text as Text
 from torch_dflash.processors.ngrams import NoRepeatNgram as NoRepeatNgram
-from torch_dflash.processors.own import BlockProcessor as BlockProcessor
 from torch_dflash.processors.penalties import OccurrencePenalty as OccurrencePenalty
 from torch_dflash.processors.penalties import RepetitionPenalty as RepetitionPenalty
 from torch_dflash.processors.sequences import Bans as Bans

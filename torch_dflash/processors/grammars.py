@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.grammars.bits import ALL, words_of
 from torch_dflash.grammars.matcher import MatcherRow, allowed_bits
 from torch_dflash.grammars.table import DEAD, FIRST, TableRow
+from torch_dflash.grammars.vocabulary import ALL, words_of
 from torch_dflash.ops.control_flow import on_host
 from torch_dflash.ops.trees import Tree
 from torch_dflash.processors.interface import Forgetful, Text, column
@@ -121,7 +121,7 @@ def _on_paths(memory: Automaton, ids: Int[Tensor, "B M"], tree: Tree, deepest: i
 
 
 def only(bits: Int[Tensor, "B M words"], logits: Float[Tensor, "B M V"]) -> Float[Tensor, "B M V"]:
-    """``logits`` of the tokens whose bits are set (`torch_dflash.grammars.bits`), -inf elsewhere."""
+    """``logits`` of the tokens whose bits are set (`torch_dflash.grammars.vocabulary`), -inf elsewhere."""
     place = torch.arange(32, device=logits.device, dtype=torch.int32)
     flags = ((bits[..., None] >> place) & 1).flatten(-2)[..., : logits.shape[-1]]
     return torch.where(flags != 0, logits, -torch.inf)

@@ -17,11 +17,10 @@ from torch_dflash.checks import (
     check_runtime,
     check_width,
 )
-from torch_dflash.engine.width import TreeWidths, Widths, ladder
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import OWN_STEP, check_outside
 from torch_dflash.plan import OUTPUTS, DecodePlan
-from torch_dflash.processors.host import HostProcessor
+from torch_dflash.processors.custom import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.requests.logprobs import check_outputs
 from torch_dflash.requests.prompts import bucket
@@ -123,15 +122,6 @@ class EngineOptions:
             page_size=self.page_size,
             pool_pages=self.pool_pages,
         )
-
-    def widths(self, plan: DecodePlan) -> Widths:
-        """How many rows the rounds of ``plan`` verify."""
-        widest = plan.verify_width
-        if self.verify_width != "auto":
-            return Widths((widest,), plan.rounds_per_chunk)
-        if plan.depth is not None:
-            return TreeWidths(ladder(widest), plan.rounds_per_chunk, plan.gain)
-        return Widths(ladder(widest), plan.rounds_per_chunk)
 
 
 OF_AN_ENGINE = tuple(option.name for option in fields(EngineOptions))

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_dflash.checks import check_counts, check_target
-from torch_dflash.decode import RowRequests
 from torch_dflash.plan import DecodePlan
-from torch_dflash.processors.host import HostProcessor
+from torch_dflash.processors.custom import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.requests.arguments import set_aside_cache, take_arguments
 from torch_dflash.requests.logprobs import check_told
@@ -22,6 +21,7 @@ from torch_dflash.requests.request import Request, defaults_of, resolve
 from torch_dflash.requests.row_values import seed_key
 from torch_dflash.requests.rules import check_covered
 from torch_dflash.requests.stopping import Criterion
+from torch_dflash.rows import RowRequests
 from torch_dflash.state import Sampling
 from torch_dflash.targets.weights import model_of
 

@@ -9,12 +9,15 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
@@ -105,3 +108,16 @@ def _runs(number: str) -> bool:
     except (PermissionError, ValueError, OverflowError):  # another user's; or no number: not ours to judge
         return True
     return True
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The values of a CPU tensor as bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def checksum_of(tensors: dict[str, Tensor]) -> int:
+    """CRC-32 over the tensors' bytes, in the order of their names."""
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(bytes_of(tensors[name]), value)
+    return value

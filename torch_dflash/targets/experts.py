@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from torch_dflash.ops.stacked import stacked_linear, stacked_sum
+from torch_dflash.ops.spread import stacked_linear, stacked_sum
 
 EXPERTS = "static_experts"
 ONE_BY_ONE = 16

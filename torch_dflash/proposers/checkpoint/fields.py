@@ -15,8 +15,7 @@ from transformers.activations import ACT2FN
 from torch_dflash.checks import INT32_MAX, is_count
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, architectures
-from torch_dflash.proposers.layouts.pieces import CONFIDENCE
-from torch_dflash.proposers.layouts.rotary import FLAGS
+from torch_dflash.proposers.layouts.pieces import CONFIDENCE, FLAGS
 
 _SIZES = (
     "hidden_size",

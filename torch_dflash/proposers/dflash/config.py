@@ -20,7 +20,7 @@ from torch_dflash.proposers.checkpoint.fields import (
 )
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.proposers.layouts.layout import Fields
-from torch_dflash.proposers.layouts.rotary import without_flags
+from torch_dflash.proposers.layouts.pieces import without_flags
 from torch_dflash.proposers.layouts.zlab import CLASSES, SECOND
 
 NESTED_FIELDS = (

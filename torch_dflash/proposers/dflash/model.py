@@ -25,11 +25,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from torch_dflash.ops.attention import Attend, KeyValue, attend_to, finite_values, visible
+from torch_dflash.proposers.checkpoint.extras import check_loop
 from torch_dflash.proposers.checkpoint.files import hub_of, refuse_weights
 from torch_dflash.proposers.checkpoint.hub import OnHub
 from torch_dflash.proposers.checkpoint.loading import in_our_names
 from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.proposers.dflash.native import check_loop
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
 from torch_dflash.proposers.facts import facts_of
 from torch_dflash.proposers.notes import tell, tell_of_tokenizer

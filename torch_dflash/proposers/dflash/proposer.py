@@ -20,8 +20,7 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.base import Cost, Proposer
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash.vocabulary import Noise
-from torch_dflash.proposers.trees.beam import beam, children
-from torch_dflash.proposers.trees.nodes import Nodes
+from torch_dflash.proposers.trees.nodes import Nodes, beam, children
 from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import noisy_logits
 from torch_dflash.state import Asked, Draft

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_dflash.ops.control_flow import branch
 from torch_dflash.ops.spread import likeliest
 from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
-from torch_dflash.proposers.trees.beam import Following
+from torch_dflash.proposers.trees.nodes import Following
 
 
 class Noise(NamedTuple):

@@ -17,7 +17,7 @@ from torch_dflash.proposers.dflash.config import NESTED_FIELDS, DFlashConfig
 from torch_dflash.proposers.dflash.model import DFlashDraftModel, DFlashLayer
 from torch_dflash.proposers.dflash2.convolution import DynamicConvolution
 from torch_dflash.proposers.dflash2.selector import CandidateSelector
-from torch_dflash.proposers.trees.beam import Following
+from torch_dflash.proposers.trees.nodes import Following
 
 
 class DFlash2Layer(DFlashLayer):

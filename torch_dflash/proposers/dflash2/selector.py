@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_dflash.ops.spread import likeliest
 from torch_dflash.proposers.dflash.vocabulary import look_up
-from torch_dflash.proposers.trees.beam import Following
+from torch_dflash.proposers.trees.nodes import Following
 
 
 class CandidateSelector(nn.Module):

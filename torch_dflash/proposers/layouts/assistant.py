@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_dflash.proposers.layouts.built import whole_fields
-from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures
+from torch_dflash.proposers.layouts.layout import Fields, Layout, architectures, whole_fields
 from torch_dflash.proposers.layouts.zlab import zlabs
 
 KIND, CLASS = "muse_glimmer_assistant", "MuseGlimmerAssistantModel"

@@ -17,8 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_dflash.checks import is_count
-from torch_dflash.proposers.layouts.built import whole_fields
-from torch_dflash.proposers.layouts.layout import Fields, Layout, required, switch
+from torch_dflash.proposers.layouts.layout import Fields, Layout, required, switch, whole_fields
 from torch_dflash.proposers.layouts.pieces import CONFIDENCE, CONFIDENCE_WEIGHTS, check_markov
 from torch_dflash.proposers.layouts.zlab import zlabs
 

@@ -20,8 +20,8 @@ from torch_dflash.requests.row_values import default_stop_ids
 from torch_dflash.storage.files import write_json
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Answer, Prompt, count_answers, write_answers
-from torch_dflash.train.answers.options import RegenerateOptions
-from torch_dflash.train.features.fingerprint import TargetFingerprint
+from torch_dflash.train.features.tensorfiles import TargetFingerprint
+from torch_dflash.train.options import RegenerateOptions
 from torch_dflash.train.stages import open_stage
 
 

@@ -33,9 +33,8 @@ from torch_dflash.targets.skeleton import build_skeleton
 from torch_dflash.targets.trace import blocks_of
 from torch_dflash.targets.weights import collect_tensors
 from torch_dflash.train.answers.data import Answer, encode_conversation
-from torch_dflash.train.features.fingerprint import TargetFingerprint
-from torch_dflash.train.features.options import FeatureOptions, check_layers
-from torch_dflash.train.features.tensorfiles import write_tensors
+from torch_dflash.train.features.tensorfiles import TargetFingerprint, write_tensors
+from torch_dflash.train.options import FeatureOptions, check_layers
 from torch_dflash.train.stages import open_stage
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch_dflash.progress import progress_bar
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, check_any
-from torch_dflash.train.features.fingerprint import TargetFingerprint
-from torch_dflash.train.features.tensorfiles import reading_tensors
+from torch_dflash.train.features.tensorfiles import TargetFingerprint, reading_tensors
 from torch_dflash.train.fit.blocks import Batch, draw_anchors
 from torch_dflash.train.stages import check_shards
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch_dflash.checks import check_counts
-from torch_dflash.train.features.options import Layers, check_layers
+from torch_dflash.train.options import Layers, check_layers
 
 Head = Literal["dflash", "convolutions", "dflash2", "dspark"]
 HEADS: tuple[str, ...] = get_args(Head)

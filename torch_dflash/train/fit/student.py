@@ -12,7 +12,7 @@ from torch_dflash.proposers.checkpoint.extras import refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair, tables_of_ids
 from torch_dflash.targets.final_norm import final_norm
-from torch_dflash.train.features.fingerprint import TargetFingerprint, weights_fingerprint
+from torch_dflash.train.features.tensorfiles import TargetFingerprint, weights_fingerprint
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
 from torch_dflash.train.fit.objective import Losses, Vocabulary, block_losses
 from torch_dflash.train.fit.options import Objective

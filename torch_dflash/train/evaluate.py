@@ -21,7 +21,7 @@ from torch_dflash.requests.prompts import bucket, pad_rows
 from torch_dflash.requests.row_values import default_stop_ids
 from torch_dflash.train.answers.conversations import check_some_fit, check_turns, converse
 from torch_dflash.train.answers.data import Prompt
-from torch_dflash.train.evaluate.options import EvaluateOptions
+from torch_dflash.train.options import EvaluateOptions
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""Layers whose model caches a latent and computes keys and values from it (DeepSeek's MLA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torch_dflash.cache.dense import StaticLayer, attend_densely
+from torch_dflash.cache.view import CacheView
+from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.ops.windows import reach
+from torch_dflash.pytrees import register_state
+
+
+@register_state
+@dataclass(frozen=True)
+class LatentLayer(StaticLayer):
+    """A dense layer whose model computes keys and values anew from all it has cached."""
+
+    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, LatentLayer]:
+        """Write the rows, hand out the buffers as far as any row reaches; consumes self."""
+        layer = self.write(view.rounded(key), view.rounded(value), view.start, view.count)
+        seen = reach(view.start, key.shape[2], layer.key.shape[2])
+        own = LatentLayer(layer.key, layer.value)
+        return view.rounded(layer.key[:, :, :seen]), view.rounded(layer.value[:, :, :seen]), own
+
+    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, LatentLayer]:
+        """Attend causally to the rows, which are of all positions."""
+        mask = view.mask(inputs, inputs.key.shape[2])
+        return attend_densely(inputs, inputs.key, inputs.value, mask), self

@@ -1,1 +1,0 @@
-"""Stage four: how many drafts of a fitted drafter the target accepts."""

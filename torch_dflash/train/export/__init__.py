@@ -1,1 +1,0 @@
-"""A fitted drafter as a directory that others can load."""
