@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from torch_dflash.selftest.pairs import drafter_config
-from torch_dflash.targets.fewer import keep_layers
+from torch_dflash.targets.truncate import keep_layers
 
 CONFIGS = Path(__file__).parent / "configs"
 SECOND = {"selector_rank": 256, "selector_top_k": 16, "conv_group_size": 128}

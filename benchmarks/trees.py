@@ -23,7 +23,7 @@ from torch_dflash.proposers.dflash.proposer import _noise
 from torch_dflash.proposers.trees.nodes import beam, best, children, in_preorder, join
 from torch_dflash.proposers.union import LONG
 from torch_dflash.requests.prompts import pad_rows
-from torch_dflash.state import Asked, Draft
+from torch_dflash.state import Draft, DraftRequest
 from torch_dflash.train.answers.data import encode_conversation, read_prompts
 
 ROWS = (4, 8, 16, 32, 64)
@@ -118,7 +118,11 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 def step(pair: Any, state: Any) -> tuple[dict[str, tuple], Any]:
     """(What each form drafts, the state a token later)."""
     target, (lookup, inner), (words, block) = pair.target, pair.proposer.parts, state.proposer.parts
-    anchor, length, asked = state.anchor.clone(), state.length.clone(), Asked(state.sampling, max(ROWS))
+    anchor, length, asked = (
+        state.anchor.clone(),
+        state.length.clone(),
+        DraftRequest(state.sampling, max(ROWS)),
+    )
     hidden, block = inner._block(block, anchor, length, target.embed)
     noise = _noise(length, asked)
     found, words = lookup.look_up(words, anchor, length)
@@ -139,7 +143,7 @@ def step(pair: Any, state: Any) -> tuple[dict[str, tuple], Any]:
     following = drafter.followers(hidden, noisy, noise.scale[:, None, None], children(max(ROWS)))
     for rows in ROWS:
         own = best(beam(first(following, children(rows)), anchor, count, rows), rows - 1)
-        asked = Asked(state.sampling, rows)
+        asked = DraftRequest(state.sampling, rows)
         copies = best(lookup.nodes(state.proposer.parts[0], anchor, length, None, None, asked)[0], rows - 1)
         deepest = min(rows - 1, lookup.width - 1)
         drafts[f"tree of {rows}"] = in_preorder(own, deepest)

@@ -36,11 +36,11 @@ from jax_bridge.mesh.heads import (
     paged_on_slice,
     write_on_slice,
 )
-from jax_bridge.mesh.mixers import mixer_on_slice, take_in_on_slice
+from jax_bridge.mesh.mixers import absorb_on_slice, mixer_on_slice
 from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
 from jax_bridge.weights.forms import Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
-from torch_dflash.cache.recurrent import take_in
+from torch_dflash.cache.recurrent import absorb
 from torch_dflash.ops.attention import (
     AttentionInputs,
     KeyValue,
@@ -307,8 +307,8 @@ def _run_mixer(tensors, module, forward, args, kwargs):
         return mixer_on_slice(own, module, forward, args, kwargs)
 
 
-def _take_in(count, fresh, path):
-    return call_jax(_on_slice(take_in_on_slice, partial(call_torch, take_in.plain)), count, fresh, path)
+def _absorb(count, fresh, path):
+    return call_jax(_on_slice(absorb_on_slice, partial(call_torch, absorb.plain)), count, fresh, path)
 
 
 LOWERED = {
@@ -327,7 +327,7 @@ LOWERED = {
     branch: _branch,
     chunked: _chunked,
     run_mixer: _run_mixer,
-    take_in: _take_in,
+    absorb: _absorb,
 }
 """Each of `torch_dflash.ops.lowerable.OPERATIONS` with what runs in its place."""
 

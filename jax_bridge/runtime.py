@@ -28,7 +28,7 @@ from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import lasting, quiet
 from torch_dflash.rows import RowRequests, rewind
-from torch_dflash.runtime import News, Turn, news
+from torch_dflash.runtime import HostRead, Rounds, host_read
 from torch_dflash.state import DecodeState, PromptChunk
 
 Arrays = dict[str, Weight]
@@ -53,7 +53,7 @@ class Steps(NamedTuple):
             rounds={
                 width: lower_rounds(pair, width, fewest) for width in widths or (pair.plan.verify_width,)
             },
-            read=partial(call_torch, partial(news, pair.plan)),
+            read=partial(call_torch, partial(host_read, pair.plan)),
         )
 
 
@@ -185,7 +185,7 @@ class XlaRuntime:
             self._rounds_started = True
             self._programs.start(*piece)
             for width in self._rounds:
-                self._programs.start(*self._chunk(params, state, Turn(width, 1)))
+                self._programs.start(*self._chunk(params, state, Rounds(width, 1)))
         return self._run(*piece)
 
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
@@ -199,10 +199,10 @@ class XlaRuntime:
         start = self._place.put(torch.tensor(known, dtype=torch.int32, device="cpu"))
         return replace(state, record=state.record | {"start": start})
 
-    def advance(self, params: Arrays, state: DecodeState, turn: Turn | None = None) -> DecodeState:
+    def advance(self, params: Arrays, state: DecodeState, turn: Rounds | None = None) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""
         check_alive(state)
-        return self._run(*self._chunk(params, state, turn or Turn.of(self.plan)))
+        return self._run(*self._chunk(params, state, turn or Rounds.of(self.plan)))
 
     def rewind(
         self, params: Arrays, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
@@ -211,7 +211,7 @@ class XlaRuntime:
         args = params, state, *self._place.send((kept, rows, snapshot))
         return self._run("rewind", self._rewind, args, donate=(1,))
 
-    def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
+    def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> HostRead:
         """Fetch what the host does not have, in one transfer."""
         check_alive(state)
         # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
@@ -231,13 +231,13 @@ class XlaRuntime:
         """Whether a state lies on these devices."""
         return isinstance(state.done, jax.Array) and state.done.sharding.device_set == self._place.devices
 
-    def take_in(self, params: Arrays, state: DecodeState) -> DecodeState:
+    def import_state(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A state that a user held as the steps keep it; consumes it."""
-        return self._border.take_in(params, self._place.adopt(state))
+        return self._border.import_state(params, self._place.adopt(state))
 
-    def hand_out(self, params: Arrays, state: DecodeState) -> DecodeState:
+    def export_state(self, params: Arrays, state: DecodeState) -> DecodeState:
         """A state for a user, its caches in the models' types."""
-        return self._border.hand_out(params, state)
+        return self._border.export_state(params, state)
 
     def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
@@ -249,7 +249,7 @@ class XlaRuntime:
             state = self.begin(params, RowRequests.idle(self.plan))
             table = None if state.page_table is None else np.zeros(state.page_table.shape, np.int32)
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
-            state = self.take_in(params, self.hand_out(params, state))
+            state = self.import_state(params, self.export_state(params, state))
             bar.update()
             state = run_in_turn(self._programs, self._every_step(params, table, buckets), state, bar)
             bar.set_description("the results' read")
@@ -266,7 +266,7 @@ class XlaRuntime:
             return self._piece(params, state, chunk)
 
         def rounds(state: DecodeState, width: int) -> tuple:
-            return self._chunk(params, self.assign(state, table, live), Turn(width, 1))
+            return self._chunk(params, self.assign(state, table, live), Rounds(width, 1))
 
         chunks = [partial(piece, chunk=idle_chunk(self.plan, width)) for width in buckets]
         named = list(zip([f"prompts of {width} tokens" for width in buckets], chunks, strict=True))
@@ -276,7 +276,7 @@ class XlaRuntime:
         """What `Programs` needs to know of a piece of the prompts."""
         return "prefill", self._prefill, (params, state, self._place.send(chunk)), (1,)
 
-    def _chunk(self, params: Arrays, state: DecodeState, turn: Turn) -> tuple:
+    def _chunk(self, params: Arrays, state: DecodeState, turn: Rounds) -> tuple:
         """What `Programs` needs to know of a chunk."""
         args = params, state, np.int32(turn.rounds)
         return self._name(turn.width), self._rounds[turn.width], args, (1,)

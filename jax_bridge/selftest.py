@@ -20,7 +20,7 @@ from jax_bridge.programs.lower import lower, tracing
 from jax_bridge.reference import forward, load, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine.engine import Engine
-from torch_dflash.runtime import Turn
+from torch_dflash.runtime import Rounds
 from torch_dflash.selftest.backend import READ, Reads, best_speed
 
 
@@ -90,7 +90,7 @@ class XlaBackend:
         size, places = sum(leaf.nbytes for leaf in old), _addresses(old)
         runtime = _runtime(engine)
         new = jax.block_until_ready(runtime.advance(_params(engine), state))
-        program: Any = runtime._programs.get(*runtime._chunk(_params(engine), new, Turn.of(engine.plan)))
+        program: Any = runtime._programs.get(*runtime._chunk(_params(engine), new, Rounds.of(engine.plan)))
         memory = program.memory_analysis()
         aliased = memory.alias_size_in_bytes if memory is not None else None
         freed = all(leaf.is_deleted() for leaf in old)

@@ -24,9 +24,9 @@ from torch_dflash.processors.interface import Text, process
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.record import note_picks
 from torch_dflash.sampling import pick_tokens, warped_logits
-from torch_dflash.state import Asked, DecodeState, Draft, Sampling
+from torch_dflash.state import DecodeState, Draft, DraftRequest, Sampling
 from torch_dflash.targets.adapter import Target
-from torch_dflash.targets.swapped import Swapped
+from torch_dflash.targets.binding import Swapped
 
 Params = dict[str, Tensor]
 
@@ -94,7 +94,7 @@ def draft(pair: Pair, state: DecodeState, width: int | None = None) -> tuple[Dra
     """The proposer's pass: (a draft after each row's anchor, its state); ``width`` as in `verify`."""
     target, proposer, plan = pair.target, pair.proposer, pair.plan
     own = state.anchor.clone(), state.length.clone()  # the proposer's: it may write into them
-    asked = Asked(state.sampling, width or plan.verify_width)
+    asked = DraftRequest(state.sampling, width or plan.verify_width)
     proposed = proposer.draft(state.proposer, *own, target.embed, target.head, asked)
     drafted, pstate = drafted_by(proposer, proposed)
     return known_draft(drafted, plan, target.vocab_size), pstate

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.plan import DecodePlan
 from torch_dflash.rows import RowRequests, begin, prefill, rewind
-from torch_dflash.runtime import News, Turn, news
+from torch_dflash.runtime import HostRead, Rounds, host_read
 from torch_dflash.state import DecodeState, PromptChunk
 
 
@@ -68,8 +68,8 @@ class EagerRuntime:
         start = torch.tensor(known, dtype=torch.int32, device=state.done.device)
         return replace(state, record=state.record | {"start": start})
 
-    def advance(self, params: Params, state: DecodeState, turn: Turn | None = None) -> DecodeState:
-        turn = turn or Turn.of(self.plan)
+    def advance(self, params: Params, state: DecodeState, turn: Rounds | None = None) -> DecodeState:
+        turn = turn or Rounds.of(self.plan)
         for _ in range(turn.rounds):
             if state.done.all():
                 break
@@ -81,10 +81,10 @@ class EagerRuntime:
     ) -> DecodeState:
         return self._step(rewind, params, state, torch.from_numpy(kept), rows, snapshot)
 
-    def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> News:
+    def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> HostRead:
         device = state.length.device
         at = (torch.from_numpy(values).to(device) for values in (known, rounds))
-        return pytree.tree_map(lambda leaf: leaf.cpu().numpy(), news(self.plan, state, *at))
+        return pytree.tree_map(lambda leaf: leaf.cpu().numpy(), host_read(self.plan, state, *at))
 
     def fetch(self, part: Any) -> Any:
         return pytree.tree_map(torch.clone, part)
@@ -95,7 +95,7 @@ class EagerRuntime:
     def holds(self, state: DecodeState) -> bool:
         return True  # as `place`
 
-    def take_in(self, params: Params, state: DecodeState) -> DecodeState:
+    def import_state(self, params: Params, state: DecodeState) -> DecodeState:
         if self._own is None:
             shapes = {name: torch.empty_like(leaf, device="meta") for name, leaf in params.items()}
             self._own = _shapes(begin(self.pair, shapes, RowRequests.idle(self.plan, "meta")))
@@ -108,7 +108,7 @@ class EagerRuntime:
             raise TypeError("the state holds JAX's arrays; pass jax_bridge.state_to_torch(state).")
         return state
 
-    def hand_out(self, params: Params, state: DecodeState) -> DecodeState:
+    def export_state(self, params: Params, state: DecodeState) -> DecodeState:
         return state
 
     def warmup(self, params: Params, buckets: list[int], progress: bool | None) -> None:

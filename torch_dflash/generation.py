@@ -27,7 +27,7 @@ from torch_dflash.proposers.choose import Missing, check_models
 from torch_dflash.requests.aliases import check_compiled_options
 from torch_dflash.requests.arguments import set_aside_cache
 from torch_dflash.requests.options import OF_A_CALL, OF_AN_ENGINE, EngineOptions, round_up
-from torch_dflash.requests.read import check_compiled, one_by_one, read_request, repeated
+from torch_dflash.requests.read import check_compiled, per_token, read_request, repeated
 from torch_dflash.requests.request import UNSET, Request
 from torch_dflash.requests.rules import arranged, check_processors
 from torch_dflash.requests.stopping import read_criteria
@@ -249,7 +249,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class Call:
+class PreparedCall:
     """A call that was read: its ``request``, prompts [B, T] as they are repeated, and the engine it needs."""
 
     target: Any
@@ -273,7 +273,7 @@ def read_call(
     processors: tuple[Processor, ...] | None,
     runtime: str,
     streamer: Any = None,
-) -> Call:
+) -> PreparedCall:
     """Check all arguments of a call that makes its own engine.
 
     Args:
@@ -284,7 +284,7 @@ def read_call(
         TypeError, ValueError: bad input. RuntimeError: other processes of the mesh make another call.
     """
 
-    def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Call:
+    def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> PreparedCall:
         call = _read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
         check_streamer(streamer, len(call.request.rows))
         return call
@@ -295,7 +295,7 @@ def read_call(
     mesh = mesh_of(target, asked, replicas)
     said = said_of(hosts := hosts_of(runtime, mesh, replicas), mesh, target, drafter)
 
-    def digest(call: Call) -> dict[str, str]:  # the mesh by its order, however it is named
+    def digest(call: PreparedCall) -> dict[str, str]:  # the mesh by its order, however it is named
         return digest_of(call.request, replace(call.options, mesh=None)) | call.engine().bits()
 
     return read_together(hosts, what, said, given, read, digest)
@@ -309,7 +309,7 @@ def _read_call(
     options: dict[str, Any],
     processors: tuple[Processor, ...] | None,
     runtime: str,
-) -> Call:
+) -> PreparedCall:
     set_aside_cache(options)
     built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
     check_processors(processors)
@@ -317,11 +317,11 @@ def _read_call(
     input_ids, attention_mask = repeated(target, input_ids, attention_mask, options)
     request = read_request(target, input_ids, attention_mask, options)
     pad, prompts = request.pad_token_id, cast(Tensor, input_ids)
-    request.halts.extend(
-        read_criteria(criteria or (), prompts, request.lengths, pad, request.told.normalised)
+    request.stopping.extend(
+        read_criteria(criteria or (), prompts, request.lengths, pad, request.logit_outputs.normalised)
     )
     own = [_with_prompts(one, prompts) for one in processors or ()]
-    alone = one_by_one(request, own, runtime)
+    alone = per_token(request, own, runtime)
     check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
     replicas = built.get("replicas", 1)
     rows = -(-len(request.rows) // replicas)  # of each replica
@@ -332,12 +332,12 @@ def _read_call(
         stop_slots=max(8, *map(len, request.stop_ids)),
         filters=request.filters,
         processors=arranged([*request.processors, *own]),
-        outputs=request.told.outputs,
-        top_logprobs=request.told.top_logprobs,
+        outputs=request.logit_outputs.outputs,
+        top_logprobs=request.logit_outputs.top_logprobs,
         runtime=runtime,
         **(built | alone),
     )
-    return Call(target, drafter, request, prompts, engine_options)
+    return PreparedCall(target, drafter, request, prompts, engine_options)
 
 
 def _with_prompts(one: Any, prompts: Tensor) -> Any:

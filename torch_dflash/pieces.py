@@ -67,7 +67,7 @@ def stream(
     options |= {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
     given = input_ids, attention_mask, options
     call = read_call("stream", target, drafter, given, processors, runtime)
-    check_streamed(call.request.told)
+    check_streamed(call.request.logit_outputs)
     gains = call.engine().gains(call.request)
     rows = len(call.request.rows)
     texts = [None if tokenizer is None else TextStream(tokenizer) for _ in range(rows)]

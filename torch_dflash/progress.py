@@ -31,7 +31,7 @@ def coloured(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
-def tell(line: str) -> None:
+def print_status(line: str) -> None:
     """Print a line of a command on stderr, unless it is to be quiet."""
     if not _quiet.get():
         print(line, file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ class Ticking:
             self._bar.refresh()
 
 
-def say(what: str) -> None:
+def warn(what: str) -> None:
     """Log ``what`` as a warning of the logger "torch_dflash", in one line; not while it is to be quiet."""
     if not _quiet.get():
         _log.warning("torch-dflash: %s", what)

@@ -20,7 +20,7 @@ from torch_dflash.state import DecodeState, PromptChunk
 
 @register_state
 @dataclass(frozen=True)
-class News:
+class HostRead:
     """What a host read fetches: each row's tokens and acceptance lengths that it lacks, and where it is.
 
     ``tokens`` [B, K] from the first unknown position on, ``accepted`` [B, R] from the first unknown round on,
@@ -35,9 +35,9 @@ class News:
     record: Any
 
 
-def news(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) -> News:
+def host_read(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) -> HostRead:
     """What ``state`` has beyond ``known`` [B] tokens and ``rounds`` [B] rounds: what one chunk can bring."""
-    return News(
+    return HostRead(
         tokens=read_rows(state.tokens, known, plan.most_gained),
         accepted=read_rows(state.accepted, rounds, plan.rounds_per_chunk),
         length=state.length.clone(),
@@ -47,19 +47,19 @@ def news(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) ->
     )
 
 
-class Turn(NamedTuple):
+class Rounds(NamedTuple):
     """One chunk: ``rounds``, at most the plan's ``rounds_per_chunk``, of ``width`` verified rows each."""
 
     width: int
     rounds: int
 
     @classmethod
-    def of(cls, plan: DecodePlan) -> Turn:
+    def of(cls, plan: DecodePlan) -> Rounds:
         """As many rounds, and as wide ones, as ``plan`` allows."""
         return cls(plan.verify_width, plan.rounds_per_chunk)
 
 
-class Gain(NamedTuple):
+class RowDelta(NamedTuple):
     """What a read brought a row: its ``tokens``, how many each of its ``rounds`` committed, whether it ended.
 
     Rounds may count tokens behind the row's end. ``logprobs`` and ``top`` are those of the tokens, where they
@@ -116,7 +116,7 @@ class Progress:
         """Forget a row's tokens from ``end`` on: it has ended there."""
         self.length[row], self.known[row], self.ended[row] = end - 1, end, True
 
-    def add(self, found: News) -> None:
+    def add(self, found: HostRead) -> None:
         """Take in what a read has brought."""
         for row, (since, rounds) in enumerate(zip(self.known, self.rounds, strict=True)):
             end, last = max(int(since), int(found.length[row]) + 1), int(found.rounds[row])
@@ -177,8 +177,8 @@ class Runtime(Protocol):
         """Have the rows of logits that are kept begin at positions ``known`` [B]; consumes ``state``."""
         ...
 
-    def advance(self, params: Any, state: Any, turn: Turn | None = None) -> Any:
-        """The rounds of ``turn`` (unset: `Turn.of` the plan), fewer when every row is done."""
+    def advance(self, params: Any, state: Any, turn: Rounds | None = None) -> Any:
+        """The rounds of ``turn`` (unset: `Rounds.of` the plan), fewer when every row is done."""
         ...
 
     def rewind(
@@ -187,8 +187,8 @@ class Runtime(Protocol):
         """`torch_dflash.rows.rewind`, for ``kept`` [B]; ``snapshot`` is of torch tensors. Consumes both."""
         ...
 
-    def read(self, state: Any, known: np.ndarray, rounds: np.ndarray) -> News:
-        """The one host read of a chunk: what the host does not have yet (`news`), as numpy arrays."""
+    def read(self, state: Any, known: np.ndarray, rounds: np.ndarray) -> HostRead:
+        """The one host read of a chunk: what the host does not have yet (`host_read`), as numpy arrays."""
         ...
 
     def fetch(self, part: Any) -> Any:
@@ -203,7 +203,7 @@ class Runtime(Protocol):
         """Whether a user's state lies where this runtime's do."""
         ...
 
-    def take_in(self, params: Any, state: DecodeState) -> Any:
+    def import_state(self, params: Any, state: DecodeState) -> Any:
         """A state that a user held as the steps keep it; consumes it.
 
         Raises:
@@ -211,7 +211,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def hand_out(self, params: Any, state: Any) -> DecodeState:
+    def export_state(self, params: Any, state: Any) -> DecodeState:
         """A state of the steps for a user, in the models' types; consumes it."""
         ...
 

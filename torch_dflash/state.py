@@ -95,7 +95,7 @@ class Draft:
     parent: Int[Tensor, "B N"] | None = None
 
 
-class Asked(NamedTuple):
+class DraftRequest(NamedTuple):
     """What a round asks of a draft beside the text before it.
 
     Attributes:

@@ -18,7 +18,7 @@ from jax_bridge.device_memory import bytes_of
 from torch_dflash.plan import DecodePlan
 from torch_dflash.requests.options import LARGEST_CHUNK
 from torch_dflash.requests.prompts import bucket
-from torch_dflash.targets.fewer import keep_layers
+from torch_dflash.targets.truncate import keep_layers
 
 PROGRAMS = ("chunk", "prefill")
 """Those that need most: the loop over rounds, and a prompt's largest chunk."""

@@ -105,11 +105,11 @@ def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwar
     return module.out_proj(out) if own.blocks else out
 
 
-def take_in_on_slice(own: Slice, take_in: Callable, count: Any, fresh: Any, path: Any) -> Any:
-    """`torch_dflash.cache.recurrent.take_in`: each chip's states and channels from what it has computed."""
+def absorb_on_slice(own: Slice, absorb: Callable, count: Any, fresh: Any, path: Any) -> Any:
+    """`torch_dflash.cache.recurrent.absorb`: each chip's states and channels from what it has computed."""
 
     def local(count: Any, fresh: Any, path: Any) -> Any:
-        return cut_tail(take_in(count, replace(fresh, layer=whole_tail(fresh.layer)), path), _share(own))
+        return cut_tail(absorb(count, replace(fresh, layer=whole_tail(fresh.layer)), path), _share(own))
 
     heads = _heads(own)
     return own.on_parts(local, (WHOLE, heads, WHOLE), heads)(count, fresh, path)

@@ -38,7 +38,7 @@ class Border:
         state = self._begin(params, rows)
         return widened(state) if self._wide else state
 
-    def take_in(self, params: Any, state: DecodeState) -> DecodeState:
+    def import_state(self, params: Any, state: DecodeState) -> DecodeState:
         """A user's state as the steps keep it; consumes it.
 
         Raises:
@@ -62,7 +62,7 @@ class Border:
                 check_dtype(what, *(getattr(torch, str(leaf.dtype)) for leaf in pair))
         return self._cast(state, kept_as) if self._wide else state
 
-    def hand_out(self, params: Any, state: DecodeState) -> DecodeState:
+    def export_state(self, params: Any, state: DecodeState) -> DecodeState:
         """A state of the steps in the models' types; consumes it."""
         return self._cast(state, self.shapes(params)) if self._wide else state
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from safetensors.flax import load_file
 
 from jax_bridge.reference.config import DrafterConfig, TargetConfig, read_config, read_target_config
-from jax_bridge.reference.second import SELECTOR
+from jax_bridge.reference.dflash2 import SELECTOR
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

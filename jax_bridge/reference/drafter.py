@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_bridge.reference.attention import Params, Rows, attention, linear, rms_norm, swiglu
 from jax_bridge.reference.config import DrafterConfig
+from jax_bridge.reference.dflash2 import convolved
 from jax_bridge.reference.rope import rotary_tables
-from jax_bridge.reference.second import convolved
 
 Cache = list[Rows]
 

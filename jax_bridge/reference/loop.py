@@ -15,8 +15,8 @@ from jaxtyping import Array, Int
 
 from jax_bridge.reference.attention import Params
 from jax_bridge.reference.config import DrafterConfig, TargetConfig
+from jax_bridge.reference.dflash2 import choose
 from jax_bridge.reference.drafter import logits, noise_embeddings, project
-from jax_bridge.reference.second import choose
 from jax_bridge.reference.static import Layer, draft_pass, empty_layer, extend, put_rows
 from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_target, head_weight
 

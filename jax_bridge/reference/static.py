@@ -24,8 +24,8 @@ from jax_bridge.reference.attention import (
     visible,
 )
 from jax_bridge.reference.config import DrafterConfig
+from jax_bridge.reference.dflash2 import convolved
 from jax_bridge.reference.rope import rotary_tables
-from jax_bridge.reference.second import convolved
 
 
 class Layer(NamedTuple):

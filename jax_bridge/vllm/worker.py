@@ -19,7 +19,7 @@ from tpu_inference.runner.input_batch import InputBatch
 from tpu_inference.worker import tpu_worker
 from vllm.v1.outputs import DraftTokenIds
 
-from jax_bridge.vllm.mends import bits_of_rows, mask_rows, of_each_temperature, of_undrafted_steps
+from jax_bridge.vllm.patches import bits_of_rows, mask_rows, of_each_temperature, of_undrafted_steps
 from jax_bridge.vllm.proposer import Proposer
 
 # Upstream calls the functions by these names.

@@ -59,7 +59,7 @@ def slow_searches(vocabulary: int) -> int:
     engine = td.compile(target, make_drafter(target), max_length=64, filters=False)
     runtime: Any = engine.runtime
     params = runtime.refresh(engine.tensors())
-    state = runtime.take_in(params, engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4))
+    state = runtime.import_state(params, engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4))
     with lower.tracing("highest"):
         rounds = jax.jit(runtime._rounds[engine.plan.verify_width]).lower(params, state, jnp.int32(1))
     text = rounds.compile().as_text() or ""

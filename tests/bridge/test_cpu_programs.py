@@ -39,7 +39,7 @@ def built(dtype: torch.dtype, drafts: bool, max_length: int, width: int = 0, **o
     runtime = engine.runtime
     params = runtime.refresh(engine.tensors())
     state = engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
-    state, rounds = runtime.take_in(params, state), runtime._rounds[width or engine.plan.verify_width]
+    state, rounds = runtime.import_state(params, state), runtime._rounds[width or engine.plan.verify_width]
     with lower.tracing("highest"):
         program = jax.jit(rounds, donate_argnums=1).lower(params, state).compile()
     return program, jax.tree.leaves((params, state), is_leaf=lambda leaf: isinstance(leaf, StoredWeight))

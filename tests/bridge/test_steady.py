@@ -160,7 +160,7 @@ def float_sums() -> int:
     engine = td.compile(*(model.bfloat16() for model in make_pair("llama")), max_length=64, filters=False)
     runtime: Any = engine.runtime
     params = runtime.refresh(engine.tensors())
-    state = runtime.take_in(params, engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4))
+    state = runtime.import_state(params, engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4))
     with lower.tracing("highest"):
         rounds = runtime._rounds[engine.plan.verify_width]
         text = jax.jit(rounds, donate_argnums=1).lower(params, state).as_text()
@@ -180,7 +180,7 @@ def test_a_plain_round_rounds_as_a_wide_one(case):
     engine = td.compile(target, td.NGramProposer(6), max_length=64, filters=False, **options)
     runtime: Any = engine.runtime
     params = runtime.refresh(engine.tensors())
-    state = runtime.take_in(params, engine.start(torch.tensor([[1, 2, 3, 4, 5]]), max_new_tokens=9))
+    state = runtime.import_state(params, engine.start(torch.tensor([[1, 2, 3, 4, 5]]), max_new_tokens=9))
 
     def logits(width: int) -> np.ndarray:
         def step(pair, state):

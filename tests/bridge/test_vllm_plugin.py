@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_bridge.vllm.mends import of_each_temperature
+from jax_bridge.vllm.patches import of_each_temperature
 from torch_dflash.integrations.vllm import plugin
 from torch_dflash.integrations.vllm.refusals import refuse
 

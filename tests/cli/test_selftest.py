@@ -19,7 +19,7 @@ from jax_bridge.selftest import XlaBackend, reference_hidden
 from torch_dflash.cli import main
 from torch_dflash.eager import EagerRuntime
 from torch_dflash.ops import block_attention
-from torch_dflash.runtime import Turn
+from torch_dflash.runtime import Rounds
 from torch_dflash.selftest import losslessness as texts
 from torch_dflash.selftest import timing
 from torch_dflash.selftest.backend import Case, EagerBackend
@@ -143,7 +143,7 @@ def test_a_round_too_few_per_read_fails(eager, monkeypatch):
     advance = EagerRuntime.advance
 
     def hasty(self, params, state, turn):
-        return advance(self, params, state, Turn(turn.width, 1))
+        return advance(self, params, state, Rounds(turn.width, 1))
 
     monkeypatch.setattr(EagerRuntime, "advance", hasty)
     assert statuses(hidden_costs(eager, eager.backend))["one host read a chunk"] == FAIL

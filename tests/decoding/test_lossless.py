@@ -43,7 +43,7 @@ def weights(family, kind):
 
 
 def become(family, kind):
-    """Turn the family's one drafter into another: weights are data, so no engine compiles again."""
+    """Rounds the family's one drafter into another: weights are data, so no engine compiles again."""
     with torch.no_grad():
         for weight, new in zip(pair(family)[1].parameters(), weights(family, kind), strict=True):
             weight.copy_(new)

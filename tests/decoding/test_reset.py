@@ -22,7 +22,7 @@ from torch_dflash.engine.batch import Generation
 from torch_dflash.requests.prompts import prompt_chunks
 from torch_dflash.requests.read import row_requests
 from torch_dflash.rows import reset
-from torch_dflash.runtime import Turn
+from torch_dflash.runtime import Rounds
 
 NEW = 10
 OLD, OTHER, NEXT = [3, 1, 4, 1, 5], [2, 7, 1, 8], [6, 6, 2]
@@ -84,7 +84,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     generation = Generation.begin(runtime, engine.plan, params, ask(engine, [OLD, OTHER]))
     generation.prepare(64)
     for _ in range(2):
-        generation.advance(Turn.of(engine.plan))
+        generation.advance(Rounds.of(engine.plan))
 
     rows = torch.tensor([True, False])
     requests = row_requests(ask(engine, [NEXT, OTHER]), engine.plan)
@@ -97,7 +97,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     for chunk in prompt_chunks([torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64):
         fresh.state = runtime.prefill(params, fresh.state, chunk)
     while not look(runtime, fresh.state).done.all():
-        fresh.advance(Turn.of(engine.plan))
+        fresh.advance(Rounds.of(engine.plan))
     seen = look(runtime, fresh.state)
     texts = [seen.tokens[row, : seen.length[row] + 1].tolist() for row in (0, 1)]
     assert texts == [NEXT + own_text(target, NEXT, NEW), OTHER + own_text(target, OTHER, NEW)]

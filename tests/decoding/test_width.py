@@ -29,7 +29,7 @@ from torch_dflash.engine.width import (
     ladder,
 )
 from torch_dflash.proposers.dflash.proposer import DFlashProposer
-from torch_dflash.runtime import Turn
+from torch_dflash.runtime import Rounds
 
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4]]
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
@@ -72,7 +72,7 @@ def test_rounds_of_any_width_leave_the_drafter_as_a_prompt_does(kind, monkeypatc
         state = engine.start(torch.tensor(PROMPTS[:1]), max_new_tokens=60, do_sample=False, eos_token_id=None)
         differ = []
         for width in MIXED * 2:
-            state = engine.runtime.advance(params, state, Turn(width, 1))
+            state = engine.runtime.advance(params, state, Rounds(width, 1))
             said = state.tokens[:, : int(state.length[0]) + 1]
             fresh = engine.start(said[:, :-1].long(), max_new_tokens=8, do_sample=False, eos_token_id=None)
             assert torch.equal(fresh.anchor, state.anchor)
@@ -110,7 +110,7 @@ def test_a_state_moves_between_fixed_and_chosen_widths(tmp_path):
     chosen = td.compile(target, drafter, verify_width="auto", **options)
     fixed = td.compile(target, drafter, **options)
     ids, asked = torch.tensor(PROMPTS[:1]), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-    state = chosen.runtime.advance(chosen.tensors(), chosen.start(ids, **asked), Turn(1, 3))
+    state = chosen.runtime.advance(chosen.tensors(), chosen.start(ids, **asked), Rounds(1, 3))
     td.save_state(state, tmp_path / "state", chosen)
     state = td.load_state(tmp_path / "state", fixed)
     while not look(fixed.runtime, state).done.all():
@@ -151,7 +151,7 @@ def warmed(costs: dict[int, float]) -> Widths:
     return widths
 
 
-def share(turns: list[Turn], width: int) -> float:
+def share(turns: list[Rounds], width: int) -> float:
     """Which part of the rounds had ``width``."""
     return sum(t.rounds for t in turns if t.width == width) / sum(t.rounds for t in turns)
 
@@ -200,7 +200,7 @@ def test_rounds_that_are_often_slower_than_usual_are_paid_in_full(monkeypatch):
             width = widths.next(pace).width
             slow = 1.8 if width > 1 and torch.rand(1, generator=luck) < 0.4 else 1.0
             count = 1 + int(width > 1 and torch.rand(1, generator=luck) < 0.4)
-            widths.note(Turn(width, 1), slow * costs[width], [[count]], pace)
+            widths.note(Rounds(width, 1), slow * costs[width], [[count]], pace)
             said, spent = said + count, spent + slow * costs[width]
         return spent / said
 
@@ -225,7 +225,7 @@ def test_what_slows_all_rounds_stops_no_draft(slow, every):
 def test_a_slow_moment_of_plain_rounds_makes_no_draft_cheap():
     widths = warmed({1: 1.0, 4: 1.25, 8: 1.7})
     for slow in (1.0, *[1.3] * 6):
-        widths.note(Turn(1, 16), 16 * slow, [[1] * 16], Pace())
+        widths.note(Rounds(1, 16), 16 * slow, [[1] * 16], Pace())
     assert widths._cost(4) == 1.25
 
 
@@ -324,24 +324,24 @@ def test_showing_a_cost_again_leaves_every_width_measured(rounds):
         widths.note(turn, turn.rounds * costs[turn.width] * hiccup, [[1] * turn.rounds], pace)
         turns.append(turn)
         assert widths.measured and widths._cost(8) == 4.0
-    assert share(turns, 1) > 0.99 and turns.count(Turn(1, rounds)) > 90
+    assert share(turns, 1) > 0.99 and turns.count(Rounds(1, rounds)) > 90
 
 
 def test_a_chunk_that_compiled_or_read_a_prompt_is_not_timed():
     widths, pace = Widths((1, 2), 16), Pace()
     for _ in range(TRIALS):
-        widths.note(Turn(1, 2), 0.2, [[1, 1]], pace)
-    widths.note(Turn(2, 4), None, [[1, 2, 1, 1]], pace)
+        widths.note(Rounds(1, 2), 0.2, [[1, 1]], pace)
+    widths.note(Rounds(2, 4), None, [[1, 2, 1, 1]], pace)
     assert not widths.measured and widths.expected(2) == pytest.approx(1.4, abs=0.1)
     for _ in range(TRIALS):
-        widths.note(Turn(2, 4), 0.4, [[], []], pace)  # no round ran
+        widths.note(Rounds(2, 4), 0.4, [[], []], pace)  # no round ran
     assert not widths.measured and pace.tokens == 2 * TRIALS + 5
 
 
 def test_a_fixed_width_stays():
     target, _ = make_pair("llama")
     engine = td.compile(target, Scripted(1, 96, 6), runtime="eager", max_length=64, verify_width=3).warmup()
-    assert engine._widths.widths == (3,) and engine._widths.next(Pace()) == Turn(3, 1)
+    assert engine._widths.widths == (3,) and engine._widths.next(Pace()) == Rounds(3, 1)
     ladders = {1: (1,), 2: (1, 2), 4: (1, 4), 6: (1, 4, 6), 16: (1, 4, 8, 16)}
     assert {widest: ladder(widest) for widest in ladders} == ladders
 

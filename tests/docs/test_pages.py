@@ -18,7 +18,7 @@ from support.tokenizers import TEMPLATE, NumberTokenizer, byte_tokenizer
 import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.cli import parse
-from torch_dflash.cli.call import Call
+from torch_dflash.cli.call import Invocation
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md"]
 PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
@@ -107,7 +107,7 @@ def test_every_command_that_is_shown_is_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs/results").mkdir(parents=True)
     for line in lines:
-        assert isinstance(parse(shlex.split(line, comments=True)), Call), line
+        assert isinstance(parse(shlex.split(line, comments=True)), Invocation), line
 
 
 @pytest.mark.parametrize("page", [*PAGES, CARD])

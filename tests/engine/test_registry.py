@@ -16,7 +16,7 @@ import torch_dflash as td
 from torch_dflash import generation
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.requests.options import round_up
-from torch_dflash.targets import swapped
+from torch_dflash.targets import binding as swapped
 
 NEW = 6
 PROMPT = [3, 1, 4, 1, 5, 9, 2]

@@ -192,7 +192,7 @@ def test_pieces_of_a_stream_have_theirs(pair, batch, runtime):
 
 
 def test_stop_strings_cut_them_too(pair, batch):
-    class Halt:  # ends the first row behind its third new token, the second behind its sixth
+    class StopRule:  # ends the first row behind its third new token, the second behind its sixth
         def ends(self, texts, since, record):
             keep = [len(prompt) + new for prompt, new in zip(call.request.rows, (3, 6), strict=True)]
             return [end if len(text) >= end else None for text, end in zip(texts, keep, strict=True)]
@@ -200,7 +200,7 @@ def test_stop_strings_cut_them_too(pair, batch):
     options = asked(OWN) | {"rounds_per_chunk": 3}
     whole = td.generate(*pair, **batch, runtime="eager", **options)
     call = read_call("generate", *pair, (*batch.values(), options), None, "eager")
-    call.request.halts.append(Halt())
+    call.request.stopping.append(StopRule())
     out = call.engine().run(call.request, call.input_ids)
     assert list(map(len, out.new_tokens)) == [3, 6]
     for at, count in enumerate((3, 6)):

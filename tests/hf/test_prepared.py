@@ -35,7 +35,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor 
 
 import torch_dflash as td
 from torch_dflash.integrations.prepared import read_processors
-from torch_dflash.integrations.prepared_rules import Call
+from torch_dflash.integrations.prepared_rules import TransformersCall
 
 NEW = 12
 WIDTH = 7
@@ -145,7 +145,7 @@ ORDERS = [
 @pytest.mark.parametrize("warpers", ORDERS, ids=lambda items: "+".join(type(item).__name__ for item in items))
 def test_what_is_read_has_the_lists_own_law(warpers):
     logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1)) * 3
-    found, own = read_processors(warpers, Call(WIDTH, WIDTH + NEW, frozenset()))
+    found, own = read_processors(warpers, TransformersCall(WIDTH, WIDTH + NEW, frozenset()))
     assert not own
     built = [TemperatureLogitsWarper(found["temperature"])]
     built += [TopKLogitsWarper(found["top_k"])] if found["top_k"] else []

@@ -22,7 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.sampling_params import StructuredOutputsParams
 
-from jax_bridge.vllm.mends import mask_rows
+from jax_bridge.vllm.patches import mask_rows
 from jax_bridge.vllm.proposer import Proposer
 from jax_bridge.vllm.worker import Runner, Worker
 from torch_dflash.integrations.vllm import plugin

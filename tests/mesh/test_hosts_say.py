@@ -300,8 +300,8 @@ def test_what_is_made_of_a_drafter_is_said(models):
 @pytest.mark.parametrize(
     ("door", "place"),
     [
-        ("engine", "torch_dflash.engine.engine.Gained.by"),
-        ("engine", "torch_dflash.runtime.Gain.tokens"),
+        ("engine", "torch_dflash.engine.engine.Deltas.by"),
+        ("engine", "torch_dflash.runtime.RowDelta.tokens"),
         ("td", "torch_dflash.pieces.TextStream.push"),
     ],
 )

@@ -20,7 +20,7 @@ from torch_dflash.proposers.several import States
 from torch_dflash.proposers.trees import nodes as module
 from torch_dflash.proposers.trees.nodes import Nodes, beam, best, children, in_preorder, join, unscored
 from torch_dflash.proposers.trees.proposer import BestNodes
-from torch_dflash.state import Asked, Draft, Sampling
+from torch_dflash.state import Draft, DraftRequest, Sampling
 
 DEPTH = 5
 
@@ -135,7 +135,7 @@ def test_lookup_is_as_likely_as_its_match_is_long():
         [[1, 2, 3, 9, 8, 7, 1, 2, 0, 0], [5, 6, 5, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.int32
     )
     length, anchor = torch.tensor([8, 3], dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32)
-    asked = Asked(sampling(0.0, 0.0), 8)
+    asked = DraftRequest(sampling(0.0, 0.0), 8)
     found, _ = lookup.nodes(NGramState(history, length), anchor, length, None, None, asked)
     assert found.tokens[0].tolist() == [9, 8, 7] and found.parent[0].tolist() == [-1, 0, 1]
     assert found.score[0].exp().tolist() == pytest.approx([0.7, 0.7 * 0.8, 0.7 * 0.64])
@@ -157,7 +157,7 @@ class Known(Proposer):
 def test_a_narrower_round_takes_the_best_nodes_not_the_first_of_the_preorder():
     proposer, zero = BestNodes(Known(), (), 8), torch.zeros(1, dtype=torch.int32)
     wide, narrow = (
-        proposer.draft(States(((),)), zero, zero, None, None, Asked(sampling(0.0), rows))[0]
+        proposer.draft(States(((),)), zero, zero, None, None, DraftRequest(sampling(0.0), rows))[0]
         for rows in (8, 3)
     )
     assert (wide.tokens.tolist(), wide.parent.tolist()) == ([[5, 6, 7, 8]], [[-1, 0, 1, -1]])
@@ -193,11 +193,13 @@ class Odd(Known):
 def test_nodes_that_are_none_are_refused_by_name(change, parts):
     zero = torch.zeros(1, dtype=torch.int32)
     with refuses(ValueError, "Odd.nodes()", *parts):
-        BestNodes(Odd(**change), (), 8).draft(States(((),)), zero, zero, None, None, Asked(sampling(0.0), 8))
+        BestNodes(Odd(**change), (), 8).draft(
+            States(((),)), zero, zero, None, None, DraftRequest(sampling(0.0), 8)
+        )
 
 
 def test_a_proposer_that_returns_other_things_than_nodes_is_told_what_to_return(monkeypatch):
-    zero, given = torch.zeros(1, dtype=torch.int32), (States(((),)), None, Asked(sampling(0.0), 8))
+    zero, given = torch.zeros(1, dtype=torch.int32), (States(((),)), None, DraftRequest(sampling(0.0), 8))
     for found, parts in (
         (5, ("Known.nodes() returned int", "a Nodes and the proposer's state")),
         ((Draft(zero[None], zero), ()), ("Known.nodes() returned Draft", "td.Nodes(tokens, parent, score)")),

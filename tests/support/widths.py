@@ -6,7 +6,7 @@ from itertools import cycle
 
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.width import Pace, Widths
-from torch_dflash.runtime import Turn
+from torch_dflash.runtime import Rounds
 
 
 class Mixed(Widths):
@@ -17,9 +17,9 @@ class Mixed(Widths):
         self.used: list[int] = []
         self._order = cycle(order)
 
-    def next(self, pace: Pace) -> Turn:
+    def next(self, pace: Pace) -> Rounds:
         self.used.append(next(self._order))
-        return Turn(self.used[-1], 1)
+        return Rounds(self.used[-1], 1)
 
 
 def mix(engine: Engine, order: tuple[int, ...]) -> Mixed:

@@ -96,13 +96,11 @@ class FreshState:
 
     def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> RecurrentLayer:
         """The layer behind the first ``count`` rows, or those of ``path``. No row is computed again."""
-        return take_in(count, self, path)
+        return absorb(count, self, path)
 
 
 @lowerable
-def take_in(
-    count: Int[Tensor, " B"], fresh: FreshState, path: Int[Tensor, "B path"] | None
-) -> RecurrentLayer:
+def absorb(count: Int[Tensor, " B"], fresh: FreshState, path: Int[Tensor, "B path"] | None) -> RecurrentLayer:
     """`FreshState.commit`."""
     state: Any = fresh.layer.state
     tail: Any = fresh.layer.tail

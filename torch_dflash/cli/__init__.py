@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from torch_dflash.cli.call import PROGRAM, Call
+from torch_dflash.cli.call import PROGRAM, Invocation
 from torch_dflash.cli.commands import root
 from torch_dflash.cli.errors import INTERRUPTED, fail, status_of
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by who called: what is said goes nowhere
             setattr(sys, name, Path(os.devnull).open("w", errors="backslashreplace"))
     asked = status_of("", lambda: parse(argv))
-    if not isinstance(asked, Call):
+    if not isinstance(asked, Invocation):
         return asked or 0
     import atexit
 
@@ -39,8 +39,8 @@ def leave_garbage() -> None:
         gc.freeze()
 
 
-def parse(argv: Sequence[str] | None = None) -> Call | int | None:
-    """The `Call` that the words ask for, or the exit status of an answer that is given already."""
+def parse(argv: Sequence[str] | None = None) -> Invocation | int | None:
+    """The `Invocation` that the words ask for, or the exit status of an answer that is given already."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return root.main(words, PROGRAM, standalone_mode=False)

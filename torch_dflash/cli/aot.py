@@ -9,7 +9,7 @@ from torch_dflash.cli.aot_kflat import kflat
 from torch_dflash.cli.aot_options import plan_of, read_configs, show
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.writable import make_folder
-from torch_dflash.progress import tell
+from torch_dflash.progress import print_status
 
 MEANING = """\
 GB: what one run moves through HBM, recounted from the scheduled program (no VMEM; an estimate, not a
@@ -58,7 +58,7 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
             passes=tuple(arguments.passes) if arguments.rows is None else ("round",),
             chips=arguments.mesh,
             dump=arguments.dump_hlo,
-            say=tell,
+            say=print_status,
         )
     except (ModuleNotFoundError, ValueError, TypeError) as error:
         raise UserError(one_line(error)) from None

@@ -18,7 +18,7 @@ from torch_dflash.cli.provenance import provenance, write_json
 from torch_dflash.cli.tpu_commands import BY_HAND, STDOUT
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.checkpoints import load_drafter_config
-from torch_dflash.targets.fewer import keep_layers
+from torch_dflash.targets.truncate import keep_layers
 
 
 def plan_of(arguments: SimpleNamespace) -> dict[str, Any]:

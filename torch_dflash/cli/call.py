@@ -19,7 +19,7 @@ PROGRAM = "torch-dflash"
 
 
 @dataclass(frozen=True)
-class Call:
+class Invocation:
     """A command line that was parsed: ``run(arguments)`` of ``module`` does what it asks for."""
 
     name: str
@@ -56,7 +56,7 @@ def command(
     module: str | None = None,
     check: Callable[[SimpleNamespace], Any] | None = None,
 ) -> Command:
-    """A command that makes a `Call` of ``torch_dflash.cli.<name>``.
+    """A command that makes a `Invocation` of ``torch_dflash.cli.<name>``.
 
     Args:
         params: what it takes, besides ``--quiet``.
@@ -65,7 +65,7 @@ def command(
         check: raises `UserError` for arguments that need no model to be refused.
     """
 
-    def made(**values: Any) -> Call | int:
+    def made(**values: Any) -> Invocation | int:
         context = click.get_current_context()
         path = context.command_path.removeprefix(PROGRAM).strip()
         arguments = SimpleNamespace(command=name, **values)
@@ -76,7 +76,7 @@ def command(
                 check(arguments)
         except UserError as error:
             return fail(path, error)
-        return Call(path, f"torch_dflash.cli.{module or name.replace('-', '_')}", arguments)
+        return Invocation(path, f"torch_dflash.cli.{module or name.replace('-', '_')}", arguments)
 
     text = f"{help}\n\n{more}" if more else help
     return Command(name, params=[*params, quiet_flag()], help=text, short_help=help, callback=made)

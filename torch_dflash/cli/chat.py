@@ -17,7 +17,7 @@ from torch_dflash.cli.arguments import template_options
 from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
 from torch_dflash.cli.job import Job
 from torch_dflash.cli.timeline import Printer
-from torch_dflash.progress import coloured, tell
+from torch_dflash.progress import coloured, print_status
 from torch_dflash.storage.files import write_whole
 from torch_dflash.storage.json_text import parse_json
 
@@ -65,7 +65,7 @@ class Conversation:
         if person:
             with contextlib.suppress(ImportError):  # a system without it has no history of lines
                 import readline  # noqa: F401 - `input` uses it
-            tell("/help lists commands, Ctrl-D leaves.")
+            print_status("/help lists commands, Ctrl-D leaves.")
         failed = False
         while True:
             try:

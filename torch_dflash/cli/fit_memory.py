@@ -8,7 +8,7 @@ from typing import Any
 from torch_dflash.cli.aot_options import plan_of, read_configs, show
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.tpu_commands import SOUGHT
-from torch_dflash.progress import tell
+from torch_dflash.progress import print_status
 
 PARTS = {
     "target_weights": "target's weights",
@@ -60,7 +60,7 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
             search={"both": SOUGHT, "none": ()}.get(arguments.largest, (arguments.largest,)),
             confirm=arguments.confirm,
             programs=arguments.programs,
-            say=tell,
+            say=print_status,
             **plan,
         )
     except (ModuleNotFoundError, ValueError, TypeError) as error:

@@ -19,7 +19,7 @@ from torch_dflash.cli.jsonl import read_items, run_lines
 from torch_dflash.engine.outputs import DecodeStats, GenerateOutput
 from torch_dflash.grammars.grammar import Grammar
 from torch_dflash.grammars.matcher import NoTokenLeft
-from torch_dflash.progress import tell
+from torch_dflash.progress import print_status
 
 DEFAULT_BATCH = 8
 
@@ -112,7 +112,7 @@ def _report(job: Job, outputs: list[GenerateOutput], compiling: float) -> None:
         *(0, 0, 0.0, None, 0, 0, 0),
     )
     tpot = (seconds - sum(firsts)) / tokens if tokens else float("nan")
-    tell(
+    print_status(
         f"acceptance length {whole.mean_acceptance_length:.2f} | TTFT {statistics.mean(firsts) * 1e3:.1f} ms"
         f" | TPOT {tpot * 1e3:.2f} ms | {new / seconds:.1f} tokens/s | "
         f"{new} tokens in {seconds:.2f} s, {job.arguments.runtime}"

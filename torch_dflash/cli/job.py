@@ -13,7 +13,7 @@ from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, plainly, prompt_room,
 from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.loading import Loaded, load_pair
-from torch_dflash.progress import tell
+from torch_dflash.progress import print_status
 from torch_dflash.requests.options import LARGEST_CHUNK
 from torch_dflash.requests.prompts import bucket
 from torch_dflash.requests.read import read_request
@@ -36,7 +36,7 @@ class Job:
     def load(cls, arguments: SimpleNamespace, **further: Any) -> Job:
         """The pair that ``arguments`` name, with their options (`arguments.add_call_options`) and others."""
         if arguments.drafter is None:
-            tell(plainly(arguments.target, f"torch-dflash {arguments.command}"))
+            print_status(plainly(arguments.target, f"torch-dflash {arguments.command}"))
         loaded = load_pair(
             arguments.target,
             arguments.drafter,
@@ -89,8 +89,8 @@ class Job:
                 filters=request.filters,
                 # Of other lines, too: a shorter one may need what the longest does not.
                 processors=(*request.processors, *self.own_processors()),
-                outputs=request.told.outputs,
-                top_logprobs=request.told.top_logprobs,
+                outputs=request.logit_outputs.outputs,
+                top_logprobs=request.logit_outputs.top_logprobs,
                 mesh=asked.mesh,
                 replicas=replicas,
                 cache=asked.cache,
@@ -133,5 +133,5 @@ def tell_penalty(command: str, target: Any) -> bool:
     """Say that a drafter learns and is judged without the model's repetition penalty; whether it has one."""
     penalty = penalty_of(target)
     if penalty:
-        tell(f"torch-dflash {command}: the model's repetition_penalty={penalty} is not applied")
+        print_status(f"torch-dflash {command}: the model's repetition_penalty={penalty} is not applied")
     return bool(penalty)

@@ -142,7 +142,7 @@ def existing(field: str, source: str, names: Collection[str]) -> str:
 
 
 class reading:  # noqa: N801 - reads as the statement it is
-    """Turn what transformers raises about an unreadable checkpoint into a `UserError`."""
+    """Rounds what transformers raises about an unreadable checkpoint into a `UserError`."""
 
     def __init__(self, field: str, source: str):
         self.field, self.source = field, source

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch_dflash.cli.errors import UserError
-from torch_dflash.progress import tell
+from torch_dflash.progress import print_status
 from torch_dflash.published.rows import Checkpoint, checkpoints, share
 
 DECODED = {True: "yes", False: "no", None: "?"}
@@ -33,7 +33,7 @@ def run(arguments: SimpleNamespace) -> int:
         return _check(rows, arguments)
     print(json.dumps([as_json(row) for row in rows], indent=1) if arguments.json else table(rows))
     if len(rows) == len(checkpoints):
-        tell(f"{share()}.")
+        print_status(f"{share()}.")
     return 0
 
 
@@ -85,4 +85,4 @@ def _report(found: list[Any]) -> None:
     absent = [one.name for one in found if not one.cached]
     print(f"checked {len(there)} of {len(found)} pairs; {len(absent)} are not in the cache.")
     if absent:
-        tell(f"not in the cache: {', '.join(absent)}")
+        print_status(f"not in the cache: {', '.join(absent)}")

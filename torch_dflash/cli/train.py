@@ -14,13 +14,13 @@ from accelerate.state import AcceleratorState
 from torch_dflash.checks import context_of
 from torch_dflash.cli import parse, train_evaluate, train_vocabulary
 from torch_dflash.cli.arguments import check_device, template_options
-from torch_dflash.cli.call import Call
+from torch_dflash.cli.call import Invocation
 from torch_dflash.cli.errors import INTERRUPTED, UserError, fail
 from torch_dflash.cli.job import tell_penalty
 from torch_dflash.cli.loading import load_pair, place_of
 from torch_dflash.cli.options import read_options
 from torch_dflash.cli.train_fit import drafter_to_fit, fit_command, target_name
-from torch_dflash.progress import tell
+from torch_dflash.progress import print_status
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.answers import provenance
 from torch_dflash.train.answers.data import Answer, read_answers, read_prompts
@@ -55,11 +55,11 @@ def _all(arguments: SimpleNamespace) -> int:
         common += ["--device", arguments.device] if arguments.device else []
         further = shlex.split(getattr(arguments, name))
         stage = parse(["train", name, *map(str, [*common, *line]), *further])
-        if not isinstance(stage, Call):
+        if not isinstance(stage, Invocation):
             return stage or 0
         stages.append(stage)
     for stage in stages:
-        tell(f"torch-dflash {stage.name}")
+        print_status(f"torch-dflash {stage.name}")
         if status := stage():
             return status
     return 0

@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 
 from torch_dflash.demo.fetch import DemoModelError, fetch_gguf, sha256
-from torch_dflash.progress import tell
+from torch_dflash.progress import print_status
 from torch_dflash.storage.folders import cache_root
 
 # Raise the number when what is stored changes, so that older copies are left alone.
@@ -183,7 +183,7 @@ def _disk_full(root: Path) -> DemoModelError:
 
 def _say(progress: bool, message: str) -> None:
     if progress:
-        tell(message)
+        print_status(message)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch_dflash.record import WHOLE
 from torch_dflash.requests.prompts import prompt_chunks
 from torch_dflash.requests.read import impure, row_requests
 from torch_dflash.requests.request import Request
-from torch_dflash.runtime import Progress, Runtime, Turn
+from torch_dflash.runtime import Progress, Rounds, Runtime
 from torch_dflash.state import DecodeState
 
 
@@ -29,7 +29,7 @@ class Generation:
         state: on the runtime's side of the border; consumed.
         scheduler: who decodes next, and on which pages.
         rows: the prompts, for rows that have not read theirs.
-        halts: what ends rows between chunks.
+        stopping: what ends rows between chunks.
         grammars: of each row, its own or None: what is read is held against it once more.
         kept: of each prompt, the tokens that the state holds already; unset: none.
         stale: whether ``state`` began so, as in `Runtime.begin`.
@@ -43,7 +43,7 @@ class Generation:
         state: Any,
         scheduler: Scheduler,
         rows,
-        halts=(),
+        stopping=(),
         grammars=(),
         kept=None,
         stale=False,
@@ -51,7 +51,7 @@ class Generation:
         self.runtime, self.plan, self.params = runtime, plan, params
         self.state: Any = state
         self.scheduler, self.rows = scheduler, rows
-        self._halts, self._ends, self._grammars = halts, {}, grammars
+        self._stopping, self._ends, self._grammars = stopping, {}, grammars
         self._kept = [0] * len(rows) if kept is None else kept
         self.pace, self.prefilled, self._stale = Pace(), 0, stale
         self._progress: Progress | None = None
@@ -63,7 +63,7 @@ class Generation:
         """An empty state and every prompt still to be read; ``stale`` as in `Runtime.begin`."""
         state = runtime.begin(params, row_requests(request, plan), stale)
         scheduler = Scheduler(plan, request.lengths, request.limits)
-        given = request.rows, request.halts, request.grammars
+        given = request.rows, request.stopping, request.grammars
         return cls(runtime, plan, params, state, scheduler, *given, stale=stale)
 
     @classmethod
@@ -90,7 +90,7 @@ class Generation:
         state = runtime.rewind(params, state, counts, row_requests(request, plan), snapshot)
         scheduler = Scheduler(plan, request.lengths, request.limits, table)
         return cls(
-            runtime, plan, params, state, scheduler, request.rows, request.halts, request.grammars, kept
+            runtime, plan, params, state, scheduler, request.rows, request.stopping, request.grammars, kept
         )
 
     @property
@@ -117,7 +117,7 @@ class Generation:
                 self.state = self.runtime.prefill(self.params, self.state, chunk)
         return bool(step.prefill)
 
-    def advance(self, turn: Turn) -> None:
+    def advance(self, turn: Rounds) -> None:
         """One chunk of rounds, without a host read."""
         self.state = self.runtime.advance(self.params, self.state, turn)
 
@@ -162,20 +162,20 @@ class Generation:
         progress.add(self.runtime.read(self.state, progress.known, progress.rounds))
         self.scheduler.update(progress.length, progress.done)
         progress.ended = self.scheduler.ended.copy()
-        self._halt(progress, since)
+        self._stop_rows(progress, since)
         for row, grammar in enumerate(self._grammars):
             if grammar is not None:
                 grammar.check(progress.tokens[row, len(self.rows[row]) : progress.known[row]].tolist())
         return progress
 
-    def _halt(self, progress: Progress, since: np.ndarray) -> None:
-        """End rows where one of the halts says so. The device may be further: what it has more is cut."""
+    def _stop_rows(self, progress: Progress, since: np.ndarray) -> None:
+        """End rows where a stop rule says so. The device may be further: what it has more is cut."""
         rows = range(len(self.rows))
         for row, end in self._ends.items():
             progress.cut(row, end)
         texts = [progress.tokens[row, : progress.known[row]] for row in rows]
-        for halt in self._halts:
-            found = halt.ends(texts, [int(at) for at in since[: len(rows)]], progress.record)
+        for rule in self._stopping:
+            found = rule.ends(texts, [int(at) for at in since[: len(rows)]], progress.record)
             for row, end in zip(rows, found, strict=True):
                 if end is not None and progress.known[row] > len(self.rows[row]):
                     self._ends[row] = min(end, self._ends.get(row, end))

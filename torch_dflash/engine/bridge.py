@@ -13,7 +13,7 @@ from torch_dflash.eager import EagerRuntime
 from torch_dflash.engine.hosts import Hosts
 from torch_dflash.engine.width import Widths
 from torch_dflash.guards.processes import check_process
-from torch_dflash.progress import say
+from torch_dflash.progress import warn
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.runtime import Runtime
 
@@ -47,7 +47,7 @@ def tell_device(model: Any, runtime: str) -> None:
     if runtime != "xla" or place.type not in _ELSEWHERE or model in _told:
         return
     _told.add(model)
-    say(
+    warn(
         f"the target is on {place}; runtime='xla' copies its weights to JAX's default device and decodes "
         f"there. {_ELSEWHERE[place.type]}"
     )

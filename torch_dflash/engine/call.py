@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_dflash.record import Recorded
 from torch_dflash.requests.request import Request
-from torch_dflash.runtime import Gain, Progress
+from torch_dflash.runtime import Progress, RowDelta
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Call:
         self.groups, self._over = 0, 0
         self.parts: list[Part] = []
         self.stopped = False
-        self._told: SimpleQueue[dict[int, Gain] | Part | BaseException | None] = SimpleQueue()
+        self._told: SimpleQueue[dict[int, RowDelta] | Part | BaseException | None] = SimpleQueue()
 
-    def tell(self, what: dict[int, Gain] | Part | BaseException | None) -> None:
+    def tell(self, what: dict[int, RowDelta] | Part | BaseException | None) -> None:
         """Called by replicas: what rows have gained; at last, once a group, its part, an error, or None."""
         self._told.put(what)
 
-    def gains(self) -> Iterator[dict[int, Gain]]:
+    def gains(self) -> Iterator[dict[int, RowDelta]]:
         """What rows have gained, one read of one replica after another, until all have ended.
 
         Raises:
@@ -90,7 +90,7 @@ class Call:
         widths = sum((part.progress.widths for part in self.parts), Counter())
         return Progress(**{name: rows(name) for name in names}, record=record, widths=widths)
 
-    def _next(self) -> dict[int, Gain] | Part | BaseException | None:
+    def _next(self) -> dict[int, RowDelta] | Part | BaseException | None:
         told = self._told.get()
         self._over += not isinstance(told, dict)
         return told

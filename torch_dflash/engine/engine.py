@@ -30,14 +30,14 @@ from torch_dflash.engine.hosts import (
     together,
 )
 from torch_dflash.engine.models import Models, check_entry, marked
-from torch_dflash.engine.outputs import Gained, GenerateOutput, collect, tokens_of
+from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect, tokens_of
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.session import Session
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths, widths_of
 from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.processors.interface import Processor
-from torch_dflash.progress import say
+from torch_dflash.progress import warn
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
 from torch_dflash.requests.logprobs import check_top
@@ -45,7 +45,7 @@ from torch_dflash.requests.options import EngineOptions
 from torch_dflash.requests.read import check_fits, read_request, repeated
 from torch_dflash.requests.request import Request
 from torch_dflash.requests.rules import arranged, of_the_model
-from torch_dflash.runtime import Gain, Progress, Runtime
+from torch_dflash.runtime import Progress, RowDelta, Runtime
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.guard import Guard
@@ -143,7 +143,7 @@ class Engine(OfOneProcess):
         target, drafter = self._given() or self._models.target, self._models.drafter
         done = "its programs compile anew" if self.options.runtime == "xla" else "it is copied anew"
         name = type(self._models.target).__name__
-        say(f"{name} or its drafter was changed since this engine was built; {done}.")
+        warn(f"{name} or its drafter was changed since this engine was built; {done}.")
         return self._take(self._built(target, self.pair.proposer if drafter is None else drafter))
 
     def tensors(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Engine(OfOneProcess):
         started = time.perf_counter()
         compiled = self.runtime.compilations
         self._check(request)
-        times, gained = [], Gained(request.lengths)
+        times, gained = [], Deltas(request.lengths)
         with leaving(self.hosts, "generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
             if streamer is not None:
@@ -259,12 +259,12 @@ class Engine(OfOneProcess):
         options["return_dict_in_generate"] = False
         return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, options)[0]))
 
-    def gains(self, request: Request) -> Generator[list[Gain], None, None]:
+    def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """What each row of a request that was read gains, chunk by chunk."""
         with leaving(self.hosts, "stream"):
             steps = self._steps(self._begin(request, self._params()), streamed=True)
         with closing(steps):  # at once, though a traceback holds it
-            yield from map(Gained(request.lengths).by, steps)
+            yield from map(Deltas(request.lengths).by, steps)
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
@@ -277,7 +277,7 @@ class Engine(OfOneProcess):
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
         options["return_dict_in_generate"] = False
         request, _ = self._read("start", input_ids, attention_mask, options)
-        if request.halts:
+        if request.stopping:
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
             )
@@ -300,7 +300,7 @@ class Engine(OfOneProcess):
             params = self._params()
             generation = self._begin(request, params, stale=False)
             generation.prepare(self.options.prefill_chunk_size)
-            return self.runtime.hand_out(params, generation.state)
+            return self.runtime.export_state(params, generation.state)
 
     def advance(self, state: DecodeState) -> DecodeState:
         """One chunk of rounds; consumes ``state``. It may come from another engine with an equal plan.
@@ -311,13 +311,13 @@ class Engine(OfOneProcess):
         self.meet("advance", state)
         with leaving(self.hosts, "advance"):
             params = self._params()
-            state, turn = self.runtime.take_in(params, state), self._widths.settled()
+            state, turn = self.runtime.import_state(params, state), self._widths.settled()
             if self.plan.cache == "static":
-                return self.runtime.hand_out(params, self.runtime.advance(params, state, turn))
+                return self.runtime.export_state(params, self.runtime.advance(params, state, turn))
             generation = Generation.resume(self.runtime, self.plan, params, state)
             generation.prepare(self.options.prefill_chunk_size)
             generation.advance(turn)
-            return self.runtime.hand_out(params, generation.state)
+            return self.runtime.export_state(params, generation.state)
 
     def read(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
         """A call's arguments as a request that this engine can serve.

@@ -161,13 +161,13 @@ def digest_of(request: Request, *more: Any) -> dict[str, str]:
     Raises:
         ValueError: each process would end the text by a clock of its own.
     """
-    if any(isinstance(halt, Deadline) for halt in request.halts):
+    if any(isinstance(halt, Deadline) for halt in request.stopping):
         raise ValueError(
             "max_time with a mesh of several processes: each has a clock of its own; leave it out, or pass "
             "max_new_tokens."
         )
     named = {option.name: getattr(request, option.name) for option in fields(request)}
-    named["halts"] = [(type(halt).__name__, getattr(halt, "strings", None)) for halt in request.halts]
+    named["stopping"] = [(type(one).__name__, getattr(one, "strings", None)) for one in request.stopping]
     named["rows"] = [row.tolist() for row in request.rows]
     asked = f"a request of {request.lengths} and {request.max_new_tokens} tokens"
     return {READ: f"{asked}, {_crc((named, more))}"}

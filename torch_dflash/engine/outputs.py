@@ -12,9 +12,9 @@ import torch
 from torch import LongTensor, Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from torch_dflash.requests.logprobs import tell
+from torch_dflash.requests.logprobs import fields_of
 from torch_dflash.requests.request import Request
-from torch_dflash.runtime import Gain, Progress
+from torch_dflash.runtime import Progress, RowDelta
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ def collect(
     compilations: int,
     prefilled: int,
 ) -> GenerateOutput:
-    """Turn the last host read into an output; arguments as in `stats_of`."""
+    """Rounds the last host read into an output; arguments as in `stats_of`."""
     stats = stats_of(request, progress, read_at, compilations, prefilled)
     sequences = join_rows(input_ids, request.lengths, progress, request.pad_token_id)
-    told = tell(request.told, progress, request.lengths, input_ids.device)
+    told = fields_of(request.logit_outputs, progress, request.lengths, input_ids.device)
     return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats, **told)
 
 
@@ -154,13 +154,13 @@ def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, 
     return torch.cat([input_ids.long(), fresh.to(input_ids.device)], dim=1)
 
 
-class Gained:
+class Deltas:
     """How far a caller has been told of each row, at first of its prompt of ``lengths`` tokens alone."""
 
     def __init__(self, lengths: Sequence[int]):
         self._shown, self._rounds = list(lengths), [0] * len(lengths)
 
-    def by(self, progress: Progress) -> list[Gain]:
+    def by(self, progress: Progress) -> list[RowDelta]:
         """What each row has more than when this was asked last."""
         since = zip(self._shown, self._rounds, strict=True)
         gains = [_gain(progress, row, *known) for row, known in enumerate(since)]
@@ -170,19 +170,19 @@ class Gained:
         return gains
 
 
-def tokens_of(gains: Generator[list[Gain], None, None]) -> Iterator[list[list[int]]]:
+def tokens_of(gains: Generator[list[RowDelta], None, None]) -> Iterator[list[list[int]]]:
     """Of each row's gain the tokens."""
     with closing(gains):  # at once, though a traceback holds it
         for gained in gains:
             yield [gain.tokens for gain in gained]
 
 
-def _gain(progress: Progress, row: int, start: int, rounds: int) -> Gain:
+def _gain(progress: Progress, row: int, start: int, rounds: int) -> RowDelta:
     """A row's tokens from ``start`` on, and its rounds after the first ``rounds``."""
     end = int(progress.known[row])
     tokens, accepted = progress.tokens[row, start:end], progress.accepted[row, rounds : progress.rounds[row]]
     said = progress.record.logprobs(row, start, end), progress.record.top(row, start, end)
-    return Gain(tokens.tolist(), accepted.tolist(), bool(progress.ended[row]), *said)
+    return RowDelta(tokens.tolist(), accepted.tolist(), bool(progress.ended[row]), *said)
 
 
 class Share(NamedTuple):

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch_dflash.engine.call import Call, Part
 from torch_dflash.engine.desk import Desk, Group
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.outputs import Gained, GenerateOutput, Share, collect
+from torch_dflash.engine.outputs import Deltas, GenerateOutput, Share, collect
 from torch_dflash.engine.session import Session
 from torch_dflash.progress import lasting
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.requests.read import check_each_fits
 from torch_dflash.requests.request import Request
-from torch_dflash.runtime import Gain, Runtime
+from torch_dflash.runtime import RowDelta, Runtime
 from torch_dflash.state import DecodeState
 
 
@@ -81,7 +81,7 @@ class Replicas(Engine):
             streamer.end()
         return _collect(input_ids, call, started, len(self.engines))
 
-    def gains(self, request: Request) -> Generator[list[Gain], None, None]:
+    def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """What each row gains, one read of one replica after another; the others' rows gain nothing then.
 
         Replicas go on while the caller does something else. Left early, they stop after their chunk.
@@ -156,7 +156,7 @@ class Replicas(Engine):
         if call.stopped:
             return None
         engine, request, read_at = self.engines[replica], call.request.part(rows), []
-        compiled, gained = engine.runtime.compilations, Gained(request.lengths)
+        compiled, gained = engine.runtime.compilations, Deltas(request.lengths)
         generation = engine._begin(request, call.params[replica])
         for progress in engine._steps(generation):
             if call.stopped:
@@ -179,8 +179,8 @@ def _alike(engine: Engine, runtime: Runtime) -> Engine:
     return other
 
 
-def _nothing(done: bool, logprobs: bool, top: bool) -> Gain:
-    return Gain([], [], done, [] if logprobs else None, [] if top else None)
+def _nothing(done: bool, logprobs: bool, top: bool) -> RowDelta:
+    return RowDelta([], [], done, [] if logprobs else None, [] if top else None)
 
 
 def _collect(input_ids: Tensor, call: Call, started: float, replicas: int) -> GenerateOutput:

@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.outputs import DecodeStats, Gained, stats_of
+from torch_dflash.engine.outputs import DecodeStats, Deltas, stats_of
 from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.requests.logprobs import check_streamed
 from torch_dflash.requests.request import Request
 from torch_dflash.rows import earliest, snapshot_of
-from torch_dflash.runtime import Gain, Progress, Runtime
+from torch_dflash.runtime import Progress, RowDelta, Runtime
 
 SNAPSHOTS = 8
 """The latest that a session keeps, on the host: each may be as large as a drafter's window and the target's
@@ -63,7 +63,7 @@ class Session(OfOneProcess):
         self._forgets = earliest(self._pair, self._pair.proposer.start(plan, "meta"), plan.capacity) > 0
         self.stats: DecodeStats | None = None
 
-    def gains(self, prompt: list[int], settled: int = 0, **options: Any) -> Iterator[Gain]:
+    def gains(self, prompt: list[int], settled: int = 0, **options: Any) -> Iterator[RowDelta]:
         """What the row gains, chunk by chunk; it may be left at any point, and goes on with the next request.
 
         Args:
@@ -77,17 +77,17 @@ class Session(OfOneProcess):
         """
         ids = torch.tensor([prompt])
         request = self._read(ids, torch.ones_like(ids), options | {"return_dict_in_generate": True})
-        check_streamed(request.told)
+        check_streamed(request.logit_outputs)
         if len(request.rows) != 1:
             raise ValueError(f"num_return_sequences={len(request.rows)}: one text goes on; call generate.")
         return self._run(request, settled)
 
-    def _run(self, request: Request, settled: int) -> Iterator[Gain]:
+    def _run(self, request: Request, settled: int) -> Iterator[RowDelta]:
         self._current = current = object()
         started, compiled = time.perf_counter(), self._runtime.compilations
         generation, prefilled = self._begin(request, settled)
         prompt, times = request.rows[0], []
-        gained = Gained(request.lengths)
+        gained = Deltas(request.lengths)
         steps = self._steps(generation)
         while True:
             if self._current is not current:
@@ -116,7 +116,7 @@ class Session(OfOneProcess):
         (kept, snapshot), read = self._place(prompt), 0
         settled = min(settled, len(prompt) - 1)
         if self._forgets and kept < settled:
-            part = self._go_on(params, replace(request, rows=[prompt[:settled]], halts=[]), kept, snapshot)
+            part = self._go_on(params, replace(request, rows=[prompt[:settled]], stopping=[]), kept, snapshot)
             next(self._steps(part))  # which reads the prompt alone
             taken = self._runtime.fetch(snapshot_of(self._pair, part.state))
             self._snapshots = [*self._snapshots, (settled, taken)][-SNAPSHOTS:]

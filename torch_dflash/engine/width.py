@@ -22,7 +22,7 @@ import numpy as np
 
 from torch_dflash.plan import DecodePlan
 from torch_dflash.requests.options import EngineOptions
-from torch_dflash.runtime import Turn
+from torch_dflash.runtime import Rounds
 
 PLAIN = 1
 """The width of a round without a draft."""
@@ -96,20 +96,20 @@ class Widths:
         with self._lock:
             self._accepted, self._tried = (np.full(self.widths[-1] - 1, value) for value in ASSUMED)
 
-    def next(self, pace: Pace) -> Turn:
+    def next(self, pace: Pace) -> Rounds:
         """The next chunk of a generation."""
         if len(self.widths) == 1:
-            return Turn(self.widths[0], self._rounds)
+            return Rounds(self.widths[0], self._rounds)
         with self._lock:
             return self._next(pace)
 
-    def settled(self) -> Turn:
+    def settled(self) -> Rounds:
         """A whole chunk of the width that is best as far as is known; the widest before any is measured."""
         with self._lock:
             known = [width for width in self.widths if self._seconds[width]]
-            return Turn(max(known, key=self._speed, default=self.widths[-1]), self._rounds)
+            return Rounds(max(known, key=self._speed, default=self.widths[-1]), self._rounds)
 
-    def note(self, turn: Turn, seconds: float | None, accepted: list[list[int]], pace: Pace) -> None:
+    def note(self, turn: Rounds, seconds: float | None, accepted: list[list[int]], pace: Pace) -> None:
         """Take in what a chunk has shown.
 
         Args:
@@ -135,12 +135,12 @@ class Widths:
         """Tokens that a round of ``width`` commits, as far as is known."""
         return 1 + float(np.cumprod(self._accepted / self._tried)[: width - 1].sum())
 
-    def _next(self, pace: Pace) -> Turn:
+    def _next(self, pace: Pace) -> Rounds:
         if self._unknown(PLAIN):
-            return Turn(PLAIN, min(TRIAL, self._rounds))
+            return Rounds(PLAIN, min(TRIAL, self._rounds))
         stale = [width for width in self.widths if self._is_stale(width)]
         if stale:
-            return Turn(stale[0], 1)
+            return Rounds(stale[0], 1)
         affordable = [width for width in self.widths if self._cost(width) - 1 <= pace.stake]
         unknown = [width for width in affordable if self._unknown(width)]
         if unknown:
@@ -152,7 +152,7 @@ class Widths:
             width, rounds = max(affordable, key=self._speed, default=PLAIN), self._rounds
         lost = self._cost(width) - 1  # a round, if nothing is accepted
         most = int(pace.stake / lost) if lost > 0 and width != PLAIN else rounds
-        return Turn(width, min(rounds, most, self._rounds))
+        return Rounds(width, min(rounds, most, self._rounds))
 
     def _time(self, width: int, rounds: int, seconds: float | None) -> None:
         """Take in what ``rounds`` of ``width`` took, if it is known.

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.generation import logits_process as processors_of
 from transformers.generation import stopping_criteria as criteria_of
 
-from torch_dflash.integrations.prepared_rules import RULES, Call, read_rules
+from torch_dflash.integrations.prepared_rules import RULES, TransformersCall, read_rules
 from torch_dflash.processors.custom import BlockProcessor, HostProcessor
 
 # By exact type: a subclass may do anything. The order is that in which a round applies them.
@@ -46,7 +46,7 @@ _AFTER = {
 _OF_SIZES = (processors_of.RepetitionPenaltyLogitsProcessor, processors_of.ExponentialDecayLengthPenalty)
 
 
-def read_processors(processors: Iterable[Any], call: Call) -> tuple[dict[str, Any], list[Any]]:
+def read_processors(processors: Iterable[Any], call: TransformersCall) -> tuple[dict[str, Any], list[Any]]:
     """(options with the effect of ``processors``, in their order; those that no option stands for).
 
     Among the latter are transformers' own that stand between or behind those of a user.

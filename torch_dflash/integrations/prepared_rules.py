@@ -11,7 +11,7 @@ from transformers.generation import logits_process as processors_of
 
 
 @dataclass(frozen=True)
-class Call:
+class TransformersCall:
     """What a list of processors was made for.
 
     ``width``: columns of the prompts; ``max_length``: of the text with them; ``stop_ids``: of all rows;
@@ -40,8 +40,8 @@ class Rule:
     """
 
     option: str
-    value: Callable[[Any, Call], Any]
-    holds: Callable[[Any, Call], bool] = lambda item, call: True
+    value: Callable[[Any, TransformersCall], Any]
+    holds: Callable[[Any, TransformersCall], bool] = lambda item, call: True
     ban: bool = False
     otherwise: str = "for another prompt, length or stop id than this call's; pass {} as an option."
 
@@ -50,7 +50,7 @@ def _ids(tensor: Any) -> list[int]:
     return tensor.reshape(-1).tolist()
 
 
-def _ignores_padding(item: Any, call: Call) -> bool:
+def _ignores_padding(item: Any, call: TransformersCall) -> bool:
     """As transformers' own does. A number ignores a part of the prompt, and None counts the padding too."""
     ignored = getattr(item, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):
@@ -58,7 +58,7 @@ def _ignores_padding(item: Any, call: Call) -> bool:
     return ignored is None and not any(call.padding)
 
 
-def _own_stops(item: Any, call: Call) -> bool:
+def _own_stops(item: Any, call: TransformersCall) -> bool:
     return set(_ids(item.eos_token_id)) == call.stop_ids
 
 
@@ -120,7 +120,7 @@ _ORDER = list(RULES)
 _FORCED = (processors_of.ForcedBOSTokenLogitsProcessor, processors_of.ForcedEOSTokenLogitsProcessor)
 
 
-def read_rules(items: list[Any], call: Call) -> dict[str, Any]:
+def read_rules(items: list[Any], call: TransformersCall) -> dict[str, Any]:
     """Options with the effect of ``items``, processors of `RULES`, in their order.
 
     Raises:

@@ -13,7 +13,7 @@ from torch_dflash.checks import check_blocks
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.generation import generate
 from torch_dflash.integrations.prepared import OF_SAMPLES, check_scores, read_criteria, read_processors
-from torch_dflash.integrations.prepared_rules import OFF, Call
+from torch_dflash.integrations.prepared_rules import OFF, TransformersCall
 from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.processors.custom import BlockProcessor, HostProcessor
 from torch_dflash.proposers.choose import Missing, check_drafter
@@ -127,7 +127,7 @@ def _asked(
         check_decay(config.exponential_decay_length_penalty)  # by its own name, before what was made of it
         ids = frozenset(one for row in stop_ids(eos, 1) for one in row)
         forced = any(isinstance(item, ForcedBOSTokenLogitsProcessor) for item in processors)
-        options, own = read_processors(processors, Call(width, length, ids, padding, forced))
+        options, own = read_processors(processors, TransformersCall(width, length, ids, padding, forced))
         if config.output_scores and config.return_dict_in_generate:
             check_scores(processors, config)
         if not config.do_sample and options["typical_p"] < 1:

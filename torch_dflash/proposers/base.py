@@ -12,7 +12,7 @@ from torch_dflash.accept import drafted_by
 from torch_dflash.ops.windows import clear_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.proposers.trees.nodes import Nodes, unscored
-from torch_dflash.state import Asked, Draft
+from torch_dflash.state import Draft, DraftRequest
 
 
 class Cost(NamedTuple):
@@ -104,13 +104,13 @@ class Proposer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__}: write propose.")
 
     def draft(
-        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: Asked
+        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: DraftRequest
     ) -> tuple[Draft, Any]:
         """`propose`, by a method that heeds ``asked``; what a round calls."""
         return self.propose(pstate, anchor, length, embed, head)
 
     def nodes(
-        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: Asked
+        self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: DraftRequest
     ) -> tuple[Nodes, Any]:
         """`draft` as scored nodes, of which a tree takes the best; by default siblings are equally likely.
 

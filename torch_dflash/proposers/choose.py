@@ -13,7 +13,7 @@ from torch_dflash.checks import check_counts, check_loaded, check_target
 from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
 from torch_dflash.proposers.composed import inner_of, recipe_of
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.notes import tell
+from torch_dflash.proposers.notes import warn_once
 from torch_dflash.proposers.pair import check_pair
 from torch_dflash.targets.weights import model_of
 
@@ -80,7 +80,7 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
         return recipe.build(make_proposer(target, inner_of(drafter), block_size))
     if isinstance(drafter, DFlashDraftModel):
         check_pair(target, drafter)
-        tell(target, drafter)
+        warn_once(target, drafter)
         if block_size is not None and block_size < 2:
             raise ValueError(
                 f"block_size={block_size}: a block is the anchor and at least one draft; pass drafter=None "

@@ -40,7 +40,7 @@ def findings(target: Any, drafter: Any) -> list[Finding]:
     return _findings(facts_of(target), config, None if config is drafter else drafter.dtype)
 
 
-def tell(target: Any, drafter: Any) -> None:
+def warn_once(target: Any, drafter: Any) -> None:
     """Warn of what is odd about a pair that fits; of each drafter nothing is said twice.
 
     Args:
@@ -50,7 +50,7 @@ def tell(target: Any, drafter: Any) -> None:
     _say(drafter, [one for one in _findings(facts, drafter.config, drafter.dtype) if one.value is not None])
 
 
-def tell_of_tokenizer(source: str, drafter: Any, hub: dict[str, Any]) -> None:
+def warn_of_tokenizer(source: str, drafter: Any, hub: dict[str, Any]) -> None:
     """The same of the mask token and the tokenizer of the target in ``source``, fetched as ``hub`` says."""
     _say(drafter, _of_tokenizer(source, drafter.config.mask_token_id, elsewhere(hub)))
 

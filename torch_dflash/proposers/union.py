@@ -15,7 +15,7 @@ from torch_dflash.proposers.composed import Composed
 from torch_dflash.proposers.ngram import NGramProposer
 from torch_dflash.proposers.several import Beside, Several, States
 from torch_dflash.proposers.trees.proposer import TreeRecipe, check_rows
-from torch_dflash.state import Asked, Draft
+from torch_dflash.state import Draft, DraftRequest
 
 LONG = 2
 """Tokens of a match from which on lookup is right more often than the drafter (`docs/proposers.md`)."""
@@ -43,7 +43,7 @@ class UnionProposer(Several):
     def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
         return self._draft(pstate, anchor, length, embed, head, asked)
 
-    def _draft(self, pstate, anchor, length, embed, head, asked: Asked | None) -> tuple[Draft, States]:
+    def _draft(self, pstate, anchor, length, embed, head, asked: DraftRequest | None) -> tuple[Draft, States]:
         found, lookup = self.lookup.look_up(pstate.parts[0], anchor, length)
         long = found.matched >= LONG
 

@@ -19,7 +19,7 @@ OF_LOGITS = ("output_logprobs", "top_logprobs")
 
 
 @dataclass(frozen=True)
-class Told:
+class LogitOutputs:
     """The options of `OUTPUTS` that are asked for; how many of the likeliest ids; are scores normalised."""
 
     outputs: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Told:
     normalised: bool = False
 
 
-def read_told(config: Any, options: dict[str, Any], vocab_size: int) -> Told:
+def read_logit_outputs(config: Any, options: dict[str, Any], vocab_size: int) -> LogitOutputs:
     """What a call asks for, its own ``options`` those of `OF_LOGITS`.
 
     Without ``return_dict_in_generate`` scores and logits have no place to go: transformers leaves them out.
@@ -48,8 +48,10 @@ def read_told(config: Any, options: dict[str, Any], vocab_size: int) -> Told:
                 f"{ours}: this call returns ids alone; pass return_dict_in_generate=True to generate, or "
                 "call torch_dflash.stream."
             )
-        return Told()
-    return Told(tuple(name for name in OUTPUTS if asked[name]), top or 0, bool(config.renormalize_logits))
+        return LogitOutputs()
+    return LogitOutputs(
+        tuple(name for name in OUTPUTS if asked[name]), top or 0, bool(config.renormalize_logits)
+    )
 
 
 def check_outputs(outputs: Any, top_logprobs: Any) -> None:
@@ -65,32 +67,32 @@ def check_top(top_logprobs: int, vocab_size: int) -> None:
         raise ValueError(f"top_logprobs={top_logprobs}: must be at most {vocab_size}, the target's ids.")
 
 
-def check_told(told: Told, plan: DecodePlan) -> None:
+def check_logit_outputs(outputs: LogitOutputs, plan: DecodePlan) -> None:
     """Raise ``ValueError`` unless an engine of ``plan`` keeps what is asked for."""
-    for name in told.outputs:
+    for name in outputs.outputs:
         if name not in plan.outputs:
             raise ValueError(
                 f"{name} was asked for, but the engine was compiled without it; compile with "
                 f"outputs=({name!r},)."
             )
-    if told.top_logprobs > plan.top_logprobs:
+    if outputs.top_logprobs > plan.top_logprobs:
         raise ValueError(
-            f"top_logprobs={told.top_logprobs} was asked for, but the engine was compiled with "
+            f"top_logprobs={outputs.top_logprobs} was asked for, but the engine was compiled with "
             f"{plan.top_logprobs}; compile with as many."
         )
 
 
-def check_streamed(told: Told) -> None:
+def check_streamed(outputs: LogitOutputs) -> None:
     """Raise ``ValueError`` for what has no place in the pieces of a text."""
     for name in WHOLE.values():
-        if name in told.outputs:
+        if name in outputs.outputs:
             raise ValueError(
                 f"{name}=True: a stream has log-probabilities alone; pass output_logprobs=True, or call "
                 "generate."
             )
 
 
-def tell(told: Told, progress: Progress, starts: list[int], device: Any) -> dict[str, Any]:
+def fields_of(outputs: LogitOutputs, progress: Progress, starts: list[int], device: Any) -> dict[str, Any]:
     """Fields of a `GenerateOutput`: what is asked for of each row's new tokens, which begin at ``starts``."""
     ends = [int(progress.committed[row]) for row in range(len(starts))]
 
@@ -106,13 +108,13 @@ def tell(told: Told, progress: Progress, starts: list[int], device: Any) -> dict
 
     fields: dict[str, Any] = {}
     for name, option in WHOLE.items():
-        if option in told.outputs:
+        if option in outputs.outputs:
             whole = columns(name)
-            normalised = name == "scores" and told.normalised
+            normalised = name == "scores" and outputs.normalised
             fields[name] = (torch.log_softmax(whole, dim=-1) if normalised else whole).unbind(0)
-    if "output_logprobs" in told.outputs:
+    if "output_logprobs" in outputs.outputs:
         fields["logprobs"] = columns("logprobs").t().contiguous().to(device)
-    if told.top_logprobs:
+    if outputs.top_logprobs:
         for name in ("top_logprobs", "top_ids"):
-            fields[name] = columns(name, told.top_logprobs).transpose(0, 1).contiguous().to(device)
+            fields[name] = columns(name, outputs.top_logprobs).transpose(0, 1).contiguous().to(device)
     return fields

@@ -15,7 +15,7 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.custom import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.requests.arguments import set_aside_cache, take_arguments
-from torch_dflash.requests.logprobs import check_told
+from torch_dflash.requests.logprobs import check_logit_outputs
 from torch_dflash.requests.prompts import check_ids, check_text_alone, split_rows
 from torch_dflash.requests.request import Request, defaults_of, resolve
 from torch_dflash.requests.row_values import seed_key
@@ -146,13 +146,13 @@ def check_each_fits(request: Request, plan: DecodePlan) -> None:
             "the engine was compiled with filters=False; compile with filters=True or pass top_k=0."
         )
     check_covered(request.processors, plan.processors)
-    check_told(request.told, plan)
+    check_logit_outputs(request.logit_outputs, plan)
 
 
 _log = logging.getLogger("torch_dflash")
 
 
-def one_by_one(request: Request, processors: Iterable[Any], runtime: str) -> dict[str, Any]:
+def per_token(request: Request, processors: Iterable[Any], runtime: str) -> dict[str, Any]:
     """Options of an engine for a call whose processors or criteria have to see each token; {} for others.
 
     They get what transformers would hand them, once a token: prompts are read in one piece, and a round
@@ -161,7 +161,7 @@ def one_by_one(request: Request, processors: Iterable[Any], runtime: str) -> dic
     Raises:
         ValueError: ``runtime`` has no host to ask.
     """
-    asked = impure(processors) + [one.name for one in request.halts if isinstance(one, Criterion)]
+    asked = impure(processors) + [one.name for one in request.stopping if isinstance(one, Criterion)]
     if not asked:
         return {}
     if runtime != "eager":

@@ -15,12 +15,12 @@ from transformers import GenerationConfig
 
 from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
 from torch_dflash.requests.grammars import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
-from torch_dflash.requests.logprobs import OF_LOGITS, Told, read_told
+from torch_dflash.requests.logprobs import OF_LOGITS, LogitOutputs, read_logit_outputs
 from torch_dflash.requests.refusals import refuse_doubled_cache, refuse_unsupported
 from torch_dflash.requests.row_values import check_pad, row_seeds, stop_ids
 from torch_dflash.requests.rule_values import check_suppressed
-from torch_dflash.requests.rules import KINDS, OURS, PER_ROW, Asked, Batch, asked_processors
-from torch_dflash.requests.stopping import Halt, halts_of
+from torch_dflash.requests.rules import KINDS, OURS, PER_ROW, Batch, RowRules, asked_processors
+from torch_dflash.requests.stopping import StopRule, stop_rules_of
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -41,9 +41,9 @@ class Request:
     seed: list[int]
     stop_ids: list[tuple[int, ...]]
     pad_token_id: int
-    processors: Asked = field(default_factory=dict)
-    halts: list[Halt] = field(default_factory=list)
-    told: Told = Told()
+    processors: RowRules = field(default_factory=dict)
+    stopping: list[StopRule] = field(default_factory=list)
+    logit_outputs: LogitOutputs = LogitOutputs()
     rows: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
@@ -137,7 +137,7 @@ def resolve(
     config.update(**asked)
     config.update(defaults_only=True, **config._get_default_generation_params())
     refuse_unsupported(config)
-    told = read_told(config, own, vocab_size)
+    logit_outputs = read_logit_outputs(config, own, vocab_size)
     sampled = bool(config.do_sample)
     if "temperature" in (asked | per_row) and not sampled:
         wanted = check_rows("temperature", per_row.get("temperature", config.temperature), rows)
@@ -168,8 +168,8 @@ def resolve(
         stop_ids=stops,
         pad_token_id=next((int(ids[0]) for ids in stops if ids), 0) if pad is None else pad,
         processors=asked_processors(wanted, Batch(width, budgets, stops, sampled, vocab_size)),
-        halts=halts_of(config, tokenizer),
-        told=told,
+        stopping=stop_rules_of(config, tokenizer),
+        logit_outputs=logit_outputs,
     )
     _check_ranges(request)
     return request

@@ -25,7 +25,7 @@ from torch_dflash.requests.rule_values import (
     power_of_two,
 )
 
-Asked = dict[Processor, list]
+RowRules = dict[Processor, list]
 """Processors in the order in which they run, and what each row asks of each: None for nothing."""
 KINDS: dict[str, Processor] = {
     "sequence_bias": SequenceBias(),
@@ -70,7 +70,7 @@ class Batch:
     vocab_size: int
 
 
-def asked_processors(options: dict[str, Any], batch: Batch) -> Asked:
+def asked_processors(options: dict[str, Any], batch: Batch) -> RowRules:
     """The processors that ``options`` (of `KINDS`, None: unset) need, and what rows ask of them.
 
     Raises:
@@ -78,7 +78,7 @@ def asked_processors(options: dict[str, Any], batch: Batch) -> Asked:
     """
     rows = len(batch.max_new_tokens)
     numbers = check_numbers(options, rows, batch.sampled)
-    asked: Asked = {}
+    asked: RowRules = {}
 
     def add(kind: Processor, values: Sequence[Any]) -> None:
         if any(value is not None for value in values):
@@ -114,7 +114,7 @@ def asked_processors(options: dict[str, Any], batch: Batch) -> Asked:
     return asked
 
 
-def check_covered(asked: Asked, compiled: tuple[Processor, ...]) -> None:
+def check_covered(asked: RowRules, compiled: tuple[Processor, ...]) -> None:
     """Raise ``ValueError`` unless an engine with the processors ``compiled`` in can do what is asked."""
     for kind in asked:
         if any(own.covers(kind) for own in compiled):

@@ -19,7 +19,7 @@ from torch_dflash.record import Recorded
 
 
 @runtime_checkable
-class Halt(Protocol):
+class StopRule(Protocol):
     """Looks at the texts that a read has brought, prompts included."""
 
     def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
@@ -116,7 +116,7 @@ def read_criteria(
     lengths: Sequence[int],
     pad_token_id: int,
     normalised: bool = False,
-) -> list[Halt]:
+) -> list[StopRule]:
     """What transformers' criteria, and a user's own, ask for.
 
     Args:
@@ -124,7 +124,7 @@ def read_criteria(
         pad_token_id: fills rows that have ended.
         normalised: whether scores are logarithms of probabilities (``renormalize_logits``).
     """
-    found: list[Halt] = []
+    found: list[StopRule] = []
     if not isinstance(criteria, Iterable):
         raise TypeError(f"stopping_criteria={type(criteria).__name__}: must be a list of criteria.")
     for item in criteria:
@@ -137,13 +137,13 @@ def read_criteria(
     return found
 
 
-def halts_of(config: Any, tokenizer: Any) -> list[Halt]:
+def stop_rules_of(config: Any, tokenizer: Any) -> list[StopRule]:
     """What ``config.stop_strings`` and ``config.max_time`` ask for.
 
     Raises:
         ValueError: stop strings that are none, or without a ``tokenizer``; a time that is none.
     """
-    found: list[Halt] = []
+    found: list[StopRule] = []
     strings, seconds = config.stop_strings, config.max_time
     strings = [strings] if isinstance(strings, str) else row_list(strings)
     if strings not in (None, []):

@@ -55,7 +55,7 @@ class Stopped(StageError):
 
 @contextmanager
 def naming_a_full_disk(path: Path) -> Iterator[None]:
-    """Turn what a write under this raises when there is no room for ``path`` into a `StageError`."""
+    """Rounds what a write under this raises when there is no room for ``path`` into a `StageError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -43,7 +43,7 @@ def parse_json(text: str, used: Iterable[str] | None = None) -> Any:
 
 @contextmanager
 def naming_deep_json(source: Any) -> Iterator[None]:
-    """Turn what another library raises over a JSON file of ``source`` that is nested too deeply.
+    """Rounds what another library raises over a JSON file of ``source`` that is nested too deeply.
 
     Raises:
         ValueError: in place of RecursionError.

@@ -20,9 +20,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from torch_dflash.targets.closure_values import DEEP as _DEEP
+from torch_dflash.targets.closure_values import MOST, globals_of, is_theirs, parts
 from torch_dflash.targets.hooks import TORCHS, hooks_of
-from torch_dflash.targets.reached import DEEP as _DEEP
-from torch_dflash.targets.reached import MOST, globals_of, is_theirs, parts
 from torch_dflash.targets.skeleton import configs_of
 
 # No text depends on these, of a module or a config: modes, names, what only gradients or a loss read,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_dflash.targets.reached import entries, holders, restore
+from torch_dflash.targets.closure_values import entries, holders, restore
 
 TORCHS = frozenset(vars(nn.Module()))
 """The attributes that torch gives every module."""

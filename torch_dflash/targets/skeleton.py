@@ -18,9 +18,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torch_dflash.ops.attention import AttentionInputs
+from torch_dflash.targets.closure_values import cells_of
 from torch_dflash.targets.experts import EXPERTS
 from torch_dflash.targets.hooks import Weakly, hooks_of
-from torch_dflash.targets.reached import cells_of
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 MOST_SHARED = 8

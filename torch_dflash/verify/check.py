@@ -24,10 +24,10 @@ from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.targets.adapter import Target
+from torch_dflash.targets.binding import Swapped
 from torch_dflash.targets.guard import Guard, parts_of
 from torch_dflash.targets.hooks import forgetting
 from torch_dflash.targets.skeleton import build_skeleton
-from torch_dflash.targets.swapped import Swapped
 from torch_dflash.targets.tested import is_as_built, is_tested
 from torch_dflash.targets.trace import trace_layers
 from torch_dflash.targets.weights import collect_tensors, model_of

@@ -32,7 +32,7 @@ from torch_dflash.proposers.checkpoint.loading import in_our_names
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
 from torch_dflash.proposers.facts import facts_of
-from torch_dflash.proposers.notes import tell, tell_of_tokenizer
+from torch_dflash.proposers.notes import warn_of_tokenizer, warn_once
 
 
 class DFlashAttention(nn.Module):
@@ -183,9 +183,9 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
         if source is not None:
             model.name_or_path = model.config.name_or_path = str(source)  # of tensors transformers knows none
         if facts is not None:
-            tell(facts, model)
+            warn_once(facts, model)
         if isinstance(target, str | os.PathLike):
-            tell_of_tokenizer(str(target), model, hub)
+            warn_of_tokenizer(str(target), model, hub)
         return (model, info) if wants_info else model
 
     def project(self, features: Float[Tensor, "B R nH"]) -> Float[Tensor, "B R H"]:

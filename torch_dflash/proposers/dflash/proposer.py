@@ -23,7 +23,7 @@ from torch_dflash.proposers.dflash.vocabulary import Noise
 from torch_dflash.proposers.trees.nodes import Nodes, beam, children
 from torch_dflash.pytrees import register_state
 from torch_dflash.sampling import noisy_logits
-from torch_dflash.state import Asked, Draft
+from torch_dflash.state import Draft, DraftRequest
 from torch_dflash.targets.skeleton import build_skeleton
 
 
@@ -153,7 +153,7 @@ class DFlashProposer(Proposer):
         return self.propose(pstate, anchor, length, embed, head, asked)
 
     def propose(
-        self, pstate, anchor, length, embed, head, asked: Asked | None = None
+        self, pstate, anchor, length, embed, head, asked: DraftRequest | None = None
     ) -> tuple[Draft, DFlashState]:
         hidden, pstate = self._block(pstate, anchor, length, embed)
         noise = None if asked is None else _noise(length, asked)
@@ -206,7 +206,7 @@ def _rings(pstate: DFlashState) -> tuple[RingLayer, ...]:
     return tuple(layer for layer in pstate.layers if isinstance(layer, RingLayer))
 
 
-def _noise(length: Tensor, asked: Asked) -> Noise:
+def _noise(length: Tensor, asked: DraftRequest) -> Noise:
     """What sampled rows draft with: the noise of those positions at which their drafts are to stand."""
     sampling, sampled = asked.sampling, asked.sampling.temperature > 0
     return Noise(

@@ -16,7 +16,7 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.several import Beside, Several, States
 from torch_dflash.proposers.trees.known import known_nodes
 from torch_dflash.proposers.trees.nodes import best, in_preorder, join
-from torch_dflash.state import Asked, Draft, Sampling
+from torch_dflash.state import Draft, DraftRequest, Sampling
 
 
 class BestNodes(Several):
@@ -33,7 +33,7 @@ class BestNodes(Several):
         self.width, self.depth = rows, min(rows - 1, max(part.deepest for part in self.parts))
 
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
-        return self.draft(pstate, anchor, length, embed, head, Asked(_greedy(anchor), self.width))
+        return self.draft(pstate, anchor, length, embed, head, DraftRequest(_greedy(anchor), self.width))
 
     def draft(self, pstate, anchor, length, embed, head, asked) -> tuple[Draft, States]:
         most, states, tree = asked.rows - 1, [], None
