@@ -35,7 +35,7 @@ _NAMES = (
     "include_stop_str_in_output skip_special_tokens thinking_token_budget generation_config "
     "sampling_params extra_body"
 ).split()
-_IDLE = dict.fromkeys(("n", "best_of", "num_beams", "num_return_sequences", "length_penalty"), 1)
+_IDLE: dict[str, Any] = dict.fromkeys(("n", "best_of", "num_beams", "num_return_sequences", "length_penalty"), 1)
 _IDLE |= {"add_generation_prompt": True, "skip_special_tokens": True, "tool_choice": "none"}
 """Values, besides those that Python counts as false, with which an option asks for nothing."""
 _BODY = (
