@@ -35,7 +35,9 @@ _NAMES = (
     "include_stop_str_in_output skip_special_tokens thinking_token_budget generation_config "
     "sampling_params extra_body"
 ).split()
-_IDLE: dict[str, Any] = dict.fromkeys(("n", "best_of", "num_beams", "num_return_sequences", "length_penalty"), 1)
+_IDLE: dict[str, Any] = dict.fromkeys(
+    ("n", "best_of", "num_beams", "num_return_sequences", "length_penalty"), 1
+)
 _IDLE |= {"add_generation_prompt": True, "skip_special_tokens": True, "tool_choice": "none"}
 """Values, besides those that Python counts as false, with which an option asks for nothing."""
 _BODY = (
@@ -77,8 +79,9 @@ def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, argu
         items.append(item)
         try:
             record = _record(line.strip())
-            body = record.get("body") if isinstance(record.get("body"), dict) else {}
-            item.echo = {key: one[key] for key in ECHOED for one in (body, record) if key in one}
+            body = record.get("body")
+            known = (body, record) if isinstance(body, dict) else (record,)
+            item.echo = {key: one[key] for key in ECHOED for one in known if key in one}
             record = _flat(record)
             _check_options(record, arguments)
             item.seed = record.get("seed")
