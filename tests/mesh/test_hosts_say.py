@@ -179,7 +179,7 @@ def test_an_interrupt_while_a_call_is_read_ends_all(models, hosts, monkeypatch):
     def interrupt(*given):
         raise KeyboardInterrupt
 
-    for module, name in (("engine", "read_request"), ("together", "packed")):
+    for module, name in (("engine", "read_request"), ("hosts", "packed")):
         hosts.heard.clear()
         monkeypatch.setattr(f"torch_dflash.engine.{module}.{name}", interrupt)
         with pytest.raises(KeyboardInterrupt):
