@@ -208,10 +208,10 @@ def test_rows_of_a_batch_go_on_together(cache):
     params = engine.runtime.refresh(engine.tensors())
 
     def run(rows, state=None, kept=None):
-        request = engine.read(*pad(rows), dict(OPTIONS))
+        asked = engine.read(*pad(rows), OPTIONS).rows
         begin = (Generation.begin, ()) if state is None else (Generation.go_on, (state,))
         more = () if kept is None else (kept,)
-        generation = begin[0](engine.runtime, engine.plan, params, *begin[1], request, *more)
+        generation = begin[0](engine.runtime, engine.plan, params, *begin[1], asked, *more)
         while not generation.over:
             progress = generation.step(16, engine._widths)
         assert generation.prefilled == sum(map(len, rows)) - sum(kept or ())

@@ -20,7 +20,7 @@ from jax_bridge.programs.lower import lower, tracing
 from torch_dflash.cache.ring import RingLayer
 from torch_dflash.engine.batch import Generation
 from torch_dflash.requests.prompts import prompt_chunks
-from torch_dflash.requests.read import row_requests
+from torch_dflash.requests.request import row_requests
 from torch_dflash.rows import reset
 from torch_dflash.runtime import Rounds
 
@@ -61,7 +61,7 @@ def ask(engine, prompts):
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
-    return engine.read(ids, mask, dict(OPTIONS))
+    return engine.read(ids, mask, OPTIONS).rows
 
 
 def reset_on(runtime, engine, params, state, rows, requests):

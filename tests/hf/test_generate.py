@@ -217,12 +217,11 @@ def test_sampling_options_resolve_as_in_transformers(target, config, asked):
 
     target.generate(IDS, custom_generate=record, **asked)
     (theirs,) = seen
-    ours = read_request(target, IDS, None, dict(asked))
-    assert ours.temperature == [theirs.temperature if theirs.do_sample else 0.0]
-    assert (ours.top_k, ours.top_p) == ([theirs.top_k], [theirs.top_p])
-    assert ours.min_p == [theirs.min_p or 0.0]
+    (ours,) = read_request(target, IDS, None, dict(asked)).rows
+    assert ours.temperature == (theirs.temperature if theirs.do_sample else 0.0)
+    assert (ours.top_k, ours.top_p, ours.min_p) == (theirs.top_k, theirs.top_p, theirs.min_p or 0.0)
     if theirs.do_sample and not (config | asked).keys() & {"top_k"}:
-        assert ours.top_k == [50]
+        assert ours.top_k == 50
 
 
 @pytest.mark.parametrize("never", [None, []])
@@ -263,7 +262,7 @@ def test_seeds_are_integers_of_any_kind(target):
     ids = IDS.repeat(3, 1)
 
     def row_seeds(seed):
-        return read_request(target, ids, None, {"seed": seed, "do_sample": True}).seed
+        return [row.seed for row in read_request(target, ids, None, {"seed": seed, "do_sample": True}).rows]
 
     for seed in (
         5,

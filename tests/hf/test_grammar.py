@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from functools import cache
 
 import llguidance.hf
@@ -22,9 +21,8 @@ from transformers import LogitsProcessorList
 
 import torch_dflash as td
 from torch_dflash.grammars.matcher import MatcherRow
-from torch_dflash.processors.grammars import GrammarTable, only
-from torch_dflash.requests.grammars import asked_grammars
-from torch_dflash.requests.request import Request
+from torch_dflash.processors.grammars import GrammarMatcher, GrammarTable, only
+from torch_dflash.processors.options import Batch
 
 NEW, STOP, VOCAB = 28, 0, 288  # the tokenizer has fewer ids than the model
 SCHEMA = {
@@ -433,9 +431,9 @@ def test_a_tree_may_hold_ids_that_no_token_has(pair, batch):
 
 @pytest.mark.parametrize("kind", ["regex", "table"])
 def test_an_error_names_the_row_of_the_call_where_a_replica_has_some_of_them(kind):
-    asked = asked_grammars([None, make_grammar(kind)], [(STOP,)] * 2, VOCAB)
-    request = replace(Request.greedy([np.ones(1, np.int32)] * 2, 4), processors=asked)
-    (grammar,) = request.part([1]).grammars
+    batch = Batch(1, [4] * 2, [(STOP,)] * 2, False, VOCAB)
+    asked = GrammarMatcher.asked({"grammar": [None, make_grammar(kind)]}, batch)
+    grammar = next(values[1] for _, values in asked if values[1] is not None)
     with refuses(ValueError, "row 1: token 0, new token 0"):
         grammar.check([STOP])
 
@@ -486,12 +484,12 @@ def test_what_is_no_grammar_is_refused_by_name(pair, batch):
 
 def test_an_engine_says_what_it_was_compiled_without(pair, batch):
     engine = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=("grammar",))
-    with refuses(ValueError, "grammar was asked for", "td.processors.GrammarTable(", "vocab_size=288)"):
+    with refuses(ValueError, "compiled without grammar", "td.processors.GrammarTable(", "vocab_size=288)"):
         engine.generate(**batch, grammar=make_grammar("table"), **asked({}))
     with refuses(ValueError, "grammar", "a state that is handed out", "call generate"):
         engine.start(**batch, grammar=make_grammar("json"), **asked({}))
     bare = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=())
-    with refuses(ValueError, "grammar was asked for", "processors=('grammar',)"):
+    with refuses(ValueError, "compiled without grammar", "processors=('grammar',)"):
         bare.generate(**batch, grammar=make_grammar("json"), **asked({}))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.refusals import refuses
@@ -12,7 +14,7 @@ from transformers.generation import logits_process
 
 import torch_dflash as td
 from torch_dflash import decode, eager, record, rows
-from torch_dflash.generation import read_call
+from torch_dflash.generation import prepare
 
 NEW = 16
 ALL = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
@@ -194,14 +196,15 @@ def test_pieces_of_a_stream_have_theirs(pair, batch, runtime):
 def test_stop_strings_cut_them_too(pair, batch):
     class StopRule:  # ends the first row behind its third new token, the second behind its sixth
         def ends(self, texts, since, record):
-            keep = [len(prompt) + new for prompt, new in zip(call.request.rows, (3, 6), strict=True)]
+            keep = [row.length + new for row, new in zip(call.request.rows, (3, 6), strict=True)]
             return [end if len(text) >= end else None for text, end in zip(texts, keep, strict=True)]
 
     options = asked(OWN) | {"rounds_per_chunk": 3}
     whole = td.generate(*pair, **batch, runtime="eager", **options)
-    call = read_call("generate", *pair, (*batch.values(), options), None, "eager")
-    call.request.stopping.append(StopRule())
-    out = call.engine().run(call.request, call.input_ids)
+    call = prepare("generate", *pair, *batch.values(), options | {"runtime": "eager"})
+    rule = StopRule()
+    rows = [replace(row, stopping=(rule,)) for row in call.request.rows]
+    out = call.engine().run(replace(call.request, rows=rows))
     assert list(map(len, out.new_tokens)) == [3, 6]
     for at, count in enumerate((3, 6)):
         close(out.logprobs[at, :count], whole.logprobs[at, :count])

@@ -35,7 +35,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor 
 
 import torch_dflash as td
 from torch_dflash.integrations.prepared import read_processors
-from torch_dflash.integrations.prepared_rules import TransformersCall
+from torch_dflash.processors.options import TransformersCall
 
 NEW = 12
 WIDTH = 7

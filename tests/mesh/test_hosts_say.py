@@ -18,7 +18,7 @@ import torch_dflash as td
 from jax_bridge.devices.samples import fingerprint_of
 from jax_bridge.hosts.hosts import Hosts
 from torch_dflash.engine.hosts import said_of
-from torch_dflash.generation import read_call
+from torch_dflash.generation import prepare
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 ASKED = {"max_new_tokens": 4, "eos_token_id": None}
@@ -203,7 +203,7 @@ def test_a_mesh_is_compared_by_its_devices_however_it_is_named(models, hosts):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
     for one in (1, mesh):
         options = ASKED | {"mesh": one, "seed": 0, "verify": False, "return_dict_in_generate": True}
-        read_call("generate", models[0], None, (IDS, None, options), None, "xla")
+        prepare("generate", models[0], None, IDS, None, options)
     first, other = hosts.said("generate", "what it reads")
     assert first == other
 

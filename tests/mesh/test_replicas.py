@@ -26,9 +26,10 @@ from torch_dflash import progress
 from torch_dflash.engine import call as call_module
 from torch_dflash.engine.call import Call
 from torch_dflash.engine.desk import Desk
-from torch_dflash.generation import read_call
+from torch_dflash.engine.engine import Engine
+from torch_dflash.generation import prepare
 from torch_dflash.requests.prompts import pad_rows
-from torch_dflash.requests.request import Request
+from torch_dflash.requests.request import Request, Row
 
 NEW = 14
 TWICE = Mesh(np.array(jax.devices()[:1] * 2), ("model",))
@@ -118,7 +119,7 @@ def test_what_a_call_draws_is_drawn_once(front):
     said = decode(front, prompts(3), **how).new_tokens
     torch.manual_seed(3)
     ids, mask = pad_rows(prompts(3))
-    seeds = front.read(ids, mask, dict(how)).seed
+    seeds = [row.seed for row in front.read(ids, mask, how).rows]
     assert said == decode(front, prompts(3), **how, seed=seeds).new_tokens
 
 
@@ -135,9 +136,12 @@ def test_a_wrong_order_and_seeds_of_a_replicas_own_are_noticed(front, monkeypatc
 
         monkeypatch.setattr(call_module, "np", Given)
     else:
-        part = Request.part
-        own = lambda self, rows: replace(part(self, rows), seed=self.seed[: len(rows)])  # noqa: E731
-        monkeypatch.setattr(Request, "part", own)
+        begin, first = Engine._begin, SAMPLED["seed"]
+
+        def counted_anew(self, rows, *more):
+            return begin(self, [replace(row, seed=first + at) for at, row in enumerate(rows)], *more)
+
+        monkeypatch.setattr(Engine, "_begin", counted_anew)
     assert decode(front, rows, **SAMPLED).new_tokens != wanted
 
 
@@ -362,14 +366,14 @@ def test_devices_are_counted_before_any_work(pair, monkeypatch):
 def test_generate_makes_replicas_as_large_as_their_share(pair):
     ids, mask = pad_rows(prompts(5))
     options = {"mesh": TWICE, "replicas": 2, **GREEDY}
-    call = read_call("generate", *pair, (ids, mask, options), None, "xla")
+    call = prepare("generate", *pair, ids, mask, options)
     assert call.options.batch_size == 4 and call.options.replicas == 2
     options = {"mesh": TWICE, "replicas": 2, **GREEDY}
-    assert read_call("generate", *pair, (ids[:2], mask[:2], options), None, "xla").options.batch_size == 1
+    assert prepare("generate", *pair, ids[:2], mask[:2], options).options.batch_size == 1
 
 
 def request_of(rows):
-    return Request.greedy([np.ones(1, np.int32)] * rows, 1)
+    return Request([Row(np.ones(1, np.int32), 1)] * rows, 0, torch.ones(rows, 1))
 
 
 def dealt(groups):

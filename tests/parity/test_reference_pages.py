@@ -15,7 +15,7 @@ from support.states import look
 import torch_dflash as td
 from jax_bridge.reference import empty_pages, loop
 from torch_dflash.requests.prompts import prompt_chunks
-from torch_dflash.requests.read import row_requests
+from torch_dflash.requests.request import row_requests
 
 ROWS, PAGE, CHUNK = len(PROMPTS), 16, 16
 
@@ -56,9 +56,9 @@ def ours(engine, table: np.ndarray) -> Run:
     options = {"max_new_tokens": authors.NEW, "do_sample": False, "eos_token_id": None}
     request = engine.read(*pad(PROMPTS), options)
     params = steps.refresh(engine.tensors())
-    state = steps.begin(params, row_requests(request, engine.plan))
+    state = steps.begin(params, row_requests(request.rows, engine.plan))
     state = steps.assign(state, table, done)
-    for chunk in prompt_chunks(request.rows, ROWS, CHUNK, engine.plan.slots):
+    for chunk in prompt_chunks([row.prompt for row in request.rows], ROWS, CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     while not look(steps, state).done.all():
         state = steps.advance(params, state)

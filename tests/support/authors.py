@@ -16,7 +16,7 @@ from support.scripted import pad
 from support.states import look
 from support.tiny import MASK, make_pair, randomise
 from torch_dflash.requests.prompts import prompt_chunks
-from torch_dflash.requests.read import row_requests
+from torch_dflash.requests.request import row_requests
 
 NEW = 26
 CHUNK = 16
@@ -282,12 +282,12 @@ def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]
     engine = make_engine(case, runtime)
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
     request = engine.read(*pad(prompts()), options)
-    rows = request.rows
+    rows = [row.prompt for row in request.rows]
     tensors, steps = engine.tensors(), engine.runtime
     lowered = _lowered(engine) if runtime == "xla" else None
     features = None if lowered else Features(engine.pair.proposer, len(rows))
     params = steps.refresh(tensors)
-    state = steps.begin(params, row_requests(request, engine.plan))
+    state = steps.begin(params, row_requests(request.rows, engine.plan))
     for chunk in prompt_chunks(rows, len(rows), CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     runs = [Run() for _ in rows]

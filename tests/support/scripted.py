@@ -77,14 +77,15 @@ def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) 
 
     Everything before ``start`` is in the cache. Runs on the engine's own runtime.
     """
-    from torch_dflash.requests.read import read_request, row_requests
+    from torch_dflash.requests.read import read_request
+    from torch_dflash.requests.request import row_requests
 
     target, size = engine._models.target, engine.plan.batch_size
     options = {"max_new_tokens": 1, "seed": 0, "eos_token_id": None, "do_sample": False}
     request = read_request(target, torch.tensor([tokens[: at + 1]]), None, options)
     runtime = engine.runtime
     params = runtime.refresh(engine.tensors())
-    state = runtime.begin(params, row_requests(request, engine.plan))
+    state = runtime.begin(params, row_requests(request.rows, engine.plan))
     for done in range(0, start, engine.options.prefill_chunk_size):
         piece = tokens[done : min(done + engine.options.prefill_chunk_size, start)]
         ids = torch.zeros(size, engine.options.prefill_chunk_size, dtype=torch.int32)

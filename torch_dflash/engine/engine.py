@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -42,8 +43,8 @@ from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
 from torch_dflash.requests.logprobs import check_top
 from torch_dflash.requests.options import EngineOptions
-from torch_dflash.requests.read import check_fits, read_request, repeated
-from torch_dflash.requests.request import Request
+from torch_dflash.requests.read import check_fits, read_request
+from torch_dflash.requests.request import Request, Row
 from torch_dflash.requests.rules import arranged, of_the_model
 from torch_dflash.runtime import Progress, RowDelta, Runtime
 from torch_dflash.state import DecodeState
@@ -226,12 +227,11 @@ class Engine(OfOneProcess):
         **options: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
-        options["return_dict_in_generate"] = return_dict_in_generate
-        request, input_ids = self._read("generate", input_ids, attention_mask, options, streamer)
-        output = self.run(request, input_ids, streamer)
+        asked = options | {"return_dict_in_generate": return_dict_in_generate}
+        output = self.run(self._read("generate", input_ids, attention_mask, asked, streamer), streamer)
         return output if return_dict_in_generate else output.sequences
 
-    def run(self, request: Request, input_ids: Tensor, streamer=None) -> GenerateOutput:
+    def run(self, request: Request, streamer=None) -> GenerateOutput:
         """Decode a request that `read`, of this engine or of another for the same target, has read."""
         started = time.perf_counter()
         compiled = self.runtime.compilations
@@ -240,8 +240,8 @@ class Engine(OfOneProcess):
         with leaving(self.hosts, "generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
             if streamer is not None:
-                streamer.put(input_ids.cpu())
-            generation = self._begin(request, params)
+                streamer.put(request.input_ids.cpu())
+            generation = self._begin(request.rows, params)
             for progress in self._steps(generation):
                 times.append(time.perf_counter() - started)
                 if streamer is not None and (tokens := gained.by(progress)[0].tokens):
@@ -249,20 +249,20 @@ class Engine(OfOneProcess):
         if streamer is not None:
             streamer.end()
         compiled = self.runtime.compilations - compiled
-        return collect(input_ids, request, progress, times, compiled, generation.prefilled)
+        return collect(request, progress, times, compiled, generation.prefilled)
 
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
-        options["return_dict_in_generate"] = False
-        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, options)[0]))
+        asked = options | {"return_dict_in_generate": False}
+        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, asked)))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """What each row of a request that was read gains, chunk by chunk."""
         with leaving(self.hosts, "stream"):
-            steps = self._steps(self._begin(request, self._params()), streamed=True)
+            steps = self._steps(self._begin(request.rows, self._params()), streamed=True)
         with closing(steps):  # at once, though a traceback holds it
             yield from map(Deltas(request.lengths).by, steps)
 
@@ -270,18 +270,18 @@ class Engine(OfOneProcess):
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
         check_entry(self.pair, self.options.runtime)
         check_alone(self.hosts, "a session")
-        read = lambda *given: self._read("session", *given)[0]  # noqa: E731
+        read = partial(self._read, "session")
         return Session(lambda: (self.runtime, self.pair), read, self._params, self._steps)
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
-        options["return_dict_in_generate"] = False
-        request, _ = self._read("start", input_ids, attention_mask, options)
-        if request.stopping:
+        asked = options | {"return_dict_in_generate": False}
+        rows = self._read("start", input_ids, attention_mask, asked).rows
+        if any(row.stopping for row in rows):
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
             )
-        if any(request.grammars):
+        if any(row.grammar for row in rows):
             raise ValueError(
                 "grammar: it ends with its call, which a state that is handed out outlives; call generate."
             )
@@ -290,15 +290,15 @@ class Engine(OfOneProcess):
                 f"outputs={self.plan.outputs}: logits are kept from one read to the next, and a state that "
                 "is handed out is not read; compile an engine without them."
             )
-        due = Scheduler(self.plan, request.lengths, request.limits).next_step().prefill
-        if len(due) < len(request.rows):
+        due = Scheduler.for_rows(self.plan, rows).next_step().prefill
+        if len(due) < len(rows):
             raise ValueError(
-                f"pool_pages={self.plan.pool_pages}: pages for {len(due)} of {len(request.rows)} rows at "
+                f"pool_pages={self.plan.pool_pages}: pages for {len(due)} of {len(rows)} rows at "
                 "once; compile with more, or call generate, where rows wait for each other."
             )
         with leaving(self.hosts, "start"):
             params = self._params()
-            generation = self._begin(request, params, stale=False)
+            generation = self._begin(rows, params, stale=False)
             generation.prepare(self.options.prefill_chunk_size)
             return self.runtime.export_state(params, generation.state)
 
@@ -319,7 +319,7 @@ class Engine(OfOneProcess):
             generation.advance(turn)
             return self.runtime.export_state(params, generation.state)
 
-    def read(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
+    def read(self, input_ids: Any, attention_mask: Any, options: Mapping[str, Any]) -> Request:
         """A call's arguments as a request that this engine can serve.
 
         Raises:
@@ -364,22 +364,21 @@ class Engine(OfOneProcess):
         return self.tensors()
 
     def _read(
-        self, what: str, input_ids: Any, attention_mask: Any, options: dict[str, Any], streamer: Any = None
-    ) -> tuple[Request, Tensor]:
-        """As `read`, ``num_return_sequences`` heeded: the request, and the prompts as they are repeated."""
+        self, what: str, input_ids: Any, attention_mask: Any, options: Mapping[str, Any], streamer: Any = None
+    ) -> Request:
+        """As `read`, in every process of the mesh."""
 
-        def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[Request, Tensor]:
-            input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-            request = self.read(input_ids, attention_mask, options)
+        def read(*given: Any) -> Request:
+            request = self.read(*given)
             check_streamer(streamer, len(request.rows))
-            return request, input_ids
+            return request
 
         check_entry(self.pair, self.options.runtime)
-        digest = lambda found: digest_of(found[0]) | self.bits()  # noqa: E731
+        digest = lambda found: digest_of(found) | self.bits()  # noqa: E731
         return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
 
-    def _begin(self, request: Request, params: Any, stale: bool = True) -> Generation:
-        return Generation.begin(self.runtime, self.plan, params, request, stale)
+    def _begin(self, rows: list[Row], params: Any, stale: bool = True) -> Generation:
+        return Generation.begin(self.runtime, self.plan, params, rows, stale)
 
     def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
         steps = marked(self.pair, generation.steps(self.options.prefill_chunk_size, self._widths))
@@ -387,8 +386,8 @@ class Engine(OfOneProcess):
 
     def _measure_widths(self, params: Any) -> None:
         """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""
-        request = Request.greedy([np.zeros(1, np.int32)] * self.plan.batch_size, self.plan.capacity - 1)
-        generation = self._begin(request, params)
+        row = Row(np.zeros(1, np.int32), self.plan.capacity - 1)
+        generation = self._begin([row] * self.plan.batch_size, params)
         generation.pace = Pace(ahead=UNLIMITED)
         for _ in self._steps(generation):
             if self._widths.measured:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from pprint import pformat
@@ -84,7 +84,7 @@ def read_together(
     hosts: Hosts | None,
     what: str,
     said: dict[str, str],
-    given: tuple[Any, Any, dict[str, Any]],
+    given: tuple[Any, Any, Mapping[str, Any]],
     read: Callable[..., T],
     digest: Callable[[T], dict[str, str]],
 ) -> T:
@@ -101,7 +101,7 @@ def read_together(
         return read(*given)
     input_ids, attention_mask, options = given
     if options.get("seed") is None:
-        options["seed"] = drawn_seed()
+        given = input_ids, attention_mask, {**options, "seed": drawn_seed()}
     with _telling(hosts, what):
         own = packed(given) if hosts.first else None
     sent = hosts.agree(what, said, own)
@@ -161,16 +161,18 @@ def digest_of(request: Request, *more: Any) -> dict[str, str]:
     Raises:
         ValueError: each process would end the text by a clock of its own.
     """
-    if any(isinstance(halt, Deadline) for halt in request.stopping):
+    if any(isinstance(rule, Deadline) for row in request.rows for rule in row.stopping):
         raise ValueError(
             "max_time with a mesh of several processes: each has a clock of its own; leave it out, or pass "
             "max_new_tokens."
         )
-    named = {option.name: getattr(request, option.name) for option in fields(request)}
-    named["stopping"] = [(type(one).__name__, getattr(one, "strings", None)) for one in request.stopping]
-    named["rows"] = [row.tolist() for row in request.rows]
-    asked = f"a request of {request.lengths} and {request.max_new_tokens} tokens"
-    return {READ: f"{asked}, {_crc((named, more))}"}
+    said: list[Any] = [request.pad_token_id]
+    for row in request.rows:
+        stopping = [(type(rule).__name__, getattr(rule, "strings", None)) for rule in row.stopping]
+        known: Any = {"prompt": row.prompt.tolist(), "stopping": stopping}
+        said.append(replace(row, **known))
+    asked = f"a request of {request.lengths} and {[row.max_new_tokens for row in request.rows]} tokens"
+    return {READ: f"{asked}, {_crc((said, more))}"}
 
 
 def digest_of_state(runtime: Runtime, state: DecodeState | None) -> dict[str, str]:

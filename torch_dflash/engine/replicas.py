@@ -62,13 +62,13 @@ class Replicas(Engine):
                     bar.update()
         return self
 
-    def run(self, request: Request, input_ids: Tensor, streamer=None) -> GenerateOutput:
+    def run(self, request: Request, streamer=None) -> GenerateOutput:
         """Decode a request that was read; an error of one replica ends it, when the others have stopped."""
         started = time.perf_counter()
         self._check(request)
         call = self._call(request)
         if streamer is not None:
-            streamer.put(input_ids.cpu())
+            streamer.put(request.input_ids.cpu())
         try:
             self._begin_all(self._desk.queue(call))
             for gains in call.gains():
@@ -79,7 +79,7 @@ class Replicas(Engine):
             call.rest()
         if streamer is not None:
             streamer.end()
-        return _collect(input_ids, call, started, len(self.engines))
+        return _collect(call, started, len(self.engines))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """What each row gains, one read of one replica after another; the others' rows gain nothing then.
@@ -155,9 +155,9 @@ class Replicas(Engine):
         replica, call, rows = group
         if call.stopped:
             return None
-        engine, request, read_at = self.engines[replica], call.request.part(rows), []
-        compiled, gained = engine.runtime.compilations, Deltas(request.lengths)
-        generation = engine._begin(request, call.params[replica])
+        engine, own, read_at = self.engines[replica], [call.request.rows[row] for row in rows], []
+        compiled, gained = engine.runtime.compilations, Deltas([row.length for row in own])
+        generation = engine._begin(own, call.params[replica])
         for progress in engine._steps(generation):
             if call.stopped:
                 return None
@@ -183,13 +183,13 @@ def _nothing(done: bool, logprobs: bool, top: bool) -> RowDelta:
     return RowDelta([], [], done, [] if logprobs else None, [] if top else None)
 
 
-def _collect(input_ids: Tensor, call: Call, started: float, replicas: int) -> GenerateOutput:
+def _collect(call: Call, started: float, replicas: int) -> GenerateOutput:
     """The parts as one output, as if one engine had decoded all rows."""
     read_at = sorted(at - started for part in call.parts for at in part.read_at)
     compiled, prefilled = (
         sum(getattr(part, name) for part in call.parts) for name in ("compilations", "prefilled")
     )
-    output = collect(input_ids, call.request, call.progress(), read_at, compiled, prefilled)
+    output = collect(call.request, call.progress(), read_at, compiled, prefilled)
     assert output.stats is not None
     lengths, shares = output.stats.acceptance_lengths, [Share(0, 0)] * replicas
     for part in call.parts:
