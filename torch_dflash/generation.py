@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch_dflash.processors.custom import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import Missing, check_models
 from torch_dflash.requests.aliases import check_compiled_options
-from torch_dflash.requests.options import OF_AN_ENGINE, EngineOptions
+from torch_dflash.requests.options import OF_AN_ENGINE, EngineOptions, GenerateOptions
 from torch_dflash.requests.read import check_compiled, read_call
 from torch_dflash.requests.request import UNSET, Request
 from torch_dflash.targets.weights import LoadedTarget, mesh_of
@@ -112,18 +112,9 @@ def generate(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    max_new_tokens: int | list[int] | None = None,
-    do_sample: bool | None = None,
-    temperature: float | list[float] | None = None,
-    seed: int | list[int] | None = None,
-    eos_token_id: Any = UNSET,
-    pad_token_id: int | None = None,
-    processors: tuple[Processor, ...] | None = None,
-    runtime: str = "xla",
-    return_dict_in_generate: Literal[True],
     streamer: Any = None,
-    stopping_criteria: Any = None,
-    **options: Any,
+    return_dict_in_generate: Literal[True],
+    **options: Unpack[GenerateOptions],
 ) -> GenerateOutput: ...
 @overload
 def generate(
@@ -132,18 +123,9 @@ def generate(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    max_new_tokens: int | list[int] | None = None,
-    do_sample: bool | None = None,
-    temperature: float | list[float] | None = None,
-    seed: int | list[int] | None = None,
-    eos_token_id: Any = UNSET,
-    pad_token_id: int | None = None,
-    processors: tuple[Processor, ...] | None = None,
-    runtime: str = "xla",
-    return_dict_in_generate: Literal[False] = False,
     streamer: Any = None,
-    stopping_criteria: Any = None,
-    **options: Any,
+    return_dict_in_generate: Literal[False] = False,
+    **options: Unpack[GenerateOptions],
 ) -> torch.LongTensor: ...
 @overload
 def generate(
@@ -152,18 +134,9 @@ def generate(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    max_new_tokens: int | list[int] | None = None,
-    do_sample: bool | None = None,
-    temperature: float | list[float] | None = None,
-    seed: int | list[int] | None = None,
-    eos_token_id: Any = UNSET,
-    pad_token_id: int | None = None,
-    processors: tuple[Processor, ...] | None = None,
-    runtime: str = "xla",
-    return_dict_in_generate: bool,
     streamer: Any = None,
-    stopping_criteria: Any = None,
-    **options: Any,
+    return_dict_in_generate: bool,
+    **options: Unpack[GenerateOptions],
 ) -> torch.LongTensor | GenerateOutput: ...
 def generate(
     target: PreTrainedModel | LoadedTarget,
@@ -286,9 +259,12 @@ def prepare(
     asked, runtime, replicas = options.get("mesh"), options.get("runtime", "xla"), options.get("replicas", 1)
     check_mesh(asked, runtime, replicas)
     mesh = mesh_of(target, asked, replicas)
-    said = said_of(hosts := hosts_of(runtime, mesh, replicas), mesh, target, drafter)
+    if (hosts := hosts_of(runtime, mesh, replicas)) is None:
+        return read(input_ids, attention_mask, options)
 
     def digest(call: PreparedCall) -> dict[str, str]:  # the mesh by its order, however it is named
-        return digest_of(call.request, replace(call.options, mesh=None)) | call.engine().bits()
+        engine: Any = call.engine()
+        return digest_of(call.request, replace(call.options, mesh=None)) | engine.bits()
 
+    said = said_of(hosts, mesh, target, drafter)
     return read_together(hosts, what, said, (input_ids, attention_mask, options), read, digest)

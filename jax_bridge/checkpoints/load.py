@@ -31,6 +31,7 @@ from torch_dflash.checks import check_mesh, check_types
 from torch_dflash.engine.hosts import read_alike
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS, read_checkpoint
 from torch_dflash.targets.auto import auto_class
@@ -74,7 +75,7 @@ class DeviceModel:
 
     def arrays_for(self, runtime: str) -> dict[str, Weight]:
         """``arrays``, if ``runtime`` can decode with them; else ``ValueError``."""
-        if runtime != "xla":
+        if not RUNTIMES[runtime].needs_jax:
             raise ValueError(
                 f"runtime={runtime!r}: this target was loaded as JAX arrays; pass runtime='xla', or load it "
                 "with AutoModelForCausalLM.from_pretrained."
@@ -148,9 +149,11 @@ def load(
     def read() -> DeviceModel:
         return _load(path_or_id, devices, dtype, progress, hub, compared=hosts is not None)
 
+    if hosts is None:
+        return read()
+
     def digest(found: DeviceModel) -> dict[str, str]:
-        where = {} if hosts is None else {"the mesh": hosts.order(mesh)}
-        return where | {"the checkpoint": found.checkpoint}
+        return {"the mesh": hosts.order(mesh), "the checkpoint": found.checkpoint}
 
     return read_alike(hosts, "jb.load", read, digest)
 

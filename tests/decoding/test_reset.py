@@ -93,7 +93,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     if kind == "ring":
         assert any(isinstance(layer, RingLayer) for layer in state.proposer.layers)
     assert look(runtime, state).length.tolist() == [0, before[1]]
-    fresh = Generation(runtime, engine.plan, params, state, generation.scheduler, [NEXT, []])
+    fresh = Generation(runtime, engine.plan, params, state, generation.scheduler, [])
     for chunk in prompt_chunks([torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64):
         fresh.state = runtime.prefill(params, fresh.state, chunk)
     while not look(runtime, fresh.state).done.all():

@@ -12,7 +12,7 @@ from support.versions import BIASES_ZERO
 from transformers.generation import logits_process as theirs
 
 from torch_dflash.processors.interface import Text, process
-from torch_dflash.requests.rules import KINDS, PER_ROW, Batch, arranged, asked_processors
+from torch_dflash.requests.rules import KINDS, Batch, arranged, asked_processors, options_of_rules
 
 VOCAB, WIDTH, SLOTS = 9, 4, 24
 ids = st.integers(0, VOCAB - 1)
@@ -147,7 +147,7 @@ def test_warpers_keep_what_transformers_keeps(name, value, warper):
 
 def test_a_row_asks_for_itself():
     values = {"repetition_penalty": [1.0, 4.0], "no_repeat_ngram_size": [2, 0], "min_new_tokens": [0, 3]}
-    assert values.keys() <= set(PER_ROW)
+    assert all(options_of_rules()[name].per_row for name in values)
     found, logits, *_ = ours(values, [[1, 2, 1], [3, 4, 3]], [[2, 1, 2, 1], [4, 3, 4, 3]], 6)
     alone = [
         ours({name: value[row] for name, value in values.items()}, [prompt], [block], 6)[0]

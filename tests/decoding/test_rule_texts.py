@@ -90,7 +90,9 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
     seen, used = [], set()
 
     @settings(max_examples=examples)
-    @example({"presence_penalty": -2.0, "frequency_penalty": 2.0}, {}, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], {1})
+    @example(
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0}, {}, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], {1}
+    )
     @given(
         RULES,
         st.one_of(st.just({}), SAMPLED),

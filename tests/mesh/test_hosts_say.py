@@ -76,7 +76,7 @@ def models():
 @pytest.fixture
 def hosts(monkeypatch):
     alone = Alone()
-    for module in ("engine.engine", "generation"):
+    for module in ("engine.replicas", "generation"):
         monkeypatch.setattr(f"torch_dflash.{module}.hosts_of", lambda runtime, mesh, replicas: alone)
     monkeypatch.setattr(
         "torch_dflash.eager.EagerRuntime.fingerprint", lambda self, found: fingerprint_of(found)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -18,18 +18,7 @@ from torch import Tensor
 from torch_dflash.checks import check_context, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.bridge import hosts_of, make_runtimes, tell_device
-from torch_dflash.engine.hosts import (
-    check_alone,
-    check_widths,
-    digest_of,
-    digest_of_state,
-    leaving,
-    read_alike,
-    read_together,
-    said_of,
-    together,
-)
+from torch_dflash.engine.bridge import make_runtimes, tell_device
 from torch_dflash.engine.models import Models, check_entry, marked
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect, tokens_of
 from torch_dflash.engine.scheduler import Scheduler
@@ -42,11 +31,12 @@ from torch_dflash.progress import warn
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
 from torch_dflash.requests.logprobs import check_top
-from torch_dflash.requests.options import EngineOptions
+from torch_dflash.requests.options import EngineOptions, GenerateOptions
 from torch_dflash.requests.read import check_fits, read_request
 from torch_dflash.requests.request import Request, Row
 from torch_dflash.requests.rules import arranged, of_the_model
 from torch_dflash.runtime import Progress, RowDelta, Runtime
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.guard import Guard
@@ -54,8 +44,19 @@ from torch_dflash.targets.tested import check_instance
 from torch_dflash.targets.weights import Restructured, arrays_of, mesh_of, model_of
 from torch_dflash.verify.check import verify_class
 
+T = TypeVar("T")
 KEPT = 4
 """Copies of its models that an engine keeps: as they are, and as they were before, with their programs."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """Everything that an engine has made of its models as they were at one time."""
+
+    pair: Pair
+    models: Models
+    widths: Widths
+    runtimes: Sequence[Runtime]
 
 
 class Engine(OfOneProcess):
@@ -70,16 +71,37 @@ class Engine(OfOneProcess):
                 "are; load the model with transformers for this."
             )
         self._mesh = mesh_of(target, options.mesh, options.replicas)
-        # Who fails from here on is missed.
-        self.hosts = hosts_of(options.runtime, self._mesh, options.replicas)
         self.keeps_alive: Any = None
         self._building = threading.RLock()
         self._given = weakref.ref(target)
-        self._earlier: list[dict[str, Any]] = []  # what was built for models as they were before
-        self._take(self._built(target, drafter))
+        self._earlier: list[Built] = []  # of the models as they were before
+        self._take(self._build(target, drafter))
 
-    def _built(self, target: Any, drafter: Any) -> dict[str, Any]:
-        """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
+    @property
+    def plan(self) -> DecodePlan:
+        """The shapes and kinds that its programs are compiled for."""
+        return self._built.pair.plan
+
+    @property
+    def pair(self) -> Pair:
+        """The skeletons of target and proposer."""
+        return self._built.pair
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that runs its steps."""
+        return self._built.runtimes[0]
+
+    @property
+    def _models(self) -> Models:
+        return self._built.models
+
+    @property
+    def _widths(self) -> Widths:
+        return self._built.widths
+
+    def _build(self, target: Any, drafter: Any) -> Built:
+        """Copy the models as they are now, check the copy, and make runtimes for it."""
         options, model = self.options, model_of(target)
         check_target(model)
         if options.max_length is None:
@@ -102,30 +124,15 @@ class Engine(OfOneProcess):
             verify_class(model, plan, options.runtime, skeleton.recurrent)
         models = Models(pair, model, drafter, self._arrays, guard)
         widths = widths_of(options, plan)
-        check_widths(self.hosts, widths)
-        said = said_of(self.hosts, self._mesh, target, drafter, options, plan)
         runtimes = make_runtimes(options, pair, widths, model.dtype, self._mesh, models.tensors())
-        return {
-            "plan": plan,
-            "pair": pair,
-            "_models": models,
-            "_widths": widths,
-            "_said": said,
-            "_runtimes": runtimes,
-        }
+        return Built(pair, models, widths, runtimes)
 
-    def _take(self, built: dict[str, Any]) -> None:
-        """Go on with what `_built` made; what was used before lets go of its weights."""
+    def _take(self, built: Built) -> None:
+        """Go on with ``built``; the one before lets go of its weights."""
         for one in self._earlier[:1]:
-            for runtime in one["_runtimes"]:
+            for runtime in one.runtimes:
                 runtime.release()
-        self.plan: DecodePlan = built["plan"]
-        self.pair: Pair = built["pair"]
-        self._models: Models = built["_models"]
-        self._widths: Widths = built["_widths"]
-        self._said: dict[str, str] = built["_said"]
-        self._runtimes: list[Runtime] = built["_runtimes"]
-        self.runtime = self._runtimes[0]
+        self._built = built
         self._earlier = [built, *(one for one in self._earlier if one is not built)][:KEPT]
 
     def follow(self) -> None:
@@ -139,13 +146,13 @@ class Engine(OfOneProcess):
 
     def _rebuild(self) -> None:
         for built in self._earlier[1:]:
-            if built["_models"].hold():  # an adapter that was switched back
+            if built.models.hold():  # an adapter that was switched back
                 return self._take(built)
         target, drafter = self._given() or self._models.target, self._models.drafter
-        done = "its programs compile anew" if self.options.runtime == "xla" else "it is copied anew"
-        name = type(self._models.target).__name__
+        name, compiles = type(self._models.target).__name__, RUNTIMES[self.options.runtime].compiles
+        done = "its programs compile anew" if compiles else "it is copied anew"
         warn(f"{name} or its drafter was changed since this engine was built; {done}.")
-        return self._take(self._built(target, self.pair.proposer if drafter is None else drafter))
+        return self._take(self._build(target, self.pair.proposer if drafter is None else drafter))
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -180,7 +187,7 @@ class Engine(OfOneProcess):
             width *= 2
         self.follow()
         self.meet("warmup")
-        with leaving(self.hosts, "warmup"):
+        with self.shared("warmup"):
             params = self._params()
             self.runtime.warmup(params, buckets, progress)
             if not self._widths.measured:
@@ -195,7 +202,7 @@ class Engine(OfOneProcess):
         *,
         streamer: Any = None,
         return_dict_in_generate: Literal[True],
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateOutput: ...
     @overload
     def generate(
@@ -205,7 +212,7 @@ class Engine(OfOneProcess):
         *,
         streamer: Any = None,
         return_dict_in_generate: Literal[False] = False,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> torch.LongTensor: ...
     @overload
     def generate(
@@ -215,7 +222,7 @@ class Engine(OfOneProcess):
         *,
         streamer: Any = None,
         return_dict_in_generate: bool,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> torch.LongTensor | GenerateOutput: ...
     def generate(
         self,
@@ -237,7 +244,7 @@ class Engine(OfOneProcess):
         compiled = self.runtime.compilations
         self._check(request)
         times, gained = [], Deltas(request.lengths)
-        with leaving(self.hosts, "generate"):
+        with self.shared("generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
             if streamer is not None:
                 streamer.put(request.input_ids.cpu())
@@ -261,7 +268,7 @@ class Engine(OfOneProcess):
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """What each row of a request that was read gains, chunk by chunk."""
-        with leaving(self.hosts, "stream"):
+        with self.shared("stream"):
             steps = self._steps(self._begin(request.rows, self._params()), streamed=True)
         with closing(steps):  # at once, though a traceback holds it
             yield from map(Deltas(request.lengths).by, steps)
@@ -269,7 +276,6 @@ class Engine(OfOneProcess):
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
         check_entry(self.pair, self.options.runtime)
-        check_alone(self.hosts, "a session")
         read = partial(self._read, "session")
         return Session(lambda: (self.runtime, self.pair), read, self._params, self._steps)
 
@@ -296,7 +302,7 @@ class Engine(OfOneProcess):
                 f"pool_pages={self.plan.pool_pages}: pages for {len(due)} of {len(rows)} rows at "
                 "once; compile with more, or call generate, where rows wait for each other."
             )
-        with leaving(self.hosts, "start"):
+        with self.shared("start"):
             params = self._params()
             generation = self._begin(rows, params, stale=False)
             generation.prepare(self.options.prefill_chunk_size)
@@ -309,7 +315,7 @@ class Engine(OfOneProcess):
             ValueError: ``state`` is of another plan or proposer, or consumed. TypeError: across the border.
         """
         self.meet("advance", state)
-        with leaving(self.hosts, "advance"):
+        with self.shared("advance"):
             params = self._params()
             state, turn = self.runtime.import_state(params, state), self._widths.settled()
             if self.plan.cache == "static":
@@ -338,17 +344,16 @@ class Engine(OfOneProcess):
         check_fits(request, self.plan)
 
     def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
-        """``read()``, with every process of the mesh in the same call, of the same ``state``.
+        """``read()``, in the call ``what`` of ``state``; several processes do it together."""
+        return read()
 
-        Raises:
-            RuntimeError: they are in another, of another engine, or one did not come.
-        """
-        said = lambda _: self._said | self.bits() | digest_of_state(self.runtime, state)  # noqa: E731
-        return read_alike(self.hosts, what, read, said)
+    def alike(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
+        """``read()``; an engine of several processes compares its ``digest``."""
+        return read()
 
-    def bits(self) -> dict[str, str]:
-        """What processes compare of the live weights: a loaded target's are known by its checkpoint."""
-        return {"their bits": self.runtime.fingerprint(self._live())}
+    def shared(self, what: str) -> AbstractContextManager[None]:
+        """While open, an engine of several processes ends all of them if this one fails."""
+        return nullcontext()
 
     def _processors(self, model: Any, vocab_size: int) -> tuple[Processor, ...]:
         """Those that the options name; if they leave them open, what the model's own config asks for."""
@@ -366,23 +371,17 @@ class Engine(OfOneProcess):
     def _read(
         self, what: str, input_ids: Any, attention_mask: Any, options: Mapping[str, Any], streamer: Any = None
     ) -> Request:
-        """As `read`, in every process of the mesh."""
-
-        def read(*given: Any) -> Request:
-            request = self.read(*given)
-            check_streamer(streamer, len(request.rows))
-            return request
-
+        """As `read`, for the call ``what``."""
         check_entry(self.pair, self.options.runtime)
-        digest = lambda found: digest_of(found) | self.bits()  # noqa: E731
-        return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
+        request = self.read(input_ids, attention_mask, options)
+        check_streamer(streamer, len(request.rows))
+        return request
 
     def _begin(self, rows: list[Row], params: Any, stale: bool = True) -> Generation:
         return Generation.begin(self.runtime, self.plan, params, rows, stale)
 
     def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
-        steps = marked(self.pair, generation.steps(self.options.prefill_chunk_size, self._widths))
-        return together(self.hosts, steps, lambda: generation.over, streamed)
+        return marked(self.pair, generation.steps(self.options.prefill_chunk_size, self._widths))
 
     def _measure_widths(self, params: Any) -> None:
         """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""

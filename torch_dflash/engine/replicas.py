@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dflash.engine.bridge import hosts_of
 from torch_dflash.engine.call import Call, Part
 from torch_dflash.engine.desk import Desk, Group
-from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.engine import Built, Engine
+from torch_dflash.engine.hosts import HostsEngine
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, Share, collect
 from torch_dflash.engine.session import Session
 from torch_dflash.progress import lasting
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.requests.read import check_each_fits
 from torch_dflash.requests.request import Request
-from torch_dflash.runtime import RowDelta, Runtime
+from torch_dflash.runtime import RowDelta
 from torch_dflash.state import DecodeState
+from torch_dflash.targets.weights import mesh_of
 
 
 class Replicas(Engine):
@@ -41,9 +44,9 @@ class Replicas(Engine):
         super().__init__(target, drafter, options)
         self._desk = Desk(len(self.engines), self.plan.batch_size)
 
-    def _take(self, built: dict[str, Any]) -> None:
+    def _take(self, built: Built) -> None:
         super()._take(built)
-        self.engines = [_alike(self, runtime) for runtime in self._runtimes]
+        self.engines = [_alike(self, replace(built, runtimes=[runtime])) for runtime in built.runtimes]
 
     def warmup(self, progress: bool | None = None) -> Replicas:
         """As `Engine.warmup`, for all replicas: XLA compiles for each device anew, all but the first at once.
@@ -168,14 +171,17 @@ class Replicas(Engine):
 
 
 def engine_of(target: Any, drafter: Any, options: EngineOptions) -> Engine:
-    """An engine, or the front of as many replicas as the options ask for."""
+    """The engine that the options ask for: of several processes, of replicas, or one."""
+    hosts = hosts_of(options.runtime, mesh_of(target, options.mesh, options.replicas), options.replicas)
+    if hosts is not None:
+        return HostsEngine(target, drafter, options, hosts)
     return (Engine if options.replicas == 1 else Replicas)(target, drafter, options)
 
 
-def _alike(engine: Engine, runtime: Runtime) -> Engine:
+def _alike(engine: Engine, built: Built) -> Engine:
     """An engine of the same pair and models on another runtime."""
     other = Engine.__new__(Engine)
-    vars(other).update(vars(engine) | {"runtime": runtime})
+    vars(other).update(vars(engine) | {"_built": built})
     return other
 
 

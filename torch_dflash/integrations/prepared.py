@@ -16,10 +16,12 @@ from transformers.generation import stopping_criteria as criteria_of
 from torch_dflash.processors.custom import BlockProcessor, HostProcessor
 from torch_dflash.processors.options import Option, TransformersCall, Twin
 from torch_dflash.requests.request import SAMPLING
-from torch_dflash.requests.rules import OPTIONS
+from torch_dflash.requests.rules import options_of_rules
 
 # By exact type: a subclass may do anything. Both in the order in which a round applies them.
-_TWINS = [(option, option.twin) for option in (*SAMPLING.values(), *OPTIONS.values()) if option.twin]
+_TWINS = [
+    (option, option.twin) for option in (*SAMPLING.values(), *options_of_rules().values()) if option.twin
+]
 _RULES: dict[type, Option] = {twin.kind: option for option, twin in _TWINS if not option.samples}
 _WARPERS: dict[type, Option] = {twin.kind: option for option, twin in _TWINS if option.samples}
 OFF: dict[str, Any] = {option.name: option.off for option in _RULES.values()}

@@ -14,7 +14,7 @@ from torch_dflash.requests.logprobs import OF_LOGITS
 from torch_dflash.requests.options import OF_A_CALL, OF_AN_ENGINE
 from torch_dflash.requests.prompts import MEDIA
 from torch_dflash.requests.refusals import config_fields
-from torch_dflash.requests.rules import OURS
+from torch_dflash.requests.rules import ours
 
 # Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own, and
 # `top_logprobs` what it asks of an engine that may keep more.
@@ -83,7 +83,7 @@ def check_argument(name: str, value: Any, target: Any) -> None:
     if name in COMPILED:
         raise TypeError(f"{name} is fixed when an engine is built; pass it to torch_dflash.compile.")
     if not _known(name, target):
-        own = *OURS, "response_format", *OF_LOGITS
+        own = *ours(), "response_format", *OF_LOGITS
         raise TypeError(
             f"unknown option {name!r}; options are seed, {', '.join(own)} and the fields of transformers' "
             "GenerationConfig." + meant(name, [*config_fields(), "seed", "tokenizer", *own, *OF_A_CALL])

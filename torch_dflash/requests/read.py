@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch_dflash.checks import (
     check_counts,
     check_loaded,
     check_rows,
+    check_runtime,
     check_target,
     context_of,
     row_list,
@@ -33,14 +34,16 @@ from torch_dflash.requests.refusals import config_fields, refuse_doubled_cache, 
 from torch_dflash.requests.request import SAMPLING, UNSET, Request, Row
 from torch_dflash.requests.row_values import check_pad, row_seeds, stop_ids
 from torch_dflash.requests.rules import (
-    OPTIONS,
-    PER_ROW,
+    KINDS,
     arranged,
     asked_processors,
     check_covered,
     check_processors,
+    options_of_rules,
+    ours,
 )
 from torch_dflash.requests.stopping import Criterion, read_criteria, stop_rules_of
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.targets.weights import model_of
 
 _log = logging.getLogger("torch_dflash")
@@ -53,18 +56,17 @@ class Own:
     seed: Any = None
     tokenizer: Any = None
     eos_token_id: Any = UNSET
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    grammar: Any = None
     response_format: Any = None
     output_logprobs: Any = None
     top_logprobs: Any = None
     position_ids: Any = None
     processors: Any = None
     stopping_criteria: Any = None
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    """Options of rules that transformers does not have."""
 
 
-OWN = tuple(option.name for option in fields(Own))
+OWN = tuple(option.name for option in fields(Own) if option.name != "rules")
 _OF_ONE_CALL = ("processors", "stopping_criteria")
 """Those that an engine, which serves many calls, does not take."""
 
@@ -85,8 +87,8 @@ class CallOptions:
 
     def value(self, name: str) -> Any:
         """The value of an option of `SAMPLING` or of rules, one or one a row; None: unset."""
-        if name in OWN:
-            return getattr(self.own, name)
+        if name in self.own.rules:
+            return self.own.rules[name]
         return self.rows.get(name, getattr(self.config, name, None))
 
 
@@ -103,7 +105,8 @@ def read_options(target: Any, options: Mapping[str, Any], makes_engine: bool = F
             be honoured; the message says what to do.
     """
     own_names = [name for name in OWN if makes_engine or name not in _OF_ONE_CALL]
-    known, engine, given, own, base = config_fields(), {}, {}, {}, None
+    known, rules, per_row = config_fields(), ours(), [*SAMPLING, *_per_row()]
+    engine, given, own, own_rules, base = {}, {}, {}, {}, None
     check_loaded("tokenizer", options.get("tokenizer"), "AutoTokenizer.from_pretrained({})")
     for name, value in options.items():
         if name == "cache" and is_cache(value):
@@ -112,6 +115,8 @@ def read_options(target: Any, options: Mapping[str, Any], makes_engine: bool = F
             engine[name] = value
         elif name in own_names:
             own[name] = value
+        elif name in rules:
+            own_rules[name] = value
         elif name == "generation_config":
             base = value
         elif name in known and name not in COMPILED:
@@ -123,15 +128,20 @@ def read_options(target: Any, options: Mapping[str, Any], makes_engine: bool = F
     each = [
         name
         for name in given
-        if name == "max_new_tokens"
-        or name in (*SAMPLING, *PER_ROW)
-        and isinstance(row_list(given[name]), list)
+        if name == "max_new_tokens" or name in per_row and isinstance(row_list(given[name]), list)
     ]
     kept = (*each, "num_return_sequences")  # which transformers would refuse by a message without a fix
     config.update(**{name: value for name, value in given.items() if value is not None and name not in kept})
     config.update(defaults_only=True, **config._get_default_generation_params())
     refuse_unsupported(config)
-    return CallOptions(engine, config, given, {name: given[name] for name in each}, Own(**own))
+    return CallOptions(
+        engine, config, given, {name: given[name] for name in each}, Own(**own, rules=own_rules)
+    )
+
+
+def _per_row() -> list[str]:
+    """Options of rules that each row may have a value of its own for."""
+    return [name for name, option in options_of_rules().items() if option.per_row]
 
 
 def _check_given(given: dict[str, Any]) -> None:
@@ -181,7 +191,7 @@ def read_request(
     first_stop = next((int(ids[0]) for ids in stops if ids), 0)
     pad = check_pad(config.pad_token_id)
     budgets = _budgets(call, rows, width)
-    wanted = {name: call.value(name) for name in OPTIONS} | {"grammar": _grammars(own, rows)}
+    wanted = {name: call.value(name) for name in KINDS} | {"grammar": _grammars(own, rows)}
     asked = asked_processors(wanted, Batch(width, budgets, stops, bool(config.do_sample), vocab_size))
     seeds = row_seeds(own.seed, rows)
     # A pad that nobody named is a stop id. One that may end a row's text is no sign of padding in it.
@@ -256,9 +266,10 @@ def _grammars(own: Own, rows: int) -> Any:
     Raises:
         ValueError: both are given, or a format that is none or lacks its ``tokenizer``.
     """
+    grammar = own.rules.get("grammar")
     if own.response_format is None:
-        return own.grammar
-    if own.grammar is not None:
+        return grammar
+    if grammar is not None:
         raise ValueError("grammar and response_format both say what an answer may be; pass one of them.")
     made: dict[int, Grammar | None] = {}
     each = check_rows("response_format", own.response_format, rows)
@@ -311,13 +322,14 @@ def read_call(
         for one in call.own.processors or ()
     ]
     runtime, replicas = call.engine.get("runtime", "xla"), call.engine.get("replicas", 1)
-    alone = _per_token(request, own, runtime)
+    check_runtime(runtime)
+    alone, compiles = _per_token(request, own, runtime), RUNTIMES[runtime].compiles
     check_blocks(drafter, **{name: call.engine.get(name) for name in ("block_size", "verify_width")})
     rows = -(-len(request.rows) // replicas)  # of each replica
     made = {
         "max_length": _capacity(request, model),
-        # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
-        "batch_size": rows if runtime == "eager" else 1 << (rows - 1).bit_length(),
+        # A program a batch size: round up. Where nothing compiles, idle rows would only cost time.
+        "batch_size": 1 << (rows - 1).bit_length() if compiles else rows,
         "stop_slots": max(8, *(len(row.stop_ids) for row in request.rows)),
         "filters": any(row.filters for row in request.rows),
         "processors": arranged([*request.processors, *own]),
@@ -353,7 +365,7 @@ def _per_token(request: Request, processors: Iterable[Any], runtime: str) -> dic
     asked = impure(processors) + [one.name for one in stopping if isinstance(one, Criterion)]
     if not asked:
         return {}
-    if runtime != "eager":
+    if not RUNTIMES[runtime].asks_host:
         raise ValueError(
             f"{asked[0]} runs on the host after each token: pass runtime='eager', or say it by options "
             "(stop_strings, eos_token_id) or a td.BlockProcessor."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, cast
 
 from torch_dflash.checks import INT32_MAX
 from torch_dflash.processors.endings import ForcedTokens, LengthDecay
@@ -30,24 +30,36 @@ RULES: tuple[Any, ...] = (
     EpsilonCutoff,
     EtaCutoff,
 )
-"""Every rule that options stand for, in transformers' order. The tables below are made from it."""
-ORDER = (*RULES, GrammarTable)
-OPTIONS: dict[str, Option] = {option.name: option for rule in RULES for option in rule.options}
-KINDS: dict[str, Processor] = {option.name: rule() for rule in RULES for option in rule.options}
-"""The rule that an option is compiled in as; tables in the sizes that nobody has asked for."""
-OURS = tuple(name for name, option in OPTIONS.items() if option.ours)
-"""Options that transformers does not have; the penalties as vLLM and OpenAI's API mean them."""
-PER_ROW = tuple(name for name, option in OPTIONS.items() if option.per_row)
-"""Options of which each row may have its own."""
+"""Every rule that options stand for, in transformers' order."""
+KINDS: dict[str, Any] = {option.name: rule() for rule in RULES for option in rule.options}
+"""The rule that an option is compiled in as; tables in the sizes that nobody has asked for.
+
+The one table of rules: what else is known of options is read from their classes.
+"""
+
+
+def options_of_rules() -> dict[str, Option]:
+    """Every option that a rule stands for, by its name."""
+    return {name: next(one for one in kind.options if one.name == name) for name, kind in KINDS.items()}
+
+
+def ours() -> tuple[str, ...]:
+    """Options that transformers does not have; the penalties as vLLM and OpenAI's API mean them."""
+    return tuple(name for name, option in options_of_rules().items() if option.ours)
+
+
+def _order() -> list[type]:
+    """The classes of `KINDS` in the order in which rows apply them."""
+    return [*dict.fromkeys(map(type, KINDS.values())), GrammarTable]
 
 
 def asked_processors(options: dict[str, Any], batch: Batch) -> dict[Processor, list]:
-    """The processors that ``options`` (of `OPTIONS`, None: unset) need, and what each row asks of them.
+    """The processors that ``options`` (of `KINDS`, None: unset) need, and what each row asks of them.
 
     Raises:
         ValueError: an option is of the wrong type or out of range.
     """
-    found = [pair for rule in RULES for pair in rule.asked(options, batch)]
+    found = [pair for rule in _order()[:-1] for pair in cast(Any, rule).asked(options, batch)]
     return {kind: values for kind, values in found if any(value is not None for value in values)}
 
 
@@ -82,7 +94,7 @@ def check_processors(given: Any) -> None:
 
 def of_the_model(config: Any, stop_slots: int, vocab_size: int) -> tuple[Processor, ...]:
     """The processors that a model's own ``config`` asks for, whatever the prompt and the stop ids."""
-    options = {name: getattr(config, name, None) for name in OPTIONS if name not in OURS}
+    options = {name: getattr(config, name, None) for name in KINDS if name not in ours()}
     own = stop_ids(config.eos_token_id, 1)[0]
     spare = tuple(range(-1, len(own) - stop_slots - 1, -1))  # no ids, but entries of a table
     anyone = Batch(
@@ -93,11 +105,12 @@ def of_the_model(config: Any, stop_slots: int, vocab_size: int) -> tuple[Process
 
 def arranged(given: Sequence[str | Processor]) -> tuple[Processor, ...]:
     """In the order in which they run: transformers', each once and as large as any, and own ones as given."""
+    order = _order()
     kinds: list[Processor] = []
     largest: dict[type, Processor] = {}
     for one in given:
         kind = KINDS[one] if isinstance(one, str) else one
-        if type(kind) not in ORDER:
+        if type(kind) not in order:
             kinds.append(kind)
         else:
             known = largest.get(type(kind), kind)
@@ -105,6 +118,6 @@ def arranged(given: Sequence[str | Processor]) -> tuple[Processor, ...]:
             largest[type(kind)] = type(kind)(*sizes)
 
     def place(kind: Processor) -> tuple:
-        return kind.scaled, ORDER.index(type(kind)) if type(kind) in ORDER else len(ORDER)
+        return kind.scaled, order.index(type(kind)) if type(kind) in order else len(order)
 
     return tuple(sorted([*largest.values(), *kinds], key=place))
