@@ -53,7 +53,7 @@ ANSWERS = {
 
 
 def quickstart() -> str:
-    """The output of the README's first block of Python. Its fence is longer than those of the answer's code."""
+    """The output of the README's first block of Python, in a longer fence than an answer's code."""
     lines = result("quickstart_cpu")["output"].splitlines()
     return "\n".join(["````text", *(line.rstrip() for line in lines), "````"])
 
