@@ -1,7 +1,5 @@
 """``torch-dflash aot``: the figures it reports, from configs alone; its errors in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """``torch-dflash chat``: lines in, the target's own answers out; what stops or fails loses none of them."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

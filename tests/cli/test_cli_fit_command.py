@@ -1,7 +1,5 @@
 """What a chain of stages carries along: template variables, the data and recipe of a card, figures."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``torch-dflash generate`` on saved pairs: text is the target's, errors are one line, nothing is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``generate --jsonl``: whatever stands in a line is that line's error, and no decoded line is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """``torch-dflash train``: the whole chain on saved models, again without work, and its errors in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The command line as it is typed: both spellings, mistyped words, help; none of it imports torch."""
 
-from __future__ import annotations
-
 import gc
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Networks of other vendors: transformers' own class, vendors' formulas written out, each broken."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -3,8 +3,6 @@
 Only the function's own module is loaded: the package as a whole wants vLLM and another jax.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path

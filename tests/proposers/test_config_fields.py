@@ -1,7 +1,5 @@
 """A config.json with absurd fields: refused by name, before anything is built or allocated."""
 
-from __future__ import annotations
-
 import json
 import signal
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """DFlash2 drafters from files: the published layout, whichever class is asked, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 

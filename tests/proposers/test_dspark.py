@@ -1,7 +1,5 @@
 """DSpark's Markov head: drafts are those of its definition, and each convention shows when it is broken."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.layouts import pair, publish

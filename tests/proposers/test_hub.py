@@ -1,7 +1,5 @@
 """A drafter goes to the hub with a card, and comes back from any place in a repository, offline too."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

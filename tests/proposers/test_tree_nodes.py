@@ -1,7 +1,5 @@
 """Scored nodes: the best of them, joined and in preorder, against trees of paths by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 

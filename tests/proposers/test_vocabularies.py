@@ -1,7 +1,5 @@
 """Pairs of which one model has more ids: drafts hold what both know, and the text is the target's."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Figures of an evaluation: those of real decoding, and a replay of n-gram lookup that equals a real run."""
 
-from __future__ import annotations
-
 import json
 import math
 

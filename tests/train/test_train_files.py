@@ -1,7 +1,5 @@
 """What is on disk is whole or absent, and what is wrong with it is said by file and line."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

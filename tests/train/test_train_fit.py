@@ -1,7 +1,5 @@
 """The fit: learns what it is given, goes on as if never stopped, and says what happened when it cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
