@@ -1,7 +1,5 @@
 """The decoding round as a TPU program: exported in every run, compiled with the TPU compiler under `aot`."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

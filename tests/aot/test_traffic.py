@@ -1,7 +1,5 @@
 """Reading a compiled TPU program: bytes through HBM, buffers reused, and what it may not hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from jax_bridge.aot.hlo import Program, all_bytes, forbidden, hbm_bytes, read_aliases

@@ -1,7 +1,5 @@
 """The largest entry by blocks is where torch's is: of equal ones the first, NaN above all."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """States and trees across the border: lossless in both directions, in mid-generation, memory owned."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from functools import partial
 

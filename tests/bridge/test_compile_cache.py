@@ -1,7 +1,5 @@
 """Compiled programs outlive the process: found by the next, kept where the user says, never in the way."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

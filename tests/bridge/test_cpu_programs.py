@@ -1,7 +1,5 @@
 """What a compiled chunk of rounds copies on the CPU: nothing the size of a cache or a weight."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from math import prod

@@ -1,7 +1,5 @@
 """A warm-up runs each step as soon as its program is there, in order, and traces the next ones meanwhile."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from itertools import accumulate
 

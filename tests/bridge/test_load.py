@@ -1,7 +1,5 @@
 """Checkpoints straight into JAX arrays: the same weights and tokens, nothing copied twice, errors by name."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

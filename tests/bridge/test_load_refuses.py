@@ -1,7 +1,5 @@
 """What `jax_bridge.load` refuses before anything is looked up or read: each by its name, with the fix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

@@ -1,7 +1,5 @@
 """A weight's layout is measured once a machine and kept on disk."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantised checkpoints in published fields: arrays are transformers' own dequantised weights, bit by bit."""
 
-from __future__ import annotations
-
 import json
 import weakref
 

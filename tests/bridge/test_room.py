@@ -1,7 +1,5 @@
 """What cannot fit is refused before anything is put on a device, and by how much."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Tracing: a step that every layer takes is traced once a program, and garbage is left for later."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 

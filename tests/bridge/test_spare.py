@@ -1,7 +1,5 @@
 """A generation takes the caches of the one before: its text is that of clean memory, whatever lies there."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

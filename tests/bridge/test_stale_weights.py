@@ -1,7 +1,5 @@
 """The XLA runtime goes on with the weights as they are now, whoever wrote them; the limits are held too."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of a pass do not depend on the rows beside them: one row alone and eight round alike."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import partial

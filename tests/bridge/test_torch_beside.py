@@ -1,7 +1,5 @@
 """torch's own compiler and optimizers run in a process that has imported torchax."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Weights transposed for the CPU, by rows on TPUs: the model's values, followed, copied by no program."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A drafted block's attention in all its forms against a definition in float64: torch, lowered, Pallas."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What two cores take of both kernels where K/V heads do not divide: sequences, or halves of the keys."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Paged attention in all its forms against a definition in float32: torch, jnp, and the Pallas kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What is not finite in one row reaches the rows that see it, and no other row by a bit."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache, partial
 

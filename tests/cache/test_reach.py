@@ -1,7 +1,5 @@
 """Eager attention multiplies the slots that are in use, not all that the cache has room for."""
 
-from __future__ import annotations
-
 import runpy
 
 import pytest

@@ -1,7 +1,5 @@
 """A ring holds what a window can see, in constant memory, and drafts what a dense buffer would."""
 
-from __future__ import annotations
-
 import random
 
 import jax

@@ -1,7 +1,5 @@
 """Attention in a loop over blocks of keys: it says what the plain form says, and reads what is in use."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The Pallas kernels on a tree's rows, in the interpreter, against the torch and the jnp forms."""
 
-from __future__ import annotations
-
 import random
 from functools import cached_property, partial
 

@@ -1,7 +1,5 @@
 """`td.Chat`: each answer is the target's own after the whole conversation, of which little is read again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.hybrids import make_hybrid

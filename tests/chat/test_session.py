@@ -1,7 +1,5 @@
 """A row that goes on with another prompt says, and drafts, what a fresh one does, and reads what is new."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

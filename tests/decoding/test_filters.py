@@ -1,7 +1,5 @@
 """Top-k, top-p and min-p keep the ids that transformers' own warpers keep; temperatures near 0 are greedy."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

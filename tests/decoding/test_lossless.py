@@ -1,7 +1,5 @@
 """Greedy decoding gives the target's own tokens, sampling those of plain decoding with the same seed."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

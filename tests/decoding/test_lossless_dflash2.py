@@ -1,7 +1,5 @@
 """DFlash2 in every place a drafter runs: the text is plain decoding's, and drafts are accepted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.authors import MIXED, SECOND

@@ -1,7 +1,5 @@
 """Drafters of every layout, loaded from files: the text is plain decoding's, and drafts are accepted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.layouts import LAYOUTS as ALL

@@ -1,7 +1,5 @@
 """Each processor does, at every row of a block, what transformers' own does to the text before that row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The law of the sampled text is the target's own, whatever was drafted; and the noise behind it is noise."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 

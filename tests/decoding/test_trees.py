@@ -1,7 +1,5 @@
 """Trees of drafts: each committed token is the target's own, whatever the tree."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Lookup beside a drafter, and drafts that know the noise of their row: the same text, more of it a round."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """`verify_width="auto"`: rounds of every width share a state, and what is chosen gains most."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import replace

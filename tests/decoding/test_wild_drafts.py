@@ -1,7 +1,5 @@
 """Drafts that are no tokens, and drafts that are no chain, from proposers of the user's own."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

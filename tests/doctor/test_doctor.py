@@ -1,7 +1,5 @@
 """The doctor names the convention by which a drafter learned, and leaves sound pairs alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """A program that compiles for long is in a bar at a terminal, else a line at each end; a quick one is not."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

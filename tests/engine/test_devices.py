@@ -1,7 +1,5 @@
 """A target on another device than XLA's: one line says what happens and what to pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.tiny import make_pair

@@ -1,7 +1,5 @@
 """A file is whole or absent, whoever else writes or reads it, and no link leads a write away."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading

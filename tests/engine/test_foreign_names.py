@@ -1,7 +1,5 @@
 """Options by other programs' names, and names in the place of models: the error says what to write here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Threads, failures, abandoned streams, changed weights, freed engines: what a long-lived process does."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

@@ -1,7 +1,5 @@
 """User code that calls its engine: refused from inside of a step, served from outside."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What `generate` keeps between calls: which calls share an engine, how many are kept, what is refused."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext

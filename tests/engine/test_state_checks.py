@@ -1,7 +1,5 @@
 """State files that no engine wrote, threads that load while others decode, models cast in mid-generation."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A generation that is written to a file goes on in another process, on the other runtime."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

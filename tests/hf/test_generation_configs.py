@@ -1,7 +1,5 @@
 """A model with the generation config of a much used one decodes with no option given."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Grammars: the text is that of plain decoding under the same matcher, in blocks, through every door."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Patterns are built or refused within seconds and a bounded memory; what is built reads them right."""
 
-from __future__ import annotations
-
 import re
 import resource
 import signal

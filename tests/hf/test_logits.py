@@ -1,7 +1,5 @@
 """Scores, logits and log-probabilities of new tokens: transformers' own, through every door and in blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.refusals import refuses

@@ -1,7 +1,5 @@
 """Penalties, bans, forced ids and ends as transformers knows them: its own text, through both doors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.refusals import refuses

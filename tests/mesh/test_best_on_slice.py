@@ -1,7 +1,5 @@
 """The best of logits in parts is the best of the whole: of equal entries the first, NaN above all."""
 
-from __future__ import annotations
-
 import pytest
 from support.slices import run_on_four
 

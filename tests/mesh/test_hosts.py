@@ -1,7 +1,5 @@
 """Two processes decode as one, and end together: by a message that names the one that failed."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

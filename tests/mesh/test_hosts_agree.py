@@ -1,7 +1,5 @@
 """What processes tell each other, held by two threads: who is right, who is late, who is silent."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

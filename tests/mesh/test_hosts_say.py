@@ -1,7 +1,5 @@
 """What one process of a mesh tells the others of itself, in each call: its weights, its state, its mesh."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """In bfloat16 a pair on four devices says what plain decoding says there, and what one device says."""
 
-from __future__ import annotations
-
 import pytest
 from support.slices import run_on_four
 

@@ -1,7 +1,5 @@
 """``torch-dflash generate --mesh`` on four CPU devices, from the command line to the text."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """One pair on several meshes in one process: each has its programs, and its weights lie where it decodes."""
 
-from __future__ import annotations
-
 import pytest
 from support.slices import run_on_four
 

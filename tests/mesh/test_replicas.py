@@ -3,8 +3,6 @@
 Both replicas are on one device here, each with its thread; `test_replicas_on_devices.py` has more devices.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

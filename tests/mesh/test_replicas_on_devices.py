@@ -1,7 +1,5 @@
 """Replicas on devices of their own say what one engine says, and exchange nothing with each other."""
 
-from __future__ import annotations
-
 import pytest
 from support.replicas import Case, run_cases
 from support.slices import run_on_four

@@ -1,7 +1,5 @@
 """Where each weight lies: transformers' plans, ours beside them, and what does not divide."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

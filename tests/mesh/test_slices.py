@@ -1,7 +1,5 @@
 """A pair on four devices says what it says on one: the same tokens, and as many accepted in each round."""
 
-from __future__ import annotations
-
 import pytest
 from support.slices import Case, run_cases
 

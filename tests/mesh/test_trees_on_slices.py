@@ -1,7 +1,5 @@
 """A union's trees on a slice at every door: saved states, chats, streams, replicas."""
 
-from __future__ import annotations
-
 import pytest
 from support.slices import run_on_four
 

@@ -1,7 +1,5 @@
 """A pair by its name: loaded from the hub's cache, or refused before anything is fetched."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """The published pairs: each field has a source, families decode as said, and sizes are the published ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """JSON from users: what is none of it is an error by name at every door, and never one of Python's own."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What the authors' loop, transformers' own loop and ours draft in each round, recorded to be compared."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field

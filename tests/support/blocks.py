@@ -1,7 +1,5 @@
 """Blocks of a training batch."""
 
-from __future__ import annotations
-
 import torch
 
 from support.tiny import VOCAB

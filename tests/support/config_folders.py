@@ -1,7 +1,5 @@
 """A tiny pair's configs without weights, for commands that need no more."""
 
-from __future__ import annotations
-
 import torch_dflash as td
 from support.tiny import BASE, FAMILIES, MASK
 

@@ -1,7 +1,5 @@
 """The ways from transformers into block decoding, each a function of a pair, its inputs and its options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

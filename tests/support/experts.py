@@ -1,7 +1,5 @@
 """Mixtures of experts as transformers' decorator makes them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

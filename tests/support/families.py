@@ -1,7 +1,5 @@
 """Targets beyond the four of the README."""
 
-from __future__ import annotations
-
 import transformers as hf
 
 MORE = {

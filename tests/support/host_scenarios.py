@@ -1,7 +1,5 @@
 """What each of two processes does: ``python -m support.host_scenarios RANK PORT NAME ...``."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Two processes with two CPU devices each, joined by `jax.distributed`. Run as a module, once in each."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -47,7 +45,7 @@ class Two:
                     subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT)
                 )
 
-    def __enter__(self) -> Two:
+    def __enter__(self) -> "Two":
         return self
 
     def __exit__(self, *_: Any) -> None:

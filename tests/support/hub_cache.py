@@ -1,7 +1,5 @@
 """A hub cache as huggingface_hub keeps it, with tiny models under published ids."""
 
-from __future__ import annotations
-
 import json
 
 from support.tiny import make_drafter, make_target

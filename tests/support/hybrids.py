@@ -1,7 +1,5 @@
 """Tiny random targets with recurrent layers, one for each kind of state, and how far a walk is off."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """A torch function as XLA computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

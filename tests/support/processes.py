@@ -1,7 +1,5 @@
 """Decoding in other processes, for `tests/engine/test_processes.py`."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Drafter directories as they are published."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """A pair, and what the pure-JAX reference reads of it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

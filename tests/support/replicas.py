@@ -1,7 +1,5 @@
 """Replicas on four CPU devices beside one engine. Run as a module, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

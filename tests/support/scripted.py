@@ -1,7 +1,5 @@
 """A proposer that drafts what a test tells it to, and the target's own text to compare with."""
 
-from __future__ import annotations
-
 import torch
 
 from torch_dflash.decode import Pair

@@ -1,7 +1,5 @@
 """Code run in a fresh interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

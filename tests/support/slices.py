@@ -1,7 +1,5 @@
 """Pairs on four CPU devices beside the same pairs on one. Run as a module, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A proposer that drafts the trees of a table, by the anchor's position; and random trees."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What the layers of a target give: as it is tapped here, and as transformers hands it out."""
 
-from __future__ import annotations
-
 import runpy
 from contextlib import ExitStack
 from types import SimpleNamespace

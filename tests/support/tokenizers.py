@@ -1,7 +1,5 @@
 """A tokenizer of bytes, one of letters, and one of numbers."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import BatchEncoding, PreTrainedTokenizerFast

@@ -3,8 +3,6 @@
 The fixtures are of the session: answers, features and the overfit drafter are made once for all tests.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

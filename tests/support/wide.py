@@ -1,7 +1,5 @@
 """A pair of a published width, cut to a few layers."""
 
-from __future__ import annotations
-
 import torch
 from transformers import Qwen3Config
 

@@ -1,7 +1,5 @@
 """Rounds whose widths a test prescribes."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 from torch_dflash.engine.engine import Engine

@@ -1,7 +1,5 @@
 """Attention-only decoders beyond the four families run by the same route, traced, not special-cased."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.families import MORE

@@ -1,7 +1,5 @@
 """What a target's forward keeps for itself: made anew in each pass, and no reason to refuse the target."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

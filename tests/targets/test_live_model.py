@@ -1,7 +1,5 @@
 """What is decoded is what the live model computes: adapters, hooks, patches, quantised layers, changes."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc

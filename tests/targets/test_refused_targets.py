@@ -1,7 +1,5 @@
 """Targets that are not understood are refused by name; windows that live in a mask are read."""
 
-from __future__ import annotations
-
 import re
 from functools import partial, wraps
 

@@ -1,7 +1,5 @@
 """What a target holds together with others, and what only some of its passes do."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """A tap is the output of a layer's block, wherever blocks lie: transformers' ``hidden_states[tap + 1]``."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

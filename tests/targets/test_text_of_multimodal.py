@@ -1,7 +1,5 @@
 """Models that also read images decode text; images, and what stands for them, are refused by name."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

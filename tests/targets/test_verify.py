@@ -1,7 +1,5 @@
 """A class that nobody has tested is tried on a tiny random twin, and refused where the two part."""
 
-from __future__ import annotations
-
 import functools
 import runpy
 import time

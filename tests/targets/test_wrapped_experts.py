@@ -1,7 +1,5 @@
 """Experts of a wrapper's language model are swapped, and a latent target of any rope has a tiny twin."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.taps import build
