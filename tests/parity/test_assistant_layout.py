@@ -111,10 +111,7 @@ def hand_gap(drafter, whole):
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [
-        ("laguna", ["g_proj", "norms_context", "aux_hidden_norms"]),
-        ("mimo", ["attention_sink_bias"]),
-    ],
+    [("laguna", ["g_proj", "norms_context", "aux_hidden_norms"]), ("mimo", ["attention_sink_bias"])],
 )
 def test_gates_norms_and_sinks_are_the_vendors(name, parts, tmp_path):
     publish(tmp_path, name, pair(name)[1])

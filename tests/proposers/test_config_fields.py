@@ -105,13 +105,7 @@ def test_sizes_go_by_the_names_of_the_class(tmp_path):
 @pytest.mark.parametrize(
     "name", ["/tmp/outside.safetensors", "../outside.safetensors", "a/../../b", "C:\\b", "\\b"]
 )
-@pytest.mark.parametrize(
-    "load",
-    [
-        jb.load,
-        td.DFlashDraftModel.from_pretrained,
-    ],
-)
+@pytest.mark.parametrize("load", [jb.load, td.DFlashDraftModel.from_pretrained])
 def test_an_index_that_leaves_the_checkpoint_is_refused(tmp_path, load, name):
     if load is jb.load:
         make_target("llama").save_pretrained(tmp_path)

@@ -114,11 +114,7 @@ def test_an_untrained_one_drafts_as_v1_would():
 
 @pytest.mark.parametrize(
     ("runtime", "options"),
-    [
-        ("eager", {}),
-        pytest.param("xla", {}, marks=pytest.mark.heavy),
-        ("xla", {"quantize": "int8"}),
-    ],
+    [("eager", {}), pytest.param("xla", {}, marks=pytest.mark.heavy), ("xla", {"quantize": "int8"})],
 )
 def test_half_precision_and_int8_read_the_codebooks(runtime, options):
     target, drafter = make_pair("qwen3", agree=8.0, **SECOND)

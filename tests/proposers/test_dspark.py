@@ -94,10 +94,7 @@ BROKEN = [
     for name in ("speculators", "v1")
     for broken in (ignored, anchor_for_all, one_too_late)
 ]
-BROKEN += [
-    ("speculators", DraftVocabulary, "choose", own_ids),
-    ("v1", MarkovHead, "forward", swapped),
-]
+BROKEN += [("speculators", DraftVocabulary, "choose", own_ids), ("v1", MarkovHead, "forward", swapped)]
 
 
 @pytest.mark.parametrize("name", ["speculators", "v1"])
