@@ -94,21 +94,21 @@ ROWS = "f32[10]{0:T(128)}"
             [  # a paged pool: read by the kernel, extended in place, and the rows that come out of it
                 f'%k = ({ROWS}, {HBM}) custom-call(%v, %w), custom_call_target="tpu_custom_call", '
                 "operand_layout_constraints={f32[100]{0}, f32[100]{0}}, "
-                "output_to_operand_aliasing={{1}: (1, {})}",
+                "output_to_operand_aliasing={{1}: (1, {})}"
             ],
             40 + 400,
         ),
         (
             [
                 f'%k = ({HBM}, {HBM}) custom-call(%a, %w), custom_call_target="tpu_custom_call", '
-                "output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}",
+                "output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}"
             ],
             800,
         ),
         (
             [
                 f'%k = {HBM} custom-call(%a), custom_call_target="tpu_custom_call", '
-                "output_to_operand_aliasing={{}: (0, {})}",
+                "output_to_operand_aliasing={{}: (0, {})}"
             ],
             400,
         ),
@@ -123,14 +123,8 @@ def test_custom_calls_count_an_aliased_buffer_once(lines, expected):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (
-            [f"%s = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%d = {VMEM} copy-done(%s)"],
-            400,
-        ),
-        (
-            [f"%s = ({HBM}, {VMEM}, u32[]{{:S(2)}}) copy-start(%v)", f"%d = {HBM} copy-done(%s)"],
-            400,
-        ),
+        ([f"%s = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%d = {VMEM} copy-done(%s)"], 400),
+        ([f"%s = ({HBM}, {VMEM}, u32[]{{:S(2)}}) copy-start(%v)", f"%d = {HBM} copy-done(%s)"], 400),
         ([f"%s = ({HBM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%d = {HBM} copy-done(%s)"], 800),
         (
             [

@@ -164,10 +164,7 @@ def test_another_method_is_refused_by_name(published, tmp_path, method):
     [
         ({"format": "pack-quantized"}, ["format='pack-quantized'", "float-quantized"]),
         ({"format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized'"]),
-        (
-            {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"num_bits": 4}}}},
-            ["num_bits=4"],
-        ),
+        ({"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"num_bits": 4}}}}, ["num_bits=4"]),
         (
             {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"symmetric": False}}}},
             ["symmetric=False"],

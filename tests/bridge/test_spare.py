@@ -27,11 +27,7 @@ WIDE = {
     "filters": False,
 }
 ASKED = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-PAIRS = {
-    "llama": ("llama", {}),
-    "sinks and a window": ("gpt_oss", {}),
-    "DFlash2": ("llama", SECOND),
-}
+PAIRS = {"llama": ("llama", {}), "sinks and a window": ("gpt_oss", {}), "DFlash2": ("llama", SECOND)}
 SAMPLED = {"do_sample": True, "top_k": 0, "seed": 3}
 
 

@@ -10,10 +10,7 @@ from support.tiny import make_pair, ragged_prompts
 import torch_dflash as td
 
 ROWS, NEW = 4, 24
-PAIRS = {
-    "full": ("qwen3", SECOND),
-    "rings": ("gpt_oss", SECOND | MIXED | {"is_causal": False}),
-}
+PAIRS = {"full": ("qwen3", SECOND), "rings": ("gpt_oss", SECOND | MIXED | {"is_causal": False})}
 KEPT = {name: make_pair(family, agree=8.0, **fields) for name, (family, fields) in PAIRS.items()}
 with_more_ids(KEPT["full"][0])  # than the codebooks have rows
 SAMPLED = {"do_sample": True, "temperature": [9.0, 0.0, 4.0, 2.0], "top_k": 30, "seed": [5, 6, 7, 8]}

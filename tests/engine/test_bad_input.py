@@ -9,12 +9,7 @@ import torch
 from support import tiny
 from support.refusals import IDS, no_step_runs, refuses  # noqa: F401 - an autouse fixture
 from torch import nn
-from transformers import (
-    DynamicCache,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import DynamicCache, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import torch_dflash as td
 from torch_dflash.cache.view import CACHE

@@ -189,11 +189,7 @@ UNREADABLE = [
     ([InBlocks(same), NoRepeatNGram(2)], ["logits_processor holds InBlocks before NoRepeat", "then warpers"]),
     ([TypicalLogitsWarper(0.5), TopKLogitsWarper(5)], ["TypicalLogitsWarper(0.5) before TopK", "typical_p"]),
     (
-        [
-            SuppressTokensLogitsProcessor([3]),
-            NoRepeatNGram(2),
-            NoRepeatNGram(3),
-        ],
+        [SuppressTokensLogitsProcessor([3]), NoRepeatNGram(2), NoRepeatNGram(3)],
         ["NoRepeatNGramLogitsProcessor twice"],
     ),
     (

@@ -186,10 +186,7 @@ def replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
     for noise, context, position in run.passes:
         start = int(position[0, -noise.shape[1]])
         out = case.drafter(
-            noise_embeds=noise,
-            context_hidden_states=context,
-            position_ids=position,
-            past_key_values=cache,
+            noise_embeds=noise, context_hidden_states=context, position_ids=position, past_key_values=cache
         )
         authors._crop_to(cache, start)
         found[start] = out.last_hidden_state[0, 1:]

@@ -3,10 +3,7 @@
 import torch
 
 from support.tiny import VOCAB
-from torch_dflash.train.fit.blocks import (
-    Batch,
-    draw_anchors,
-)
+from torch_dflash.train.fit.blocks import Batch, draw_anchors
 
 LENGTHS = (23, 31)
 
