@@ -37,7 +37,6 @@ print(jax.config.jax_compilation_cache_dir)
 
 
 def said_by(code, **environment):
-    """The words of a new process."""
     done = python(code, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

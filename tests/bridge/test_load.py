@@ -46,7 +46,6 @@ def save(target, folder, shard="50GB"):
 
 
 def weights_of(model):
-    """Parameters and buffers of a torch model by name, tied ones once."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 

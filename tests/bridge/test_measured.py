@@ -31,7 +31,6 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The shapes that were measured; the answer is always no."""
     shapes = []
     monkeypatch.setattr(measured, "_measure", lambda *shape: bool(shapes.append(shape)))
     return shapes

@@ -26,7 +26,6 @@ def published(tmp_path_factory):
 
 
 def differing(folder, dtype, **asked):
-    """The names of arrays that are not transformers' own weights."""
     arrays = unwrap(jb.load(folder, dtype=dtype).arrays)
     given = {} if dtype is None else {"dtype": dtype}
     theirs = hf.AutoModelForCausalLM.from_pretrained(folder, **given, **asked)

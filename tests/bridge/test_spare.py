@@ -43,7 +43,6 @@ def engine(pair):
 
 @pytest.fixture(scope="module")
 def fresh(engine):
-    """What it says in memory that is clean."""
     engine.runtime._spare.take()
     return ask(engine)
 
@@ -53,7 +52,6 @@ def engine_of(pair, **options) -> td.Engine:
 
 
 def ask(engine, rows=3, **options):
-    """Tokens and their logprobs of the first ``rows`` prompts."""
     ids, mask = (tensor[:rows] for tensor in ragged_prompts())
     told = engine.generate(ids, mask, **(ASKED | {"output_logprobs": True} | options))
     return told.sequences.tolist(), [part.tolist() for part in told.logprobs]
@@ -76,7 +74,6 @@ def with_cache(*layers) -> Any:
 
 
 def noted(engine, monkeypatch) -> list[str]:
-    """The names of the programs that run from here on."""
     names, run = [], engine.runtime._run
 
     def note(name, *args, **options):

@@ -19,9 +19,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12
 
 
-class Model(nn.Module):
-    """Weights of several shapes, as an engine names them."""
-
+class Model(nn.Module):  # weights of several shapes, as an engine names them
     def __init__(self, dtype=torch.float32):
         super().__init__()
         shapes = {"wide": (40, 96), "tall": (300, 8), "stack": (4, 16, 24), "norm": (64,), "one": (1,)}
@@ -46,7 +44,6 @@ def refreshed(weights, tensors):
 
 
 def converted(weights, tensors):
-    """Arrays by name, after they were found to hold what the tensors hold."""
     arrays, transposed = refreshed(weights, tensors)
     for name, tensor in tensors.items():
         array = arrays[name].T if name in transposed else arrays[name]
@@ -61,7 +58,6 @@ def in_turns(weights, tensors):
 
 
 def changed(before, after):
-    """Names of the arrays that are others now."""
     return {name for name in before if after[name] is not before[name]}
 
 

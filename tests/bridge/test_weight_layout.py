@@ -154,9 +154,7 @@ def test_only_a_tpus_matrices_are_laid_by_rows(monkeypatch):
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
-class Halved:
-    """A weight kept at half its size: a stored form that no program knows."""
-
+class Halved:  # a weight kept at half its size: a stored form that no program knows
     array: jax.Array
 
     @property

@@ -22,9 +22,7 @@ from torch_dflash.ops.windows import positions
 
 
 @dataclass(frozen=True)
-class Shape:
-    """G K/V heads shared by ``heads`` query heads each, W rows, S slots of context."""
-
+class Shape:  # G K/V heads shared by ``heads`` query heads each, W rows, S slots of context
     groups: int = 2
     heads: int = 4
     width: int = 6

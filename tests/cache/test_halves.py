@@ -155,13 +155,11 @@ def the_odd_block_is_lost(self, half, begin, end):
 
 
 def without_weights(parts, dtype):
-    """The mean of both halves' own results."""
     first, second = jnp.split(parts[..., LANES:], 2, axis=1)
     return ((first + second) / 2).astype(dtype)
 
 
 def of_nothing_too(self, head):
-    """A half without keys: 0 / 0."""
     logsum = self.top[head] + jnp.log(self.total[head])
     return jnp.concatenate([logsum, self.result(head)], axis=1)
 

@@ -21,9 +21,7 @@ from torch_dflash.ops.paged_attention import LANES, Pages, paged_attention
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A call: G K/V heads shared by ``heads`` query heads each, M rows, pages of ``page`` positions."""
-
+class Shape:  # a call: G K/V heads shared by ``heads`` query heads each, M rows, pages of ``page`` positions
     groups: int = 2
     heads: int = 4
     rows: int = 6
@@ -123,7 +121,6 @@ class Call:
         return out, np.asarray(pool.astype(jnp.float32))
 
     def torch(self):
-        """The torch form."""
         kind = getattr(torch, self.shape.dtype)
         arrays = (self.query, self.key, self.value, self.pool)
         tensors = [torch.tensor(array).to(kind) for array in arrays]

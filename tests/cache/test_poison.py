@@ -80,7 +80,6 @@ def lowered(form: str, kind: str):
 
 
 def at(position: int) -> torch.Tensor:
-    """Both sequences stand there."""
     return torch.full((BATCH,), position, dtype=torch.int32)
 
 
@@ -90,7 +89,6 @@ def interpreted(*args, **options):
 
 
 def empty(form: str, dim: int = 16):
-    """A layer's cache with nothing in it."""
     spec = LayerSpec("latent" if form == "latent" else "attention", GROUPS, dim, dim, None)
     return allocate(spec, PAGED if form in ("paged", *PAGES) else PLAN, torch.float32, "cpu")
 

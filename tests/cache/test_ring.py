@@ -20,7 +20,6 @@ WINDOW, ROWS, BATCH = 5, 4, 3
 
 
 def lowered(ring, key, value, start, count):
-    """`RingLayer.write` under XLA."""
     write = jax.jit(lambda *args: call_torch(RingLayer.write, *args))
     with tracing("highest"):
         ring = write(jb.state_to_jax(ring), *map(jb.to_jax, (key, value, start, count)))

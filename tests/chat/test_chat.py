@@ -59,7 +59,6 @@ def make_chat(pairs, tokenizer, kind="dflash", runtime="eager", max_length=700, 
 
 
 def own(pairs, tokenizer, messages, tools=None, new=NEW):
-    """(what the target itself says, how many tokens it was given)."""
     rendered = tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

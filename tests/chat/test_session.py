@@ -56,7 +56,6 @@ def make_engine(kind, runtime="eager", family="qwen2", **options):
 
 
 def ask(session, ids, settled=0, chunks=None, **options):
-    """The tokens gained, in all chunks or the first few."""
     got, gains = [], session.gains(ids, settled, **OPTIONS | options)
     for number, gain in enumerate(gains, 1):
         got += gain.tokens

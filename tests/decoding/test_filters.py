@@ -33,7 +33,6 @@ TOGETHER = {
 
 @pytest.fixture(params=["eager", "xla"])
 def on(request):
-    """Run a function of tensors on a runtime."""
     if request.param == "eager":
         return lambda function, *args: function(*args)
 

@@ -31,7 +31,6 @@ RESUMED += [
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """(target, drafter) by layout."""
     kept = {}
     for name in LAYOUTS:
         target, own = pair(name)

@@ -124,9 +124,7 @@ def test_proposers_without_weights_are_known_by_value(pair, used):
     assert [engine.plan.block_size for engine in used] == [6, 6, 7, 6, 1, 6]
 
 
-class Keyed(td.Proposer):
-    """Drafts the anchor again; ``token``, if any, is a buffer of its own."""
-
+class Keyed(td.Proposer):  # drafts the anchor again; ``token``, if any, is a buffer of its own
     name, width = "keyed", 4
 
     def __init__(self, key, token=None):

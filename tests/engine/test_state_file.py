@@ -278,9 +278,7 @@ def test_an_interrupted_write_leaves_what_was_there(eager, saved, tmp_path, monk
 
 @register_state
 @dataclass(frozen=True)
-class Extra:
-    """A part of a state that this library does not know, with a leaf that may be None."""
-
+class Extra:  # a part of a state that this library does not know, with a leaf that may be None
     table: torch.Tensor
     spare: torch.Tensor | None
 

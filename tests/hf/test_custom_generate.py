@@ -155,9 +155,7 @@ def test_custom_generate_agrees_with_transformers_own_dflash(pair, batch):
     assert torch.equal(native, ours)
 
 
-class Recorder:
-    """As transformers' streamers are called."""
-
+class Recorder:  # as transformers' streamers are called
     def __init__(self):
         self.puts, self.ended = [], False
 
@@ -190,9 +188,7 @@ def test_streamer_gets_the_prompt_then_new_tokens_as_they_come(pair, batch, thro
     assert [len(piece) for piece in fresh] == [1, *out.stats.acceptance_lengths[0]]
 
 
-class Letters:
-    """Enough of a tokenizer for transformers' text streamers."""
-
+class Letters:  # enough of a tokenizer for transformers' text streamers
     def decode(self, ids, **options):
         return "".join(chr(32 + int(token) % 94) for token in ids)
 

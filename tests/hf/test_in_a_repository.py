@@ -7,9 +7,7 @@ FOLDER = str(ROOT / "examples" / "in_a_repository")
 NEW = 12
 
 
-class Streamer:
-    """Keeps what it is given."""
-
+class Streamer:  # keeps what it is given
     def __init__(self):
         self.put_ids, self.ended = [], False
 

@@ -155,13 +155,11 @@ def test_what_is_read_has_the_lists_own_law(warpers):
     assert torch.equal(law[0] == 0, law[1] == 0)
 
 
-class Quiet(TopKLogitsWarper):
-    """A subclass may do anything."""
+class Quiet(TopKLogitsWarper):  # a subclass may do anything
+    pass
 
 
-class Loud(LogitsProcessor):
-    """Reads how large scores are."""
-
+class Loud(LogitsProcessor):  # reads how large scores are
     def __call__(self, input_ids, scores):
         return torch.where(scores > -1.0, -50.0, scores)
 
@@ -264,8 +262,8 @@ def test_neutral_options_that_transformers_makes_a_processor_of(pair, batch, tex
     assert torch.equal(target.generate(**batch, **options, custom_generate=block), text)
 
 
-class Shorter(MaxLengthCriteria):
-    """A subclass may do anything: it is asked for every token."""
+class Shorter(MaxLengthCriteria):  # a subclass may do anything: it is asked for every token
+    pass
 
 
 def test_other_criteria_of_transformers(pair, batch, text):

@@ -13,9 +13,7 @@ from torch_dflash.pieces import _drafted
 NEW = 20
 
 
-class Halves:
-    """Even ids are first bytes of a character and odd ones second bytes: any cut may split one."""
-
+class Halves:  # even ids are first bytes of a character and odd ones second bytes: any cut may split one
     def decode(self, ids, skip_special_tokens=True):
         text = bytes(0xA0 + token // 2 % 32 if token % 2 else 0xC3 for token in ids)
         return text.decode(errors="replace")

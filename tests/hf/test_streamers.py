@@ -38,9 +38,7 @@ def ids():
     return tiny.ragged_prompts(2)[0][:1]
 
 
-class Letters:
-    """Enough of a tokenizer for transformers' text streamers."""
-
+class Letters:  # enough of a tokenizer for transformers' text streamers
     def decode(self, ids, **options):
         return "".join(chr(33 + int(token) % 94) for token in ids)
 

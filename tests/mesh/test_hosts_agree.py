@@ -22,9 +22,7 @@ from torch_dflash.engine.hosts import READ, packed, read_alike, read_together, u
 from torch_dflash.requests.request import UNSET
 
 
-class Shelf:
-    """In the place of `jax_bridge.hosts.store.Store`: one dictionary of all."""
-
+class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary of all
     def __init__(self, process: int, kept: dict, change: threading.Condition):
         self.process, self.count, self._kept, self._change = process, 2, kept, change
         self.answers = True
@@ -359,9 +357,7 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     assert judged(shelves, monkeypatch, over, beats=50) == []
 
 
-class Fleeting(list):
-    """Calls that end as soon as somebody has seen that there are some."""
-
+class Fleeting(list):  # calls that end as soon as somebody has seen that there are some
     def __bool__(self):
         found = len(self) > 0
         self.clear()

@@ -22,9 +22,7 @@ IDS = torch.tensor([[3, 1, 4, 1, 5]])
 ASKED = {"max_new_tokens": 4, "eos_token_id": None}
 
 
-class Alone:
-    """In the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is said."""
-
+class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is said
     first = True
 
     def __init__(self):
@@ -57,13 +55,11 @@ class Alone:
         return SimpleNamespace(go=lambda: True, stop=lambda: True)
 
     def said(self, what, field):
-        """What calls of one kind have said, in their order."""
         return [said[field] for one, said in self.heard if one == what and field in said]
 
 
 @pytest.fixture(scope="module")
 def models():
-    """A target, and another one of its config."""
     target = make_target("llama")
     other = copy.deepcopy(target)
     with torch.no_grad():
@@ -216,8 +212,8 @@ def test_a_model_that_was_changed_is_known_to_the_others(models, hosts):
 
 
 def test_a_weight_of_a_class_of_its_own_is_known_to_the_others(models, hosts):
-    class Other(torch.Tensor):
-        """Looks like an ordinary one."""
+    class Other(torch.Tensor):  # looks like an ordinary one
+        pass
 
     engine = engine_of(model := copy.deepcopy(models[0]))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Other))
@@ -261,8 +257,8 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
 
 
-class Odd:
-    """Python shows its address."""
+class Odd:  # Python shows its address
+    pass
 
 
 def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models):

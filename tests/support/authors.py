@@ -63,9 +63,7 @@ CASES = {
 }
 
 
-class Pass(NamedTuple):
-    """One draft pass of one row as its network saw it, batch dimension kept."""
-
+class Pass(NamedTuple):  # one draft pass of one row as its network saw it, batch dimension kept
     noise: torch.Tensor
     context: torch.Tensor
     position: torch.Tensor
@@ -90,9 +88,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in PROMPTS]
 
 
-class Case:
-    """A pair, the authors' drafter read from what ours saved, and the authors' runs on every prompt."""
-
+class Case:  # a pair, the authors' drafter read from what ours saved, and the authors' runs on every prompt
     def __init__(self, folder, family: str, overrides: dict):
         self.target, self.drafter = make_pair(family, agree=8.0, **overrides)
         randomise(self.drafter, seed=1, gain=1.2)  # so that its own rounding does not grow beyond EXACT
@@ -249,9 +245,7 @@ def make_engine(case: Case, runtime: str):
     )
 
 
-class Features:
-    """Per row, the target features the proposer was given since they were last taken."""
-
+class Features:  # per row, the target features the proposer was given since they were last taken
     def __init__(self, proposer, rows: int):
         self.rows = [[] for _ in range(rows)]
         for name in ("ingest", "observe"):

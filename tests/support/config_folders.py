@@ -12,7 +12,6 @@ DRAFTER = {
 
 
 def write_configs(tmp_path):
-    """A tiny pair's configs, alone in their directories."""
     _, config, extra = FAMILIES["qwen3"]
     config(**(BASE | extra)).save_pretrained(tmp_path / "target")
     td.DFlashConfig(**DRAFTER, architectures=["DFlashDraftModel"]).save_pretrained(tmp_path / "drafter")

@@ -36,7 +36,6 @@ class Experts(nn.Module):
 
 
 def routed(rows, seed=0):
-    """Rows, their experts and weights as a router gives them."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(rows, COUNT, generator=generator)
     weights, index = scores.softmax(dim=-1).topk(CHOSEN, dim=-1)

@@ -17,7 +17,6 @@ ASKED = {"max_new_tokens": 30, "eos_token_id": None}
 
 
 def say(*words: Any) -> None:
-    """A line on stdout, at once."""
     print(*words, flush=True)
 
 
@@ -27,7 +26,6 @@ def other_prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_target(layers: int = 1) -> Any:
-    """A target alone, which compiles fast."""
     return make_sliceable("llama", "2x2", "plain")[0]
 
 
@@ -95,7 +93,6 @@ def doors(rank: int, folder: str) -> None:
 
 
 def refusals(rank: int, engine: Any, given: Any) -> None:
-    """What is refused, in both processes; both go on."""
     ids, mask = given
     for words, call in (
         ("max_time", lambda: engine.generate(ids, mask, **ASKED, max_time=3.0)),
@@ -112,13 +109,10 @@ def refusals(rank: int, engine: Any, given: Any) -> None:
 
 
 def small() -> tuple[Any, Any]:
-    """A pair that drafts, for what does not decode."""
     return make_sliceable("qwen3", "2x2", "v1")
 
 
-class Slow:
-    """A streamer that says when a chunk has come; ``then`` is done at the second."""
-
+class Slow:  # a streamer that says when a chunk has come; ``then`` is done at the second
     def __init__(self, then: Any = None):
         self.then, self.chunks = then, 0
 
@@ -134,19 +128,15 @@ class Slow:
 
 
 def long_call(then: Any = None) -> None:
-    """A generation of many chunks."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=512, rounds_per_chunk=1)
     engine.generate(prompts()[0][:1], streamer=Slow(then), max_new_tokens=450, eos_token_id=None)
 
 
 def lasting(rank: int) -> None:
-    """Until something happens."""
     long_call()
 
 
 def raising(rank: int, who: str) -> None:
-    """A user's own code fails in one process."""
-
     def fail():
         raise ValueError("a streamer of mine")
 
@@ -154,7 +144,6 @@ def raising(rank: int, who: str) -> None:
 
 
 def sleeping(rank: int) -> None:
-    """One process lives, and never comes back."""
     import jax_bridge.hosts.watch as watch
 
     watch.LATE = SILENT
@@ -162,7 +151,6 @@ def sleeping(rank: int) -> None:
 
 
 def caught(rank: int) -> None:
-    """As `raising`, and its process goes on without the engine."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)
 
     def fail():
@@ -190,7 +178,6 @@ def leaving(rank: int, how: str) -> None:
 
 
 def streams(rank: int) -> None:
-    """One process leaves a stream that the other goes on with."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)
     for chunk, _ in enumerate(engine.stream(prompts()[0][:1], max_new_tokens=200, eos_token_id=None)):
         if rank and chunk == 3:
@@ -238,7 +225,6 @@ def differing(rank: int, what: str) -> None:
 
 
 def mix(rank: int, what: str, engine: Any, options: dict[str, Any]) -> None:
-    """Of two engines of one config, or of two states, each process goes on with another."""
     other = plain_target()
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight *= 1.5
@@ -253,7 +239,6 @@ def mix(rank: int, what: str, engine: Any, options: dict[str, Any]) -> None:
 
 
 def drifting(rank: int) -> None:
-    """One process holds another text than the other."""
     import torch_dflash.engine.hosts as together
     from torch_dflash.runtime import Progress
 
@@ -270,7 +255,6 @@ def drifting(rank: int) -> None:
 
 
 def main() -> None:
-    """Join, and run a scenario."""
     import jax_bridge.hosts.watch as watch
 
     rank, port, name, *arguments = sys.argv[1:]

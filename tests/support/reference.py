@@ -25,9 +25,7 @@ LLAMA3 = {
 }
 
 
-class Pair:
-    """A pair of models, and what the reference read from the files they were saved to."""
-
+class Pair:  # a pair of models, and what the reference read from the files they were saved to
     def __init__(self, folder, family, overrides):
         self.target = soften(make_target(family))
         self.drafter = make_drafter(self.target, **overrides)

@@ -81,7 +81,6 @@ def make_sliceable(family: str, chips: str, drafter: str) -> tuple[Any, Any]:
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Three rows of different lengths."""
     generator = torch.Generator().manual_seed(3)
     ids, mask = torch.randint(1, 96, (3, 19), generator=generator), torch.ones(3, 19, dtype=torch.long)
     mask[1, :5], mask[2, :11] = 0, 0
@@ -113,7 +112,6 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 def _told(out: Any) -> list[Any]:
-    """What was asked for besides, to two digits."""
     scores = [] if out.scores is None else [best.tolist() for best in torch.stack(out.scores).argmax(dim=-1)]
     ids = [] if out.top_ids is None else out.top_ids.tolist()
     logs = [] if out.logprobs is None else (out.logprobs * 100).round().tolist()
@@ -143,7 +141,6 @@ def run_on_four(arguments: list[str], given: str = "") -> str:
 
 
 def main() -> None:
-    """Cases as JSON from stdin, results as one line of JSON."""
     torch.set_num_threads(1)
     found = []
     for fields in json.load(sys.stdin):

@@ -20,7 +20,6 @@ ROWS = 9
 
 
 def build(case, seed=0):
-    """The tiny random model of a case of `benchmarks/family_configs.py`."""
     torch.manual_seed(seed)
     target = randomise(CONFIGS["build"](case), seed)
     if case == "gemma2":

@@ -36,9 +36,7 @@ TEXTS = ("alpha", "be", "gamma ray", "delta 4", "e", "zeta zeta", "eta?", "theta
 
 
 @dataclass(frozen=True)
-class World:
-    """The saved target, and what the stages made of its prompts."""
-
+class World:  # the saved target, and what the stages made of its prompts
     folder: Path
     target: Any
     tokenizer: Any
@@ -63,9 +61,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Overfit:
-    """The drafter trained on all but the held-out answer, and its fit's directory."""
-
+class Overfit:  # the drafter trained on all but the held-out answer, and its fit's directory
     drafter: Any
     directory: Path
     exported: Path
@@ -74,7 +70,6 @@ class Overfit:
 
 
 def shape(**changes) -> DrafterShape:
-    """A drafter of one narrow layer."""
     options = {"mask_token_id": MASK, "layers": 1, "block_size": WIDTH, "taps": Layers((0, 2))}
     return DrafterShape(**options | changes)
 

@@ -13,9 +13,7 @@ from torch_dflash.targets.hooks import forgetting
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-class KeepsATensor(transformers.LlamaForCausalLM):
-    """Its forward makes a table once, and keeps it."""
-
+class KeepsATensor(transformers.LlamaForCausalLM):  # its forward makes a table once, and keeps it
     table = None
 
     def forward(self, input_ids=None, position_ids=None, **more):
@@ -50,8 +48,8 @@ def test_a_kept_tensor_that_depends_on_the_call_is_refused(runtime):
         td.compile(target, None, runtime=runtime, max_length=64)
 
 
-class Memo:
-    """An object in which a forward keeps things."""
+class Memo:  # an object in which a forward keeps things
+    pass
 
 
 class KeepsInside(transformers.LlamaForCausalLM):
@@ -112,9 +110,7 @@ def test_hooks_for_hidden_states_do_not_pile_up(runtime):
         assert len(engine.pair.target.model.model.layers[0]._forward_hooks) <= 1
 
 
-class Settings(transformers.LlamaForCausalLM):
-    """Keeps a setting beside a counter and a type that it fills in."""
-
+class Settings(transformers.LlamaForCausalLM):  # keeps a setting beside a counter and a type that it fills in
     def __init__(self, config):
         super().__init__(config)
         self.state, self.memo = {"shift": 0.5, "steps": 0}, None
@@ -226,9 +222,7 @@ def test_a_type_noted_as_the_model_was_loaded_is_honoured(tmp_path, runtime):
     assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
 
 
-class FrozenTable(torch.nn.Module):
-    """An embedding that is not trained: its table is a buffer."""
-
+class FrozenTable(torch.nn.Module):  # an embedding that is not trained: its table is a buffer
     def __init__(self, count: int, size: int):
         super().__init__()
         self.register_buffer("weight", torch.randn(count, size))
@@ -238,8 +232,6 @@ class FrozenTable(torch.nn.Module):
 
 
 class Frozen(transformers.LlamaForCausalLM):
-    """Has such an embedding."""
-
     def __init__(self, config):
         super().__init__(config)
         self.model.embed_tokens = FrozenTable(config.vocab_size, config.hidden_size)
@@ -283,9 +275,7 @@ class Ordinary(transformers.LlamaForCausalLM):
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
 
 
-class Narrow(Ordinary):
-    """Refuses the type in which further forwards are tried."""
-
+class Narrow(Ordinary):  # refuses the type in which further forwards are tried
     def forward(self, input_ids=None, position_ids=None, **more):
         assert self.lm_head.weight.dtype == torch.float32
         return super().forward(input_ids, position_ids=position_ids, **more)

@@ -54,8 +54,6 @@ def text_of(engine) -> list[int]:
 
 
 class Wide(nn.Module):
-    """A user's own layer around one of the model's."""
-
     def __init__(self, inner, gain=1.3):
         super().__init__()
         self.inner, self.gain = inner, nn.Parameter(torch.full((inner.out_features,), gain))
@@ -65,7 +63,6 @@ class Wide(nn.Module):
 
 
 def steer(target, layer=1, by=3.0):
-    """A steering vector in a closure."""
     vector = by * torch.randn(target.config.hidden_size, generator=torch.Generator().manual_seed(1))
 
     def add(module, args, out):
@@ -151,9 +148,7 @@ def from_the_right(module, args, out):
     return out * torch.arange(out.shape[1], 0, -1)[:, None]
 
 
-class Counting(nn.Module):
-    """Keeps state from call to call."""
-
+class Counting(nn.Module):  # keeps state from call to call
     def __init__(self, inner):
         super().__init__()
         self.inner, self.calls = inner, 0
@@ -194,9 +189,7 @@ class Steered(transformers.LlamaForCausalLM):
         return out
 
 
-class Suppressing(transformers.LlamaForCausalLM):
-    """A class whose `generate` does more than its forward."""
-
+class Suppressing(transformers.LlamaForCausalLM):  # a class whose `generate` does more than its forward
     def _get_logits_processor(self, *args, **more):
         found = super()._get_logits_processor(*args, **more)
         found.append(transformers.SuppressTokensLogitsProcessor(list(range(40))))
@@ -300,9 +293,7 @@ def test_a_verdict_is_not_that_of_a_hook_before_it_changed():
         eager(target)
 
 
-class Merged(nn.Module):
-    """Multiplies its weights once, until it is trained again."""
-
+class Merged(nn.Module):  # multiplies its weights once, until it is trained again
     def __init__(self, inner):
         super().__init__()
         self.inner, self.turn, self.whole = inner, nn.Parameter(torch.eye(inner.out_features)), None
@@ -332,9 +323,7 @@ def test_a_weight_that_a_module_multiplies_once_is_multiplied_in_every_request(r
     assert text_of(engine) == own_of(target.eval()) != before
 
 
-class Published(nn.Module):
-    """Rotary embeddings as modelling files of older releases have them."""
-
+class Published(nn.Module):  # rotary embeddings as modelling files of older releases have them
     def __init__(self, frequencies):
         super().__init__()
         self.register_buffer("inv_freq", frequencies, persistent=False)
@@ -397,9 +386,7 @@ def test_what_only_gradients_read_makes_no_copy_anew(caplog):
         assert engine.pair is pair and CHANGED not in caplog.text
 
 
-class Captures:
-    """Keeps the outputs that it sees, as those who look at activations do."""
-
+class Captures:  # keeps the outputs that it sees, as those who look at activations do
     def __init__(self):
         self.seen, self.count = [], 0
 
@@ -456,8 +443,8 @@ def test_a_hook_that_logs_keeps_nothing(caplog):
         assert CHANGED not in caplog.text
 
 
-class Linear8bitLt(nn.Linear):
-    """Named as bitsandbytes' own."""
+class Linear8bitLt(nn.Linear):  # named as bitsandbytes' own
+    pass
 
 
 class Around(nn.Module):
@@ -573,9 +560,7 @@ def test_every_door_takes_an_adapted_model():
     assert td.check(model).holds
 
 
-class Noisy(nn.Module):
-    """Another in training, by no dropout of torch's."""
-
+class Noisy(nn.Module):  # another in training, by no dropout of torch's
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -646,17 +631,13 @@ def test_what_a_patch_of_a_class_reads_is_looked_at(monkeypatch):
         assert not guard.holds()
 
 
-class Scale(nn.Module):
-    """A module that is no part of the model."""
-
+class Scale(nn.Module):  # a module that is no part of the model
     def __init__(self, size):
         super().__init__()
         self.by, self.gain = 2.0, nn.Parameter(torch.ones(size))
 
 
 class Shared:
-    """Settings in a class."""
-
     gain = 1.0
 
 
@@ -665,8 +646,6 @@ shared.GAIN = 1.0
 
 
 class Switch:
-    """What a hook's object holds."""
-
     def __init__(self, scale):
         self.scale, self.settings = scale, {"vector": torch.ones(scale.gain.shape), "array": np.ones(3)}
         self.args, self.table = argparse.Namespace(gain=1.0), {1: {"gain": 1.0}}
@@ -707,15 +686,11 @@ def test_what_a_hook_reaches_is_looked_at(change, by_closure):
 
 
 class Louder(modeling_llama.LlamaMLP):
-    """A class that an instance may be given."""
-
     def forward(self, x):
         return 2 * super().forward(x)
 
 
-class Steers(nn.Module):
-    """A module beside the model, one of whose methods is a hook."""
-
+class Steers(nn.Module):  # a module beside the model, one of whose methods is a hook
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -786,9 +761,7 @@ def fewer_layers(monkeypatch, target):
     target.config.num_hidden_layers = 3
 
 
-class ReadsConfig(transformers.LlamaForCausalLM):
-    """Reads its config as it runs."""
-
+class ReadsConfig(transformers.LlamaForCausalLM):  # reads its config as it runs
     def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids) * getattr(self.config, "mlp_gain", 1.0)
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
@@ -905,9 +878,7 @@ def test_accelerates_offloading_is_refused_by_name():
     assert text_of(eager(target)) == own_of(target)
 
 
-class Holds:
-    """An object that does not copy, of which a model may hold one."""
-
+class Holds:  # an object that does not copy, of which a model may hold one
     def __init__(self):
         self.lock = __import__("threading").Lock()
 
@@ -927,9 +898,7 @@ def test_a_compiled_module_stays_usable():
     assert text_of(eager(target)) == wanted
 
 
-class Knows:
-    """Its hook's object knows the model, as those of libraries that steer do."""
-
+class Knows:  # its hook's object knows the model, as those of libraries that steer do
     def __init__(self, target):
         self.target = target
         target.model.layers[1].mlp.register_forward_hook(self.hook)

@@ -31,13 +31,10 @@ def text(engine: td.Engine) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Policy:
-    """A type that models of it share."""
-
+class Policy:  # a type that models of it share
     dtype: torch.dtype
 
     def cast(self, rows):
-        """To the type."""
         return rows.to(self.dtype)
 
 
@@ -69,9 +66,7 @@ def test_what_other_models_share_is_not_written(tmp_path):
     assert own_text(other, PROMPT, 8) == before == own_text(tiny(Interned), PROMPT, 8)
 
 
-class BuildsAnother(transformers.LlamaForCausalLM):
-    """Compiles a helper as it is built."""
-
+class BuildsAnother(transformers.LlamaForCausalLM):  # compiles a helper as it is built
     helper: Any = None
 
     def __init__(self, config):
@@ -115,9 +110,7 @@ def test_what_only_some_passes_write_is_followed(change):
     assert text(engine) == text(compiled(target)) == own_text(target, PROMPT, 8)
 
 
-class NotesUncached(transformers.LlamaForCausalLM):
-    """Passes without a cache leave an entry beside a setting."""
-
+class NotesUncached(transformers.LlamaForCausalLM):  # passes without a cache leave an entry beside a setting
     def __init__(self, config):
         super().__init__(config)
         self.info = {"shift": 0.0}
@@ -137,8 +130,6 @@ def test_a_setting_is_not_hidden_by_an_entry_that_comes_beside_it():
 
 
 class Mode(Enum):
-    """A key of a counter."""
-
     PLAIN = "plain"
 
 
@@ -169,8 +160,6 @@ def test_records_of_some_passes_are_let_be():
 
 
 class Longest(transformers.LlamaForCausalLM):
-    """Its class counts."""
-
     longest = 0
 
     def forward(self, input_ids=None, position_ids=None, **more):
@@ -184,8 +173,6 @@ def test_an_engine_makes_no_pass_that_is_longer_than_its_twins():
 
 
 class RefusesDoubles(transformers.LlamaForCausalLM):
-    """Has no double precision."""
-
     def to(self, *args, **named):
         if torch.float64 in args:
             raise TypeError("no double precision here")
@@ -200,9 +187,7 @@ def test_a_class_without_double_precision():
     assert text(compiled(target)) == own_text(target, PROMPT, 8)
 
 
-class LikesSingles(transformers.LlamaForCausalLM):
-    """Computes something else where a pass has one row."""
-
+class LikesSingles(transformers.LlamaForCausalLM):  # computes something else where a pass has one row
     def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids) + 0.5 * (input_ids.shape[1] == 1)
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)

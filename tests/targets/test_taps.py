@@ -111,9 +111,7 @@ def test_features_for_training_are_the_taps():
         torch.testing.assert_close(eager[row, : len(ids)], compiled[row, : len(ids)], rtol=1e-4, atol=1e-4)
 
 
-class Doubling(nn.ModuleList):
-    """Layers that are given twice what the one before them gave."""
-
+class Doubling(nn.ModuleList):  # layers that are given twice what the one before them gave
     def __getitem__(self, at):
         return [partial(self.doubled, layer) for layer in list(self)[at]]
 
@@ -130,9 +128,7 @@ class Between(hf.LlamaModel):
         self.layers = Doubling(list(self.layers))
 
 
-class Pairs(nn.Module):
-    """Two layers in one module."""
-
+class Pairs(nn.Module):  # two layers in one module
     def __init__(self, layers):
         super().__init__()
         self.inner = nn.ModuleList(layers)

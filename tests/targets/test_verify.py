@@ -75,9 +75,7 @@ def attending(name, scale):
     return llama(name, __init__=__init__)
 
 
-class Prepared(hf.LlamaForCausalLM):
-    """Its forward is Llama's; its generate moves the positions."""
-
+class Prepared(hf.LlamaForCausalLM):  # its forward is Llama's; its generate moves the positions
     def prepare_inputs_for_generation(self, *args, **kwargs):
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)
         prepared["position_ids"] = prepared["position_ids"] * 3 + 5
@@ -93,18 +91,14 @@ def even_suppressed(model, found=()):
 Processed = llama("Processed", _get_logits_processor=lambda self, *args, **kwargs: even_suppressed(self))
 
 
-class Warped(hf.LlamaForCausalLM):
-    """Halves the temperature that it is given."""
-
+class Warped(hf.LlamaForCausalLM):  # halves the temperature that it is given
     def _get_logits_processor(self, generation_config, *args, **kwargs):
         found = super()._get_logits_processor(generation_config, *args, **kwargs)
         sampled = generation_config.do_sample
         return hf.LogitsProcessorList([*found, *([hf.TemperatureLogitsWarper(0.5)] if sampled else [])])
 
 
-class OwnConfig(hf.PretrainedConfig):
-    """A config as remote code brings it: its fields are its author's alone."""
-
+class OwnConfig(hf.PretrainedConfig):  # a config as remote code brings it: its fields are its author's alone
     model_type = "own"
 
     def __init__(self, reach=6, **fields):
@@ -112,9 +106,7 @@ class OwnConfig(hf.PretrainedConfig):
         self.reach = reach
 
 
-class Called:
-    """Stands for a function, as decorators of libraries do."""
-
+class Called:  # stands for a function, as decorators of libraries do
     def __init__(self, function):
         self.function = function
 
@@ -147,9 +139,7 @@ class Far(hf.LlamaForCausalLM):
         self.model.rotary_emb = FarRotary(config)
 
 
-class Unbuildable(hf.LlamaForCausalLM):
-    """Wants the very width of the target it was written for."""
-
+class Unbuildable(hf.LlamaForCausalLM):  # wants the very width of the target it was written for
     def __init__(self, config):
         assert config.hidden_size == 4000, "only 4000 will do"
         super().__init__(config)
