@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from support import ROOT
+from support.altered import altered, llama
 from support.tiny import BASE, FAMILIES, make_pair, make_target, randomise
 from transformers.generation import GenerationMixin
 from transformers.models.llama import modeling_llama
@@ -24,21 +25,6 @@ FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
 PLAN = td.DecodePlan(batch_size=1, capacity=64, block_size=4, verify_width=4)
 IDS = torch.tensor([[3, 4, 5]])
 TWIN = "tiny random twin"
-
-
-def llama(name, **more):
-    return type(name, (hf.LlamaForCausalLM,), more)
-
-
-def altered(name, change):
-    """A Llama that reads ``change(model, embeddings [B, L, D], ids, tokens in the cache)``."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        seen = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
-        embeds = change(self, self.get_input_embeddings()(input_ids), input_ids, seen)
-        return hf.LlamaForCausalLM.forward(self, inputs_embeds=embeds, position_ids=position_ids, **kwargs)
-
-    return llama(name, forward=forward)
 
 
 def rolled(name, when):
@@ -67,12 +53,11 @@ def attending(name, scale):
             by = scale(hidden_states.shape[1], self.config)
             return super().forward(hidden_states * by, *args, **kwargs)
 
-    def __init__(self, config):
-        hf.LlamaForCausalLM.__init__(self, config)
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = Scaled(config, index)
+    def build(model):
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn = Scaled(model.config, index)
 
-    return llama(name, __init__=__init__)
+    return llama(name, build)
 
 
 class Prepared(hf.LlamaForCausalLM):  # its forward is Llama's; its generate moves the positions
@@ -117,26 +102,12 @@ class Called:  # stands for a function, as decorators of libraries do
         return self.function(*args, **kwargs)
 
 
-class Filled(altered("Filled", lambda model, embeds, ids, seen: embeds + model.mix * before(embeds))):
-    """Mixes tokens by a buffer that a fresh model has as zeros."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("mix", torch.zeros(config.hidden_size))
-
-
 class FarRotary(modeling_llama.LlamaRotaryEmbedding):
     """Turns a whole forward's positions by less, once one is far."""
 
     def forward(self, x, position_ids):
         far = position_ids.max() + 1 > self.config.original_max_position_embeddings
         return super().forward(x, torch.where(far, position_ids * 0.25, position_ids * 1.0))
-
-
-class Far(hf.LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.rotary_emb = FarRotary(config)
 
 
 class Unbuildable(hf.LlamaForCausalLM):  # wants the very width of the target it was written for
@@ -147,16 +118,21 @@ class Unbuildable(hf.LlamaForCausalLM):  # wants the very width of the target it
 
 def late(model, embeds, ids, seen):
     """Late tokens scaled, counted in the cache."""
-    positions = seen + torch.arange(ids.shape[1], device=ids.device)
+    positions = (seen or 0) + torch.arange(ids.shape[1], device=ids.device)
     return embeds * (1 + (positions > model.config.train_length))[:, None]
 
 
 def turned_when_long(model, embeds, ids, seen):
-    return embeds * -3 if seen + ids.shape[1] > model.config.train_length else embeds
+    return embeds * -3 if (seen or 0) + ids.shape[1] > model.config.train_length else embeds
 
 
 def over_the_batch(model, embeds, ids, seen):
     return embeds - embeds.mean(dim=0) if len(embeds) > 2 else embeds
+
+
+def with_buffer(model):
+    """As a fresh model has it, nothing is mixed."""
+    model.register_buffer("mix", torch.zeros(model.config.hidden_size))
 
 
 def zeros_counted(model, embeds, ids, seen):
@@ -168,11 +144,12 @@ OTHERS = [
     Shifted,
     altered("OnlyLate", lambda model, embeds, ids, seen: embeds + 0.5 * before(embeds, 7)),
     attending("Lengthy", lambda rows, config: 1 + 0.1 * rows),
-    Filled,
+    altered("Filled", lambda model, embeds, ids, seen: embeds + model.mix * before(embeds), with_buffer),
     altered("CountsZeros", zeros_counted),
     altered("CountsCached", late),
     attending("Late", lambda rows, config: 2 if rows > config.train_length else 1),
 ]
+Far = llama("Far", lambda model: setattr(model.model, "rotary_emb", FarRotary(model.config)))
 Switch = altered("Switch", turned_when_long)
 OverTheBatch = altered("OverTheBatch", over_the_batch)
 Stepwise = rolled("Stepwise", lambda rows, keep, cached: cached and rows == 1)
