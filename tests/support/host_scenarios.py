@@ -143,30 +143,6 @@ def raising(rank: int, who: str) -> None:
     long_call(fail if rank == int(who) else None)
 
 
-def sleeping(rank: int) -> None:
-    import jax_bridge.hosts.watch as watch
-
-    watch.LATE = SILENT
-    long_call((lambda: time.sleep(3600)) if rank else None)
-
-
-def caught(rank: int) -> None:
-    engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)
-
-    def fail():
-        raise KeyboardInterrupt
-
-    call = {"max_new_tokens": 200, "eos_token_id": None}
-    try:
-        engine.generate(prompts()[0][:1], streamer=Slow(fail if rank else None), **call)
-    except KeyboardInterrupt:
-        say("interrupted")
-    try:
-        engine.generate(prompts()[0][:1], **call)
-    except RuntimeError as error:
-        say(error)
-
-
 def leaving(rank: int, how: str) -> None:
     """One process ends, and the other makes one call more."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=64)
@@ -207,35 +183,12 @@ def differing(rank: int, what: str) -> None:
             target.model.layers[1].mlp.up_proj.weight *= 1.5
     length = 128 if what == "plan" and rank else 64
     engine = td.compile(target, None, mesh="auto", max_length=length)
-    options = {"max_new_tokens": 5, "eos_token_id": None}
     try:
-        if what == "call" and rank:
-            engine.start(prompts()[0][:1], **options)
-        elif what in ("engine", "state"):
-            mix(rank, what, engine, options)
-        elif what == "defaults":
-            target.generation_config.eos_token_id = 3 + rank
-            engine.generate(prompts()[0][:1], max_new_tokens=5)
-        else:
-            engine.generate(prompts()[0][:1], **options)
+        engine.generate(prompts()[0][:1], max_new_tokens=5, eos_token_id=None)
     except RuntimeError as error:
         say(error)
     else:
         raise AssertionError("nothing was said")
-
-
-def mix(rank: int, what: str, engine: Any, options: dict[str, Any]) -> None:
-    other = plain_target()
-    with torch.no_grad():
-        other.model.layers[1].mlp.up_proj.weight *= 1.5
-    engines = engine, td.compile(other, None, mesh="auto", max_length=64)
-    ids = prompts()[0][:1]
-    if what == "engine":
-        texts = [one.generate(ids, **options) for one in engines]
-        assert not torch.equal(*texts)
-        engines[rank].generate(ids, **options)
-    else:
-        engine.advance([engine.start(one, **options) for one in (ids, ids.flip(1))][rank])
 
 
 def drifting(rank: int) -> None:
