@@ -1,8 +1,8 @@
 """Llamas that read something else than their embeddings."""
 
 import transformers as hf
-from support.tiny import BASE, randomise
 
+from support.tiny import BASE, randomise
 from torch_dflash.cache.view import CACHE
 
 
