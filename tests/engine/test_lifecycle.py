@@ -10,11 +10,14 @@ import pytest
 import torch
 from support.scripted import own_text, pad, run
 from support.tiny import MASK, make_pair, ragged_prompts
+from transformers import PreTrainedModel
 
 import torch_dflash as td
 from torch_dflash.engine import registry as engine_cache
 
 NEW = 16
+
+
 FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16}
 
 
@@ -323,3 +326,35 @@ def test_new_weights_at_an_old_address_are_seen():
         target.lm_head.weight = torch.nn.Parameter(torch.from_numpy(memory))
         wanted = target.generate(ids, max_new_tokens=6, do_sample=False)
         assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False), wanted)
+
+
+IDS = torch.tensor([[5, 6, 7]])
+
+
+WORDS = {
+    "cuda:0": "Pass runtime='eager' to decode on the GPU.",
+    "xla:0": "keep the target on the CPU (target.to('cpu')), or load it with jax_bridge.load",
+}
+
+
+def heard(caplog):
+    """Without what another test's engine may still compile."""
+    return [line for line in caplog.messages if "compiling" not in line]
+
+
+@pytest.mark.parametrize("place", WORDS)
+def test_the_line_names_the_device_and_the_way_out(place, monkeypatch, caplog):
+    pair = make_pair("llama")
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda model: torch.device(place)))
+    td.compile(*pair, runtime="eager", max_length=64, verify=False)
+    assert not heard(caplog)
+    td.compile(*pair, max_length=64, verify=False)  # a twin would be made there
+    td.compile(*pair, max_length=128, verify=False)
+    (line,) = heard(caplog)
+    assert f"the target is on {place}; runtime='xla' copies its weights to JAX's default device" in line
+    assert WORDS[place] in line
+
+
+def test_nothing_is_said_of_the_cpu(caplog):
+    td.compile(*make_pair("llama"), max_length=64)
+    assert not heard(caplog)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from support import ROOT
 from support.refusals import refuses
 from support.versions import COUNTS_PADDING, needs_native
 from transformers import (
@@ -20,6 +21,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import torch_dflash as td
 
 RUNTIMES = ["eager", "xla"]
+
+
 NEW = 14
 
 
@@ -270,7 +273,11 @@ SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+
+
 SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+
+
 IMAGES = {
     "hidden_size": 32,
     "num_hidden_layers": 1,
@@ -301,3 +308,38 @@ def test_custom_generate_of_a_multimodal_model_that_is_given_text(batch, name):
     block = td.dflash(td.NGramProposer(4), runtime="eager")
     expected = target.generate(**batch, **options)
     assert torch.equal(target.generate(**batch, **options, custom_generate=block), expected)
+
+
+FOLDER = str(ROOT / "examples" / "in_a_repository")
+
+
+class Streamer:  # keeps what it is given
+    def __init__(self):
+        self.put_ids, self.ended = [], False
+
+    def put(self, ids):
+        self.put_ids += ids.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_the_text_is_transformers_own(pair, batch):
+    target, drafter = pair
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    block = {"custom_generate": FOLDER, "trust_remote_code": True, "runtime": "eager"}
+    for options in ({}, {"repetition_penalty": 1.7}, {"eos_token_id": [10, 33], "min_new_tokens": 4}):
+        want = target.generate(**batch, **asked, **options)
+        for assistant in (drafter, None):
+            found = target.generate(**batch, **asked, **options, **block, assistant_model=assistant)
+            assert torch.equal(found, want)
+
+
+def test_a_streamer_and_a_dict_arrive(pair, batch):
+    target, drafter = pair
+    row, streamer = {name: value[:1] for name, value in batch.items()}, Streamer()
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    block = {"custom_generate": FOLDER, "trust_remote_code": True, "runtime": "eager"}
+    out = target.generate(**row, **asked, **block, assistant_model=drafter, streamer=streamer)
+    assert streamer.ended and streamer.put_ids == out.sequences[0].tolist()
+    assert out.stats.mean_acceptance_length > 1

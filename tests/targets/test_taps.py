@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers as hf
 from support import ROOT
+from support.families import MORE
 from support.taps import CONFIGS, build, drafter_for, gap
-from support.tiny import BASE, correlate, make_target, randomise
+from support.tiny import BASE, correlate, make_drafter, make_target, randomise
 from torch import nn
 
 import torch_dflash as td
@@ -21,13 +22,21 @@ from torch_dflash.targets.trace import blocks_of
 from torch_dflash.train.features.extract import FeatureExtractor
 
 EXACT = 2e-5
+
+
 SEEN = 1e-2
+
+
 RESULTS = json.loads((ROOT / "docs/results/families.json").read_text())["families"]
+
+
 EQUAL = [
     name
     for name, one in RESULTS.items()
     if any(run["outcome"] in ("equal", "tie") for run in one["runs"].values())
 ]
+
+
 # Where layers lie, and what follows the last of them.
 LAYOUTS = {
     "gpt2": ("transformer.h.3", "transformer.ln_f"),
@@ -50,6 +59,8 @@ LAYOUTS = {
     "qwen3_vl": ("model.language_model.layers.3", "model.language_model.norm"),
     "smolvlm": ("model.text_model.layers.3", "model.text_model.norm"),
 }
+
+
 REST = [
     case for case in (*EQUAL, *CONFIGS["MULTIMODAL"]) if case not in (*LAYOUTS, "opt:projected", "paligemma")
 ]
@@ -191,6 +202,8 @@ def test_two_states_of_a_block_are_not_guessed_between():
 
 
 LOSSLESS = ("gpt2", "gpt_neox", "opt", "gemma3", "mistral3", "qwen2_5_vl")
+
+
 QUICK = {"gpt2": "paged", "qwen2_5_vl": "static"}
 
 
@@ -226,3 +239,15 @@ def test_a_drafter_with_taps_is_lossless_in_a_program(case):
 @pytest.mark.parametrize("cache", ["static", "paged"])
 def test_a_drafter_with_taps_is_lossless_in_every_program(case, cache):
     same_text(case, runtime="xla", cache=cache)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_greedy_text_equals_transformers(family):
+    cls, config, extra = MORE[family]
+    torch.manual_seed(0)
+    target = randomise(cls(config(**(BASE | extra))), 0)
+    ids = torch.randint(0, 96, (1, 11), generator=torch.Generator().manual_seed(1))
+    wanted = target.generate(ids, max_new_tokens=24, do_sample=False)
+    for drafter in (make_drafter(target), td.NGramProposer(5)):
+        got = td.generate(target, drafter, ids, max_new_tokens=24, do_sample=False, runtime="eager")
+        assert torch.equal(got, wanted)
