@@ -268,16 +268,10 @@ def test_what_transformers_cuts_in_other_blocks_is_not_sent_there(tmp_path):
     assert "from_pretrained" not in str(error.value)
 
 
-STALE = [
-    {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "awq", "bits": 4},
-    {"quant_method": "mxfp4"},
-    {"quant_method": "fp8", "weight_block_size": 128},
-    {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    {"quant_method": None},
-    {},
-]
+STALE = [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "gptq", "bits": 4}]
+STALE += [{"quant_method": "awq", "bits": 4}, {"quant_method": "mxfp4"}]
+STALE += [{"quant_method": "fp8", "weight_block_size": 128}]
+STALE += [{"quant_method": "compressed-tensors", "format": "pack-quantized"}, {"quant_method": None}, {}]
 
 
 @pytest.mark.parametrize("fields", STALE)

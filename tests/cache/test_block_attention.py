@@ -137,11 +137,8 @@ def pallas(call: Call) -> np.ndarray:
     return call.jax(form)
 
 
-FORMS = {
-    "torch": Call.torch,
-    "lowered": lambda call: call.jax(partial(call_torch, call.attend)),
-    "pallas": pallas,
-}
+FORMS = {"torch": Call.torch, "lowered": lambda call: call.jax(partial(call_torch, call.attend))}
+FORMS |= {"pallas": pallas}
 
 
 def gap(call: Call, form: str) -> float:

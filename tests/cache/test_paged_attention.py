@@ -133,11 +133,8 @@ class Call:
 
 
 pallas = partial(pallas_paged_attention, interpret=pltpu.InterpretParams())
-FORMS = {
-    "torch": lambda call: call.torch(),
-    "jnp": lambda call: call.jax(jnp_paged_attention),
-    "pallas": lambda call: call.jax(pallas),
-}
+FORMS = {"torch": lambda call: call.torch(), "jnp": lambda call: call.jax(jnp_paged_attention)}
+FORMS |= {"pallas": lambda call: call.jax(pallas)}
 
 
 def gaps(call: Call, form: str) -> tuple[float, float]:
@@ -203,11 +200,8 @@ def forgets_some(original, left, right, axis):
     return original(left, right, axis) * 0.99
 
 
-BROKEN = {
-    "_attend": (pallas_body, sees_one_too_many),
-    "_merge": (pallas_body, loses_old_rows),
-    "product": (online_softmax, forgets_some),
-}
+BROKEN = {"_attend": (pallas_body, sees_one_too_many), "_merge": (pallas_body, loses_old_rows)}
+BROKEN |= {"product": (online_softmax, forgets_some)}
 
 
 @pytest.mark.parametrize("name", BROKEN)

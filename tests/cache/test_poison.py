@@ -37,12 +37,8 @@ PLAN = DecodePlan(batch_size=BATCH, capacity=48, block_size=WIDTH, verify_width=
 PAGED = DecodePlan(
     batch_size=BATCH, capacity=48, block_size=WIDTH, verify_width=WIDTH, cache="paged", page_size=16
 )
-KINDS = {
-    "all": {},
-    "a window": {"window": 3},
-    "only itself": {"window": 1},
-    "a window, sinks, soft cap": {"window": 5, "softcap": 4.0, "sinks": True},
-}
+KINDS = {"all": {}, "a window": {"window": 3}, "only itself": {"window": 1}}
+KINDS |= {"a window, sinks, soft cap": {"window": 5, "softcap": 4.0, "sinks": True}}
 TABLE = torch.arange(1, 1 + BATCH * PAGED.row_pages, dtype=torch.int32).view(BATCH, -1).flip(1)
 
 
@@ -293,11 +289,8 @@ def target(family: str, dtype=torch.float32):
 
 def script(texts):
     """Row 0: `TOKEN` in every draft. Row 1: right, but for every fourth token. Row 2: right for a while."""
-    wrong = [
-        [TOKEN] * NEW,
-        [TOKEN if at % 4 == 3 else token for at, token in enumerate(texts[1])],
-        [*texts[2][:7], *[TOKEN] * (NEW - 7)],
-    ]
+    wrong = [[TOKEN] * NEW, [TOKEN if at % 4 == 3 else token for at, token in enumerate(texts[1])]]
+    wrong += [[*texts[2][:7], *[TOKEN] * (NEW - 7)]]
     return [prompt + draft for prompt, draft in zip(PROMPTS, wrong, strict=True)]
 
 

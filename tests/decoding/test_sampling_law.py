@@ -46,14 +46,9 @@ BEFORE = {
     "bad_words_ids": theirs.NoBadWordsLogitsProcessor,
     "begin_suppress_tokens": lambda ids: theirs.SuppressTokensAtBeginLogitsProcessor(ids, len(PROMPT)),
 }
-AFTER = {
-    "top_k": theirs.TopKLogitsWarper,
-    "top_p": theirs.TopPLogitsWarper,
-    "min_p": theirs.MinPLogitsWarper,
-    "typical_p": theirs.TypicalLogitsWarper,
-    "epsilon_cutoff": theirs.EpsilonLogitsWarper,
-    "eta_cutoff": theirs.EtaLogitsWarper,
-}
+AFTER = {"top_k": theirs.TopKLogitsWarper, "top_p": theirs.TopPLogitsWarper, "min_p": theirs.MinPLogitsWarper}
+AFTER |= {"typical_p": theirs.TypicalLogitsWarper, "epsilon_cutoff": theirs.EpsilonLogitsWarper}
+AFTER |= {"eta_cutoff": theirs.EtaLogitsWarper}
 
 
 def new_counts(ids):

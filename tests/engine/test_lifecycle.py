@@ -263,13 +263,8 @@ def test_a_second_call_reuses_the_engine(pair, runtime):
 
 def test_torchs_seed_rules_where_none_is_given(engine, pair, runtime):
     ids = torch.tensor([[1, 2, 3, 4]])
-    options = {
-        "do_sample": True,
-        "temperature": 20.0,
-        "top_k": 0,
-        "max_new_tokens": NEW,
-        "eos_token_id": None,
-    }
+    options = {"do_sample": True, "temperature": 20.0, "top_k": 0, "max_new_tokens": NEW}
+    options |= {"eos_token_id": None}
 
     def front(**more):
         return td.generate(*pair, ids, runtime=runtime, **options, **more).tolist()

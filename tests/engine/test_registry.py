@@ -163,12 +163,8 @@ def test_proposers_of_equal_keys_share_engines_unless_they_hold_tensors(pair, us
     target, own = pair[0], own_text(pair[0], PROMPT, NEW)
 
     def drafted(drafter):
-        options = {
-            "runtime": "eager",
-            "do_sample": False,
-            "eos_token_id": None,
-            "return_dict_in_generate": True,
-        }
+        options = {"runtime": "eager", "do_sample": False, "eos_token_id": None}
+        options |= {"return_dict_in_generate": True}
         out = td.generate(target, drafter, torch.tensor([PROMPT]), max_new_tokens=NEW, **options)
         assert out.sequences[0, len(PROMPT) :].tolist() == own
         return out.stats.acceptance_lengths

@@ -223,11 +223,8 @@ def test_stream_yields_what_generate_returns(pair, batch, runtime):
 def test_a_warm_engine_compiles_nothing_more(pair, batch):
     engine = td.compile(*pair, runtime="xla", max_length=64, batch_size=2).warmup()
     expected = pair[0].generate(**batch, max_new_tokens=NEW, do_sample=False)
-    calls = [
-        {},
-        {"do_sample": True, "temperature": [0.3, 1.7], "top_p": 0.9, "seed": 1},
-        {"eos_token_id": [1, 2, 3], "max_new_tokens": [2, 40]},
-    ]
+    calls = [{}, {"do_sample": True, "temperature": [0.3, 1.7], "top_p": 0.9, "seed": 1}]
+    calls += [{"eos_token_id": [1, 2, 3], "max_new_tokens": [2, 40]}]
     for asked in calls:
         options = {"max_new_tokens": NEW, "return_dict_in_generate": True} | asked
         assert engine.generate(**batch, **options).stats.compilations == 0
@@ -278,13 +275,8 @@ SMALL = {
 SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
 
 
-IMAGES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "intermediate_size": 16,
-    "image_size": 28,
-    "patch_size": 14,
-}
+IMAGES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 16, "image_size": 28}
+IMAGES |= {"patch_size": 14}
 
 
 def multimodal(name):

@@ -103,12 +103,8 @@ GREEDY = [
 
 @pytest.mark.parametrize("warpers", GREEDY, ids=lambda items: "+".join(type(item).__name__ for item in items))
 def test_warpers_of_the_users_that_leave_one_token(pair, batch, text, warpers):
-    options = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "logits_processor": LogitsProcessorList(warpers),
-    }
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    options |= {"logits_processor": LogitsProcessorList(warpers)}
     theirs, ours = both(pair, batch, **options)
     assert torch.equal(ours, text) and torch.equal(theirs, text)
 

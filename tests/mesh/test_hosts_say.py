@@ -277,13 +277,9 @@ def test_what_is_said_of_a_config_is_the_same_in_each_process(models, values):
 
 def test_what_is_made_of_a_drafter_is_said(models):
     target, drafter = models[0], make_drafter(models[0])
-    forms = [
-        drafter,
-        *(td.Union(td.NGramProposer(width), drafter, rows=8) for width in (4, 4, 6)),
-        td.Union(td.NGramProposer(4), drafter),
-        td.TreeProposer(drafter, rows=8),
-        td.TreeProposer(drafter, rows=16),
-    ]
+    forms = [drafter, *(td.Union(td.NGramProposer(width), drafter, rows=8) for width in (4, 4, 6))]
+    forms += [td.Union(td.NGramProposer(4), drafter), td.TreeProposer(drafter, rows=8)]
+    forms += [td.TreeProposer(drafter, rows=16)]
     said = [said_of(Alone(), None, target, form)["the drafter"] for form in forms]
     assert said[1] == said[2] and len(set(said)) == len(forms) - 1
 

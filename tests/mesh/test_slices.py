@@ -40,14 +40,8 @@ TREES = [
 ]
 
 
-PENALTIES = {
-    "repetition_penalty": 1.2,
-    "frequency_penalty": 0.3,
-    "no_repeat_ngram_size": 3,
-    "suppress_tokens": [5, 7],
-    "min_new_tokens": 4,
-    "typical_p": 0.95,
-}
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "no_repeat_ngram_size": 3}
+PENALTIES |= {"suppress_tokens": [5, 7], "min_new_tokens": 4, "typical_p": 0.95}
 
 
 TOLD = {"output_logprobs": True, "top_logprobs": 3, "output_scores": True}
@@ -250,18 +244,8 @@ def test_what_forgets_its_mesh_is_noticed(broken):
         run_on_four(["-c", BESIDE.replace("BREAK", BREAKS[broken]).replace("FAMILY", "qwen3")])
 
 
-GENERATE = [
-    "-m",
-    "torch_dflash",
-    "generate",
-    "--target",
-    "demo",
-    "--drafter",
-    "demo",
-    "--jsonl",
-    "--file",
-    "-",
-]
+GENERATE = ["-m", "torch_dflash", "generate", "--target", "demo", "--drafter", "demo", "--jsonl", "--file"]
+GENERATE += ["-"]
 
 
 PROMPTS = "\n".join(json.dumps({"prompt": text}) for text in ("Why is the sky blue?", "Count to five."))

@@ -76,16 +76,8 @@ def shape(**changes) -> DrafterShape:
 
 def options(**changes) -> FitOptions:
     """A short fit: one batch an epoch, no checkpoint before the end."""
-    settings = {
-        "epochs": 4,
-        "batch_size": 8,
-        "held_out": 1,
-        "anchors": 32,
-        "learning_rate": 5e-3,
-        "log_steps": 1,
-        "evaluate_minutes": math.inf,
-        "checkpoint_minutes": math.inf,
-    }
+    settings = {"epochs": 4, "batch_size": 8, "held_out": 1, "anchors": 32, "learning_rate": 5e-3}
+    settings |= {"log_steps": 1, "evaluate_minutes": math.inf, "checkpoint_minutes": math.inf}
     return FitOptions(**settings | changes)
 
 

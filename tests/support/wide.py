@@ -9,15 +9,8 @@ from jax_bridge.aot import compile as aot
 
 def qwen3_4b_width(batch_size: int, layers: int = 4, **plan) -> aot.AbstractPair:
     """A few layers of Qwen3-4B's dimensions and a five-layer drafter, context 4096, bf16."""
-    shape = {
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-    }
+    shape = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
     target = Qwen3Config(**shape, num_hidden_layers=layers, tie_word_embeddings=True)
     drafter = td.DFlashConfig(
         **shape,

@@ -144,15 +144,10 @@ class Notes(transformers.LlamaForCausalLM):
         return found
 
 
-KEPT = {
-    "tensor": altered("KeepsATensor", with_a_tensor, table=None),
-    "tensors inside": altered("KeepsInside", with_tensors_inside, nested),
-    "hooks": Mixes,
-    "buffer": llama("Frozen", frozen),
-    "notes": Notes,
-    "no doubles": RefusesDoubles,
-    "counters": altered("Counts", counted, counters),
-}
+KEPT = {"tensor": altered("KeepsATensor", with_a_tensor, table=None)}
+KEPT |= {"tensors inside": altered("KeepsInside", with_tensors_inside, nested), "hooks": Mixes}
+KEPT |= {"buffer": llama("Frozen", frozen), "notes": Notes, "no doubles": RefusesDoubles}
+KEPT |= {"counters": altered("Counts", counted, counters)}
 
 
 @pytest.mark.parametrize(

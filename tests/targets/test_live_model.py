@@ -113,14 +113,8 @@ def in_an_attribute(target):
     mlp.register_forward_hook(lambda module, args, out: out + module.shift)
 
 
-CHANGES = {
-    "vector": steer,
-    "module": replaced,
-    "attribute": scaled,
-    "method": bound,
-    "closure": closed_over,
-    "tensor": in_an_attribute,
-}
+CHANGES = {"vector": steer, "module": replaced, "attribute": scaled, "method": bound, "closure": closed_over}
+CHANGES |= {"tensor": in_an_attribute}
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
