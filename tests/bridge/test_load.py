@@ -348,13 +348,9 @@ CONVERTED = "jb.to_jax(dict(transformers.AutoModelForCausalLM.from_pretrained('L
 def test_the_host_holds_one_tensor_beside_the_arrays(tmp_path):
     """On a CPU the arrays are host memory too: the peak is all of them and one tensor of the file."""
     save(make_target("llama"), tmp_path / "small")
-    large = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=10,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 10}
+    sizes |= {"tie_word_embeddings": False}
+    large = LlamaConfig(**sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(large).to(torch.bfloat16)
     model.to_empty(device="cpu").save_pretrained(tmp_path / "large", max_shard_size="60MB")

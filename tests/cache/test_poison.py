@@ -249,28 +249,13 @@ PROMPTS = [[11, 23, 5, 80, 41] * 3, [3, 90, 14], [60, 61, 12, 9, 33, 70, 71, 2] 
 
 
 def latent_target():
-    config = DeepseekV3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        max_position_embeddings=256,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16}
+    sizes |= {"q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    sizes |= {"first_k_dense_replace": 1, "bos_token_id": None, "eos_token_id": None}
+    sizes |= {"max_position_embeddings": 256}
+    config = DeepseekV3Config(**sizes)
     return randomise(DeepseekV3ForCausalLM(config), 3)
 
 

@@ -119,16 +119,9 @@ def sample(engine, rules="nothing", first_seed=0, calls=CALLS):
     ids = torch.tensor(PROMPT).expand(ROWS, -1).contiguous()
     texts, accepted, rounds = [], 0, 0
     for call in range(calls):
-        out = engine.generate(
-            ids,
-            torch.ones_like(ids),
-            max_new_tokens=4,
-            do_sample=True,
-            eos_token_id=None,
-            seed=first_seed + call * ROWS,
-            return_dict_in_generate=True,
-            **RULES[rules],
-        )
+        options = {"max_new_tokens": 4, "do_sample": True, "eos_token_id": None}
+        options |= {"seed": first_seed + call * ROWS, "return_dict_in_generate": True}
+        out = engine.generate(ids, torch.ones_like(ids), **RULES[rules], **options)
         texts.append(out.sequences[:, len(PROMPT) :])
         first = [lengths[0] for lengths in out.stats.acceptance_lengths]
         accepted, rounds = accepted + sum(first) - ROWS, rounds + ROWS * (WIDTH - 1)

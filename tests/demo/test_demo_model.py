@@ -55,15 +55,9 @@ def pip(tmp_path, monkeypatch, cache):
     def convert(gguf, built):
         assert gguf.read_bytes() == GGUF
         fake.conversions += 1
-        config = LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            eos_token_id=2,
-            pad_token_id=2,
-        )
+        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 1, "eos_token_id": 2, "pad_token_id": 2}
+        config = LlamaConfig(**sizes)
         LlamaForCausalLM(config).save_pretrained(built)
         words = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(built)

@@ -117,14 +117,9 @@ def test_custom_generate_is_greedy_where_do_sample_is_unset(pair, batch):
 def test_custom_generate_repeats_prompts(pair, batch):
     target, drafter = pair
     block, length = td.dflash(drafter, runtime="eager", seed=3), batch["input_ids"].shape[1]
-    out = target.generate(
-        **batch,
-        do_sample=True,
-        temperature=4.0,
-        num_return_sequences=3,
-        max_new_tokens=NEW,
-        custom_generate=block,
-    )
+    options = {"do_sample": True, "temperature": 4.0, "num_return_sequences": 3, "max_new_tokens": NEW}
+    options |= {"custom_generate": block}
+    out = target.generate(**batch, **options)
     assert torch.equal(out[:, :length], batch["input_ids"].repeat_interleave(3, dim=0))
     assert len({tuple(row) for row in out[:, length:].tolist()}) == 6  # rows do not share their noise
 

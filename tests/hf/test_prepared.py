@@ -232,12 +232,9 @@ def test_criteria_that_a_round_cannot_honour(pair, batch):
         (EosTokenCriteria([-1]), ["eos_token_id holds -1", "None or []"]),
     ):
         with refuses(ValueError, *words):
-            pair[0].generate(
-                **batch,
-                max_new_tokens=3,
-                stopping_criteria=StoppingCriteriaList([criterion]),
-                custom_generate=block,
-            )
+            options = {"max_new_tokens": 3, "stopping_criteria": StoppingCriteriaList([criterion])}
+            options |= {"custom_generate": block}
+            pair[0].generate(**batch, **options)
     # transformers would make one list of them.
     with refuses(ValueError, "eos_token_id=[[5], [9]]", "torch_dflash.generate"):
         pair[0].generate(**batch, max_new_tokens=3, eos_token_id=[[5], [9]], custom_generate=block)

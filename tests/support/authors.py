@@ -160,15 +160,10 @@ def native_run(case: Case, prompt: list[int], new: int) -> Run:
     hook = case.drafter.register_forward_hook(record, with_kwargs=True)
     try:
         ids = torch.tensor([prompt])
-        out = case.target.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            assistant_model=case.drafter,
-            speculation_type="dflash",
-            pad_token_id=0,
-        )
+        options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
+        options |= {"do_sample": False, "assistant_model": case.drafter, "speculation_type": "dflash"}
+        options |= {"pad_token_id": 0}
+        out = case.target.generate(**options)
     finally:
         hook.remove()
     run.text = out[0, len(prompt) :].tolist()
@@ -233,16 +228,9 @@ def _lowered(engine):
 
 def make_engine(case: Case, runtime: str):
     """An engine for all prompts as one ragged batch, that reads after every round."""
-    return td.compile(
-        case.target,
-        case.drafter,
-        runtime=runtime,
-        batch_size=len(PROMPTS),
-        max_length=96,
-        rounds_per_chunk=1,
-        prefill_chunk_size=CHUNK,
-        filters=False,
-    )
+    options = {"runtime": runtime, "batch_size": len(PROMPTS), "max_length": 96, "rounds_per_chunk": 1}
+    options |= {"prefill_chunk_size": CHUNK, "filters": False}
+    return td.compile(case.target, case.drafter, **options)
 
 
 class Features:  # per row, the target features the proposer was given since they were last taken

@@ -127,15 +127,9 @@ def run_on_four(arguments: list[str], given: str = "") -> str:
     """What a fresh interpreter with four CPU devices prints."""
     environment = os.environ | {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        input=given,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=900,
-    )
+    options = {"input": given, "capture_output": True, "text": True, "env": environment, "cwd": ROOT}
+    options |= {"timeout": 900}
+    done = subprocess.run([sys.executable, *arguments], **options)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
