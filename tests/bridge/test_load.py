@@ -33,8 +33,6 @@ from torch_dflash.engine import registry as engine_cache
 from torch_dflash.storage import weight_files
 
 FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16}
-
-
 GREEDY = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
 
 
@@ -336,11 +334,7 @@ arrays = HOW
 leaves = jax.block_until_ready(jax.tree.leaves(arrays))
 print(status("VmHWM") - before, sum(x.nbytes for x in leaves), max(x.nbytes for x in leaves))
 """
-
-
 DIRECT = "jb.load('LARGE').arrays"
-
-
 CONVERTED = "jb.to_jax(dict(transformers.AutoModelForCausalLM.from_pretrained('LARGE').named_parameters()))"
 
 

@@ -246,8 +246,6 @@ def test_each_verified_row_has_its_requests_temperature_before_what_filters_it()
 
 
 GROUPS, HEADS, DIM, BLOCK = 2, 4, 16, 3
-
-
 SHAPES = {"128 wide": (2 * GROUPS // 2, 2, 128), "64 wide": (GROUPS, 1, 128), "aligned": (3, 2, 128)}
 
 

@@ -29,8 +29,6 @@ from jax_bridge.weights.layout import Form, Forms, row_major
 from torch_dflash.rows import RowRequests
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
-
-
 PROMPT = [5, 17, 80, 33, 2, 9, 41]
 
 

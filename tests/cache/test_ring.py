@@ -112,11 +112,7 @@ def test_memory_does_not_depend_on_the_context():
 
 
 FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
-
-
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4, 0, 0, 0, 0]]
-
-
 MASK = [[1] * 7, [1, 1, 1, 0, 0, 0, 0]]
 
 

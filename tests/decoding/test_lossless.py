@@ -13,14 +13,8 @@ from support.tiny import FAMILIES, MASK, VOCAB, make_drafter, make_pair, ragged_
 import torch_dflash as td
 
 NEW = 24
-
-
 WIDTH = 6
-
-
 FIXED = {"max_length": 96, "prefill_chunk_size": 16}
-
-
 KINDS = ("good", "random", "broken")
 
 
@@ -292,11 +286,7 @@ def test_the_excuse_for_ties_holds_for_ties_alone(runtime):
 
 
 ROWS = 4
-
-
 PAIRS = {"full": ("qwen3", SECOND), "rings": ("gpt_oss", SECOND | MIXED | {"is_causal": False})}
-
-
 KEPT = {name: make_pair(family, agree=8.0, **fields) for name, (family, fields) in PAIRS.items()}
 
 

@@ -16,8 +16,6 @@ import torch_dflash as td
 from torch_dflash.engine import registry as engine_cache
 
 NEW = 16
-
-
 FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16}
 
 
@@ -324,8 +322,6 @@ def test_new_weights_at_an_old_address_are_seen():
 
 
 IDS = torch.tensor([[5, 6, 7]])
-
-
 WORDS = {
     "cuda:0": "Pass runtime='eager' to decode on the GPU.",
     "xla:0": "keep the target on the CPU (target.to('cpu')), or load it with jax_bridge.load",

@@ -21,8 +21,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import torch_dflash as td
 
 RUNTIMES = ["eager", "xla"]
-
-
 NEW = 14
 
 
@@ -265,11 +263,7 @@ SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-
-
 SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-
-
 IMAGES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 16, "image_size": 28}
 IMAGES |= {"patch_size": 14}
 

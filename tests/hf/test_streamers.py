@@ -28,8 +28,6 @@ from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.pieces import _drafted
 
 NEW = 14
-
-
 PATIENCE = 20.0  # seconds
 
 

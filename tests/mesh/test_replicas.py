@@ -28,20 +28,10 @@ from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.requests.request import Request
 
 NEW = 14
-
-
 TWICE = Mesh(np.array(jax.devices()[:1] * 2), ("model",))
-
-
 FIXED = {"max_length": 48, "batch_size": 2, "prefill_chunk_size": 16, "rounds_per_chunk": 2}
-
-
 TOLD = {"outputs": ("output_logprobs", "output_scores"), "top_logprobs": 2}
-
-
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
-
-
 SAMPLED = GREEDY | {"do_sample": True, "temperature": 5.0, "top_k": 0, "seed": 11}
 
 
@@ -413,16 +403,12 @@ def test_calls_take_turns_and_those_that_stopped_are_left_out():
 
 
 SHORT = Case("qwen3", "static", 2, 2, "sampled", "v1", rows=3, runtime="eager")
-
-
 ONE_EACH = [
     Case("qwen3", "paged", 4, 4, "greedy", "v1", rows=6, compiled={"pool_pages": 2}),
     Case("llama", "static", 4, 4, "filters", "dflash2", rows=3),
     Case("gemma2", "static", 4, 4, "greedy", "plain", rows=7, room=2),
     Case("qwen3", "static", 4, 2, "sampled", "v1", room=2),
 ]
-
-
 SLICES = [
     Case("gpt_oss", "static", 4, 2, "sampled", "v1", room=2),
     Case("qwen3_moe", "paged", 4, 2, "greedy", "dflash2", rows=7, room=2),
@@ -493,8 +479,6 @@ except ValueError as error:
     assert "4 devices" in str(error) and "first replica" in str(error), error
     print("checked")
 """
-
-
 STATES = """
 import torch, torch_dflash as td
 from support.slices import make_sliceable, prompts

@@ -38,15 +38,9 @@ def found(ways) -> dict:
 
 LAYER = {"self_attn.q_proj.weight": (P(ALL), COLUMN), "self_attn.k_proj.weight": (P(KV), COLUMN)}
 LAYER |= {"self_attn.v_proj.weight": (P(KV), COLUMN), "self_attn.o_proj.weight": (P(None, ALL), ROW)}
-
-
 MLP = {"mlp.gate_proj.weight": (P(ALL), COLUMN), "mlp.up_proj.weight": (P(ALL), COLUMN)}
 MLP |= {"mlp.down_proj.weight": (P(None, ALL), ROW)}
-
-
 BIASES = {f"self_attn.{part}_proj.bias": (P(KV if part in "kv" else ALL), None) for part in "qkv"}
-
-
 TABLES = {"model.embed_tokens.weight": (P(ALL), COLUMN), "lm_head.weight": (P(ALL), COLUMN)}
 
 

@@ -27,8 +27,6 @@ COVER = [
     Case("qwen3_moe", "paged", "4x1", "sampled", "v1"),
     Case("qwen3_moe", "static", "4x1", "filters", "v1"),
 ]
-
-
 TREES = [
     Case("llama", "paged", "4x1", "sampled", "v1 union"),
     Case("qwen3", "static", "2x2", "greedy", "v1 tree"),
@@ -38,18 +36,10 @@ TREES = [
     Case("qwen3", "paged", "whole", "sampled", "v1 tree"),
     Case("llama", "static", "odd", "greedy", "v1 chain"),
 ]
-
-
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "no_repeat_ngram_size": 3}
 PENALTIES |= {"suppress_tokens": [5, 7], "min_new_tokens": 4, "typical_p": 0.95}
-
-
 TOLD = {"output_logprobs": True, "top_logprobs": 3, "output_scores": True}
-
-
 OUTPUTS = {"outputs": ["output_scores", "output_logprobs"], "top_logprobs": 3}
-
-
 OTHERS = [
     Case("qwen3", "static", "odd", "greedy", "v1"),
     Case("qwen3", "paged", "whole", "greedy", "v1"),
@@ -60,8 +50,6 @@ OTHERS = [
     Case("qwen3", "paged", "2x2", "sampled", "v1", {"processors": [*PENALTIES]}, PENALTIES),
     Case("qwen2", "static", "4x1", "greedy", "v1", OUTPUTS, TOLD),
 ]
-
-
 TREES += [
     Case("llama", "static", "2x2", "greedy", "v1 union", {"verify_width": "auto"}),
     Case("qwen3", "paged", "2x2", "sampled", "v1 tree", {"processors": [*PENALTIES]}, PENALTIES),
@@ -217,8 +205,6 @@ assert all(compiled[:4]) and not any(compiled[4:]), compiled
 assert found == [set(where) for where in places.values()], found
 print("checked")
 """
-
-
 BREAKS = {
     "a program without its mesh": "lower._signature = lambda leaf: (leaf.shape, leaf.dtype)",
     "an engine without its mesh": "from torch_dflash.engine import registry as r\n"
@@ -246,8 +232,6 @@ def test_what_forgets_its_mesh_is_noticed(broken):
 
 GENERATE = ["-m", "torch_dflash", "generate", "--target", "demo", "--drafter", "demo", "--jsonl", "--file"]
 GENERATE += ["-"]
-
-
 PROMPTS = "\n".join(json.dumps({"prompt": text}) for text in ("Why is the sky blue?", "Count to five."))
 
 

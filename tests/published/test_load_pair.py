@@ -145,11 +145,7 @@ def test_every_row_is_either_fetched_or_refused_for_what_it_says(monkeypatch):
 
 
 ROWS = {row.name: row for row in td.checkpoints}
-
-
 DATA = json.loads((files("torch_dflash.published") / "pairs.json").read_text())
-
-
 FAMILIES = {
     name: one
     for file in ("multimodal", "families")
@@ -171,8 +167,6 @@ ASSUMED = {
         "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8,
     },
 }  # fmt: skip
-
-
 PARAMETERS = {
     "qwen3-4b": 537_427_200, "qwen3-8b": 1_048_626_432, "qwen3-coder-30b-a3b": 473_995_264,
     "llama-3.1-8b": 1_048_626_432, "gpt-oss-20b": 784_767_104, "kimi-k2.5": 3_479_277_056,
@@ -181,8 +175,6 @@ PARAMETERS = {
     "qwen3-8b-dflash2": 1_169_573_120, "qwen3-4b-dflash2-mgoin": 632_360_192,
     "lfm2.5-1.2b-dspark": 295_725_953, "lfm2.5-2.6b-dspark": 327_707_521, "lfm2.5-8b-a1b-dspark": 327_707_521,
 }  # fmt: skip
-
-
 BYTES = {"GB": 1e9, "GiB": 2**30}
 
 

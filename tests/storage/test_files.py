@@ -72,8 +72,6 @@ def test_permissions_are_any_files(tmp_path, mask):
 
 
 DEEP = "[" * 100_000
-
-
 BAD = {
     "{": "Expecting property name",
     DEEP: "nested more than 200 levels",

@@ -22,14 +22,8 @@ from torch_dflash.targets.trace import blocks_of
 from torch_dflash.train.features.extract import FeatureExtractor
 
 EXACT = 2e-5
-
-
 SEEN = 1e-2
-
-
 RESULTS = json.loads((ROOT / "docs/results/families.json").read_text())["families"]
-
-
 EQUAL = [
     name
     for name, one in RESULTS.items()
@@ -59,8 +53,6 @@ LAYOUTS = {
     "qwen3_vl": ("model.language_model.layers.3", "model.language_model.norm"),
     "smolvlm": ("model.text_model.layers.3", "model.text_model.norm"),
 }
-
-
 REST = [
     case for case in (*EQUAL, *CONFIGS["MULTIMODAL"]) if case not in (*LAYOUTS, "opt:projected", "paligemma")
 ]
@@ -202,8 +194,6 @@ def test_two_states_of_a_block_are_not_guessed_between():
 
 
 LOSSLESS = ("gpt2", "gpt_neox", "opt", "gemma3", "mistral3", "qwen2_5_vl")
-
-
 QUICK = {"gpt2": "paged", "qwen2_5_vl": "static"}
 
 

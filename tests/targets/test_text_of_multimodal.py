@@ -22,14 +22,8 @@ from torch_dflash.targets.skeleton import build_skeleton, configs_of
 from torch_dflash.verify.twin import build_twin
 
 IMAGE = 94  # every id of the tiny configs that stands for an image, a video or sound
-
-
 PROMPT = torch.tensor([[5, 8, 13, 21, 34, 55]])
-
-
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
 FIELDS = {
     "gemma3": {"image_token_id", "boi_token_id", "eoi_token_id"},
     "gemma4": {"image_token_id", "video_token_id", "audio_token_id"},
