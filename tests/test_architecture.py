@@ -256,7 +256,7 @@ def functions(path):
             yield node.name, node.end_lineno - node.lineno + 1
 
 
-LINES = 27_530
+LINES = 27576
 """Lines of code of both packages, comments and docstrings not counted. Rooms may trade among each other.
 
 A change that adds a capability says by how much it raises this number; any other change keeps or lowers it.
@@ -358,7 +358,7 @@ with install_import_hook(["torch_dflash"], "beartype.beartype"):
 import torch, pytest
 from support import tiny
 from torch_dflash.accept import trim_at_stop
-from torch_dflash.proposers.dflash.native import ends_in_blocks
+from torch_dflash.proposers.checkpoint.extras import ends_in_blocks
 ids, mask = tiny.ragged_prompts(3)
 for family in ("qwen3", "gpt_oss"):
     target, drafter = tiny.make_pair(family)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,20 @@ def places(tensor: Tensor) -> Tensor:
     """A view of the bits in places that are evenly spread over rows and columns.
 
     At least one in every row (along the last dimension), in all columns in turn, and `SAMPLES`; of a vector
-    all.
+    all. A tensor with gaps between its rows, a slice say, is looked at in a few columns alone.
     """
     values = torch._neg_view(tensor.detach()) if tensor.is_neg() else tensor.detach()  # as they are stored
     bits = values.view(_BITS.get(tensor.itemsize, tensor.dtype))
-    if not bits.is_contiguous():  # rare; a grid
-        return bits[tuple(slice(None, None, max(1, size // 6)) for size in bits.shape)]
-    row = tensor.shape[-1] if tensor.ndim > 1 else 1
+    order = sorted(range(bits.ndim), key=bits.stride, reverse=True)
+    stored, row = bits.permute(order), tensor.shape[-1] if tensor.ndim > 1 else 1
+    if not stored.is_contiguous():
+        return bits[..., :: max(1, row // 3)]
+    inner = prod(stored.shape[order.index(bits.ndim - 1) + 1 :]) if order else 1  # of a transpose: its rows
     step = max(1, min(row - 1, tensor.numel() // SAMPLES))
-    while gcd(step, row) > 1:  # or every place might be in one column, of a feature that is always zero
+    # A common factor might put all places into one column, which may always be zero, or leave rows out.
+    while gcd(step, row) > 1 or gcd(step, inner) > 1:
         step -= 1
-    return bits.view(-1)[::step]
+    return stored.reshape(-1)[::step]
 
 
 def check_ordinary(tensors: dict[str, Any]) -> None:

@@ -226,6 +226,16 @@ def test_places_are_spread_over_rows_and_columns():
 
 
 @pytest.mark.parametrize(
+    "weight",
+    [torch.arange(32000.0).view(64, 500).t(), torch.arange(15360.0).view(5, 64, 48).transpose(1, 2)]
+    + [torch.arange(15360.0).view(48, 5, 64).permute(1, 2, 0), torch.arange(12800.0).view(100, 128)[:, :64]],
+)
+def test_each_row_has_a_place_however_a_weight_is_stored(weight):
+    seen = torch.isin(weight.to(torch.int64), places(weight).view(torch.float32).to(torch.int64))
+    assert seen.any(dim=-1).all() and int(seen.sum()) < weight.numel() / 8
+
+
+@pytest.mark.parametrize(
     ("shape", "calls"), [((97, 32), TURNS**2), ((3000, 16), TURNS**2), ((300, 300), TURNS**3)]
 )
 def test_a_row_written_behind_torchs_back_is_seen_some_calls_later(shape, calls):

@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 import torch_dflash as td
-from torch_dflash import decode, eager, record
+from torch_dflash import decode, eager, record, rows
 from torch_dflash.generation import read_call
 
 NEW = 16
@@ -301,9 +301,9 @@ def test_a_wrong_start_is_caught(pair, batch, monkeypatch):
 def test_a_reset_row_keeps_nothing(pair, batch):
     engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=2, outputs=("output_logprobs",))
     state = engine.start(**batch, max_new_tokens=4, do_sample=False)
-    idle = decode.RowRequests.idle(engine.plan)
+    idle = rows.RowRequests.idle(engine.plan)
     before = state.record["logprobs"].clone()
-    state = decode.reset(engine.pair, engine.tensors(), state, torch.tensor([True, False]), idle)
+    state = rows.reset(engine.pair, engine.tensors(), state, torch.tensor([True, False]), idle)
     assert before[0].any() and not state.record["logprobs"][0].any()
     assert torch.equal(state.record["logprobs"][1], before[1])
 

@@ -56,7 +56,7 @@ def test_a_weight_that_no_rule_knows_is_refused():
 SAME = """
 import torch
 import jax_bridge as jb, torch_dflash as td
-from jax_bridge.forms import unwrap
+from jax_bridge.weights.forms import unwrap
 from support.slices import make_sliceable, prompts
 target, drafter = make_sliceable("qwen3_5", "2x2", "v1")
 target.save_pretrained("FOLDER")

@@ -188,7 +188,7 @@ def wrong():
     return names
 def unlikely():
     "Whether the likeliest are others than those of the whole."
-    from torch_dflash.ops.likeliest import likeliest
+    from torch_dflash.ops.spread import likeliest
     logits, scale = rows.copy(), np.asarray([1.0, 0.7, 2.5, 1e-30] * 16, np.float32)[:, None]
     logits[1, 0], logits[4, 10:] = 1.0, -np.inf  # on three chips no other entry
     logits[5, 3] = 3e38

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.refusals import refuses
 from support.taps import build, drafter_for
 from transformers import AutoModelForImageTextToText
+from transformers.models.llama import modeling_llama
 
 import jax_bridge as jb
 import torch_dflash as td
@@ -51,6 +52,19 @@ def test_numbers_of_images_groups_in_a_mask_are_those_of_text():
     for drafter in (td.NGramProposer(4), drafter_for(target)):
         got = td.generate(target, drafter, ids, attention_mask=mask, runtime="eager", **GREEDY)
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("door", [td.check, lambda one: td.generate(one, None, PROMPT, runtime="eager")])
+def test_segments_in_a_mask_are_no_images_groups(monkeypatch, door):
+    create = modeling_llama.create_causal_mask
+
+    def packed(**given):
+        own = torch.arange(4096, device=given["inputs_embeds"].device)[None] // 64
+        return create(**given, and_mask_function=lambda b, h, query, key: own[0, query] == own[0, key])
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", packed)
+    with refuses(ValueError, "mask"):
+        door(build("llama"))
 
 
 @pytest.mark.parametrize("case", FIELDS)
