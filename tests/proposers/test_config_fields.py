@@ -225,13 +225,8 @@ def test_a_rope_inside_of_a_model_of_several_parts_is_seen(text, request):
 
 
 def test_a_target_that_projects_its_embedding_takes_no_drafter():
-    shape = {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 4,
-        "vocab_size": 97,
-    }
+    shape = {"hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
+    shape |= {"vocab_size": 97}
     target = AutoModelForCausalLM.from_config(OPTConfig(**shape, word_embed_proj_dim=16))
     for width in (16, 32):
         config = td.DFlashConfig(

@@ -129,13 +129,9 @@ def test_half_precision_and_int8_read_the_codebooks(runtime, options):
 def test_transformers_own_loop_is_refused():
     target, drafter = make_pair("qwen3", **SECOND)
     with pytest.raises(ValueError, match="speculation_type='dflash' with a DFlash2.*custom_generate"):
-        target.generate(
-            torch.tensor([[1, 2, 3]]),
-            max_new_tokens=8,
-            do_sample=False,
-            assistant_model=drafter,
-            speculation_type="dflash",
-        )
+        options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": drafter}
+        options |= {"speculation_type": "dflash"}
+        target.generate(torch.tensor([[1, 2, 3]]), **options)
     own = target.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
     block = td.dflash(randomise(drafter, 3), runtime="eager")
     ours = target.generate(

@@ -51,12 +51,8 @@ class Hub:
 def test_what_is_pushed_loads_again_and_has_a_card(drafter, monkeypatch, tmp_path):
     there = Hub()
     monkeypatch.setattr(hub, "HfApi", there)
-    said = {
-        "target": "some/target",
-        "license": "apache-2.0",
-        "acceptance": {"gsm8k": 3.14159},
-        "tags": ["tiny"],
-    }
+    said = {"target": "some/target", "license": "apache-2.0", "acceptance": {"gsm8k": 3.14159}}
+    said |= {"tags": ["tiny"]}
     call = {"token": "secret", "private": True, "revision": "v2", "create_pr": False, "commit_message": "why"}
     assert drafter.push_to_hub("me/mine", **said, **call) == "commit"
     assert there.calls[0] == ("api", {"token": "secret", "library_name": "torch-dflash"})
