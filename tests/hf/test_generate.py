@@ -105,9 +105,8 @@ def scripted(pair, new, runtime="eager", wrong=(), **options):
     drafter = Scripted(1, text.shape[1], width=4)
     drafter.say(text.tolist())
     drafter.script[0, [IDS.shape[1] + place for place in wrong]] += 1
-    out = td.generate(
-        pair[0], drafter, IDS, max_new_tokens=new, runtime=runtime, return_dict_in_generate=True, **options
-    )
+    options |= {"max_new_tokens": new, "runtime": runtime, "return_dict_in_generate": True}
+    out = td.generate(pair[0], drafter, IDS, **options)
     return out, text[0, IDS.shape[1] :].tolist()
 
 
@@ -156,9 +155,8 @@ def test_stats_without_a_round(pair):
 
 def test_stats_of_rows_that_end_apart(pair):
     ids, mask = tiny.ragged_prompts(3)
-    out = td.generate(
-        *pair, ids, mask, max_new_tokens=[3, 9, 6], runtime="eager", return_dict_in_generate=True
-    )
+    options = {"max_new_tokens": [3, 9, 6], "runtime": "eager", "return_dict_in_generate": True}
+    out = td.generate(*pair, ids, mask, **options)
     assert [1 + sum(row) for row in out.stats.acceptance_lengths] == [3, 9, 6]
     assert out.stats.new_tokens == 18
     assert out.stats.rounds == max(map(len, out.stats.acceptance_lengths))
@@ -265,14 +263,8 @@ def test_seeds_are_integers_of_any_kind(target):
     def row_seeds(seed):
         return read_request(target, ids, None, {"seed": seed, "do_sample": True}).seed
 
-    for seed in (
-        5,
-        np.int64(5),
-        np.uint8(5),
-        np.array(5),
-        torch.tensor(5),
-        torch.tensor(5, dtype=torch.int32),
-    ):
+    tensors = torch.tensor(5), torch.tensor(5, dtype=torch.int32)
+    for seed in (5, np.int64(5), np.uint8(5), np.array(5), *tensors):
         assert row_seeds(seed) == [5, 6, 7]
     for seeds in ([9, 5, -1], (np.int64(9), 5, -1), np.array([9, 5, -1]), torch.tensor([9, 5, -1])):
         assert row_seeds(seeds) == [9, 5, -1]

@@ -30,9 +30,8 @@ RULES = {
 
 
 def asked(options):
-    return (
-        {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | ALL | options
-    )
+    fixed = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return fixed | ALL | options
 
 
 def theirs(pair, row, options):

@@ -242,25 +242,32 @@ def an_alora(monkeypatch):
     return peft.get_peft_model(make_target("llama"), peft.LoraConfig(**options))
 
 
+def a_learned_prompt(monkeypatch):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(make_target("llama"), config)
+
+
 def a_generate_of_its_own(monkeypatch):
     target = make_target("llama")
     target.prepare_inputs_for_generation, target.generate = functools.partial(print), lambda *args: None
     return target
 
 
-PATCHED = ["modeling_llama.eager_attention_forward", "put transformers' own back"]
+STEPS, PLACES, OWN = "tells single tokens from prompts", "looks at other positions", "its own generate"
 REFUSED = {
-    "steps alone": (hooked(in_steps_alone), ["tells single tokens from prompts", "its own generate"]),
-    "the prompt alone": (
-        hooked(in_the_prompt_alone),
-        ["tells single tokens from prompts", "its own generate"],
+    "steps alone": (hooked(in_steps_alone), [STEPS, OWN]),
+    "the prompt alone": (hooked(in_the_prompt_alone), [STEPS, OWN]),
+    "an attribute": (set_later, [PLACES, OWN]),
+    "a later layer": (beyond_the_twins_layers, [PLACES, OWN]),
+    "generate": (suppressing_behind_a_hook, ["it changes logits", OWN]),
+    "attention": (
+        attention_patched,
+        ["modeling_llama.eager_attention_forward", "put transformers' own back"],
     ),
-    "an attribute": (set_later, ["looks at other positions", "its own generate"]),
-    "a later layer": (beyond_the_twins_layers, ["looks at other positions", "its own generate"]),
-    "generate": (suppressing_behind_a_hook, ["it changes logits", "its own generate"]),
-    "patched attention": (attention_patched, PATCHED),
     "state between calls": (counting, ["LlamaForCausalLM", "logits differ by"]),
     "aLoRA": (an_alora, ["LlamaForCausalLM", "'default', an aLoRA", "delete the adapter"]),
+    "a learned prompt": (a_learned_prompt, ["PromptTuningConfig", "before the prompt", OWN]),
     "own generate": (a_generate_of_its_own, ["LlamaForCausalLM carries a replaced", "delete it"]),
 }
 
@@ -589,15 +596,6 @@ def test_a_model_in_training_mode_decodes_as_in_evaluation_mode(kind):
     assert modes == [part.training for part in model.modules()] and "training" not in vars(nn.Module)
 
 
-@pytest.mark.filterwarnings(PEFTS)
-def test_a_learned_prompt_is_refused_by_name():
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(make_target("llama"), config)
-    with refuses(ValueError, "PromptTuningConfig", "before the prompt", "its own generate"):
-        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
-
-
 def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
     target = make_target("llama")
     engine = eager(target, td.NGramProposer())
@@ -616,24 +614,6 @@ def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
 
 
 GAIN = 1.0
-
-
-def test_what_a_patch_of_a_class_reads_is_looked_at(monkeypatch):
-    target, whole, held = make_target("llama"), modeling_llama.LlamaMLP.forward, {"by": 1.0}
-    linear = nn.Linear.forward
-    monkeypatch.setattr(
-        modeling_llama.LlamaMLP, "forward", lambda self, rows: whole(self, rows) * held["by"] * GAIN
-    )
-    for change in (
-        lambda: held.update(by=2.0),
-        lambda: monkeypatch.setitem(globals(), "GAIN", 3.0),
-        lambda: monkeypatch.setattr(nn.Linear, "forward", lambda self, rows: linear(self, rows) * 2),
-    ):
-        guard = Guard(target)
-        target(torch.tensor([PROMPT]))
-        assert guard.holds()
-        change()
-        assert not guard.holds()
 
 
 class Scale(nn.Module):  # a module that is no part of the model
@@ -656,72 +636,58 @@ class Switch:
         self.args, self.table = argparse.Namespace(gain=1.0), {1: {"gain": 1.0}}
 
     def hook(self, module, args, out):
-        gain = self.args.gain * self.table[1]["gain"] * Shared.gain * shared.GAIN
+        gain = self.args.gain * self.table[1]["gain"] * Shared.gain * shared.GAIN * GAIN
         return out * self.scale.by * self.scale.gain * self.settings["vector"] * gain
 
 
+class Hooks(nn.Module):  # a module beside the model, one of whose methods is a hook
+    def __init__(self, switch):
+        super().__init__()
+        self.switch = switch
+
+    def hook(self, module, args, out):
+        return self.switch.hook(module, args, out)
+
+
+def linear_patch(switch, patch):
+    forward = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, rows: forward(self, rows) * 2)
+
+
 REACHED = {
-    "a number": lambda switch, target: setattr(switch.scale, "by", 3.0),
-    "a weight": lambda switch, target: switch.scale.gain.data.mul_(3),
-    "another weight": lambda switch, target: setattr(switch.scale, "gain", nn.Parameter(torch.ones(32) * 3)),
-    "a vector": lambda switch, target: switch.settings["vector"].numpy().__imul__(3),
-    "an array": lambda switch, target: switch.settings["array"].__imul__(3),
-    "a hook": lambda switch, target: switch.scale.register_forward_hook(lambda module, args, out: out * 2),
-    "an object": lambda switch, target: setattr(switch, "scale", Scale(target.config.hidden_size * 1)),
-    "a namespace": lambda switch, target: setattr(switch.args, "gain", 2.0),
-    "an inner dict": lambda switch, target: switch.table[1].update(gain=2.0),
-    "a class": lambda switch, target: setattr(Shared, "gain", Shared.gain + 1),
-    "a module": lambda switch, target: setattr(shared, "GAIN", shared.GAIN + 1),
+    "a number": lambda switch, patch: setattr(switch.scale, "by", 3.0),
+    "a weight": lambda switch, patch: switch.scale.gain.data.mul_(3),
+    "another weight": lambda switch, patch: setattr(switch.scale, "gain", nn.Parameter(torch.ones(32) * 3)),
+    "a vector": lambda switch, patch: switch.settings["vector"].numpy().__imul__(3),
+    "an array": lambda switch, patch: switch.settings["array"].__imul__(3),
+    "a hook": lambda switch, patch: switch.scale.register_forward_hook(lambda module, args, out: out * 2),
+    "an object": lambda switch, patch: setattr(switch, "scale", Scale(32)),
+    "a namespace": lambda switch, patch: setattr(switch.args, "gain", 2.0),
+    "an inner dict": lambda switch, patch: switch.table[1].update(gain=2.0),
+    "a class": lambda switch, patch: setattr(Shared, "gain", Shared.gain + 1),
+    "a module": lambda switch, patch: setattr(shared, "GAIN", shared.GAIN + 1),
+    "a global": lambda switch, patch: patch.setitem(globals(), "GAIN", 3.0),
+    "a class of torch": linear_patch,
 }
 
 
-@pytest.mark.parametrize("by_closure", [True, False])
+@pytest.mark.parametrize("way", ["a method", "a closure", "a module's method", "a patch of a class"])
 @pytest.mark.parametrize("change", REACHED)
-def test_what_a_hook_reaches_is_looked_at(change, by_closure):
+def test_what_a_hook_reaches_is_looked_at(change, way, monkeypatch):
     """A program holds it as a constant."""
-    target = make_target("llama")
+    target, whole = make_target("llama"), modeling_llama.LlamaMLP.forward
     switch = Switch(Scale(target.config.hidden_size))
-    hook = (lambda *given: switch.hook(*given)) if by_closure else switch.hook
-    target.model.layers[1].mlp.register_forward_hook(hook)
+    if way == "a patch of a class":
+        patched = lambda self, rows: switch.hook(self, (rows,), whole(self, rows))  # noqa: E731
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", patched)
+    else:
+        hooks = {"a method": switch.hook, "a closure": lambda *given: switch.hook(*given)}
+        target.model.layers[1].mlp.register_forward_hook(hooks.get(way, Hooks(switch).hook))
     guard = Guard(target)
     target(torch.tensor([PROMPT]))
     assert guard.holds() and guard.holds()
-    REACHED[change](switch, target)
+    REACHED[change](switch, monkeypatch)
     assert not guard.holds()
-
-
-class Louder(modeling_llama.LlamaMLP):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Steers(nn.Module):  # a module beside the model, one of whose methods is a hook
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def hook(self, module, args, out):
-        return out * self.scale
-
-
-def doubled(module, args, out):
-    return out * 2
-
-
-def test_kinds_of_hooks_classes_and_modules_beside_the_model_are_followed():
-    target, steers = make_target("llama"), Steers()
-    mlp = target.model.layers[1].mlp
-    mlp.register_forward_pre_hook(lambda module, args: None)
-    target.model.layers[0].mlp.register_forward_hook(steers.hook)
-    engine = eager(target)
-    for change in (
-        lambda: mlp.register_forward_hook(functools.wraps(modeling_llama.rotate_half)(doubled)),
-        lambda: setattr(target.model.layers[2].mlp, "__class__", Louder),
-        lambda: steers.scale.data.fill_(-3.0),
-    ):
-        before = text_of(engine)
-        change()
-        assert text_of(engine) == own_of(target) != before
 
 
 def test_a_hook_removed_while_an_engine_is_built_is_no_part_of_it(monkeypatch):
@@ -729,13 +695,7 @@ def test_a_hook_removed_while_an_engine_is_built_is_no_part_of_it(monkeypatch):
     wanted = own_of(target)
     handle, _ = steer(target)
     trace = engine_module.Target
-
-    def removing(model):
-        copied = trace(model)
-        handle.remove()
-        return copied
-
-    monkeypatch.setattr(engine_module, "Target", removing)
+    monkeypatch.setattr(engine_module, "Target", lambda model: [trace(model), handle.remove()][0])
     assert text_of(eager(target)) == wanted
 
 
@@ -749,6 +709,17 @@ def test_a_program_follows_a_module_that_a_hook_reaches():
     assert first == own_of(target)
     switch.scale.by = -3.0
     assert text_of(engine) == own_of(target) != first
+
+
+class Louder(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_hook(monkeypatch, target):
+    """Wrapped as another function."""
+    doubled = functools.wraps(modeling_llama.rotate_half)(lambda module, args, out: out * 2)
+    target.model.layers[1].mlp.register_forward_hook(doubled)
 
 
 def scaled_by(kind, name, change):
@@ -783,6 +754,9 @@ PATCHES = {
     "child": lambda patch, t: setattr(t.model.layers[2].mlp, "act_fn", nn.Tanh()),
     "bias": lambda patch, t: setattr(t.lm_head, "bias", nn.Parameter(torch.linspace(-9, 9, VOCAB))),
     "layers": fewer_layers,
+    "hook": with_hook,
+    "hook of inputs": lambda patch, t: t.model.layers[1].mlp.register_forward_pre_hook(lambda m, x: x[0] * 2),
+    "class of a module": lambda patch, t: setattr(t.model.layers[2].mlp, "__class__", Louder),
 }
 
 
