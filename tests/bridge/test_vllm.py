@@ -113,12 +113,8 @@ def vllm(monkeypatch):
             super().__init__(message)
             self.parameter = parameter
 
-    found = SimpleNamespace(
-        platform=Platform,
-        refused=Refused,
-        impl="vllm",
-        versions={"tpu-inference": "0.32.0", "vllm-tpu": "0.32.0+local"},
-    )
+    versions = {"tpu-inference": "0.32.0", "vllm-tpu": "0.32.0+local"}
+    found = SimpleNamespace(platform=Platform, refused=Refused, impl="vllm", versions=versions)
     modules = {
         "vllm": {},
         "vllm.platforms": {"current_platform": Platform()},
@@ -202,9 +198,8 @@ def test_requests_of_any_other_configuration_are_vllms_alone(vllm):
 @pytest.mark.parametrize("found", ["0.33.0", "0.32.0.dev20261001", "0.32.1"])
 def test_an_unknown_release_is_named_and_may_be_tried(vllm, found):
     vllm.versions["tpu-inference"] = found
-    with pytest.raises(
-        ValueError, match=rf"tpu-inference {found}: .* knows tpu-inference 0.32.0; install"
-    ) as error:
+    words = rf"tpu-inference {found}: .* knows tpu-inference 0.32.0; install"
+    with pytest.raises(ValueError, match=words) as error:
         checked(vllm, config())
     assert "register_layers" in str(error.value)  # without which tpu-inference reads no PyTorch target
     said = re.search(r"--additional-config '(.*?)'", str(error.value))
@@ -360,7 +355,6 @@ def test_drafts_over_pages_are_those_of_a_growing_cache(kind):
 
 @pytest.mark.parametrize("drafts", [0, 6])
 def test_more_drafts_than_were_trained_are_refused(drafts):
-    with pytest.raises(
-        ValueError, match=f"num_speculative_tokens={drafts}: this drafter drafts 1 to 5 tokens"
-    ):
+    words = f"num_speculative_tokens={drafts}: this drafter drafts 1 to 5 tokens"
+    with pytest.raises(ValueError, match=words):
         PagedDrafter(tiny.make_pair()[1], drafts)

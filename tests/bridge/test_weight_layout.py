@@ -60,10 +60,8 @@ def test_linear_weights_are_turned_and_the_head_is_not(engine, pair):
 
 
 def test_a_turned_weight_follows_its_tensor(engine, pair):
-    name, weight = (
-        "target.model.model.layers.0.mlp.up_proj.weight",
-        pair[0].model.layers[0].mlp.up_proj.weight,
-    )
+    name = "target.model.model.layers.0.mlp.up_proj.weight"
+    weight = pair[0].model.layers[0].mlp.up_proj.weight
     before = engine.runtime.refresh(engine.tensors())
     with torch.no_grad():
         weight.mul_(2)

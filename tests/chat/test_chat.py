@@ -240,13 +240,8 @@ def test_a_response_template_finds_the_calls(pairs):
     chat = make_chat(pairs, tokenizer)
     messages = [{"role": "user", "content": "x"}]
     assert chat(messages, [find_weather]) == {"role": "assistant", "tool_calls": ["called"]}
-    assert found == [
-        (
-            own(pairs, tokenizer, messages, [find_weather])[0],
-            "[find_weather]<user>x</s><assistant>",
-            [find_weather],
-        )
-    ]
+    answer = own(pairs, tokenizer, messages, [find_weather])[0]
+    assert found == [(answer, "[find_weather]<user>x</s><assistant>", [find_weather])]
 
 
 def test_an_answer_that_cannot_be_parsed_stays_text(pairs):

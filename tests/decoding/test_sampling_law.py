@@ -216,10 +216,8 @@ def test_the_noise_is_gumbel():
         there = noise.narrow(dim, 1, noise.shape[dim] - 1)
         here = noise.narrow(dim, 0, noise.shape[dim] - 1)
         other = (dim + 1) % 3
-        slanted = (
-            there.narrow(other, 1, there.shape[other] - 1),
-            here.narrow(other, 0, here.shape[other] - 1),
-        )
+        some, most = here.shape[other] - 1, there.shape[other] - 1
+        slanted = there.narrow(other, 1, most), here.narrow(other, 0, some)
         for one, two in ((there, here), slanted):
             r = float(torch.corrcoef(torch.stack([one.flatten(), two.flatten()]))[0, 1])
             assert abs(r) < 4.5 / math.sqrt(one.numel())

@@ -153,9 +153,8 @@ def test_a_state_of_another_plan_or_model_is_refused(saved):
     with pytest.raises(ValueError, match=r"holds .proposer.layers\[1\].key, which this engine's state lacks"):
         td.load_state(path, make_engine("eager", pair=(target, shallower)))
     other = models("qwen3")  # its heads are wider
-    with pytest.raises(
-        ValueError, match=r"cache\[0\].key is torch.float32 .*, this engine's is .*same target"
-    ):
+    words = r"cache\[0\].key is torch.float32 .*, this engine's is .*same target"
+    with pytest.raises(ValueError, match=words):
         td.load_state(path, make_engine("eager", pair=other))
 
 
@@ -286,11 +285,8 @@ class Extra:  # a part of a state that this library does not know, with a leaf t
 def test_any_registered_part_and_none_leaves_are_kept(eager, saved, tmp_path, monkeypatch):
     _, state = saved
     template = state_io.abstract_state(eager)
-    monkeypatch.setattr(
-        state_io,
-        "abstract_state",
-        lambda engine: replace(template, cache=(Extra(torch.empty(2, 3, device="meta"), None),)),
-    )
+    wider = replace(template, cache=(Extra(torch.empty(2, 3, device="meta"), None),))
+    monkeypatch.setattr(state_io, "abstract_state", lambda engine: wider)
     table = torch.arange(6.0).view(3, 2).T  # not contiguous
     td.save_state(replace(state, cache=(Extra(table, None),)), tmp_path / "state", eager)
     back = td.load_state(tmp_path / "state", eager).cache[0]

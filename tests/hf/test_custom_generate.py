@@ -97,9 +97,8 @@ def test_what_may_follow_beside_what_transformers_lists_behind_it(pair, batch, o
     expected = target.generate(**batch, **asked)
     block = td.dflash(drafter, runtime="eager")
     assert torch.equal(target.generate(**batch, **asked, custom_generate=block), expected)
-    with pytest.raises(
-        ValueError, match="PrefixConstrainedLogitsProcessor runs on the host.*runtime='eager'"
-    ):
+    words = "PrefixConstrainedLogitsProcessor runs on the host.*runtime='eager'"
+    with pytest.raises(ValueError, match=words):
         target.generate(**batch, **asked, custom_generate=td.dflash(drafter, runtime="xla"))
 
 

@@ -90,12 +90,8 @@ def test_classes_hold_the_characters_that_they_name(pattern):
         for byte in chr(code).encode():
             state = following[state, byte]
         assert (state != DEAD and ends[state]) == bool(re.fullmatch(own, chr(code))), hex(code)
-    for wrong in (
-        b"\xed\xa0\x80",
-        b"\xc0\x80",
-        b"\xf4\x90\x80\x80",
-        b"\x80",
-    ):  # surrogates, overlong, too high
+    # Surrogates, overlong, too high.
+    for wrong in (b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\x80"):
         state = FIRST
         for byte in wrong:
             state = following[state, byte]

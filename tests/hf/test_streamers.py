@@ -250,12 +250,8 @@ class Halves:  # even ids are first bytes of a character and odd ones second byt
 
 def stream(pair, batch, **options):
     """(the rows' tokens, their texts, which tokens were drafted, pieces) of a whole stream."""
-    asked = {
-        "max_new_tokens": LONG,
-        "do_sample": False,
-        "eos_token_id": None,
-        "tokenizer": Halves(),
-    } | options
+    asked = {"max_new_tokens": LONG, "do_sample": False, "eos_token_id": None, "tokenizer": Halves()}
+    asked |= options
     pieces = list(td.stream(*pair, **batch, **asked))
     rows = list(zip(*pieces, strict=True))
     joined = [[token for piece in row for token in piece.tokens] for row in rows]

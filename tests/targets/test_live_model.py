@@ -362,9 +362,7 @@ def test_weights_that_a_hook_closes_over_are_refused_on_xla_by_name():
 def test_layers_that_were_removed_are_named():
     target = make_target("llama")
     target.model.layers = target.model.layers[:2]
-    with refuses(
-        ValueError, "layers [2, 3]", "num_hidden_layers=2 in its config, if the others were removed"
-    ):
+    with refuses(ValueError, "layers [2, 3]", "num_hidden_layers=2 in its config, if the others"):
         eager(target)
     target.config.num_hidden_layers = 2
     assert text_of(eager(target)) == own_of(target)
@@ -375,13 +373,8 @@ def test_what_only_gradients_read_makes_no_copy_anew(caplog):
     target = make_target("llama")
     engine = eager(target)
     pair = engine.pair
-    for change in (
-        target.gradient_checkpointing_enable,
-        target.gradient_checkpointing_disable,
-        target.enable_input_require_grads,
-        target.train,
-        target.eval,
-    ):
+    changes = [target.gradient_checkpointing_enable, target.gradient_checkpointing_disable]
+    for change in [*changes, target.enable_input_require_grads, target.train, target.eval]:
         change()
         text_of(engine)
         assert engine.pair is pair and CHANGED not in caplog.text
