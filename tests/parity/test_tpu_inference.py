@@ -23,9 +23,7 @@ MODULE = "tpu_inference.layers.common.dflash_attention_interface"
 METADATA = "tpu_inference.layers.common.attention_metadata"
 
 
-class Metadata(NamedTuple):
-    """The two fields of its attention metadata that the function reads."""
-
+class Metadata(NamedTuple):  # the two fields of its attention metadata that the function reads
     query_start_loc: Any
     request_distribution: Any = None
 

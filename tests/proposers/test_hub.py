@@ -22,9 +22,7 @@ def drafter():
     return make_drafter(make_target("qwen3"))
 
 
-class Hub:
-    """What the hub's API was asked for."""
-
+class Hub:  # what the hub's API was asked for
     def __init__(self, there=()):
         self.there, self.calls, self.files = there, [], {}
 

@@ -276,9 +276,7 @@ def test_two_devices_take_the_step_of_one():
     assert len(gaps) == 7 and max(gaps) < 1e-5, gaps
 
 
-class Stopping(TorchTrainer):
-    """Asks its process to stop in step 3."""
-
+class Stopping(TorchTrainer):  # asks its process to stop in step 3
     def step(self, step, *args):
         if step == 2:
             signal.raise_signal(signal.SIGINT)
