@@ -49,9 +49,7 @@ CASES = {
 }
 
 
-class Call:
-    """Random arguments: row 0 has no context, others some of the slots; the rest holds what must not show."""
-
+class Call:  # random arguments: row 0 has no context, others some of the slots; no other may show
     def __init__(self, shape: Shape, seed: int = 0, start: np.ndarray | None = None):
         self.shape, random = shape, np.random.default_rng(seed)
 

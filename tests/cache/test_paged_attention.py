@@ -48,9 +48,7 @@ CASES = {
 
 
 @dataclass
-class Call:
-    """Random arguments in float32: pages out of order, and rows that end in the middle of a page or tile."""
-
+class Call:  # random arguments in float32: pages out of order, rows that end within a page or tile
     shape: Shape
     seed: int = 0
 

@@ -16,9 +16,7 @@ THINKING = GROWING.replace("m.content }}", "m.content[3:] if m.role == 'assistan
 ASCII = list(range(1, 94))  # ids of the byte tokenizer that are printable characters
 
 
-class Letters:
-    """Lets a target say printable characters alone: its text comes back from the template as it was."""
-
+class Letters:  # printable characters alone: its text comes back from the template as it was
     def __call__(self, tokens, length, logits):
         keep = torch.zeros(logits.shape[-1], dtype=torch.bool)
         keep[ASCII] = True

@@ -29,9 +29,7 @@ class Taken:
     committed: Int[Tensor, " B"]
 
 
-class Counts(td.Proposer):
-    """Has a state, and is of those who wrote nothing to go back in it: eager rounds check its count."""
-
+class Counts(td.Proposer):  # a state, without a way to go back in it: eager rounds check its count
     name, width = "counts", 4
 
     def start(self, plan, device):

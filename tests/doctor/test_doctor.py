@@ -130,9 +130,7 @@ def test_a_head_and_an_embedding_of_its_own_draft_as_the_targets_do():
         check_judged(target, own)
 
 
-class FromTheAnchor(td.DFlashDraftModel):
-    """Its rows say what those behind them say of others: the anchor's the first draft."""
-
+class FromTheAnchor(td.DFlashDraftModel):  # the anchor's row says the first draft
     def block(self, noise, context, position, memory, blocks=1):
         rows = super().block(noise, context, position, memory, blocks)
         return rows.unflatten(1, (blocks, -1)).roll(-1, dims=2).flatten(1, 2)

@@ -60,9 +60,7 @@ def read_tokenizer():
     return llguidance.hf.from_tokenizer(TOKENIZER)
 
 
-class Reference:
-    """As transformers' users write it: a matcher made anew for every row and token, with its own stop id."""
-
+class Reference:  # as transformers' users write it: a matcher made anew for every row and token
     def __init__(self, kind, starts):
         self.tokenizer = read_tokenizer()
         text = {"json": json.dumps(SCHEMA), "lark": LARK}.get(kind, PATTERN)

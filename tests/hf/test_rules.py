@@ -177,9 +177,7 @@ def test_a_time_ends_all_rows(pair, batch, plain):
     assert ours(pair, batch, max_time=900.0)[0] == plain
 
 
-class Counted:
-    """Bans the id that it banned least, by a memory of its own: it must be asked once for each token."""
-
+class Counted:  # bans the id that it banned least: it must be asked once for each token
     def __init__(self):
         self.asked = []
 

@@ -5,6 +5,8 @@ import copy
 import gc
 import threading
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,19 +48,24 @@ class Letters:  # enough of a tokenizer for transformers' text streamers
         return "".join(chr(33 + int(token) % 94) for token in ids)
 
 
+def assert_printed(pair, ids, capsys, loop):
+    streamer = TextStreamer(Letters(), skip_prompt=True)
+    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": loop}
+    out = pair[0].generate(ids, **options, streamer=streamer)
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+
+
 def calls(target, drafter, ids):
     """The ways to give a streamer, by name: each a function of the streamer."""
     options = {"max_new_tokens": NEW, "do_sample": False}
-    block = td.dflash(drafter, runtime="eager")
+    bound, block = partial(td.dflash, drafter, runtime="eager"), td.dflash(drafter, runtime="eager")
 
     def wrapper(model, *args, **kwargs):
         return block(model, *args, **kwargs)
 
     return {
         "generate": lambda s: td.generate(target, drafter, ids, **options, runtime="eager", streamer=s),
-        "bound": lambda s: target.generate(
-            ids, **options, custom_generate=td.dflash(drafter, runtime="eager", streamer=s)
-        ),
+        "bound": lambda s: target.generate(ids, **options, custom_generate=bound(streamer=s)),
         "passed": lambda s: target.generate(ids, **options, custom_generate=block, streamer=s),
         "wrapped": lambda s: target.generate(ids, **options, custom_generate=wrapper, streamer=s),
     }
@@ -130,13 +137,8 @@ def test_a_streamer_through_a_pipeline(pair, capsys):
 
 
 def test_a_calls_own_streamer_goes_before_the_bound_one(pair, ids, capsys):
-    class Unused:
-        def put(self, value=None):
-            raise AssertionError("the bound streamer was used")
-
-        end = put
-
-    block = td.dflash(pair[1], runtime="eager", streamer=Unused())
+    used = lambda *given: pytest.fail("the bound streamer was used")  # noqa: E731
+    block = td.dflash(pair[1], runtime="eager", streamer=SimpleNamespace(put=used, end=used))
     options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": block}
     pair[0].generate(ids, **options, streamer=TextStreamer(Letters(), skip_prompt=True))
     assert len(capsys.readouterr().out) == 4
@@ -157,21 +159,16 @@ def test_what_is_no_streamer_for_this_call(pair, ids):
 
 
 def test_the_prompt_is_put_once(pair, ids):
-    class Seen:
-        def __init__(self):
-            self.puts, self.ended = [], 0
-
-        def put(self, value):
-            self.puts.append(value.flatten().tolist())
-
-        def end(self):
-            self.ended += 1
-
-    streamer, block = Seen(), td.dflash(pair[1], runtime="eager")
-    options = {"max_new_tokens": 9, "do_sample": False, "custom_generate": block}
+    puts, ended = [], []
+    put = lambda value: puts.append(value.flatten().tolist())  # noqa: E731
+    streamer = SimpleNamespace(put=put, end=lambda: ended.append(True))
+    options = {
+        "max_new_tokens": 9,
+        "do_sample": False,
+        "custom_generate": td.dflash(pair[1], runtime="eager"),
+    }
     out = pair[0].generate(ids, **options, streamer=streamer)
-    assert streamer.puts[0] == ids[0].tolist() and streamer.ended == 1
-    assert sum(streamer.puts, []) == out[0].tolist()
+    assert puts[0] == ids[0].tolist() and ended == [True] and sum(puts, []) == out[0].tolist()
     assert streamer_of_caller(pair[0]) is None
 
 
@@ -184,7 +181,6 @@ def test_a_callers_variable_of_that_name_is_not_taken(pair, ids):
 def test_a_streamer_is_of_one_generation_of_one_model(pair, ids, capsys):
     """What a custom generate asks other models, or asks once more, is not what its reader waits for."""
     other, drafter = tiny.make_pair(agree=2.5)
-    options = {"max_new_tokens": NEW, "do_sample": False}
     block = td.dflash(drafter, runtime="eager")
 
     def wrapper(model, input_ids, **given):
@@ -193,9 +189,7 @@ def test_a_streamer_is_of_one_generation_of_one_model(pair, ids, capsys):
         block(model, input_ids, generation_config=given["generation_config"])
         return out
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    out = pair[0].generate(ids, **options, custom_generate=wrapper, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, wrapper)
 
 
 def test_a_call_that_was_refused_has_not_taken_the_streamer(pair, ids, capsys):
@@ -206,10 +200,7 @@ def test_a_call_that_was_refused_has_not_taken_the_streamer(pair, ids, capsys):
             block(model, input_ids, **given | {"seed": "bad"})
         return block(model, input_ids, **given)
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": wrapper}
-    out = pair[0].generate(ids, **options, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, wrapper)
 
 
 def test_a_call_that_refuses_its_models_has_not_taken_the_streamer(pair, ids, capsys):
@@ -218,10 +209,7 @@ def test_a_call_that_refuses_its_models_has_not_taken_the_streamer(pair, ids, ca
             td.dflash(pair[1], runtime="xla")(model, input_ids, **given)
         return td.dflash(pair[1], runtime="eager")(model, input_ids, **given)
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": wrapper}
-    out = pair[0].generate(ids, **options, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, wrapper)
 
 
 def test_a_generate_that_was_wrapped_is_found(pair, ids, capsys, monkeypatch):
@@ -233,10 +221,7 @@ def test_a_generate_that_was_wrapped_is_found(pair, ids, capsys, monkeypatch):
             return deep(model, *args, depth=depth - 1, **more)
         return td.dflash(pair[1], runtime="eager")(model, *args, **more)
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": deep}
-    out = pair[0].generate(ids, **options, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, deep)
 
 
 LONG = 20
@@ -271,9 +256,8 @@ def test_pieces_together_are_the_whole(pair, batch, runtime, rounds):
     assert not any(piece.done for piece in pieces[0])
     # Of a pass all but the last token were drafted; where the cap cut one, that last token was not reached.
     lengths, capped = whole.stats.acceptance_lengths, whole.stats.capped
-    assert [sum(row) for row in drafted] == [
-        sum(count - 1 for count in row) + cut for row, cut in zip(lengths, capped, strict=True)
-    ]
+    wanted = [sum(row) - len(row) + cut for row, cut in zip(lengths, capped, strict=True)]
+    assert [sum(row) for row in drafted] == wanted
     assert sum(map(sum, drafted)) > 0
 
 
@@ -310,17 +294,17 @@ def closed(pieces):
     pieces.close()
 
 
-def left(pieces):
+def left(pieces, error=None):
     for number, _ in enumerate(pieces):
+        if number == 1 and error:
+            raise error
         if number == 1:
             break
 
 
 def failed(pieces):
     with pytest.raises(KeyError):
-        for number, _ in enumerate(pieces):
-            if number == 1:
-                raise KeyError("the consumer's own")
+        left(pieces, KeyError("the consumer's own"))
 
 
 @pytest.mark.parametrize(
@@ -337,9 +321,8 @@ def test_an_abandoned_stream_frees_its_state(pair, batch, monkeypatch, runtime, 
 
     monkeypatch.setattr(td.engine.batch.Generation, "step", watched)
     asked = {"max_new_tokens": [LONG, 7], "do_sample": False, "eos_token_id": None, "tokenizer": Halves()}
-    pieces = td.stream(
-        *pair, **batch, **asked, runtime=runtime, rounds_per_chunk=1 if runtime == "eager" else 4
-    )
+    rounds = 1 if runtime == "eager" else 4
+    pieces = td.stream(*pair, **batch, **asked, runtime=runtime, rounds_per_chunk=rounds)
     stop(pieces)
     assert len(states) == 2
     del pieces

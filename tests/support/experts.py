@@ -14,9 +14,7 @@ INNER = 10
 CHOSEN = 4
 
 
-class Experts(nn.Module):
-    """What transformers' decorator makes of an experts class; the flags as its arguments."""
-
+class Experts(nn.Module):  # what transformers' decorator makes of an experts class; the flags as arguments
     _is_expert_parallel = False
     _apply_gate = _default_apply_gate
 

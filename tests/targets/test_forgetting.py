@@ -66,9 +66,7 @@ def with_tensors_inside(model, embeds, ids, seen):
     return embeds * memo["table"] * model.held.table * model.rows[0]
 
 
-class Mixes(transformers.LlamaForCausalLM):
-    """Reads hidden states, for which transformers hangs hooks into its modules."""
-
+class Mixes(transformers.LlamaForCausalLM):  # transformers hangs hooks in for its hidden states
     def forward(self, input_ids=None, position_ids=None, use_cache=None, **more):
         asked = {CACHE: more.get(CACHE), "use_cache": use_cache, "output_hidden_states": True}
         mask = more.get("attention_mask")
@@ -120,9 +118,7 @@ def counted(model, embeds, ids, seen):
     return embeds
 
 
-class Notes(transformers.LlamaForCausalLM):
-    """Its forward notes how it was called, as many do, and reads none of it."""
-
+class Notes(transformers.LlamaForCausalLM):  # notes how it was called, as many do, and reads none of it
     def __init__(self, config):
         super().__init__(config)
         self.prefills, self.steps, self.kind = 0, 0, self.lm_head.weight.dtype

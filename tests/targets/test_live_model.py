@@ -171,9 +171,7 @@ def in_the_prompt_alone(module, args, out):
     return out * 3 if out.shape[1] > 1 else out
 
 
-class Steered(transformers.LlamaForCausalLM):
-    """A class that does more once an attribute is set, which no twin of the class has."""
-
+class Steered(transformers.LlamaForCausalLM):  # does more once an attribute is set, which no twin has
     steer = None
 
     def forward(self, input_ids=None, position_ids=None, **more):

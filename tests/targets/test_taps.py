@@ -123,9 +123,7 @@ class Doubling(nn.ModuleList):  # layers that are given twice what the one befor
         return layer(hidden * 2, **more)
 
 
-class Between(hf.LlamaModel):
-    """Something happens to a state between two blocks, and stands in no block's output."""
-
+class Between(hf.LlamaModel):  # something happens between two blocks, and stands in no block's output
     def __init__(self, config):
         super().__init__(config)
         self.layers = Doubling(list(self.layers))

@@ -102,9 +102,7 @@ class Called:  # stands for a function, as decorators of libraries do
         return self.function(*args, **kwargs)
 
 
-class FarRotary(modeling_llama.LlamaRotaryEmbedding):
-    """Turns a whole forward's positions by less, once one is far."""
-
+class FarRotary(modeling_llama.LlamaRotaryEmbedding):  # turns by less, once a position is far
     def forward(self, x, position_ids):
         far = position_ids.max() + 1 > self.config.original_max_position_embeddings
         return super().forward(x, torch.where(far, position_ids * 0.25, position_ids * 1.0))
