@@ -75,8 +75,8 @@ def test_a_part_is_that_of_the_whole(published, name):
     for part in parts[:4]:
         whole = part.read()
         assert whole.shape == part.shape
-        whole = slice(None)
-        for index in ((slice(1, 2),), (slice(0, 3), slice(5, 40)), (whole, slice(17, 18), slice(3, 60))):
+        every = slice(None)
+        for index in ((slice(1, 2),), (slice(0, 3), slice(5, 40)), (every, slice(17, 18), slice(3, 60))):
             index = index[: len(part.shape)]
             assert torch.equal(part.read_part(index), whole[index]), (part.name, index)
 
