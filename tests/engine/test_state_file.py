@@ -51,9 +51,6 @@ def finish(engine, state) -> dict:
     }
 
 
-FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests/engine")
-
-
 def finish_elsewhere(path, runtime, cache) -> dict:
     """A new process loads ``path`` on ``runtime``, whose engine reads at other times, and finishes."""
     code = (
@@ -62,15 +59,10 @@ def finish_elsewhere(path, runtime, cache) -> dict:
         "engine = t.make_engine(sys.argv[2], rounds_per_chunk=3, cache=sys.argv[3])\n"
         "print(json.dumps(t.finish(engine, td.load_state(sys.argv[1], engine))))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(path), runtime, cache],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/engine")))},
-        timeout=300,
-    )
+    folders = map(str, (ROOT, ROOT / "tests", ROOT / "tests/engine"))
+    options = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(folders)}, "cwd": ROOT, "timeout": 300}
+    command = [sys.executable, "-W", "error", "-c", code, str(path), runtime, cache]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
