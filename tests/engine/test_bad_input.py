@@ -259,8 +259,6 @@ def test_engines(pair):
         build(prefill_chunk_size=17)
     with refuses(ValueError, "max_length=513", "max_position_embeddings=512", "lower"):
         build(max_length=513)
-    with refuses(TypeError, "colour"):
-        build(colour="red")
 
     engine, two = build(stop_slots=1, filters=False), IDS.repeat(2, 1)
     calls = [

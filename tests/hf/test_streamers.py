@@ -280,15 +280,6 @@ def test_plain_decoding_drafts_nothing(pair, batch):
     assert tokens == stream(pair, batch, runtime="eager")[0] and not any(map(any, drafted))
 
 
-def test_bad_input_is_told_before_the_first_piece(pair, batch):
-    with refuses(ValueError, "max_new_tokens=0", "at least 1"):
-        td.stream(*pair, **batch, max_new_tokens=0, runtime="eager")
-    with refuses(ValueError, "stop_strings=['a']", "pass tokenizer="):
-        td.stream(*pair, **batch, stop_strings=["a"], runtime="eager")
-    with refuses(TypeError, "unknown option 'colour'"):
-        td.stream(*pair, **batch, colour="red", runtime="eager")
-
-
 def closed(pieces):
     next(pieces), next(pieces)
     pieces.close()
