@@ -1,7 +1,7 @@
 """Products padded to a size from which on a CPU rounds each row alike, whatever stands beside it.
 
-Found by trying shapes (`tests/bridge/test_steady.py`): the library beneath chooses its code, and with it the
-order of the sums, by how many rows there are and how long they are.
+Found by trying shapes (`tests/bridge/test_row_reductions.py`): the library beneath chooses its code, and with
+it the order of the sums, by how many rows there are and how long they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What lowering costs: our round and the reference's, compiled by the TPU compiler on the same dimensions."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

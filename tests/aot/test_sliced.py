@@ -1,7 +1,5 @@
 """Rounds of large pairs compiled for slices: what each chip moves, and what the chips exchange."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from contextlib import nullcontext

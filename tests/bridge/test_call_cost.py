@@ -1,7 +1,5 @@
 """What a call does on the host beside its programs: counted, not timed."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 import torch

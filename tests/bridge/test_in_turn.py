@@ -1,7 +1,5 @@
 """A warm-up runs each step as soon as its program is there, in order, and traces the next ones meanwhile."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from itertools import accumulate
 
@@ -14,9 +12,7 @@ from jax_bridge.programs.lower import AHEAD, run_in_turn
 NAMES = list("abcdef")
 
 
-class Scripted:
-    """Programs that are there at once, or when they are waited for; what happens is noted."""
-
+class Scripted:  # programs that are there at once, or when they are waited for; what happens is noted
     def __init__(self, at_once: str = "", broken: str = ""):
         self.noted: list[str] = []
         self._at_once, self._broken = at_once, broken
@@ -35,9 +31,7 @@ class Scripted:
         return step
 
 
-class Bar:
-    """Notes what it says beside what the programs do."""
-
+class Bar:  # notes what it says beside what the programs do
     def __init__(self, noted: list[str]):
         self.noted, self.moved = noted, 0
 

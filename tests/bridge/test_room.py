@@ -1,7 +1,5 @@
 """What cannot fit is refused before anything is put on a device, and by how much."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -39,7 +37,6 @@ def small(monkeypatch):
 
 
 def sizes(pair, **options) -> tuple[int, int]:
-    """Bytes of weights and of state as they are, unspread."""
     engine = td.compile(*pair, max_length=64, batch_size=2, **options)
     held = sum(tensor.nbytes for tensor in {id(one): one for one in engine.tensors().values()}.values())
     return held, bytes_of(engine.runtime.begin(engine._params(), _idle(engine)))

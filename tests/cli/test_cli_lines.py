@@ -1,7 +1,5 @@
 """``generate --jsonl``: whatever stands in a line is that line's error, and no decoded line is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -24,17 +22,8 @@ def target(tmp_path_factory):
 
 
 def generate(target, *options):
-    options = [
-        "--target",
-        target,
-        "--drafter",
-        "ngram",
-        "--runtime",
-        "eager",
-        "--max-new-tokens",
-        "3",
-        *options,
-    ]
+    options = ["--target", target, "--drafter", "ngram", "--runtime", "eager", "--max-new-tokens", "3"]
+    options += [*options]
     return main(["generate", *options])
 
 
@@ -201,12 +190,8 @@ def test_a_lines_own_option_is_the_commands_or_an_error(target, monkeypatch, cap
     assert read(capsys.readouterr().out)[0]["text"]
 
 
-NO_COMMANDS = [
-    '"n": 2',
-    '"tools": [{}]',
-    '"response_format": {"type": "json_object"}',
-    '"guided_choice": ["a"]',
-]
+NO_COMMANDS = ['"n": 2', '"tools": [{}]', '"response_format": {"type": "json_object"}']
+NO_COMMANDS += ['"guided_choice": ["a"]']
 NO_COMMANDS += [
     '"guided_json": {}',
     '"allowed_token_ids": [1]',

@@ -1,7 +1,5 @@
 """Products in another type: the text is that of plain decoding in the same arithmetic."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A row given to another request: nothing of its old occupant is left, and its neighbours go on untouched."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

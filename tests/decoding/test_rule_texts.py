@@ -1,7 +1,5 @@
 """Whatever options a call has, its text is that of plain decoding; a processor that sees wrongly shows."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """README and docs: every block of Python runs, every command parses, every link and file named is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Scores, logits and log-probabilities of new tokens: transformers' own, through every door and in blocks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -34,9 +32,8 @@ RULES = {
 
 
 def asked(options):
-    return (
-        {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | ALL | options
-    )
+    fixed = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return fixed | ALL | options
 
 
 def theirs(pair, row, options):
@@ -142,13 +139,9 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.95, "t
 def test_sampled_values_are_those_of_transformers_for_the_text(pair, batch, runtime):
     options = asked(SAMPLED | {"max_new_tokens": 6, "repetition_penalty": 1.2, "num_return_sequences": 2})
     out = td.generate(*pair, **batch, runtime=runtime, **options, **OWN)
-    warpers = [
-        logits_process.RepetitionPenaltyLogitsProcessor(1.2),
-        logits_process.TemperatureLogitsWarper(0.7),
-        logits_process.TopKLogitsWarper(12),
-        logits_process.TopPLogitsWarper(0.95),
-        logits_process.TypicalLogitsWarper(0.98),
-    ]
+    warpers = [logits_process.RepetitionPenaltyLogitsProcessor(1.2)]
+    warpers += [logits_process.TemperatureLogitsWarper(0.7), logits_process.TopKLogitsWarper(12)]
+    warpers += [logits_process.TopPLogitsWarper(0.95), logits_process.TypicalLogitsWarper(0.98)]
     texts = out.sequences.view(2, 2, -1)
     assert not torch.equal(texts[:, 0], texts[:, 1])
     for at, tokens in enumerate(out.new_tokens):

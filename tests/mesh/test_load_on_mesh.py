@@ -1,7 +1,5 @@
 """A checkpoint straight onto a mesh: each part is read once, and nothing else; the text is the same."""
 
-from __future__ import annotations
-
 import pytest
 from support.families import MORE
 from support.hybrids import BEFORE, KINDS

@@ -1,7 +1,5 @@
 """Recurrent layers cut by heads: four devices say what one says, and hold the same states."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

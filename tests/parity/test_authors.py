@@ -1,7 +1,5 @@
 """Every round's hidden states against the authors' code, transformers' own loop and the pure-JAX drafter."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import dflash.model as authors

@@ -1,7 +1,5 @@
 """The pure-JAX target and loop against the lowered ones: taps, logits, drafts, tokens, acceptance."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import partial

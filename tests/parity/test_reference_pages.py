@@ -1,7 +1,5 @@
 """The paged cache of the XLA runtime against a pure-JAX one: tokens, acceptance lengths, what pages hold."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

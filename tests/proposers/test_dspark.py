@@ -1,7 +1,5 @@
 """DSpark's Markov head: drafts are those of its definition, and each convention shows when it is broken."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.layouts import pair, publish
@@ -96,10 +94,7 @@ BROKEN = [
     for name in ("speculators", "v1")
     for broken in (ignored, anchor_for_all, one_too_late)
 ]
-BROKEN += [
-    ("speculators", DraftVocabulary, "choose", own_ids),
-    ("v1", MarkovHead, "forward", swapped),
-]
+BROKEN += [("speculators", DraftVocabulary, "choose", own_ids), ("v1", MarkovHead, "forward", swapped)]
 
 
 @pytest.mark.parametrize("name", ["speculators", "v1"])

@@ -1,7 +1,5 @@
 """Drafters of every published layout: fields and tensors are ours, come back, or are refused."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

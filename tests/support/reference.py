@@ -1,7 +1,5 @@
 """A pair, and what the pure-JAX reference reads of it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -17,19 +15,11 @@ EXACT = 1e-5
 PROMPTS = authors.prompts()
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
-class Pair:
-    """A pair of models, and what the reference read from the files they were saved to."""
-
+class Pair:  # a pair of models, and what the reference read from the files they were saved to
     def __init__(self, folder, family, overrides):
         self.target = soften(make_target(family))
         self.drafter = make_drafter(self.target, **overrides)

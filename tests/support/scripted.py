@@ -1,7 +1,5 @@
 """A proposer that drafts what a test tells it to, and the target's own text to compare with."""
 
-from __future__ import annotations
-
 import torch
 
 from torch_dflash.decode import Pair
@@ -57,14 +55,9 @@ def run(engine, prompts: list[list[int]], side: str = "left", **options):
 def own_text(target, prompt: list[int], new: int, eos=None) -> list[int]:
     """What the target itself says greedily: transformers' `generate` on one row without padding."""
     ids = torch.tensor([prompt])
-    out = target.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=list(eos) if eos else None,
-        pad_token_id=0,
-    )
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
+    options |= {"do_sample": False, "eos_token_id": list(eos) if eos else None, "pad_token_id": 0}
+    out = target.generate(**options)
     return out[0, len(prompt) :].tolist()
 
 
