@@ -17,7 +17,7 @@ from transformers.utils import logging
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.programs.lower import lower, tracing
-from jax_bridge.reference import forward, load, noise_embeddings
+from jax_bridge.reference import forward, load_drafter, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine.engine import Engine
 from torch_dflash.runtime import Rounds
@@ -121,7 +121,7 @@ def reference_hidden(drafter, embedding, anchor: int, features: torch.Tensor, wi
     """
     with tempfile.TemporaryDirectory() as folder, _quiet():
         drafter.save_pretrained(folder)
-        params, config = load(folder)
+        params, config = load_drafter(folder)
     weight = jnp.asarray(embedding.detach().cpu().numpy())
     noise = noise_embeddings(config, weight, jnp.asarray([anchor]), width)
     position = np.arange(features.shape[1] + width)[None]

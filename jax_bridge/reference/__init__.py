@@ -13,10 +13,10 @@ Shapes: B batch, W block width (anchor included), S context rows, H hidden, Q qu
 heads, D head dim, V vocab, n tapped target layers.
 """
 
-from jax_bridge.reference.checkpoint import load, load_target
+from jax_bridge.reference.checkpoint import load_drafter, load_target
 from jax_bridge.reference.config import DrafterConfig, LayerMask, default_taps
 from jax_bridge.reference.drafter import forward, logits, noise_embeddings
-from jax_bridge.reference.loop import Models, State, Weights, decode, decode_round, start
+from jax_bridge.reference.loop import Models, PairParams, State, decode, decode_round, start
 from jax_bridge.reference.paged import PagedLayer, empty_pages
 
 __all__ = [
@@ -24,14 +24,14 @@ __all__ = [
     "LayerMask",
     "Models",
     "PagedLayer",
+    "PairParams",
     "State",
-    "Weights",
     "decode",
     "decode_round",
     "default_taps",
     "empty_pages",
     "forward",
-    "load",
+    "load_drafter",
     "load_target",
     "logits",
     "noise_embeddings",

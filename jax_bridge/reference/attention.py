@@ -5,14 +5,14 @@ checkpoint has one, rotary positions. Every function takes the checkpoint name o
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_bridge.reference.config import DrafterConfig, LayerMask
+from jax_bridge.reference.config import DecoderConfig, DrafterConfig, LayerMask
 from jax_bridge.reference.rope import rotate
 
 # Every part takes the flat parameter mapping and the checkpoint name of its tensors.
@@ -40,17 +40,6 @@ def swiglu(params: Params, name: str, rows: Float[Array, "B W H"]) -> Float[Arra
 
 
 Rows = tuple[jax.Array, jax.Array]
-
-
-@runtime_checkable
-class Heads(Protocol):
-    """What the projections ask of a config."""
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
 
 
 class Seen(NamedTuple):
@@ -104,14 +93,14 @@ def attention(
 
 
 def project_queries(
-    params: Params, name: str, config: Heads, rows: Float[Array, "B M H"], tables: Rows
+    params: Params, name: str, config: DecoderConfig, rows: Float[Array, "B M H"], tables: Rows
 ) -> Float[Array, "B Q M D"]:
     """Normed (where there is a norm) and rotated queries of ``rows``."""
     return rotate(_normed_heads(params, name, "q", config, rows), *tables)
 
 
 def project_keys_values(
-    params: Params, name: str, config: Heads, rows: Float[Array, "B R H"], tables: Rows
+    params: Params, name: str, config: DecoderConfig, rows: Float[Array, "B R H"], tables: Rows
 ) -> Rows:
     """Keys, normed (where there is a norm) and rotated, and values [B, G, R, D] of ``rows``.
 
@@ -151,7 +140,7 @@ def visible(mask: LayerMask, query: Int[Array, "B M"], key: Int[Array, "B S"]) -
     return seen if mask.window is None else seen & (jnp.abs(back) < mask.window)
 
 
-def _normed_heads(params: Params, name: str, kind: str, config: Heads, rows: jax.Array) -> jax.Array:
+def _normed_heads(params: Params, name: str, kind: str, config: DecoderConfig, rows: jax.Array) -> jax.Array:
     heads = _heads(linear(params, f"{name}.{kind}_proj", rows), config.head_dim)
     norm = f"{name}.{kind}_norm"
     return rms_norm(params, norm, heads, config.rms_norm_eps) if f"{norm}.weight" in params else heads

@@ -41,11 +41,7 @@ def forward(
         Hidden states after the final norm, in the parameters' dtype, and a new cache: per layer
         K and V [B, G, S, D] of all context rows so far, K normed and rotated. Block rows are
         never kept. The cache passed in is unchanged.
-
-    Raises:
-        ValueError: a shape or dtype that does not fit the config, by argument name.
     """
-    _check(params, config, noise_embeds, context_hidden_states, position_ids, cache)
     context = project(params, config, context_hidden_states)
     tables = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
     hidden = noise_embeds
@@ -82,19 +78,8 @@ def noise_embeddings(
         embed_weight: the target's embedding weight; not its module, which may scale by itself.
         anchor: last committed token of each sequence, ids in [0, V).
         width: W, for a block cut short; ``config.block_size`` by default.
-
-    Raises:
-        ValueError: width below 1, or a mask token outside the embedding.
     """
     width = config.block_size if width is None else width
-    if width < 1:
-        raise ValueError(f"width is {width}; it counts the anchor: at least 1")
-    if not 0 <= config.mask_token_id < embed_weight.shape[0]:
-        # jax clamps an index out of range to the last row instead of failing.
-        raise ValueError(
-            f"mask_token_id is {config.mask_token_id}, outside the {embed_weight.shape[0]} rows of "
-            "embed_weight; pass the embedding of this drafter's target"
-        )
     block = ((0, 0), (0, width - 1))
     ids = jnp.pad(anchor[:, None], block, constant_values=config.mask_token_id)
     return embed_weight[ids] * config.input_embedding_scale
@@ -113,28 +98,3 @@ def logits(
     scores = scores * config.output_multiplier
     cap = config.final_logit_softcapping
     return scores if not cap or cap < 0 else jnp.tanh(scores / cap) * cap
-
-
-def _check(params, config, noise_embeds, context, position_ids, cache) -> None:
-    batch, width = noise_embeds.shape[:2]
-    features = len(config.target_layer_ids) * config.hidden_size
-    rows = context.shape[1]
-    expected = {
-        "noise_embeds": (noise_embeds, (batch, width, config.hidden_size)),
-        "context_hidden_states": (context, (batch, rows, features)),
-        "position_ids": (position_ids, (batch, rows + width)),
-    }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; this call asks for {shape}")
-    dtype = params["fc.weight"].dtype
-    for name in ("noise_embeds", "context_hidden_states"):
-        if expected[name][0].dtype != dtype:
-            raise ValueError(
-                f"{name} is {expected[name][0].dtype}, the parameters are {dtype}; cast one of them"
-            )
-    if cache is not None and len(cache) != config.num_hidden_layers:
-        raise ValueError(
-            f"cache has {len(cache)} layers, the drafter {config.num_hidden_layers}; "
-            "pass the cache that forward returned"
-        )

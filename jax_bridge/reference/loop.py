@@ -28,7 +28,7 @@ class Models(NamedTuple):
     drafter: DrafterConfig
 
 
-class Weights(NamedTuple):
+class PairParams(NamedTuple):
     """The two parameter mappings by checkpoint name."""
 
     target: Params
@@ -90,7 +90,7 @@ def empty_state(
 
 
 def prefill(
-    models: Models, weights: Weights, state: State, ids: Int[Array, "B T"], count: Int[Array, " B"]
+    models: Models, weights: PairParams, state: State, ids: Int[Array, "B T"], count: Int[Array, " B"]
 ) -> State:
     """Whole prompts into an empty state: ``ids`` padded on the right, ``count[b]`` of them real."""
     target, drafter = models
@@ -110,7 +110,7 @@ def prefill(
     )
 
 
-def draft(models: Models, weights: Weights, state: State) -> Drafted:
+def draft_block(models: Models, weights: PairParams, state: State) -> Drafted:
     """The drafter's pass of the next round, and its best token for each masked row."""
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
     noise = noise_embeddings(models.drafter, weights.target[EMBEDDING], anchor)
@@ -129,10 +129,10 @@ def draft(models: Models, weights: Weights, state: State) -> Drafted:
     return Drafted(hidden, tokens, cache)
 
 
-def decode_round(models: Models, weights: Weights, state: State) -> State:
+def decode_round(models: Models, weights: PairParams, state: State) -> State:
     """One round: every row that is not done gains between 1 and W tokens."""
     target, drafter = models
-    drafted = draft(models, weights, state)
+    drafted = draft_block(models, weights, state)
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
     block = jnp.concatenate([anchor, drafted.tokens], axis=1)
     out = forward_target(weights.target, target, block, state.length, state.target, drafter.target_layer_ids)
@@ -161,7 +161,7 @@ def decode_round(models: Models, weights: Weights, state: State) -> State:
 
 def start(
     models: Models,
-    weights: Weights,
+    weights: PairParams,
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: tuple[int, ...] = (),
@@ -176,22 +176,9 @@ def start(
         max_new_tokens: most new tokens of a row.
         stop_ids: ids after which a row ends.
         cache: the target's, empty, such as `empty_pages` gives; consumed. None gives it a static one.
-
-    Raises:
-        ValueError: an empty prompt, ``max_new_tokens`` below 1, or a ``cache`` of other rows or with
-            too few slots.
     """
     lengths = [len(prompt) for prompt in prompts]
-    if not lengths or not all(lengths):
-        raise ValueError(f"prompts has lengths {lengths}; give at least one token per row")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1")
     slots = max(lengths) + max_new_tokens + models.drafter.block_size
-    if cache is not None and (cache[0].batch != len(prompts) or cache[0].slots < slots):
-        raise ValueError(
-            f"cache has {cache[0].batch} rows of {cache[0].slots} slots; these prompts and max_new_tokens "
-            f"need {len(prompts)} of at least {slots}"
-        )
     ids = np.zeros((len(prompts), max(lengths)), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
@@ -205,7 +192,7 @@ def start(
 
 def decode(
     models: Models,
-    weights: Weights,
+    weights: PairParams,
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: tuple[int, ...] = (),
@@ -213,7 +200,7 @@ def decode(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """New tokens of each row, and how many each of its rounds committed (as ``State.accepted``).
 
-    Arguments and errors are those of ``start``.
+    Arguments are those of ``start``.
     """
     state = start(models, weights, prompts, max_new_tokens, stop_ids, cache)
     step = jax.jit(decode_round, static_argnums=0, donate_argnums=2)

@@ -67,17 +67,7 @@ def empty_pages(
         pages: pages P of a pool, page 0 included.
         page_size: positions in a page.
         dtype: of keys and values.
-
-    Raises:
-        ValueError: ``table`` has not two axes, or names a page that no pool has.
     """
-    if table.ndim != 2:
-        raise ValueError(f"table has shape {table.shape}; give it [B, row_pages], page numbers")
-    if table.min() < 0 or table.max() >= pages:
-        raise ValueError(
-            f"table names pages {table.min()} to {table.max()}; the pool has 0 to {pages - 1}: give it "
-            "more pages, or name others"
-        )
     width = -(-2 * config.head_dim // LANES) * LANES
     shape = (pages, config.num_key_value_heads, page_size, width)
     layers = range(config.num_hidden_layers)
