@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
 
 from torch_dflash.guards.processes import check_process
 
@@ -65,6 +67,31 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy of ``tensor`` on the host, in the dtype that `to_jax` gives it."""
     host = _narrowed(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
     return _numpy(host) if host.numel() else np.zeros(host.shape, _dtype(host))
+
+
+def own_copy(tensor: torch.Tensor, dtype: torch.dtype | None, place: Any) -> jax.Array:
+    """A copy of a weight in memory that JAX keeps, row-major on a TPU; never to be donated."""
+    kind = dtype or tensor.dtype
+    own = tensor.to("cpu", kind, copy=True, memory_format=torch.contiguous_format)
+    # Without the wait copies would pile up.
+    return row_major(to_jax(own, copy=False, device=place)).block_until_ready()
+
+
+def row_major_format(place: Sharding) -> Format:
+    """The row-major format of a matrix at ``place``."""
+    return Format(Layout(major_to_minor=(0, 1)), place)
+
+
+def row_major(array: Any) -> jax.Array:
+    """``array``, row-major if it is a matrix on a TPU.
+
+    By itself, XLA makes a matrix column-major there where that needs less padding (gpt-oss: 2,880 is no
+    multiple of 128), and programs begin with a transposed copy of it.
+    """
+    elsewhere = any(device.platform != "tpu" for device in array.sharding.device_set)
+    if elsewhere or array.ndim != 2 or array.format.layout.major_to_minor == (0, 1):
+        return array
+    return jax.device_put(array, row_major_format(array.sharding))
 
 
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:

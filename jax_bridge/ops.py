@@ -38,7 +38,7 @@ from jax_bridge.mesh.heads import (
 )
 from jax_bridge.mesh.mixers import absorb_on_slice, mixer_on_slice
 from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
-from jax_bridge.weights.forms import Multiplier, Readable, Transposed, name_of, stored_as
+from jax_bridge.weights.formats import Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import absorb
 from torch_dflash.ops.attention import (

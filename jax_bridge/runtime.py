@@ -18,12 +18,12 @@ from jax_bridge.compilations import compilations, keep_programs
 from jax_bridge.device_memory import bytes_of, check_room, room_of
 from jax_bridge.devices.on_mesh import Place, places_of
 from jax_bridge.devices.one_device import OneDevice
-from jax_bridge.devices.samples import fingerprint_of
+from jax_bridge.devices.samples import checksum
 from jax_bridge.devices.spare import Spare, dense_layers, fit, with_caches, without_caches
 from jax_bridge.programs.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds, run_in_turn
 from jax_bridge.programs.state_dtypes import Border
 from jax_bridge.state import check_alive, register_states
-from jax_bridge.weights.forms import Weight
+from jax_bridge.weights.formats import Weight
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import lasting, quiet
@@ -80,16 +80,11 @@ class XlaRuntime:
         replicas: int = 1,
     ):
         here, *self._elsewhere = places_of(pair, plan, mesh, replicas, compute=compute, quantize=quantize)
-        if (platform := here.platform) != "cpu" and (compute, quantize) != ("auto", None):
-            raise ValueError(
-                f"compute={compute!r}, quantize={quantize!r}: so far only CPUs have products in another "
-                f"type, and JAX's device is a {platform}; leave them out."
-            )
         register_states()
         keep_programs()
         self.plan, self.fewest_rows = plan, fewest_rows
         self._sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
-        self._programs = Programs(plan.matmul_precision, self._sizes, platform)
+        self._programs = Programs(plan.matmul_precision, self._sizes, here.platform)
         self._steps = Steps.of(pair, widths, fewest_rows)
         self._settle(here)
 
@@ -148,7 +143,7 @@ class XlaRuntime:
 
     def fingerprint(self, tensors: dict[str, Any]) -> str:
         """The bits of live weights in a few places, in short; a loaded target's were compared before."""
-        return fingerprint_of(tensors)
+        return checksum(tensors)
 
     def begin(self, params: Arrays, rows: RowRequests, stale: bool = False) -> DecodeState:
         """An empty state on the device."""

@@ -13,12 +13,12 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, Sharding
 
 from jax_bridge.aot.floor import Floor, Shares, floor_of
+from jax_bridge.arrays import row_major_format
 from jax_bridge.devices.on_mesh import OnMesh, shardings
-from jax_bridge.mesh.cut import in_form
+from jax_bridge.mesh.cut import in_format
 from jax_bridge.mesh.rules import heads_of
 from jax_bridge.mesh.shape import AXIS, KV
 from jax_bridge.tails import cut_tails
-from jax_bridge.weights.layout import row_major_format
 
 
 def shape_at(leaf: Any, place: Sharding, by_rows: bool = False) -> jax.ShapeDtypeStruct:
@@ -31,8 +31,8 @@ def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
     """A step's arguments on the chips of a slice."""
 
     def weight(name: str, leaf: Any) -> Any:
-        way = place.forms[name]
-        return in_form(shape_at(leaf, way.place, by_rows=True), way)
+        partition = place.partitions[name]
+        return in_format(shape_at(leaf, partition.place, by_rows=True), partition)
 
     weights = {name: weight(name, leaf) for name, leaf in params.items()}
     given = jax.eval_shape(partial(cut_tails, blocks=place.slice.blocks), (state, *more))

@@ -20,13 +20,13 @@ from jax_bridge.checkpoints.method import method_of
 from jax_bridge.checkpoints.quantised import dequantised
 from jax_bridge.device_memory import bytes_of, check_room, room_of
 from jax_bridge.hosts.hosts import spanning
-from jax_bridge.mesh.cut import Way
+from jax_bridge.mesh.cut import Partition
 from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
-from jax_bridge.mesh.rules import heads_of, ways_of_target
+from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
-from jax_bridge.weights.forms import Weight
-from jax_bridge.weights.layout import Forms, keep
+from jax_bridge.weights.formats import Weight
+from jax_bridge.weights.layout import LayoutRules, check_loaded, keep
 from torch_dflash.checks import check_mesh, check_types
 from torch_dflash.engine.hosts import read_alike
 from torch_dflash.guards.processes import check_process
@@ -72,13 +72,16 @@ class DeviceModel:
         """Where options left unset come from; may be changed."""
         return self.model.generation_config
 
-    def arrays_for(self, runtime: str) -> dict[str, Weight]:
-        """``arrays``, if ``runtime`` can decode with them; else ``ValueError``."""
+    def arrays_for(
+        self, runtime: str, compute: str = "auto", quantize: str | None = None
+    ) -> dict[str, Weight]:
+        """``arrays``, if ``runtime`` can decode with them by such products; else ``ValueError``."""
         if runtime != "xla":
             raise ValueError(
                 f"runtime={runtime!r}: this target was loaded as JAX arrays; pass runtime='xla', or load it "
                 "with AutoModelForCausalLM.from_pretrained."
             )
+        check_loaded(compute, quantize)
         return self.arrays
 
     def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
@@ -178,9 +181,9 @@ def _load(
     parts = match(model, renamed(model, weights), source)
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
-    ways = None if mesh is None else ways_of_target(model, mesh)
-    _check_room(live, types, ways)
-    keep_part = _on_device(model) if ways is None else _on_mesh(ways)
+    partitions = None if mesh is None else partitions_of_target(model, mesh)
+    _check_room(live, types, partitions)
+    keep_part = _on_device(model) if partitions is None else _on_mesh(partitions)
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
@@ -196,32 +199,34 @@ def _load(
     return DeviceModel(model, arrays, mesh, fingerprint_of(parts, types) if compared else "")
 
 
-def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:
+def _check_room(
+    live: dict[str, Any], types: dict[str, torch.dtype], partitions: dict[str, Partition] | None
+) -> None:
     """Raise ``ValueError`` if a device has less memory than its part of all weights takes."""
     shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
-    if ways is not None:
-        shapes = {name: part_of(shape, ways[name].place) for name, shape in shapes.items()}
-    devices = [default_device()] if ways is None else next(iter(ways.values())).mesh.devices.flat
-    more = "several devices" if ways is None else "a larger mesh"
+    if partitions is not None:
+        shapes = {name: part_of(shape, partitions[name].place) for name, shape in shapes.items()}
+    devices = [default_device()] if partitions is None else next(iter(partitions.values())).mesh.devices.flat
+    more = "several devices" if partitions is None else "a larger mesh"
     check_room({"weights": bytes_of(shapes)}, room_of(devices), f"load the model on {more}, mesh=...")
 
 
 def _on_device(model: Any) -> Callable[[str, Source, torch.dtype], Weight]:
     """What keeps a stored weight, whole, on JAX's default device."""
-    forms, device = Forms.of(model, model.get_output_embeddings()), default_device()
+    rules, device = LayoutRules.of(model, model.get_output_embeddings()), default_device()
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
-        form = forms.choose(name, part.shape, dtype, device)
-        return keep(part.read(), form, dtype, SingleDeviceSharding(device))
+        layout = rules.choose(name, part.shape, dtype, device)
+        return keep(part.read(), layout, dtype, SingleDeviceSharding(device))
 
     return kept
 
 
-def _on_mesh(ways: dict[str, Way]) -> Callable[[str, Source, torch.dtype], Weight]:
+def _on_mesh(partitions: dict[str, Partition]) -> Callable[[str, Source, torch.dtype], Weight]:
     """What keeps a stored weight in parts, of which this process reads those of its devices."""
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
-        return place(lambda index: part.read_part(index).to(dtype), part.shape, ways[name])
+        return place(lambda index: part.read_part(index).to(dtype), part.shape, partitions[name])
 
     return kept
 

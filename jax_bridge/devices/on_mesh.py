@@ -14,10 +14,11 @@ from jax_bridge.devices.weights import Weights
 from jax_bridge.mesh.current import WHOLE, P, Slice
 from jax_bridge.mesh.put import part_of, put, put_leaf, whole
 from jax_bridge.mesh.refusals import check_pair_on_mesh
-from jax_bridge.mesh.rules import heads_of, slice_of, ways_of
+from jax_bridge.mesh.rules import heads_of, partitions_of, slice_of
 from jax_bridge.mesh.shape import ALL, check_distinct, parts_of, slice_mesh
 from jax_bridge.state import is_cache, register_states
 from jax_bridge.tails import cut_tails, is_recurrent, whole_tails
+from jax_bridge.weights.layout import check_arithmetic
 from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
@@ -30,18 +31,18 @@ class OnMesh:
     Attributes:
         devices: the chips.
         platform: of the chips.
-        forms: where each weight lies.
+        partitions: of each weight by name.
     """
 
     def __init__(self, pair: Pair, mesh: Mesh):
         self.mesh, self.slice = mesh, slice_of(pair, mesh)
         self.devices = set(mesh.devices.flat)
         self.platform = mesh.devices.flat[0].platform
-        self.forms = ways_of(pair, mesh)
+        self.partitions = partitions_of(pair, mesh)
 
     def weights(self) -> Weights:
         """The live weights in their parts."""
-        return Weights(self.forms)
+        return Weights(self.partitions)
 
     def step(self, step: Callable) -> Callable:
         """``step`` traced for the slice; its state leaves as it comes, so that buffers stay in place.
@@ -62,7 +63,7 @@ class OnMesh:
 
     def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
         """What one chip has of weights by name and of a state, all given as shapes."""
-        own = {name: part_of(leaf, self.forms[name].place) for name, leaf in weights.items()}
+        own = {name: part_of(leaf, self.partitions[name].place) for name, leaf in weights.items()}
         return own, jax.tree.map(part_of, state, shardings(state, self.slice))
 
     def told(self, step: Callable) -> Callable:
@@ -139,9 +140,11 @@ def places_of(pair: Pair, plan: DecodePlan, mesh: Any, replicas: int, **arithmet
             on one, by its name.
     """
     parts = parts_of(mesh, replicas)
-    if len(parts[0]) == 1:
+    alone = len(parts[0]) == 1
+    check_arithmetic(**arithmetic, platform=parts[0][0].platform, mesh=not alone)
+    if alone:
         return [OneDevice(pair, device, **arithmetic) for (device,) in parts]
-    check_pair_on_mesh(pair, plan, **arithmetic)
+    check_pair_on_mesh(pair, plan)
     for devices in parts:
         check_distinct(devices)
     heads = heads_of(pair.target.config)

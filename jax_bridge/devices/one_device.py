@@ -12,7 +12,7 @@ from jax_bridge.arrays import to_jax, to_numpy
 from jax_bridge.devices.weights import Weights
 from jax_bridge.state import state_to_jax
 from jax_bridge.tails import whole_tails
-from jax_bridge.weights.layout import Forms
+from jax_bridge.weights.layout import LayoutRules
 from torch_dflash.decode import Pair
 
 
@@ -27,11 +27,11 @@ class OneDevice:
     def __init__(self, pair: Pair, device: Any, compute: str, quantize: str | None):
         self.devices, self._device, self.platform = {device}, device, device.platform
         head = pair.target.model.get_output_embeddings()
-        self._forms = Forms.of(pair, head, compute=compute, quantize=quantize)
+        self._rules = LayoutRules.of(pair, head, compute=compute, quantize=quantize)
 
     def weights(self) -> Weights:
         """The live weights here."""
-        return Weights(self._forms, self._device)
+        return Weights(self._rules, self._device)
 
     def step(self, step: Callable) -> Callable:
         """``step`` as it is compiled."""

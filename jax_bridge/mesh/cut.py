@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.weights.forms import OfOneArray
+from jax_bridge.weights.formats import OfOneArray
 
 COLUMN, ROW, GATHER, EXPERTS, BLOCKS = "column", "row", "gather", "experts", "blocks"
 
 
-class Way(NamedTuple):
+class Partition(NamedTuple):
     """How a weight lies on a mesh, and what its product exchanges.
 
     ``kind``: "column" (outputs stay where they are computed), "row" (inputs are there, outputs are summed),
@@ -42,16 +42,16 @@ class Way(NamedTuple):
         return jax.shard_map(local, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["way"])
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["partition"])
 @dataclass(frozen=True, eq=False)
 class Cut(OfOneArray):
     """A weight whose products are written out, so that XLA has no choice of what to exchange.
 
-    A form of `jax_bridge.weights.forms.StoredWeight`.
+    A form of `jax_bridge.weights.formats.StoredWeight`.
     """
 
     array: Any  # a jax.Array over the mesh, or what JAX puts in its place while it traces
-    way: Way
+    partition: Partition
 
     def look_up(self, ids: Int[Array, "*R"]) -> Float[Array, "*R H"]:
         """Rows of a table [V, H] that is cut over the vocabulary: each comes from the chip that has it."""
@@ -64,46 +64,46 @@ class Cut(OfOneArray):
             return jax.lax.psum(jnp.where(own, rows, 0), ALL)
 
         whole = PartitionSpec()
-        return self.way.on_parts(local, (self.way.spec, whole), whole)(self.array, ids)
+        return self.partition.on_parts(local, (self.partition.spec, whole), whole)(self.array, ids)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["way"])
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["partition"])
 @dataclass(frozen=True, eq=False)
 class InBlocks(OfOneArray):
-    """A weight whose rows are ``way.blocks``, each cut over all chips: ``array`` has them chip by chip.
+    """A weight whose rows are ``partition.blocks``, each cut over all chips: ``array`` has them chip by chip.
 
-    So a chip's rows of all blocks lie together. A form of `jax_bridge.weights.forms.StoredWeight`.
+    So a chip's rows of all blocks lie together. A form of `jax_bridge.weights.formats.StoredWeight`.
     """
 
     array: Any
-    way: Way
+    partition: Partition
 
     def unwrap(self) -> jax.Array:
         """The rows as the model names them."""
-        rows = self.array.reshape(self.way.mesh.size, -1, *self.shape[1:])
-        blocks = jnp.split(rows, [end // len(rows) for end in accumulate(self.way.blocks)][:-1], axis=1)
+        rows = self.array.reshape(self.partition.mesh.size, -1, *self.shape[1:])
+        blocks = jnp.split(rows, [end // len(rows) for end in accumulate(self.partition.blocks)][:-1], axis=1)
         return jnp.concatenate([block.reshape(-1, *self.shape[1:]) for block in blocks])
 
 
-def chip_by_chip(rows: jax.Array, way: Way) -> jax.Array:
+def chip_by_chip(rows: jax.Array, partition: Partition) -> jax.Array:
     """The ``array`` of `InBlocks` from the rows as the model names them."""
-    chips, blocks = way.mesh.size, jnp.split(rows, [*accumulate(way.blocks)][:-1])
+    chips, blocks = partition.mesh.size, jnp.split(rows, [*accumulate(partition.blocks)][:-1])
     parts = [block.reshape(chips, -1, *rows.shape[1:]) for block in blocks]
     return jnp.concatenate(parts, axis=1).reshape(rows.shape)
 
 
-def rows_of_chip(chip: slice, way: Way) -> list[slice]:
+def rows_of_chip(chip: slice, partition: Partition) -> list[slice]:
     """Which of the model's rows are a chip's, by its part of ``array``."""
-    at, size = divmod(chip.start, sum(way.blocks) // way.mesh.size)[0], way.mesh.size
-    shares = [block // size for block in way.blocks]
-    firsts = [end - block for end, block in zip(accumulate(way.blocks), way.blocks, strict=True)]
+    at, size = divmod(chip.start, sum(partition.blocks) // partition.mesh.size)[0], partition.mesh.size
+    shares = [block // size for block in partition.blocks]
+    firsts = [end - block for end, block in zip(accumulate(partition.blocks), partition.blocks, strict=True)]
     return [
         slice(first + at * own, first + (at + 1) * own) for first, own in zip(firsts, shares, strict=True)
     ]
 
 
-def in_form(array: Any, way: Way) -> Any:
-    """An array that lies on a mesh by ``way`` as a form of `jax_bridge.weights.forms`."""
-    if way.kind is None:
+def in_format(array: Any, partition: Partition) -> Any:
+    """An array that lies on a mesh by ``partition`` as a form of `jax_bridge.weights.formats`."""
+    if partition.kind is None:
         return array
-    return InBlocks(array, way) if way.kind == BLOCKS else Cut(array, way)
+    return InBlocks(array, partition) if partition.kind == BLOCKS else Cut(array, partition)

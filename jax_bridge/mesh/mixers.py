@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 
 from jax_bridge._torchax import call_jax, call_torch
 from jax_bridge.mesh.current import WHOLE, P, Slice
-from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, Cut, InBlocks, Way
+from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, Cut, InBlocks, Partition
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.tails import cut_tail, whole_tail
-from jax_bridge.weights.forms import stored_as
+from jax_bridge.weights.formats import stored_as
 from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.targets.skeleton import current_cache, remembered_in
 
@@ -56,16 +56,16 @@ def part_of_mixer(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def mixer_way(name: str, mesh: Mesh, blocks: tuple[int, ...]) -> Way:
+def mixer_partition(name: str, mesh: Mesh, blocks: tuple[int, ...]) -> Partition:
     """How a weight of a recurrent layer lies, by its name in the layer."""
     part = part_of_mixer(name)
     if part == "out_proj":
-        return Way(mesh, P(None, ALL), ROW)
+        return Partition(mesh, P(None, ALL), ROW)
     if part in BY_BLOCKS:
-        return Way(mesh, P(ALL), BLOCKS, blocks)
+        return Partition(mesh, P(ALL), BLOCKS, blocks)
     if part in BY_HEADS:
-        return Way(mesh, P(ALL), COLUMN if part != name else None)
-    return Way(mesh)
+        return Partition(mesh, P(ALL), COLUMN if part != name else None)
+    return Partition(mesh)
 
 
 def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -125,7 +125,7 @@ def _share(own: Slice) -> tuple[int, ...]:
 
 
 def _spec(own: Slice, name: str) -> PartitionSpec:
-    return mixer_way(name, own.mesh, own.blocks).spec if own.blocks else WHOLE
+    return mixer_partition(name, own.mesh, own.blocks).spec if own.blocks else WHOLE
 
 
 def _as_kept(weight: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jax_bridge.mesh.current import Slice
 from jax_bridge.mesh.cut import GATHER, ROW, Cut
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.weights.forms import dot
+from jax_bridge.weights.formats import dot
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 
 P = PartitionSpec
@@ -28,18 +28,18 @@ def cut_linear(
 
     Sums over chips are made in float32 and rounded once, as one chip's are: a text hangs on them.
     """
-    way, before = weight.way, [None] * (rows.ndim - 1)
-    if way.kind == ROW:
-        sums = way.on_parts(_row, (P(*before, way.spec[1]), way.spec), P())(rows, weight.array)
+    cut, before = weight.partition, [None] * (rows.ndim - 1)
+    if cut.kind == ROW:
+        sums = cut.on_parts(_row, (P(*before, cut.spec[1]), cut.spec), P())(rows, weight.array)
         return _rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
-    axes = way.spec[0]
+    axes = cut.spec[0]
 
     def local(rows: Array, part: Array, bias: Array | None) -> Array:
         out = linear_jax(rows, part, bias)
-        return jax.lax.all_gather(out, axes, axis=out.ndim - 1, tiled=True) if way.kind == GATHER else out
+        return jax.lax.all_gather(out, axes, axis=out.ndim - 1, tiled=True) if cut.kind == GATHER else out
 
-    made = P() if way.kind == GATHER else P(*before, axes)
-    return way.on_parts(local, (P(), way.spec, P(axes)), made)(rows, weight.array, bias)
+    made = P() if cut.kind == GATHER else P(*before, axes)
+    return cut.on_parts(local, (P(), cut.spec, P(axes)), made)(rows, weight.array, bias)
 
 
 def cut_stacked_linear(
@@ -50,8 +50,8 @@ def cut_stacked_linear(
     def local(rows: Array, part: Array) -> Array:
         return stacked_linear_jax(rows, part, transposed=transposed)
 
-    spec = stack.way.spec
-    return stack.way.on_parts(local, (spec, spec), spec)(rows, stack.array)
+    spec = stack.partition.spec
+    return stack.partition.on_parts(local, (spec, spec), spec)(rows, stack.array)
 
 
 def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) -> Float[Array, "R H"]:

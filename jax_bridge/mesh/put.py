@@ -10,39 +10,35 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jax_bridge.arrays import to_numpy
-from jax_bridge.mesh.cut import Cut, InBlocks, Way, chip_by_chip, in_form, rows_of_chip
-from jax_bridge.weights.forms import plain
-from jax_bridge.weights.layout import row_major
+from jax_bridge.arrays import row_major, to_numpy
+from jax_bridge.mesh.cut import Cut, InBlocks, Partition, chip_by_chip, in_format, rows_of_chip
+from jax_bridge.weights.formats import plain
 
 Index = tuple[slice, ...]
 
 
-def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], way: Way) -> Any:
+def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition) -> Any:
     """A weight on its mesh, in its form; `read` gives a part by its index and is asked once for each."""
     parts: dict[Any, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         index = index or ()
         key = tuple((one.start, one.stop) for one in index)
-        if key not in parts and way.blocks:
-            pieces = [to_numpy(read((rows, *index[1:]))) for rows in rows_of_chip(index[0], way)]
+        if key not in parts and partition.blocks:
+            pieces = [to_numpy(read((rows, *index[1:]))) for rows in rows_of_chip(index[0], partition)]
             parts[key] = np.concatenate(pieces)
         elif key not in parts:
             parts[key] = to_numpy(read(index))
         return parts[key]
 
-    array = jax.make_array_from_callback(shape, way.place, part).block_until_ready()
-    return in_form(row_major(array), way)
+    array = jax.make_array_from_callback(shape, partition.place, part).block_until_ready()
+    return in_format(row_major(array), partition)
 
 
-def moved(weight: Any, where: Way | Any) -> Any:
-    """A weight on another place of its kind, a way on a mesh or one device; itself, where it lies there.
-
-    It goes from device to device, in its form.
-    """
+def moved(weight: Any, where: Partition | Any) -> Any:
+    """A weight in its format on another mesh or device; itself, where it lies there already."""
     leaves = jax.tree.leaves(weight)
-    if not isinstance(where, Way):
+    if not isinstance(where, Partition):
         if all(leaf.devices() == {where} for leaf in leaves):
             return weight
         whole = _in_models_order(weight)
@@ -51,7 +47,7 @@ def moved(weight: Any, where: Way | Any) -> Any:
         return weight
     array = _in_models_order(weight)
     array = chip_by_chip(plain(array), where) if where.blocks else array
-    return in_form(row_major(jax.device_put(array, where.place)), where)
+    return in_format(row_major(jax.device_put(array, where.place)), where)
 
 
 def _in_models_order(weight: Any) -> Any:

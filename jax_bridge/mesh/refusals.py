@@ -26,13 +26,8 @@ PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}
 ALONE = "decode on one device (leave mesh out)"
 
 
-def check_pair_on_mesh(
-    pair: Pair, plan: DecodePlan, compute: str = "auto", quantize: str | None = None
-) -> None:
+def check_pair_on_mesh(pair: Pair, plan: DecodePlan) -> None:
     """Raise ``ValueError`` for whatever is not decoded on a mesh."""
-    for name, value, usual in (("compute", compute, "auto"), ("quantize", quantize, None)):
-        if value != usual:
-            raise ValueError(f"{name}={value!r} with a mesh: {ALONE}, or leave it out.")
     check_target_on_mesh(pair.target)
     _check_proposer(pair.proposer)
     known = {type(kind) for kind in KINDS.values()} - {GrammarMatcher}  # which asks the host

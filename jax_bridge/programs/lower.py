@@ -21,7 +21,7 @@ import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch, sharing
 from jax_bridge.compilations import compilations, count
 from jax_bridge.programs.constants import Constants
-from jax_bridge.weights.forms import bound
+from jax_bridge.weights.formats import bound
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, holding, inside

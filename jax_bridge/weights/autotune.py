@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import jaxlib
 
 from jax_bridge.compilations import keep_programs, uncounted
-from jax_bridge.weights.forms import dot, dot_led
+from jax_bridge.weights.formats import dot, dot_led
 from torch_dflash.storage.files import StageError, write_json
 from torch_dflash.storage.machine import fingerprint
 

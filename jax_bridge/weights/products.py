@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_bridge.weights.forms import Multiplier, Transposed, dot
+from jax_bridge.weights.formats import Multiplier, Transposed, dot
 from jax_bridge.weights.padding import HALVES, OUTPUTS, enlarged, enough_rows, whole_tiles
 
 

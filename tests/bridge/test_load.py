@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.weights.forms import Transposed, unwrap
+from jax_bridge.weights.formats import Transposed, unwrap
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.storage import weight_files
 
@@ -318,7 +318,7 @@ def test_the_names_say_which_arrays_are_turned(tmp_path):
 MEMORY = """
 import jax, jax.numpy as jnp, torch, transformers
 import jax_bridge as jb
-from jax_bridge.measured import is_slow
+from jax_bridge.weights.autotune import is_slow
 
 def status(field):
     with open("/proc/self/status") as lines:

@@ -13,8 +13,8 @@ from torch import nn
 
 from jax_bridge.compilations import compilations
 from jax_bridge.weights import autotune as measured
-from jax_bridge.weights.forms import Cast, Quantized, Transposed, dot, dot_led
-from jax_bridge.weights.layout import Form, Forms
+from jax_bridge.weights.formats import Cast, Quantized, Transposed, dot, dot_led
+from jax_bridge.weights.layout import LayoutRules, WeightLayout
 
 SHAPE = (1024, 512)
 
@@ -56,9 +56,9 @@ def test_the_faster_layout_is_chosen(faster, by_inputs, folder, monkeypatch):
     monkeypatch.setattr(measured, "_run", run)
     assert measured.lies_by_inputs(SHAPE) == by_inputs
     weight = nn.Linear(*reversed(SHAPE), bias=False).weight
-    forms = Forms(frozenset({"a"}))
+    forms = LayoutRules(frozenset({"a"}))
     form = forms.choose("a", tuple(weight.shape), torch.float32, jax.devices("cpu")[0])
-    assert form == (Form(Transposed) if by_inputs else Form())
+    assert form == (WeightLayout(Transposed) if by_inputs else WeightLayout())
 
 
 def test_it_is_measured_once_for_all_processes(folder, asked, monkeypatch):
@@ -115,8 +115,10 @@ def test_a_type_that_takes_longer_than_float32_is_kept_in_it(seconds, slow, fold
 
     monkeypatch.setattr(measured, "_run", run)
     before = compilations()
-    form = Forms(frozenset({"a"})).choose("a", SHAPE, torch.bfloat16, jax.devices("cpu")[0])
-    assert form == (Form(Cast, torch.float32) if slow else Form()) and compilations() == before
+    form = LayoutRules(frozenset({"a"})).choose("a", SHAPE, torch.bfloat16, jax.devices("cpu")[0])
+    assert (
+        form == (WeightLayout(Cast, torch.float32) if slow else WeightLayout()) and compilations() == before
+    )
     monkeypatch.setattr(measured, "_run", None)  # the next process asks the file
     measured._slow.cache_clear()
     assert measured.is_slow("bfloat16", SHAPE) == slow
@@ -133,8 +135,10 @@ def test_one_measurement_beside_other_work_does_not_widen_a_type(folder, monkeyp
 def test_a_weight_of_8_bits_leads_where_that_is_mostly_faster(said, led, folder, monkeypatch):
     answers = iter(said)
     monkeypatch.setattr(measured, "_measure_led", lambda: next(answers))
-    form = Forms(frozenset({"a"}), quantize="int8").choose("a", SHAPE, torch.float32, jax.devices("cpu")[0])
-    assert form == Form(Quantized, torch.float32, leads=led)
+    form = LayoutRules(frozenset({"a"}), quantize="int8").choose(
+        "a", SHAPE, torch.float32, jax.devices("cpu")[0]
+    )
+    assert form == WeightLayout(Quantized, torch.float32, leads=led)
     measured._led.cache_clear()  # the next process asks the file
     assert measured.leads(SHAPE) == led and not measured.leads((100, 100))
 

@@ -22,7 +22,7 @@ import torch_dflash as td
 from jax_bridge.kernels import row_reductions as steady
 from jax_bridge.kernels import streamed
 from jax_bridge.programs import lower
-from jax_bridge.weights.forms import dot
+from jax_bridge.weights.formats import dot
 from jax_bridge.weights.products import stacked_sums
 from torch_dflash.decode import verify
 from torch_dflash.state import Draft

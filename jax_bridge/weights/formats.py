@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Float
+from torch import Tensor
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import own_copy, to_jax
 from jax_bridge.weights.padding import OUTPUTS, enlarged, enough_rows, whole_tiles
 
 FEW_ROWS = 16
@@ -116,6 +117,14 @@ class Multiplier:
     def unwrap(self) -> jax.Array:
         return self.entries().astype(self.dtype) if self.table is None else plain(self.table)
 
+    @classmethod
+    def of(cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False) -> Any:
+        """A torch weight [out, in] in this format at ``place`` (JAX's default).
+
+        ``dtype``: of the products. ``leads``: as in `Quantized`.
+        """
+        raise NotImplementedError
+
     def entries(self) -> jax.Array:
         """The weight, as far as ``array`` tells it."""
         return self.array
@@ -129,6 +138,12 @@ class Multiplier:
 @dataclass(frozen=True, eq=False)
 class Cast(Multiplier):
     """Products are computed in the type of ``array``, sums in float32."""
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False
+    ) -> Cast:
+        return cls(own_copy(tensor, dtype, place), table, name_of(tensor.dtype))
 
     def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
         """``rows @ weight.T`` in float32."""
@@ -150,6 +165,18 @@ class Quantized(Multiplier):
     scale: Any
     leads: bool = False
 
+    @classmethod
+    def of(
+        cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False
+    ) -> Quantized:
+        """Each row by its largest entry."""
+        wide = tensor.detach().float().cpu()
+        top = wide.abs().amax(dim=1, keepdim=True)
+        scale = torch.where(top > 0, top, 1) / 127
+        integers = torch.round(wide / scale).to(torch.int8)
+        kept = to_jax({"array": integers, "scale": scale[:, 0]}, device=place)
+        return cls(table=table, dtype=name_of(tensor.dtype), leads=leads, **kept)
+
     def entries(self) -> jax.Array:
         return self.array * self.scale[:, None]
 
@@ -166,16 +193,6 @@ class Quantized(Multiplier):
 
 Weight = jax.Array | StoredWeight
 _bound: ContextVar[dict[int, StoredWeight] | None] = ContextVar("bound", default=None)
-
-
-def quantized(weight: torch.Tensor, table: Any, place: Any = None, leads: bool = False) -> Quantized:
-    """A torch weight [out, in] in 8 bits, each row by its largest entry, at ``place`` (JAX's default)."""
-    wide = weight.detach().float().cpu()
-    top = wide.abs().amax(dim=1, keepdim=True)
-    scale = torch.where(top > 0, top, 1) / 127
-    integers = torch.round(wide / scale).to(torch.int8)
-    kept = to_jax({"array": integers, "scale": scale[:, 0]}, device=place)
-    return Quantized(table=table, dtype=name_of(weight.dtype), leads=leads, **kept)
 
 
 def name_of(dtype: torch.dtype) -> str:
