@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from jax_bridge.arrays import default_device
 from jax_bridge.devices.samples import SAMPLES, check_ordinary, on_host, samples, unchanged
 from jax_bridge.mesh.cut import Partition
-from jax_bridge.mesh.put import moved, place
+from jax_bridge.mesh.put import place, relocated
 from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, WeightLayout, keep
 
@@ -210,7 +210,7 @@ class Weights:
         if known is None or known[0] is not loaded:
             self._moved.pop(name, None)
             where = self._storages[name] if isinstance(self._storages, dict) else self._device
-            self._moved[name] = known = loaded, moved(loaded, where)
+            self._moved[name] = known = loaded, relocated(loaded, where)
         return known[1]
 
     def _storage(self, name: str, tensor: torch.Tensor) -> Storage:

@@ -1,6 +1,6 @@
-"""Products of weights that are cut: what is exchanged is written out.
+"""Products of weights that are cut over a mesh, with explicit exchanges.
 
-XLA's partitioner would choose by the number of rows; so every program of a pair exchanges the same.
+XLA's partitioner would choose exchanges by the number of rows; explicit ones are equal in all programs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 P = PartitionSpec
 
 
-def cut_linear(
+def partitioned_linear(
     rows: Float[Array, "... in"], weight: Cut, bias: Array | None = None
 ) -> Float[Array, "... out"]:
-    """`jax_bridge.weights.products.linear_jax` of a weight in parts.
+    """`jax_bridge.weights.products.linear_jax` of a weight that is cut.
 
-    Sums over chips are made in float32 and rounded once, as one chip's are: a text hangs on them.
+    Sums over chips are in float32 and rounded once, like one chip's: texts depend on them.
     """
     cut, before = weight.partition, [None] * (rows.ndim - 1)
     if cut.kind == ROW:
@@ -42,7 +42,7 @@ def cut_linear(
     return cut.on_parts(local, (P(), cut.spec, P(axes)), made)(rows, weight.array, bias)
 
 
-def cut_stacked_linear(
+def partitioned_stacked_linear(
     rows: Float[Array, "experts R in"], stack: Cut, *, transposed: bool
 ) -> Float[Array, "experts R out"]:
     """`torch_dflash.ops.spread.stacked_linear`, each chip with its experts."""
@@ -54,8 +54,10 @@ def cut_stacked_linear(
     return stack.partition.on_parts(local, (spec, spec), spec)(rows, stack.array)
 
 
-def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) -> Float[Array, "R H"]:
-    """`torch_dflash.ops.spread.stacked_sum`: of each chip's experts, then of all chips."""
+def partitioned_stacked_sum(
+    own: Slice, stack: Float[Array, "experts R H"], dtype: Any
+) -> Float[Array, "R H"]:
+    """`torch_dflash.ops.spread.stacked_sum`: over each chip's experts, then over chips."""
 
     def local(part: Array) -> Array:
         return jax.lax.psum(part.sum(axis=0), ALL)
@@ -66,8 +68,8 @@ def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) 
 def _rounded(sums: Array, dtype: Any) -> Array:
     """Sums of float32 in ``dtype``.
 
-    XLA moves a cast before the sum: each chip's summand would be rounded, and the order of a ring, which
-    hangs on the number of rows, would show. What it cannot move does the same first.
+    XLA moves a cast before the sum: each chip's summand would be rounded, and the result would depend on the
+    ring's order, and so on the number of rows. It cannot move a ``reduce_precision``.
     """
     if jnp.finfo(dtype).bits < jnp.finfo(sums.dtype).bits:
         kind = jnp.finfo(dtype)
@@ -76,6 +78,6 @@ def _rounded(sums: Array, dtype: Any) -> Array:
 
 
 def _row(rows: Array, part: Array) -> Array:
-    """This chip's summands, summed over all chips."""
+    """The sum over chips of this chip's product."""
     sums = dot(rows.reshape(-1, rows.shape[-1]), part, jnp.promote_types(rows.dtype, jnp.float32))
     return jax.lax.psum(sums, ALL).reshape(*rows.shape[:-1], part.shape[0])

@@ -1,4 +1,4 @@
-"""Host values on a mesh: each process gives the parts that its devices hold."""
+"""Host values on a mesh: each process puts the parts of its own devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Index = tuple[slice, ...]
 
 
 def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition) -> Any:
-    """A weight on its mesh, in its form; `read` gives a part by its index and is asked once for each."""
+    """A weight on its mesh, in its format; `read` returns a part by its index and is called once for each."""
     parts: dict[Any, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -35,7 +35,7 @@ def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partiti
     return in_format(row_major(array), partition)
 
 
-def moved(weight: Any, where: Partition | Any) -> Any:
+def relocated(weight: Any, where: Partition | Any) -> Any:
     """A weight in its format on another mesh or device; itself, where it lies there already."""
     leaves = jax.tree.leaves(weight)
     if not isinstance(where, Partition):
@@ -61,7 +61,7 @@ def put(tree: Any, mesh: Mesh) -> Any:
 
 
 def put_leaf(leaf: Any, where: NamedSharding) -> Any:
-    """One leaf of a state or of a request; it may be donated."""
+    """A leaf of a state or of a request, as an array that may be donated."""
     if isinstance(leaf, jax.Array) and leaf.sharding == where:
         return leaf
     host = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
@@ -71,12 +71,12 @@ def put_leaf(leaf: Any, where: NamedSharding) -> Any:
 
 
 def part_of(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    """What one device has of an array of this shape that lies so."""
+    """The shape of one device's part of an array."""
     return jax.ShapeDtypeStruct(where.shard_shape(tuple(leaf.shape)), leaf.dtype)
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:
-    """``tree`` as this process can read it. Of parts that lie in others each is gathered in turn."""
+    """``tree`` as arrays that this process can read; parts of other processes are gathered one by one."""
     return jax.tree.map(lambda leaf: _read(leaf, mesh), tree)
 
 

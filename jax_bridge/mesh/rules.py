@@ -1,7 +1,7 @@
-"""Which weight of a pair lies where: transformers' plans where they are right, ours where none is.
+"""The partition of each weight of a pair: transformers' plans where they are right, ours where none is.
 
-Left out of its plans: norms that they copy only for gradients, and cuts inside of experts, for which each
-chip would have to sum every expert's outputs. Experts are spread whole.
+Two things of its plans are left out: norms that they copy only for gradients, and cuts inside of experts, for
+which each chip would have to sum every expert's outputs. Experts are whole, each on one chip.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ OURS = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-"""Of models without a plan: GPT-OSS has none for its layers, drafters have none at all."""
+"""The plan of models without one: GPT-OSS has none for its layers, drafters have none at all."""
 _GROUPED = re.compile(r"\.(k_proj|v_proj)\.")
 _ATTENTION = re.compile(r"\.self_attn\.")
 _MIXER = re.compile(r"\.linear_attn\.(.*)")
 
 
 def heads_of(config: Any) -> Heads:
-    """Of a model by its config."""
+    """The heads in a model's config."""
     text = config.get_text_config()
     queries = text.num_attention_heads
     return Heads(queries, getattr(text, "num_key_value_heads", None) or queries)
 
 
 def partitions_of_target(model: Any, mesh: Mesh) -> dict[str, Partition]:
-    """Of every parameter and buffer of a causal LM, by its name; tied ones once."""
+    """Partitions of all parameters and buffers of a causal LM by name; tied ones once."""
     config, prefix = model.config.get_text_config(), f"{model.base_model_prefix}."
     plan = OURS | _understood(getattr(config, "base_model_tp_plan", None))
     experts = set(getattr(config, "base_model_ep_plan", None) or {})
@@ -56,7 +56,7 @@ def partitions_of_target(model: Any, mesh: Mesh) -> dict[str, Partition]:
 
 
 def partitions_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Partition]:
-    """Of every parameter and buffer of a DFlash drafter, by its name."""
+    """Partitions of all parameters and buffers of a DFlash drafter by name."""
     tables = set()
     for module in drafter.modules():
         tables |= {id(getattr(module, name)) for name in getattr(module, "lookups", ())}
@@ -66,7 +66,7 @@ def partitions_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Partition]:
 
 
 def partitions_of(pair: Any, mesh: Mesh) -> dict[str, Partition]:
-    """Of all weights of a pair."""
+    """Partitions of all weights of a pair by name."""
     found = _prefixed("target.model.", partitions_of_target(pair.target.model, mesh))
     drafter = getattr(pair.proposer, "drafter", None)
     if drafter is not None:
@@ -77,7 +77,7 @@ def partitions_of(pair: Any, mesh: Mesh) -> dict[str, Partition]:
 
 
 def slice_of(pair: Any, mesh: Mesh) -> Slice:
-    """What the pair's operations have to know of the mesh."""
+    """The slice of a pair on the mesh."""
     drafter = getattr(pair.proposer, "drafter", None)
     configs = [pair.target.config, *([] if drafter is None else [drafter.config])]
     heads = [heads_of(config) for config in configs]
@@ -127,7 +127,7 @@ def _partitions(
 
 
 def _divides(shape: tuple[int, ...], partition: Partition, size: int) -> bool:
-    """Whether the cut axis divides evenly; K/V heads do where they are cut."""
+    """Whether the cut axis divides evenly; cut K/V heads always do."""
     return all(axes is None or axes == KV or length % size == 0 for length, axes in _axes(shape, partition))
 
 

@@ -1,4 +1,4 @@
-"""Tensors that a forward takes from elsewhere than its parameters, such as a hook's vector, in a program."""
+"""Tensors that a forward takes from outside its parameters, such as a hook's vector, as constants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Constants(TorchFunctionMode):
     The engine compiles anew when such a tensor is written or replaced (`torch_dflash.targets.guard`).
 
     Raises:
-        ValueError: the tensor is a weight, or of a class of its own: a later change would not be seen.
+        ValueError: the tensor is a weight or of a tensor subclass: later changes would not be seen.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""Grouped-query attention: projections, who sees whom, and one softmax over keys that lie apart.
+"""Grouped-query attention: projections, masks, and one softmax over keys in several arrays.
 
 Drafter and target project alike: heads of ``head_dim``, RMSNorm on queries and keys where the
 checkpoint has one, rotary positions. Every function takes the checkpoint name of its tensors.
@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_bridge.reference.config import DecoderConfig, DrafterConfig, LayerMask
 from jax_bridge.reference.rope import rotate
 
-# Every part takes the flat parameter mapping and the checkpoint name of its tensors.
 Params = Mapping[str, jax.Array]
 
 
@@ -43,7 +42,7 @@ Rows = tuple[jax.Array, jax.Array]
 
 
 class Seen(NamedTuple):
-    """Keys and values [B, G, S, D], and which of them each query row sees: bool [B or 1, M, S]."""
+    """Keys and values [B, G, S, D], and the mask of the keys that query rows see: bool [B or 1, M, S]."""
 
     keys: jax.Array
     values: jax.Array
@@ -66,9 +65,9 @@ def attention(
         params: tensors by checkpoint name.
         name: prefix of this layer's attention tensors.
         config: head sizes and the norm's epsilon.
-        mask: what block rows may see in this layer.
+        mask: the keys that block rows see in this layer.
         block: input-normed block rows.
-        context: new context features, as they are: no layer norm.
+        context: new context features, without layer norm.
         tables: cosine and sine [B, 1, n_rows + W, D] for the new context rows and the block.
         past: K and V [B, G, S, D] of earlier context rows, K normed and rotated.
 
@@ -104,7 +103,7 @@ def project_keys_values(
 ) -> Rows:
     """Keys, normed (where there is a norm) and rotated, and values [B, G, R, D] of ``rows``.
 
-    Where a value is not finite it is zero and its key NaN: a mask hides a key, but 0 * NaN is NaN.
+    Values that are not finite become zero and their keys NaN: a mask hides a key, but 0 * NaN is NaN.
     """
     keys = rotate(_normed_heads(params, name, "k", config, rows), *tables)
     values = _heads(linear(params, f"{name}.v_proj", rows), config.head_dim)
@@ -115,7 +114,7 @@ def project_keys_values(
 def attend(queries: Float[Array, "B Q M D"], parts: list[Seen]) -> Float[Array, "B M QD"]:
     """One softmax, in float32, over all ``parts``: query head q reads key head q // (Q / G).
 
-    Parts are joined by their weights' common sum, so a long cache is read where it lies.
+    Parts share one sum of weights, so a long cache is read in place.
     """
     batch, heads, count, dim = queries.shape
     grouped = queries.reshape(batch, parts[0].keys.shape[1], -1, count, dim)

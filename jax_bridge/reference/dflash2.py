@@ -1,6 +1,6 @@
-"""What a DFlash2 drafter has besides a v1 drafter: convolutions, and a selector behind the head.
+"""The parts of a DFlash2 drafter besides v1's: convolutions, and a selector after the head.
 
-Both do nothing where the config has no ``dflash2``, so the passes are written once.
+Both do nothing where the config has no ``dflash2``, so each pass is written once.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SELECTOR = "candidate_selector"
 def convolved(
     params: Params, config: DrafterConfig, name: str, rows: Float[Array, "B W H"]
 ) -> tuple[Float[Array, "B W H"], Callable]:
-    """(``rows`` as the sublayer takes them, what is done to its output), for the convolution ``name``."""
+    """(The sublayer's input, the function for its output) of the convolution ``name``."""
     if config.dflash2 is None:
         return rows, lambda out: out
     taps, group = config.dflash2.conv_kernel_size, config.dflash2.conv_group_size

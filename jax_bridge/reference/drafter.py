@@ -5,6 +5,9 @@ through the same projections; the context feature is shared by all layers and sk
 input norms, their output projections and their MLPs.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
@@ -44,14 +47,27 @@ def forward(
     """
     context = project(params, config, context_hidden_states)
     tables = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
-    hidden = noise_embeds
-    kept: Cache = []
-    for layer, mask in enumerate(config.masks):
-        name = f"layers.{layer}"
+
+    def attend_layer(index: int, name: str, block: Array) -> tuple[Array, Rows]:
+        past = None if cache is None else cache[index]
+        return attention(params, name, config, config.masks[index], block, context, tables, past)
+
+    return run_layers(params, config, noise_embeds, attend_layer)
+
+
+def run_layers(
+    params: Params, config: DrafterConfig, hidden: Array, attend_layer: Callable[[int, str, Array], Any]
+) -> tuple[Float[Array, "B W H"], list]:
+    """All layers and the final norm: the block's hidden states, and each layer's new cache.
+
+    ``attend_layer(index, name of its tensors, normed block)`` returns the attention's output and that cache.
+    """
+    kept = []
+    for index in range(config.num_hidden_layers):
+        name = f"layers.{index}"
         block = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
-        past = cache[layer] if cache is not None else None
         block, after = convolved(params, config, f"{name}.attention_conv", block)
-        mixed, rows = attention(params, f"{name}.self_attn", config, mask, block, context, tables, past)
+        mixed, rows = attend_layer(index, f"{name}.self_attn", block)
         kept.append(rows)
         hidden = hidden + after(mixed)
         inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)

@@ -1,7 +1,7 @@
 """Greedy DFlash decoding of ragged batches: a prompt, then rounds, each one pure function of a state.
 
-A round drafts a block in one pass, has the target score it in one pass, and keeps the longest prefix
-that the target would have written itself, plus the token the target writes next (arXiv 2602.06036).
+A round drafts a block in one pass, scores it with the target in one pass, and keeps the longest prefix of the
+target's own tokens, plus the target's next token (arXiv 2602.06036).
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from jax_bridge.reference.attention import Params
 from jax_bridge.reference.config import DrafterConfig, TargetConfig
 from jax_bridge.reference.dflash2 import choose
 from jax_bridge.reference.drafter import logits, noise_embeddings, project
-from jax_bridge.reference.static import Layer, draft_pass, empty_layer, extend, put_rows
+from jax_bridge.reference.static import Layer, empty_layer, extend, put_rows, static_forward
 from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_target, head_weight
 
 
@@ -38,7 +38,7 @@ class PairParams(NamedTuple):
 class State(NamedTuple):
     """A batch in mid-generation. B rows, S slots, W rows of a block, E stop ids."""
 
-    tokens: Any  # int32 [B, S], column = position; the anchor stands at column `length`
+    tokens: Any  # int32 [B, S], column = position; the anchor is at column `length`
     length: Any  # int32 [B], tokens whose target keys and values are in the cache
     limit: Any  # int32 [B], most tokens of a row, prompt included
     stop_ids: Any  # int32 [B, E], padded with -1
@@ -69,7 +69,7 @@ def empty_state(
 ) -> State:
     """A state without prompts: all zeros, every row live. ``slots`` S must exceed a row's limit by W.
 
-    ``cache`` is the target's, empty; None gives it a static one.
+    ``cache`` is the target's, empty; None: a static one.
     """
     zeros = jnp.zeros(batch, jnp.int32)
     drafter = models.drafter
@@ -114,7 +114,7 @@ def draft_block(models: Models, weights: PairParams, state: State) -> Drafted:
     """The drafter's pass of the next round, and its best token for each masked row."""
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
     noise = noise_embeddings(models.drafter, weights.target[EMBEDDING], anchor)
-    hidden, cache = draft_pass(
+    hidden, cache = static_forward(
         weights.drafter,
         models.drafter,
         noise.astype(state.context.dtype),
@@ -167,7 +167,7 @@ def start(
     stop_ids: tuple[int, ...] = (),
     cache: Cache | None = None,
 ) -> State:
-    """The state after ``prompts``, which may differ in length.
+    """The state after ``prompts``, of any lengths.
 
     Args:
         models: the configs.
@@ -175,7 +175,7 @@ def start(
         prompts: token ids of each row.
         max_new_tokens: most new tokens of a row.
         stop_ids: ids after which a row ends.
-        cache: the target's, empty, such as `empty_pages` gives; consumed. None gives it a static one.
+        cache: the target's, empty, such as from `empty_pages`; consumed. None: a static one.
     """
     lengths = [len(prompt) for prompt in prompts]
     slots = max(lengths) + max_new_tokens + models.drafter.block_size
@@ -198,7 +198,7 @@ def decode(
     stop_ids: tuple[int, ...] = (),
     cache: Cache | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """New tokens of each row, and how many each of its rounds committed (as ``State.accepted``).
+    """New tokens of each row, and the counts that its rounds committed (as ``State.accepted``).
 
     Arguments are those of ``start``.
     """

@@ -1,7 +1,7 @@
-"""A paged target cache in plain JAX: gather every row's pages, mask what lies past its length.
+"""A paged target cache in plain JAX: gathers every row's pages and masks positions past its length.
 
-Position p of row b is ``pool[table[b, p // page], :, p % page]``: K and V side by side, zeros up to a
-whole number of lanes. Page 0 belongs to nobody: positions without a page are written there.
+Position p of row b is ``pool[table[b, p // page], :, p % page]``: K and V side by side, zeros up to a whole
+number of lanes. No row owns page 0: positions without a page are written there.
 """
 
 from typing import NamedTuple
@@ -19,23 +19,18 @@ LANES = 128
 
 
 class PagedLayer(NamedTuple):
-    """One layer's keys and values, and where each row's are. Every layer has its own copy of the table."""
+    """One layer's keys and values, and each row's page numbers. Every layer has its own copy of the table."""
 
     pool: Float[Array, "P G page_size KV"]
     table: Int[Array, "B row_pages"]
 
     @property
-    def batch(self) -> int:
-        """Rows B."""
-        return self.table.shape[0]
-
-    @property
     def slots(self) -> int:
-        """Positions that a row has columns for, `page_size` in each of its pages."""
+        """Positions of a row."""
         return self.table.shape[1] * self.pool.shape[2]
 
     def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["PagedLayer", Rows]:
-        """The layer with K and V [B, G, R, D] at ``start[b]``, and all it then holds: [B, G, S, D]."""
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and all its K and V: [B, G, S, D]."""
         keys, values = rows
         page, columns, dim = self.pool.shape[2], self.table.shape[1], keys.shape[3]
         at = positions(start, keys.shape[2])
@@ -58,12 +53,11 @@ class PagedLayer(NamedTuple):
 def empty_pages(
     config: TargetConfig, table: Int[np.ndarray, "B row_pages"], pages: int, page_size: int, dtype: DTypeLike
 ) -> tuple[PagedLayer, ...]:
-    """Zeroed pools [P, G, page_size, KV] of every decoder layer, for rows whose pages are ``table``'s.
+    """Zeroed pools [P, G, page_size, KV] of every decoder layer, for rows with the pages of ``table``.
 
     Args:
         config: of the target.
-        table: page numbers, int32 [B, row_pages]; 0 where a row has no page. No two rows may share another
-            page.
+        table: page numbers, int32 [B, row_pages], unique but for 0: no page.
         pages: pages P of a pool, page 0 included.
         page_size: positions in a page.
         dtype: of keys and values.

@@ -89,7 +89,7 @@ def _yarn(inv_freq, base, head_dim, rope, raw) -> tuple[np.ndarray, float]:
             scale = temperature()
 
     def index_of(rotations: int | float) -> float:
-        """Frequency index that makes this many turns over the trained length."""
+        """Index of the frequency with this many turns over the trained length."""
         return head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = index_of(rope.get("beta_fast") or 32), index_of(rope.get("beta_slow") or 1)

@@ -1,4 +1,4 @@
-"""Mixed precision of lowered torch code: products in bfloat16, everything else as it is written."""
+"""Mixed precision of lowered torch code: products in bfloat16, other operations in their own types."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch.overrides import TorchFunctionMode
 
 from torch_dflash.ops.control_flow import chunked
 
-# What torch's autocast lowers, as far as the drafter uses it; torchax's own autocast knows only the
-# operators these decompose into, which it never sees.
+# The operations that torch's autocast casts, as far as the drafter uses them. torchax's autocast knows only
+# the operators that they decompose into, and never sees those.
 PRODUCTS = {
     torch.nn.functional.linear,
     torch.matmul,
@@ -22,10 +22,10 @@ PRODUCTS = {
 
 
 class Bfloat16Products(TorchFunctionMode):
-    """Casts the float32 inputs of products to bfloat16, as ``torch.autocast`` does; so is their result.
+    """Casts float32 inputs of products to bfloat16, as ``torch.autocast`` does; results are bfloat16 too.
 
-    Weights stay float32 outside, and so do their gradients. Norms, the residual stream, softmaxes and
-    losses are float32: they compute in it, or promote a product's bfloat16 result with a float32 operand.
+    Weights and their gradients stay float32 outside. Norms, the residual stream, softmaxes and losses are
+    float32: they compute in it, or promote a product's bfloat16 result with a float32 operand.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:

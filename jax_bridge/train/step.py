@@ -29,7 +29,7 @@ AXIS = "data"
 
 
 def weightless(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` on the meta device: no weight can get into a program but as an argument."""
+    """A copy of ``module`` on the meta device: weights enter a program only as arguments."""
     memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
     for weight in module.parameters():
         memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
@@ -37,9 +37,9 @@ def weightless(module: nn.Module) -> nn.Module:
 
 
 def optimizer(options: FitOptions, rate: Any) -> optax.GradientTransformation:
-    """``clip_grad_norm_`` and ``torch.optim.AdamW`` with ``rate``, which may be traced.
+    """``clip_grad_norm_`` and ``torch.optim.AdamW`` with ``rate`` (may be traced).
 
-    The one difference: torch divides by the norm plus 1e-6 when it clips.
+    One difference: torch divides by the norm plus 1e-6 when it clips.
     """
     return optax.chain(
         optax.clip_by_global_norm(options.clip), optax.adamw(rate, weight_decay=options.weight_decay)
@@ -49,8 +49,8 @@ def optimizer(options: FitOptions, rate: Any) -> optax.GradientTransformation:
 def lower_losses(student: Student, options: FitOptions) -> Callable[..., Any]:
     """``(params, frozen, batch, vocabulary) -> Losses``: `Student.forward`, whatever its weights.
 
-    ``params`` go by the drafter's parameter names, ``frozen`` by the student's. ``vocabulary.weight`` holds
-    numbers of head rows [C, 1] instead of the rows, which are picked on the device.
+    ``params`` have the drafter's parameter names, ``frozen`` the student's. ``vocabulary.weight`` holds
+    indices of head rows [C, 1]; the device picks the rows.
     """
     skeleton = weightless(student)
 
@@ -119,10 +119,10 @@ def lower_step(student: Student, options: FitOptions, mesh: Mesh) -> Callable[..
 
 
 def _over(mesh: Mesh, local: Callable, rows: P, replicated: int) -> Callable:
-    """``local`` on every device of the mesh; its last argument is cut over it, those before are whole.
+    """``local`` on every device of the mesh; its last argument is cut, those before are whole.
 
-    Cut by hand, not by the partitioner: the loss scans over chunks of all rows, and a scan over an axis
-    that is cut would make every device compute all of it.
+    The partitioner does not cut it: the loss scans over chunks of all rows, and in a scan over a cut axis
+    every device would compute all of them.
     """
     specs = (*[P()] * replicated, rows)
     # Sums over the mesh are written out, so gradients must not be summed over it a second time.

@@ -42,7 +42,7 @@ def test_odd_rows_are_torch_s(size):
     rows[4, [0, size - 1]] = 99.0
     rows[5, size - 1] = 99.0
     rows[6] = torch.nan
-    found = argmax.place_by_blocks(jb.to_jax(rows))
+    found = argmax.argmax_by_blocks(jb.to_jax(rows))
     assert found.tolist() == torch.argmax(rows, dim=-1).tolist()
 
 

@@ -37,7 +37,7 @@ NORMS = {
 @pytest.mark.parametrize("size", [1, 7, 64, 128, 576, 1000])
 def test_halves_are_the_sum(size):
     rows = torch.randn(3, 5, size)
-    got = jb.to_torch(steady.sum_of_halves(jb.to_jax(rows)))
+    got = jb.to_torch(steady.pairwise_sum(jb.to_jax(rows)))
     torch.testing.assert_close(got.double(), rows.double().sum(-1, keepdim=True), atol=1e-5, rtol=1e-5)
 
 
@@ -169,7 +169,7 @@ def float_sums() -> int:
 
 def test_no_round_has_another_sum(monkeypatch):
     assert float_sums() == 0
-    monkeypatch.setattr(steady, "sum_of_halves", lambda rows: rows.sum(axis=-1, keepdims=True))
+    monkeypatch.setattr(steady, "pairwise_sum", lambda rows: rows.sum(axis=-1, keepdims=True))
     assert float_sums() > 0
 
 

@@ -71,5 +71,5 @@ def make_runtimes(
     arithmetic = options.compute, options.quantize
     first = XlaRuntime(pair, plan, *arithmetic, widths.widths, fewest, mesh, options.replicas)
     for runtime in (runtimes := first.replicas()):
-        runtime.check_room(tensors)
+        runtime.check_memory(tensors)
     return runtimes
