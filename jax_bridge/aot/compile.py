@@ -40,7 +40,7 @@ from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.trees.proposer import TreeProposer
 from torch_dflash.requests.prompts import bucket
 from torch_dflash.rows import RowRequests
-from torch_dflash.state import DecodeState, Draft, PromptChunk
+from torch_dflash.state import DecodeState, Draft
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
 
@@ -255,26 +255,18 @@ def _jit(step: Any) -> Any:
 
 
 def _arguments(model: AbstractPair, step: str, prompt_rows: int | None = None) -> tuple:
-    more = ()
+    more, plan = (), model.pair.plan
     if step == "draft":
-        more = (_features(model),)
+        shape, dtype = feature_shape(model.pair), jax.tree.leaves(model.state.cache)[0].dtype
+        more = (None if shape is None else jax.ShapeDtypeStruct(shape, dtype),)
     if step == "prefill":
-        more = (_prompt_chunk(model.pair.plan, prompt_rows),)
+        if prompt_rows is None or prompt_rows != bucket(prompt_rows) or prompt_rows > plan.slots:
+            raise ValueError(
+                f"prompt_rows={prompt_rows}: prompts are fed in chunks of a power of two of rows, at least "
+                f"{MIN_BUCKET} and here at most {plan.slots}; pass one, such as 256."
+            )
+        more = (jax.tree.map(_shape, idle_chunk(plan, prompt_rows)),)
     return model.params, model.state, *more
-
-
-def _features(model: AbstractPair) -> jax.ShapeDtypeStruct | None:
-    shape, dtype = feature_shape(model.pair), jax.tree.leaves(model.state.cache)[0].dtype
-    return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _prompt_chunk(plan: DecodePlan, rows: int | None) -> PromptChunk:
-    if rows is None or rows != bucket(rows) or rows > plan.slots:
-        raise ValueError(
-            f"prompt_rows={rows}: prompts are fed in chunks of a power of two of rows, at least {MIN_BUCKET} "
-            f"and here at most {plan.slots}; pass one, such as 256."
-        )
-    return jax.tree.map(_shape, idle_chunk(plan, rows))
 
 
 def _paths(tree: Any) -> list[str]:

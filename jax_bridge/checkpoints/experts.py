@@ -12,10 +12,7 @@ from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.storage.weight_files import Stored
 
 # A stacked weight's name -> the tensors of an expert for it, in the order of rows; then Mixtral's names.
-_PARTS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
+_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """Matches in the names of a single expert's tensors."""
 

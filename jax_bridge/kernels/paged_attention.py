@@ -20,15 +20,12 @@ def paged_attention_jax(
     inputs: Any, pages: Any
 ) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page_size KV"]]:
     """`torch_dflash.ops.paged_attention` of arrays; the pool is to be donated."""
-    (pool, table), (query, key, value, start), sinks = pages, inputs[:4], inputs.sinks
+    pool, (query, key, value, start), sinks = pages[0], inputs[:4], inputs.sinks
     batch, heads, rows, k_dim = query.shape
     groups, v_dim = value.shape[1], value.shape[3]
-    fresh = jnp.concatenate([key, value], axis=-1).astype(pool.dtype)
-    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - k_dim - v_dim)))
+    fresh, table = _padded(key, value, pages)
     grouped = query.reshape(batch, groups, heads // groups, rows, k_dim)
     sinks = None if sinks is None else sinks.reshape(groups, -1)
-    # Columns of page 0 past the last: padded rows of a bucket may exceed a row's capacity.
-    table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
     static = {"k_dim": k_dim, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
     static |= {"block_keys": BLOCK_KEYS}
     if inputs.tree is not None:
@@ -60,12 +57,16 @@ def paged_attention_jax(
 
 def append_pages_jax(key: Array, value: Array, start: Array, pages: Any) -> Float[Array, "P G page_size KV"]:
     """`torch_dflash.ops.paged_attention.append_pages`: reads, changes and writes whole tiles."""
+    return _write(pages[0], *_padded(key, value, pages), start)
+
+
+def _padded(key: Array, value: Array, pages: Any) -> tuple[Array, Array]:
+    """New rows [B, G, M, KV], padded to the pool's lanes, and the table with columns for their tiles."""
     pool, table = pages
-    rows, lanes = key.shape[2], pool.shape[3] - key.shape[3] - value.shape[3]
     fresh = jnp.concatenate([key, value], axis=-1).astype(pool.dtype)
-    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, lanes)))
-    table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
-    return _write(pool, fresh, table, start)
+    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - fresh.shape[3])))
+    # Columns of page 0 past the last: padded rows of a bucket may exceed a row's capacity.
+    return fresh, jnp.pad(table, ((0, 0), (0, -(-(key.shape[2] + TILE) // pool.shape[2]))))
 
 
 def jnp_tree_attention(

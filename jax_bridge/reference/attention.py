@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_bridge.reference.config import DecoderConfig, DrafterConfig, LayerMask
+from jax_bridge.reference.config import DecoderConfig, LayerMask
 from jax_bridge.reference.rope import rotate
 
 Params = Mapping[str, jax.Array]
@@ -47,48 +47,6 @@ class Seen(NamedTuple):
     keys: jax.Array
     values: jax.Array
     visible: jax.Array
-
-
-def attention(
-    params: Params,
-    name: str,
-    config: DrafterConfig,
-    mask: LayerMask,
-    block: Float[Array, "B W H"],
-    context: Float[Array, "B R H"],
-    tables: Rows,
-    past: Rows | None,
-) -> tuple[Float[Array, "B W H"], Rows]:
-    """Block rows attend to the whole context and to the block; the cache grows.
-
-    Args:
-        params: tensors by checkpoint name.
-        name: prefix of this layer's attention tensors.
-        config: head sizes and the norm's epsilon.
-        mask: the keys that block rows see in this layer.
-        block: input-normed block rows.
-        context: new context features, without layer norm.
-        tables: cosine and sine [B, 1, n_rows + W, D] for the new context rows and the block.
-        past: K and V [B, G, S, D] of earlier context rows, K normed and rotated.
-
-    Returns:
-        The attention output and K, V of all context rows, old and new.
-    """
-    new, width = context.shape[1], block.shape[1]
-    cos, sin = tables
-    queries = project_queries(params, name, config, block, (cos[:, :, new:], sin[:, :, new:]))
-    rows = jnp.concatenate([context, block], axis=1)
-    keys, values = project_keys_values(params, name, config, rows, tables)
-    if past is not None:
-        keys = jnp.concatenate([past[0], keys], axis=2)
-        values = jnp.concatenate([past[1], values], axis=2)
-    committed = keys.shape[2] - width
-    at = jnp.arange(committed + width)[None]
-    mixed = attend(queries, [Seen(keys, values, visible(mask, at[:, committed:], at))])
-    return linear(params, f"{name}.o_proj", mixed), (
-        keys[:, :, :committed],
-        values[:, :, :committed],
-    )
 
 
 def project_queries(

@@ -47,10 +47,7 @@ def load_target(
 
 
 def _read(
-    folder: Path,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: DTypeLike | None,
-    left_out: tuple[str, ...] = (),
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: DTypeLike | None, left_out: tuple[str, ...] = ()
 ) -> dict[str, jax.Array]:
     files, params = ["model.safetensors"], {}
     if (folder / _INDEX).exists():

@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.reference.attention import Params, Rows, attention, linear, rms_norm, swiglu
+from jax_bridge.reference.attention import (
+    Params,
+    Rows,
+    Seen,
+    attend,
+    linear,
+    project_keys_values,
+    project_queries,
+    rms_norm,
+    swiglu,
+    visible,
+)
 from jax_bridge.reference.config import DrafterConfig
 from jax_bridge.reference.dflash2 import convolved
 from jax_bridge.reference.rope import rotary_tables
@@ -46,11 +57,24 @@ def forward(
         never kept. The cache passed in is unchanged.
     """
     context = project(params, config, context_hidden_states)
-    tables = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
+    new = context.shape[1]
+    cos, sin = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
 
     def attend_layer(index: int, name: str, block: Array) -> tuple[Array, Rows]:
-        past = None if cache is None else cache[index]
-        return attention(params, name, config, config.masks[index], block, context, tables, past)
+        """Block rows see the whole context and the block; the cache grows by the new context rows."""
+        queries = project_queries(params, name, config, block, (cos[:, :, new:], sin[:, :, new:]))
+        rows = jnp.concatenate([context, block], axis=1)
+        keys, values = project_keys_values(params, name, config, rows, (cos, sin))
+        if cache is not None:
+            keys, values = (
+                jnp.concatenate(pair, axis=2) for pair in zip(cache[index], (keys, values), strict=True)
+            )
+        committed = keys.shape[2] - block.shape[1]
+        at = jnp.arange(keys.shape[2])[None]
+        seen = visible(config.masks[index], at[:, committed:], at)
+        mixed = attend(queries, [Seen(keys, values, seen)])
+        kept = keys[:, :, :committed], values[:, :, :committed]
+        return linear(params, f"{name}.o_proj", mixed), kept
 
     return run_layers(params, config, noise_embeds, attend_layer)
 
@@ -102,9 +126,7 @@ def noise_embeddings(
 
 
 def logits(
-    config: DrafterConfig,
-    hidden: Float[Array, "B W H"],
-    head_weight: Float[Array, "V H"],
+    config: DrafterConfig, hidden: Float[Array, "B W H"], head_weight: Float[Array, "V H"]
 ) -> Float[Array, "B W V"]:
     """Draft logits through the target's head, multiplied, then soft-capped.
 

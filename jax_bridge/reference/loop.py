@@ -60,12 +60,7 @@ class Drafted(NamedTuple):
 
 
 def empty_state(
-    models: Models,
-    dtype: DTypeLike,
-    batch: int,
-    slots: int,
-    stop_slots: int = 8,
-    cache: Cache | None = None,
+    models: Models, dtype: DTypeLike, batch: int, slots: int, stop_slots: int = 8, cache: Cache | None = None
 ) -> State:
     """A state without prompts: all zeros, every row live. ``slots`` S must exceed a row's limit by W.
 

@@ -119,10 +119,7 @@ def rotary_tables(
     """Cosine and sine per position, computed in float32, returned in ``dtype``."""
     angles = positions.astype(jnp.float32)[:, None, :, None] * jnp.array(rope.inv_freq, jnp.float32)
     angles = jnp.concatenate([angles, angles], axis=-1)
-    return (
-        (jnp.cos(angles) * rope.scale).astype(dtype),
-        (jnp.sin(angles) * rope.scale).astype(dtype),
-    )
+    return ((jnp.cos(angles) * rope.scale).astype(dtype), (jnp.sin(angles) * rope.scale).astype(dtype))
 
 
 def rotate(

@@ -132,9 +132,7 @@ def extend(
     tables = rotary_tables(config.rope, positions(start, context.shape[1]), context.dtype)
     return tuple(
         write_layer(
-            layer,
-            project_keys_values(params, f"layers.{index}.self_attn", config, context, tables),
-            start,
+            layer, project_keys_values(params, f"layers.{index}.self_attn", config, context, tables), start
         )
         for index, layer in enumerate(cache)
     )
