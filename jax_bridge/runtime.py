@@ -175,7 +175,7 @@ class XlaRuntime:
         """Append a prompt chunk; consumes ``state``."""
         piece = self._piece(params, state, chunk)
         if not self._rounds_started:
-            # Decoding follows. Its program compiles beside this one, and while the prompt is read.
+            # Decoding follows: compile its program together with this one, and while the prompt is read.
             self._rounds_started = True
             self._programs.start(*piece)
             for width in self._rounds:

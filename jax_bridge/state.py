@@ -42,7 +42,7 @@ def check_alive(part: Any) -> None:
 
 
 def state_to_torch(state: Any, device="cpu") -> Any:
-    """The same state, or part of one, with torch tensors of its own memory. Lossless; runs no model."""
+    """The same state, or part of one, as new torch tensors. Lossless; runs no model."""
     register_states()
     return to_torch(whole_tails(state), device=device)
 

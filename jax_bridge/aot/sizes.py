@@ -33,7 +33,7 @@ class Size(NamedTuple):
 
     @property
     def fields(self) -> dict[str, int]:
-        """As fields of a `DecodePlan`."""
+        """The two as fields of a `DecodePlan`."""
         return {"batch_size": self.batch, "capacity": self.context}
 
 

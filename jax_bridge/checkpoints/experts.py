@@ -36,7 +36,7 @@ class Stacked:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As stored."""
+        """The stored type."""
         return self.experts[0][0].dtype
 
     @property

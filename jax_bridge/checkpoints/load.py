@@ -235,7 +235,7 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTr
     try:
         config = AutoConfig.from_pretrained(path_or_id, **hub)
         with init_empty_weights(include_buffers=False):
-            for part in (config, config.get_text_config()):  # what is loaded is not quantised
+            for part in (config, config.get_text_config()):  # loaded weights are dequantised
                 vars(part).pop("quantization_config", None)
             model: Any = auto_class(config).from_config(config, dtype=dtype or config.dtype)
     except _UNBUILDABLE as error:

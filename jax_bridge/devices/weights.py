@@ -24,7 +24,7 @@ from jax_bridge.weights.formats import Weight
 from jax_bridge.weights.layout import LayoutRules, WeightLayout, keep
 
 Version = tuple
-"""Of a tensor: address, torch's count of writes, dtype, shape, strides and view."""
+"""A tensor's address, torch's count of its writes, dtype, shape, strides and view."""
 TURNS = 8
 """Calls in which all large weights are sampled, some in each; all rows of a weight take as many squared."""
 SMALL = 1 << 16

@@ -61,11 +61,11 @@ class Halves(NamedTuple):
         return jnp.concatenate([jnp.full_like(first, LOWEST), first]) if self.keys == 2 else first
 
     def has_new(self, half: Any) -> Any:
-        """Whether a half attends to the new rows."""
+        """The condition that a half attends to the new rows."""
         return half == 1 if self.keys == 2 else True
 
     def writes(self, half: Any, tile: Any) -> Any:
-        """Whether a program merges and writes the new rows: the first tile of the half that has them."""
+        """The condition that a program writes the new rows: the first tile of the half with them."""
         return (tile == 0) & (half == 1) if self.keys == 2 else tile == 0
 
     def blocks(self, half: Any, begin: Any, end: Any) -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ class TreeRows(NamedTuple):
     keys: Any
 
     def sees(self, row, other):
-        """Whether each query row [rows, 1] sees each staged key [1, staged], of row ``other`` (old: < 0)."""
+        """The mask of query rows [rows, 1] and staged keys [1, staged], of row ``other`` (old: < 0)."""
         return (other <= row) & (row < self.keys[0, 0:1])
 
 

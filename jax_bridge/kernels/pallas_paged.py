@@ -180,7 +180,7 @@ def _call(
 
 
 def _swap(rows: Array, shape: tuple[int, ...]) -> Array:
-    """To tiles and back: a program has a tile of rows of every head."""
+    """Reorders rows to tiles and back: a program has a tile of rows of every head."""
     return rows.reshape(shape).transpose(0, 1, 3, 2, 4, 5)
 
 

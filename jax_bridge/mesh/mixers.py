@@ -106,7 +106,7 @@ def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwar
 
 
 def absorb_on_slice(own: Slice, absorb: Callable, count: Any, fresh: Any, path: Any) -> Any:
-    """`torch_dflash.cache.recurrent.absorb`: each chip's states and channels from what it has computed."""
+    """`torch_dflash.cache.recurrent.absorb`: each chip's states and channels from its own results."""
 
     def local(count: Any, fresh: Any, path: Any) -> Any:
         return cut_tail(absorb(count, replace(fresh, layer=whole_tail(fresh.layer)), path), _share(own))

@@ -66,7 +66,7 @@ def parts_of(mesh: Any, replicas: int) -> list[list[Any]]:
     if len(devices) % replicas:
         counts = [str(count) for count in range(1, len(devices) + 1) if len(devices) % count == 0]
         raise ValueError(
-            f"replicas={replicas} on {len(devices)} device(s): each has as many as the others; pass replicas="
+            f"replicas={replicas} on {len(devices)} device(s): all must have equally many; pass replicas="
             f"{' or '.join(counts)}, or another mesh."
         )
     if replicas > 1 and jax.process_count() > 1:
@@ -83,7 +83,7 @@ def check_distinct(devices: list[Any]) -> None:
     for device in devices:
         if (count := devices.count(device)) > 1:
             raise ValueError(
-                f"mesh has {device} {count} times: each chip of it has a part of its own; name it once, or "
+                f"mesh has {device} {count} times: each chip has one part; name it once, or "
                 f"pass replicas={count} for copies on one device."
             )
 

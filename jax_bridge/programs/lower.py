@@ -16,11 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torchax.tensor import Tensor as Traced
+from torchax.view import View
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
-from jax_bridge._torchax import call_torch, sharing
+from jax_bridge._torchax import call_torch, environment, sharing
+from jax_bridge.arrays import to_numpy
 from jax_bridge.compilations import compilations, count
-from jax_bridge.programs.constants import Constants
 from jax_bridge.weights.formats import bound
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.guards.processes import check_process
@@ -286,3 +290,38 @@ def run_pipelined(
     while waiting:
         state = run_next()
     return state
+
+
+class Constants(TorchFunctionMode):
+    """While open, a torch tensor that meets traced ones becomes a constant of the program.
+
+    The engine compiles anew when such a tensor is written or replaced (`torch_dflash.targets.guard`).
+
+    Raises:
+        ValueError: the tensor is a weight or of a tensor subclass: later changes would not be seen.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if _mixes_plain_and_traced(args, kwargs):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _constant, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _mixes_plain_and_traced(args: Any, kwargs: Any) -> bool:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return (
+        len({isinstance(leaf, Traced | View) for leaf in leaves if isinstance(leaf, torch.Tensor | View)}) > 1
+    )
+
+
+def _constant(leaf: torch.Tensor) -> Any:
+    if isinstance(leaf, Traced | View):
+        return leaf
+    if type(leaf) is not torch.Tensor:
+        raise ValueError(
+            f"runtime='xla': a forward reads a {type(leaf).__name__} {tuple(leaf.shape)} that is no "
+            "parameter or buffer of the target (a closure over another module?); later changes of it would "
+            "not be seen. Register it in the module, or pass runtime='eager'."
+        )
+    return environment().j2t_iso(jnp.asarray(to_numpy(leaf)))

@@ -37,9 +37,9 @@ class PagedLayer(NamedTuple):
         column = at // page
         number = jnp.take_along_axis(self.table, jnp.minimum(column, columns - 1), axis=1)
         number = jnp.where(column < columns, number, 0)
-        beside = jnp.concatenate([keys, values], axis=-1)
-        beside = jnp.pad(beside, ((0, 0), (0, 0), (0, 0), (0, self.pool.shape[3] - 2 * dim)))
-        fresh = beside.transpose(0, 2, 1, 3).astype(self.pool.dtype)
+        joined = jnp.concatenate([keys, values], axis=-1)
+        joined = jnp.pad(joined, ((0, 0), (0, 0), (0, 0), (0, self.pool.shape[3] - 2 * dim)))
+        fresh = joined.transpose(0, 2, 1, 3).astype(self.pool.dtype)
         layer = PagedLayer(self.pool.at[number, :, at % page].set(fresh), self.table)
         held = layer.rows()
         return layer, (held[..., :dim], held[..., dim : 2 * dim])

@@ -15,10 +15,11 @@ import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
-from jax_bridge.train.autocast import Bfloat16Products
+from torch_dflash.ops.control_flow import chunked
 from torch_dflash.train.fit.blocks import Batch
 from torch_dflash.train.fit.objective import Losses, Vocabulary
 from torch_dflash.train.fit.options import FitOptions
@@ -127,3 +128,46 @@ def _over(mesh: Mesh, local: Callable, rows: P, replicated: int) -> Callable:
     specs = (*[P()] * replicated, rows)
     # Sums over the mesh are written out, so gradients must not be summed over it a second time.
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+
+# The operations that torch's autocast casts, as far as the drafter uses them. torchax's autocast knows only
+# the operators that they decompose into, and never sees those.
+PRODUCTS = {
+    torch.nn.functional.linear,
+    torch.matmul,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.bmm,
+}
+
+
+class Bfloat16Products(TorchFunctionMode):
+    """Casts float32 inputs of products to bfloat16, as ``torch.autocast`` does; results are bfloat16 too.
+
+    Weights and their gradients stay float32 outside. Norms, the residual stream, softmaxes and losses are
+    float32: they compute in it, or promote a product's bfloat16 result with a float32 operand.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if func is chunked:
+            # Its step runs later, when this mode is not on the stack.
+            step, *rest = args
+            args = (self._inside(step), *rest)
+        elif func in PRODUCTS:
+            args = tuple(map(_narrowed, args))
+            kwargs = {name: _narrowed(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _inside(self, step):
+        def run(*rows):
+            with self:
+                return step(*rows)
+
+        return run
+
+
+def _narrowed(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.to(torch.bfloat16) if floats else value

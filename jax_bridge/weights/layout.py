@@ -57,7 +57,7 @@ def check_loaded(compute: str, quantize: str | None) -> None:
 
 
 class WeightLayout(NamedTuple):
-    """How a device keeps a weight: ``format`` (None: a plain array), products' type, whether rows are read.
+    """A weight's ``format`` on a device (None: a plain array), its products' ``dtype``; rows are ``read``.
 
     ``leads``: as in `Quantized`.
     """
