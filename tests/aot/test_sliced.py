@@ -191,6 +191,6 @@ def test_experts_one_by_one_are_noticed(monkeypatch):
 
 
 def test_products_left_to_the_partitioner_are_noticed(monkeypatch):
-    monkeypatch.setattr(ops, "cut_linear", lambda rows, cut, bias: linear_jax(rows, cut.array, bias))
+    monkeypatch.setattr(ops, "partitioned_linear", lambda rows, cut, bias: linear_jax(rows, cut.array, bias))
     found = faults("qwen3-32b", "v5e:2x4", 8, batch_size=4)
     assert "0 sums in float32" in found, found

@@ -140,7 +140,8 @@ def attention_is_steady(counts: Iterable[int], heads: int, dim: int, groups: int
     @jax.jit  # everything is an argument: what is known would be folded, in an order of its own
     def attend(query, key, value):
         seen = jnp.ones((1, query.shape[3], 128), bool)
-        return streamed.SoftmaxState.begin(query, dim).add(query, streamed.Block(key, value, seen), 0.125).result()
+        state = streamed.SoftmaxState.begin(query, dim)
+        return state.add(query, streamed.Block(key, value, seen), 0.125).result()
 
     whole = attend(query, key, value)
     for count in counts:
