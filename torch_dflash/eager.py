@@ -27,7 +27,7 @@ class EagerRuntime:
         self.plan = plan
         self._own: Any = None
 
-    def check_room(self, tensors: Params) -> None:
+    def check_memory(self, tensors: Params) -> None:
         """Nothing is copied."""
 
     def refresh(self, tensors: Params) -> Params:

@@ -90,9 +90,11 @@ def test_the_two_passes_of_a_round_are_the_round():
         return tree_map(torch.clone, state)
 
     features = torch.randn(feature_shape(pair))
-    drafted = passes.draft(pair, params, copy(state), features)
-    verified, tapped = passes.verify(pair, params, copy(drafted))
-    again = passes.draft(pair, params, copy(state), tapped)  # now with the features it should have had
+    drafted = pair.run(passes.draft_pass, params, copy(state), features)
+    verified, tapped = pair.run(passes.verify_pass, params, copy(drafted))
+    again = pair.run(
+        passes.draft_pass, params, copy(state), tapped
+    )  # now with the features it should have had
     whole = decode_round(pair, params, copy(state))
     assert tapped.shape == features.shape and not torch.equal(tapped, features)
     for ours, rounds in (

@@ -32,7 +32,7 @@ def counts(monkeypatch):
     counted(nn.Module, "named_modules", "walks")
     counted(Engine, "follow", "asked")
     counted(jax, "device_put", "transfers")
-    counted(weights, "places", "weights looked at")
+    counted(weights, "samples", "weights looked at")
     counted(guard, "parts", "functions looked into")
     return found
 

@@ -13,7 +13,7 @@ import torch_dflash as td
 from jax_bridge import ops
 from jax_bridge.kernels import row_reductions as angles
 from jax_bridge.programs import lower
-from jax_bridge.weights.forms import StoredWeight
+from jax_bridge.weights.formats import StoredWeight
 
 MOVES = ("copy", "transpose", "convert", "fusion", "concatenate", "pad", "gather", "slice", "bitcast-convert")
 SMALLEST = 1000  # entries; the caches and the matrices have more

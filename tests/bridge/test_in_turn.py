@@ -7,7 +7,7 @@ import pytest
 from support.tiny import small_pair
 
 import torch_dflash as td
-from jax_bridge.programs.lower import AHEAD, run_in_turn
+from jax_bridge.programs.lower import AHEAD, run_pipelined
 
 NAMES = list("abcdef")
 
@@ -50,7 +50,7 @@ def all_steps():
 
 
 def run(programs: Scripted) -> str:
-    return run_in_turn(programs, all_steps(), "", Bar([]))  # pyright: ignore
+    return run_pipelined(programs, all_steps(), "", Bar([]))  # pyright: ignore
 
 
 def test_each_runs_once_in_order_on_what_the_one_before_made():
@@ -82,7 +82,7 @@ def test_the_bar_says_what_is_waited_for():
     for at_once in ("", "abcdef"):
         programs = Scripted(at_once)
         bar = Bar(programs.noted)
-        run_in_turn(programs, all_steps(), "", bar)  # pyright: ignore
+        run_pipelined(programs, all_steps(), "", bar)  # pyright: ignore
         assert bar.moved == len(NAMES)
         said = [
             note for note in zip(programs.noted, programs.noted[1:], strict=False) if note[0][:4] == "step"

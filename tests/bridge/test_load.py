@@ -28,7 +28,7 @@ from transformers.utils import logging
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.checkpoints import load as loading
-from jax_bridge.weights.forms import Transposed, unwrap
+from jax_bridge.weights.formats import Transposed, unwrap
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.storage import weight_files
 

@@ -16,7 +16,7 @@ import jax_bridge as jb
 from jax_bridge.checkpoints import experts, quantised
 from jax_bridge.checkpoints.method import method_of
 from jax_bridge.checkpoints.quantised import Dequantised
-from jax_bridge.weights.forms import unwrap
+from jax_bridge.weights.formats import unwrap
 from torch_dflash.storage.weight_files import read_checkpoint
 
 

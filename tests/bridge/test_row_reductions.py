@@ -23,7 +23,7 @@ from jax_bridge.kernels import row_reductions as steady
 from jax_bridge.kernels import streamed
 from jax_bridge.kernels.row_reductions import FEW_IDS, spread_by_comparing, spread_by_scatter, spread_jax
 from jax_bridge.programs import lower
-from jax_bridge.weights.forms import dot
+from jax_bridge.weights.formats import dot
 from jax_bridge.weights.products import stacked_sums
 from torch_dflash.decode import verify
 from torch_dflash.ops.spread import spread
@@ -39,7 +39,7 @@ NORMS = {
 @pytest.mark.parametrize("size", [1, 7, 64, 128, 576, 1000])
 def test_halves_are_the_sum(size):
     rows = torch.randn(3, 5, size)
-    got = jb.to_torch(steady.sum_of_halves(jb.to_jax(rows)))
+    got = jb.to_torch(steady.pairwise_sum(jb.to_jax(rows)))
     torch.testing.assert_close(got.double(), rows.double().sum(-1, keepdim=True), atol=1e-5, rtol=1e-5)
 
 
@@ -144,7 +144,8 @@ def attention_is_steady(counts: Iterable[int], heads: int, dim: int, groups: int
     @jax.jit  # everything is an argument: what is known would be folded, in an order of its own
     def attend(query, key, value):
         seen = jnp.ones((1, query.shape[3], 128), bool)
-        return streamed.Running.begin(query, dim).add(query, streamed.Block(key, value, seen), 0.125).result()
+        state = streamed.SoftmaxState.begin(query, dim)
+        return state.add(query, streamed.Block(key, value, seen), 0.125).result()
 
     whole = attend(query, key, value)
     for count in counts:
@@ -173,7 +174,7 @@ def float_sums() -> int:
 
 def test_no_round_has_another_sum(monkeypatch):
     assert float_sums() == 0
-    monkeypatch.setattr(steady, "sum_of_halves", lambda rows: rows.sum(axis=-1, keepdims=True))
+    monkeypatch.setattr(steady, "pairwise_sum", lambda rows: rows.sum(axis=-1, keepdims=True))
     assert float_sums() > 0
 
 
@@ -223,7 +224,7 @@ def test_odd_rows_are_torch_s(size):
     rows[4, [0, size - 1]] = 99.0
     rows[5, size - 1] = 99.0
     rows[6] = torch.nan
-    found = argmax.place_by_blocks(jb.to_jax(rows))
+    found = argmax.argmax_by_blocks(jb.to_jax(rows))
     assert found.tolist() == torch.argmax(rows, dim=-1).tolist()
 
 

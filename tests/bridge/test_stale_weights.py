@@ -11,9 +11,9 @@ from torch import nn
 
 import torch_dflash as td
 from jax_bridge.arrays import to_torch
-from jax_bridge.devices.samples import SAMPLES, fingerprint_of, places
+from jax_bridge.devices.samples import SAMPLES, checksum, samples
 from jax_bridge.devices.weights import TURNS, Weights
-from jax_bridge.weights.layout import Forms, Transposed
+from jax_bridge.weights.layout import LayoutRules, Transposed
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 NEW = 12
@@ -21,7 +21,7 @@ NEW = 12
 
 @pytest.fixture
 def weights():
-    return Weights(Forms())
+    return Weights(LayoutRules())
 
 
 class Model(nn.Module):  # weights of several shapes, as an engine names them
@@ -115,7 +115,7 @@ WRITES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("write", WRITES)
 def test_every_way_of_writing_a_weight_is_seen(write, dtype):
-    model, weights = Model(dtype), Weights(Forms(frozenset({"target.wide"})))
+    model, weights = Model(dtype), Weights(LayoutRules(frozenset({"target.wide"})))
     before = converted(weights, model.tensors())
     assert not changed(before, refreshed(weights, model.tensors())[0])
     WRITES[write](model)
@@ -167,11 +167,11 @@ def test_what_is_not_a_number_is_unchanged_as_long_as_its_bits_are(weights):
 
 def test_one_silent_write_puts_its_whole_model_in_doubt_and_no_other():
     """In bfloat16 a small step moves few elements, and Adam none of a row without a gradient."""
-    target, drafter, weights = Model(), Model(), Weights(Forms())
+    target, drafter, weights = Model(), Model(), Weights(LayoutRules())
     before = weights.refresh(target.tensors() | drafter.tensors("proposer"))
     target.wide.data.mul_(1.5)
     target.stack.data[3, 5, 7] += 1  # alone, it would not be seen
-    assert not torch.isin(target.stack[3, 5, 7], places(target.stack).view(torch.float32))
+    assert not torch.isin(target.stack[3, 5, 7], samples(target.stack).view(torch.float32))
     in_turns(weights, target.tensors() | drafter.tensors("proposer"))
     after = converted(weights, target.tensors() | drafter.tensors("proposer"))
     assert changed(before, after) == set(target.tensors())
@@ -186,7 +186,7 @@ def test_a_counted_write_converts_its_weight_alone(weights):
 
 
 def test_engines_of_one_model_see_what_another_has_seen():
-    model, one, two = Model(), Weights(Forms()), Weights(Forms())
+    model, one, two = Model(), Weights(LayoutRules()), Weights(LayoutRules())
     assert not changed(one.refresh(model.tensors()), two.refresh(model.tensors()))
     fused(model)
     assert not changed(converted(one, model.tensors()), converted(two, model.tensors()))
@@ -197,7 +197,7 @@ def test_inference_tensors_are_looked_at_in_every_row(dtype):
     with torch.inference_mode():
         model = Model(dtype).requires_grad_(False)
     assert model.tall.is_inference()
-    weights = Weights(Forms())
+    weights = Weights(LayoutRules())
     converted(weights, model.tensors())
     rows = [(name, row) for name in ("wide", "tall") for row in range(0, getattr(model, name).shape[0], 7)]
     for name, row in rows:
@@ -217,12 +217,12 @@ def test_inference_tensors_are_looked_at_in_every_row(dtype):
 def test_places_are_spread_over_rows_and_columns():
     for shape in ((576, 576), (1536, 576), (49152, 576), (32, 2880, 5760), (4096, 1), (4, 9000)):
         weight = torch.empty(shape, device="meta")
-        view = places(weight)
+        view = samples(weight)
         assert SAMPLES <= len(view)
         assert view.stride(0) <= max(1, shape[-1] - 1)  # no row is missed
         seen = torch.arange(len(view)) * view.stride(0)
         assert len((seen % shape[-1]).unique()) == min(len(seen), shape[-1])
-    assert torch.equal(places(torch.arange(63)), torch.arange(63))  # small ones whole
+    assert torch.equal(samples(torch.arange(63)), torch.arange(63))  # small ones whole
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_places_are_spread_over_rows_and_columns():
     + [torch.arange(15360.0).view(48, 5, 64).permute(1, 2, 0), torch.arange(12800.0).view(100, 128)[:, :64]],
 )
 def test_each_row_has_a_place_however_a_weight_is_stored(weight):
-    seen = torch.isin(weight.to(torch.int64), places(weight).view(torch.float32).to(torch.int64))
+    seen = torch.isin(weight.to(torch.int64), samples(weight).view(torch.float32).to(torch.int64))
     assert seen.any(dim=-1).all() and int(seen.sum()) < weight.numel() / 8
 
 
@@ -240,7 +240,7 @@ def test_each_row_has_a_place_however_a_weight_is_stored(weight):
 )
 def test_a_row_written_behind_torchs_back_is_seen_some_calls_later(shape, calls):
     """As ``weight.data[new_ids] = mean`` writes rows of an embedding."""
-    weight, weights = nn.Parameter(torch.randn(shape)), Weights(Forms())
+    weight, weights = nn.Parameter(torch.randn(shape)), Weights(LayoutRules())
     others = {f"target.{number}": nn.Parameter(torch.randn(300, 300)) for number in range(TURNS)}
     tensors = {"target.weight": weight} | others
     array = weights.refresh(tensors)["target.weight"]
@@ -257,7 +257,7 @@ def test_part_of_a_row_written_behind_torchs_back_is_seen_after_forgetting(weigh
     before = weights.refresh(model.tensors())
     for _ in range(2):
         model.stack.data[3, 5, 7] += 1
-        assert not torch.isin(model.stack[3, 5, 7], places(model.stack).view(torch.float32))
+        assert not torch.isin(model.stack[3, 5, 7], samples(model.stack).view(torch.float32))
         for _ in range(TURNS**2):
             assert weights.refresh(model.tensors())["target.stack"] is before["target.stack"]
         weights.forget(model.tensors())
@@ -270,7 +270,7 @@ def test_part_of_a_row_written_behind_torchs_back_is_seen_after_forgetting(weigh
 def test_looking_at_a_weight_leaves_its_storage_as_it_was(weights):
     model = Model()
     weights.refresh(model.tensors())
-    fingerprint_of(model.tensors())
+    checksum(model.tensors())
     assert all(weight.untyped_storage().resizable() for weight in model.parameters())
 
 

@@ -19,13 +19,14 @@ from torch import nn
 
 import jax_bridge as jb
 import torch_dflash as td
+from jax_bridge import arrays
+from jax_bridge.arrays import row_major
 from jax_bridge.compilations import compilations
 from jax_bridge.devices import weights
 from jax_bridge.programs import lower
 from jax_bridge.weights import autotune as measured
-from jax_bridge.weights import layout
-from jax_bridge.weights.forms import Cast, Quantized, StoredWeight, Transposed, dot, dot_led, unwrap
-from jax_bridge.weights.layout import Form, Forms, row_major
+from jax_bridge.weights.formats import Cast, Quantized, StoredWeight, Transposed, dot, dot_led, unwrap
+from jax_bridge.weights.layout import LayoutRules, WeightLayout
 from torch_dflash.rows import RowRequests
 
 FIXED = {"max_length": 40, "batch_size": 1, "prefill_chunk_size": 16, "filters": False}
@@ -98,18 +99,18 @@ def test_what_is_turned_depends_on_type_and_device():
     class Device:
         platform = "tpu"
 
-    cpu, forms = jax.devices("cpu")[0], Forms(frozenset({"a"}))
-    assert forms.choose("a", (6, 4), torch.float32, cpu) == Form(Transposed)
-    assert forms.choose("b", (6, 4), torch.float32, cpu) == Form()
+    cpu, forms = jax.devices("cpu")[0], LayoutRules(frozenset({"a"}))
+    assert forms.choose("a", (6, 4), torch.float32, cpu) == WeightLayout(Transposed)
+    assert forms.choose("b", (6, 4), torch.float32, cpu) == WeightLayout()
     for dtype, device in ((torch.bfloat16, cpu), (torch.float16, cpu), (torch.float32, Device())):
-        assert forms.choose("a", (6, 4), dtype, device) == Form()
+        assert forms.choose("a", (6, 4), dtype, device) == WeightLayout()
 
 
 def test_a_layout_is_part_of_what_is_known_of_a_tensor(monkeypatch):
     layer = nn.Linear(4, 6, bias=False)
-    forms = Forms.of(nn.ModuleDict({"a": layer}), None)
+    forms = LayoutRules.of(nn.ModuleDict({"a": layer}), None)
     assert forms.linear == {"a.weight"}
-    first, second = weights.Weights(forms), weights.Weights(Forms())
+    first, second = weights.Weights(forms), weights.Weights(LayoutRules())
     transposed, plain = (one.refresh({"a.weight": layer.weight})["a.weight"] for one in (first, second))
     assert isinstance(transposed, Transposed)
     assert transposed.array.shape == (4, 6) and transposed.shape == (6, 4)
@@ -123,7 +124,7 @@ def test_programs_take_matrices_as_they_lie(family, source, tmp_path, monkeypatc
         place = Format(Layout(major_to_minor=(1, 0)), array.sharding)
         return jax.device_put(array, place) if array.ndim == 2 else array
 
-    monkeypatch.setattr(layout, "row_major", by_columns)
+    monkeypatch.setattr(arrays, "row_major", by_columns)
     target, drafter = make_pair(family, agree=6.0)
     given = target
     if source == "loaded":
@@ -147,7 +148,7 @@ def test_only_a_tpus_matrices_are_laid_by_rows(monkeypatch):
         place = SimpleNamespace(device_set=[SimpleNamespace(platform="tpu")])
         return SimpleNamespace(ndim=len(order), format=lies, sharding=place)
 
-    monkeypatch.setattr(layout, "row_major_format", lambda place: place)
+    monkeypatch.setattr(arrays, "row_major_format", lambda place: place)
     monkeypatch.setattr(jax, "device_put", lambda array, place: "by rows")
     assert row_major(on_tpu(1, 0)) == "by rows"
     for array in (on_tpu(0, 1), on_tpu(0), on_tpu(2, 1, 0), jax.numpy.zeros((2, 3))):
@@ -228,9 +229,9 @@ def test_the_faster_layout_is_chosen(faster, by_inputs, folder, monkeypatch):
     monkeypatch.setattr(measured, "_run", run)
     assert measured.lies_by_inputs(SHAPE) == by_inputs
     weight = nn.Linear(*reversed(SHAPE), bias=False).weight
-    forms = Forms(frozenset({"a"}))
+    forms = LayoutRules(frozenset({"a"}))
     form = forms.choose("a", tuple(weight.shape), torch.float32, jax.devices("cpu")[0])
-    assert form == (Form(Transposed) if by_inputs else Form())
+    assert form == (WeightLayout(Transposed) if by_inputs else WeightLayout())
 
 
 def test_it_is_measured_once_for_all_processes(folder, asked, monkeypatch):
@@ -287,8 +288,10 @@ def test_a_type_that_takes_longer_than_float32_is_kept_in_it(seconds, slow, fold
 
     monkeypatch.setattr(measured, "_run", run)
     before = compilations()
-    form = Forms(frozenset({"a"})).choose("a", SHAPE, torch.bfloat16, jax.devices("cpu")[0])
-    assert form == (Form(Cast, torch.float32) if slow else Form()) and compilations() == before
+    form = LayoutRules(frozenset({"a"})).choose("a", SHAPE, torch.bfloat16, jax.devices("cpu")[0])
+    assert (
+        form == (WeightLayout(Cast, torch.float32) if slow else WeightLayout()) and compilations() == before
+    )
     monkeypatch.setattr(measured, "_run", None)  # the next process asks the file
     measured._slow.cache_clear()
     assert measured.is_slow("bfloat16", SHAPE) == slow
@@ -305,8 +308,10 @@ def test_one_measurement_beside_other_work_does_not_widen_a_type(folder, monkeyp
 def test_a_weight_of_8_bits_leads_where_that_is_mostly_faster(said, led, folder, monkeypatch):
     answers = iter(said)
     monkeypatch.setattr(measured, "_measure_led", lambda: next(answers))
-    form = Forms(frozenset({"a"}), quantize="int8").choose("a", SHAPE, torch.float32, jax.devices("cpu")[0])
-    assert form == Form(Quantized, torch.float32, leads=led)
+    form = LayoutRules(frozenset({"a"}), quantize="int8").choose(
+        "a", SHAPE, torch.float32, jax.devices("cpu")[0]
+    )
+    assert form == WeightLayout(Quantized, torch.float32, leads=led)
     measured._led.cache_clear()  # the next process asks the file
     assert measured.leads(SHAPE) == led and not measured.leads((100, 100))
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jax_bridge.kernels import block_attention, halves, pallas_paged
 from jax_bridge.kernels.halves import Halves
-from jax_bridge.kernels.online_softmax import LANES, Running
+from jax_bridge.kernels.online_softmax import LANES, SoftmaxRefs
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
 from torch_dflash.ops.block_attention import Past
 
@@ -174,7 +174,7 @@ BROKEN |= {"joined": (without_weights, LATER), "part": (of_nothing_too, NOTHING)
 def test_wrong_halves_are_seen(name, monkeypatch):
     broken, start = BROKEN[name]
     name = name.split(",")[0]
-    for place in {"joined": [pallas_paged, block_attention], "part": [Running]}.get(name, [Halves]):
+    for place in {"joined": [pallas_paged, block_attention], "part": [SoftmaxRefs]}.get(name, [Halves]):
         monkeypatch.setattr(place, name, broken)
     assert far(paged_gap(PAGED["one K/V head"], start))
     if name != "begin":  # the block's kernel knows no sinks

@@ -13,7 +13,7 @@ from support.tiny import make_drafter, make_target
 import jax_bridge as jb
 import jax_bridge.mesh.shape as shape
 import torch_dflash as td
-from jax_bridge.devices.samples import fingerprint_of
+from jax_bridge.devices.samples import checksum
 from jax_bridge.hosts.hosts import Hosts
 from torch_dflash.engine.hosts import said_of
 from torch_dflash.generation import prepare
@@ -72,9 +72,7 @@ def hosts(monkeypatch):
     alone = Alone()
     for module in ("engine.replicas", "generation"):
         monkeypatch.setattr(f"torch_dflash.{module}.hosts_of", lambda runtime, mesh, replicas: alone)
-    monkeypatch.setattr(
-        "torch_dflash.eager.EagerRuntime.fingerprint", lambda self, found: fingerprint_of(found)
-    )
+    monkeypatch.setattr("torch_dflash.eager.EagerRuntime.fingerprint", lambda self, found: checksum(found))
     return alone
 
 

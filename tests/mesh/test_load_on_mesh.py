@@ -10,7 +10,7 @@ from support.tiny import BASE
 LOAD = """
 import jax, numpy as np, torch
 import jax_bridge as jb, torch_dflash as td
-from jax_bridge.weights.forms import unwrap
+from jax_bridge.weights.formats import unwrap
 from support.slices import make_sliceable, prompts
 from torch_dflash.storage.weight_files import Stored
 folder = "FOLDER"

@@ -14,7 +14,7 @@ from support.tiny import BASE, FAMILIES, make_drafter
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW
-from jax_bridge.mesh.rules import ways_of_drafter, ways_of_target
+from jax_bridge.mesh.rules import partitions_of_drafter, partitions_of_target
 from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut, devices_of, slice_mesh
 from jax_bridge.programs.lower import Programs
 
@@ -46,7 +46,7 @@ TABLES = {"model.embed_tokens.weight": (P(ALL), COLUMN), "lm_head.weight": (P(AL
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_each_weight_of_a_target_lies_where_it_should(family):
-    ways = found(ways_of_target(target_of(family, num_hidden_layers=1), mesh_of(2, 2)))
+    ways = found(partitions_of_target(target_of(family, num_hidden_layers=1), mesh_of(2, 2)))
     wanted = LAYER | TABLES
     if family == "qwen3":  # tied
         wanted = LAYER | {"model.embed_tokens.weight": (P(ALL), COLUMN)}
@@ -65,7 +65,7 @@ def test_each_weight_of_a_target_lies_where_it_should(family):
 def test_each_weight_of_a_drafter_lies_where_it_should():
     second = {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8}
     drafter = make_drafter(target_of("qwen3"), vocab_size=100, num_hidden_layers=1, **second)
-    ways = found(ways_of_drafter(drafter, mesh_of(2, 2)))
+    ways = found(partitions_of_drafter(drafter, mesh_of(2, 2)))
     codebooks = {
         f"candidate_selector.{name}": (P(ALL), COLUMN) for name in drafter.candidate_selector.lookups
     }
@@ -74,9 +74,9 @@ def test_each_weight_of_a_drafter_lies_where_it_should():
 
 def test_what_does_not_divide_stays_whole():
     odd = target_of("qwen3", vocab_size=97, intermediate_size=50, num_hidden_layers=1)
-    ways = found(ways_of_target(odd, mesh_of(2, 2)))
+    ways = found(partitions_of_target(odd, mesh_of(2, 2)))
     assert ways == LAYER
-    ways = found(ways_of_target(target_of("qwen2", num_attention_heads=6), mesh_of(1, 4)))
+    ways = found(partitions_of_target(target_of("qwen2", num_attention_heads=6), mesh_of(1, 4)))
     assert not [name for name in ways if "self_attn" in name] and set(MLP) <= set(ways)
 
 

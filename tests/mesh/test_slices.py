@@ -180,7 +180,7 @@ import jax, numpy as np, torch_dflash as td
 from jax.sharding import Mesh
 from support.slices import make_sliceable, prompts
 import jax_bridge.programs.lower as lower, jax_bridge.runtime as runtime
-from jax_bridge.mesh.cut import Way
+from jax_bridge.mesh.cut import Partition
 from torch_dflash.engine.registry import _engines
 # One for all engines: only its keys tell meshes apart.
 shared = lower.Programs("highest")
@@ -211,8 +211,8 @@ BREAKS = {
     "from dataclasses import replace\n"
     "key = r._key\n"
     "r._key = lambda model, drafter, options: key(model, drafter, replace(options, mesh=None))",
-    "weights without their mesh": "Way.__hash__ = lambda way: hash(way.spec)\n"
-    "Way.__eq__ = lambda way, other: isinstance(other, Way) and way.spec == other.spec",
+    "weights without their mesh": "Partition.__hash__ = lambda way: hash(way.spec)\n"
+    "Partition.__eq__ = lambda way, other: isinstance(other, Partition) and way.spec == other.spec",
 }
 
 

@@ -145,18 +145,3 @@ def test_a_table_that_changes_under_a_generation_is_noticed(pair, engine, table,
         state = pair.step(pair.weights, state)
     broken = seen(state, [layer.pool for layer in state.target])
     assert gap(broken, wanted, table, rows=[0]) > 1e-3 and gap(broken, wanted, table, rows=[1, 2]) < EXACT
-
-
-def test_pages_are_refused_by_name(pair, table):
-    target = pair.models.target
-    with pytest.raises(ValueError, match=r"table names pages 1 to .*; the pool has 0 to 5"):
-        empty_pages(target, table, 6, PAGE, jnp.float32)
-    with pytest.raises(ValueError, match=r"table has shape \(\d+,\)"):
-        empty_pages(target, table[0], 99, PAGE, jnp.float32)
-    for given, message in (
-        (table[:2], "cache has 2 rows of"),
-        (table[:, :2], f"cache has {ROWS} rows of 32 slots; these prompts .* need {ROWS} of at least"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cache = empty_pages(target, given, 99, PAGE, jnp.float32)
-            loop.start(pair.models, pair.weights, PROMPTS, authors.NEW, cache=cache)

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import torch
 
-from jax_bridge.reference import load, load_target, loop
+from jax_bridge.reference import load_drafter, load_target, loop
 from support import authors
 from support.tiny import correlate, make_drafter, make_target, randomise
 
@@ -27,8 +27,8 @@ class Pair:  # a pair of models, and what the reference read from the files they
         soften(randomise(self.drafter, seed=1, gain=0.7))
         self.target.save_pretrained(folder / "target")
         self.drafter.save_pretrained(folder / "drafter")
-        target, drafter = load_target(folder / "target"), load(folder / "drafter")
-        self.weights = loop.Weights(target[0], drafter[0])
+        target, drafter = load_target(folder / "target"), load_drafter(folder / "drafter")
+        self.weights = loop.PairParams(target[0], drafter[0])
         self.models = loop.Models(target[1], drafter[1])
         self.step = jax.jit(partial(loop.decode_round, self.models))
 

@@ -15,7 +15,7 @@ import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.aot.compile import abstract_pair
 from jax_bridge.aot.floor import floor_of
-from jax_bridge.weights.forms import unwrap
+from jax_bridge.weights.formats import unwrap
 from torch_dflash.requests.prompts import media_tokens
 from torch_dflash.targets.auto import auto_class
 from torch_dflash.targets.experts import EXPERTS

@@ -118,5 +118,5 @@ def make_xla(
     arithmetic = options.compute, options.quantize
     first = XlaRuntime(pair, plan, *arithmetic, widths.widths, fewest, mesh, options.replicas)
     for runtime in (runtimes := first.replicas()):
-        runtime.check_room(tensors)
+        runtime.check_memory(tensors)
     return runtimes

@@ -64,12 +64,7 @@ class Engine(OfOneProcess):
 
     def __init__(self, target: Any, drafter: Any, options: EngineOptions | None = None):
         self.options = options = options or EngineOptions()
-        self._arrays = arrays_of(target, options.runtime)
-        if self._arrays is not None and (options.compute, options.quantize) != ("auto", None):
-            raise ValueError(
-                f"compute={options.compute!r}, quantize={options.quantize!r}: jb.load keeps weights as they "
-                "are; load the model with transformers for this."
-            )
+        self._arrays = arrays_of(target, options.runtime, options.compute, options.quantize)
         self._mesh = mesh_of(target, options.mesh, options.replicas)
         self.keeps_alive: Any = None
         self._building = threading.RLock()
