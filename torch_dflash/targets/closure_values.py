@@ -32,12 +32,19 @@ class Names(NamedTuple):
     names: tuple[str, ...]
 
 
-def is_theirs(value: Any) -> bool:
+def is_theirs(value: Any, deep: int = DEEP) -> bool:
     """Whether a function is transformers', torch's or ours, which read no global that anybody sets."""
     if isinstance(value, classmethod | staticmethod):
         value = value.__func__
     # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
-    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_THEIRS)
+    if not isinstance(value, FunctionType) or not value.__code__.co_filename.startswith(_THEIRS):
+        return False
+    # A decorator of theirs, such as `torch.no_grad`, holds the function of a user.
+    held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    methods = [one for one in held if isinstance(one, MethodType)]
+    held = [one for one in held if isinstance(one, FunctionType)] + [one.__func__ for one in methods]
+    own = all(_is_librarys(type(one.__self__).__module__) for one in methods)
+    return not deep or own and all(is_theirs(one, deep - 1) for one in held)
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -348,7 +348,8 @@ def _evaluating(model: Any) -> Iterator[None]:
             vars(module).update(training=value)
 
     with _patching:
-        kind.training = property(mode, set_mode)
+        # TorchScript deletes the flag of a module that it loads.
+        kind.training = property(mode, set_mode, lambda module: vars(module).pop("training", None))
         try:
             yield
         finally:
