@@ -1,4 +1,4 @@
-"""The tables of docs/families.md, and the list of tested classes, from the JSON of `families.py`."""
+"""The tables of docs/tables/families.md, and the list of tested classes, from the JSON of `families.py`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,16 @@ def tested(*sweeps: dict[str, Any]) -> str:
     return "\n".join([f"transformers {used.pop()}", *sorted(found), ""])
 
 
+def counts(families: dict[str, Any]) -> str:
+    """How many cases have each verdict."""
+    found = Counter(map(verdict, families.values()))
+    return f"{len(families)} cases: " + ", ".join(f"{count} {what}" for what, count in found.most_common())
+
+
 def tables(families: dict[str, Any]) -> str:
     """Counts, then one table for what is equal, one for what is refused, one for the rest."""
     by = {name: verdict(one) for name, one in families.items()}
-    counts = ", ".join(f"{count} {what}" for what, count in Counter(by.values()).most_common())
-    parts = [f"{len(families)} cases: {counts}."]
+    parts = [f"{counts(families)}."]
     equal = [_equal(name, families[name]) for name, what in by.items() if what == "equal"]
     parts.append(_table(["case", "class", *RUNS, "drafted by"], equal))
     refused = [[name, families[name]["model"], _why(families[name])] for name in by if by[name] == "refused"]

@@ -1,15 +1,24 @@
-"""What `figures.py` writes between the markers of a page: one function for each block, each from its JSON."""
+"""The blocks that `figures.py` writes between the markers of a page: a function for each, from its JSON."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from family_tables import tables, verdict
+from family_tables import counts, tables, verdict
 from figure_cpu import cpu_distance, cpu_first_token, cpu_products, cpu_steps, draft_ids
+from figure_demo import (
+    demo,
+    demo_chat,
+    demo_forms,
+    demo_line,
+    demo_speeds,
+    demo_time,
+    demo_types,
+    demo_unions,
+)
 from figure_hybrids import cached_forwards
 from figure_kflat import kflat_bound, kflat_rows, kflat_speed
 from figure_published import published
@@ -35,23 +44,7 @@ SCANS = {
     "paged_sliced": "`lax.scan` that carries stacked pools, sliced for the kernel",
     "paged_flat": "`lax.scan` that carries one pool of all layers' pages",
 }
-EARLIER = "demo_cpu_xeon", "demo_cpu_avx2"
-"""Of a drafter that was bundled before."""
-UNION = "DFlash + lookup"
-CPUS = {
-    "cpu_steps": "an EPYC with AVX512-BF16",
-    "cpu_steps_xeon": "a Xeon with AMX",
-    "cpu_steps_vnni": "a Xeon with neither",
-}
 VERSIONED = "torch", "jax", "torchax", "transformers"
-PARTS = {
-    "import": "imports of torch and transformers",
-    "load": "fetch and convert the model (once), load the pair",
-    "compile": "import JAX; trace, compile or load six programs of the models; their first run",
-    "warm up": "one short answer of each method",
-    "decode": "three answers of 64 tokens: plain, DFlash, transformers'",
-    "rest": "pip's fetch, and the end of the process",
-}
 ANSWERS = {
     "empty": "the first, no compiled program on disk",
     "full": "the first, with those of another process",
@@ -60,26 +53,9 @@ ANSWERS = {
 
 
 def quickstart() -> str:
-    """What the README's first block of Python printed."""
+    """The output of the README's first block of Python, in a longer fence than an answer's code."""
     lines = result("quickstart_cpu")["output"].splitlines()
-    return "\n".join(["```text", *(line.rstrip() for line in lines), "```"])
-
-
-def demo(name: str = "demo_cpu") -> str:
-    """The methods of ``torch-dflash demo``: all questions together."""
-    found = result(name)
-    rows = [
-        [
-            row["method"],
-            f"{row['acceptance_length']:.2f}",
-            f"{row['speedup']:.2f}x",
-            "{:.2f} to {:.2f}".format(*row["quartiles"]),
-            "yes" if row["same_text"] else "no",
-        ]
-        for row in found["rows"]
-    ]
-    heads = ["method", "tokens per target pass", "speed against plain, median", "quartiles", "same text"]
-    return table(heads, *rows)
+    return "\n".join(["````text", *(line.rstrip() for line in lines), "````"])
 
 
 def commands(name: str) -> str:
@@ -96,81 +72,24 @@ def hf_calls() -> str:
     return table(heads, *cells)
 
 
+def hf_counts() -> str:
+    """How many calls of transformers' ``generate`` say the same text, and how many are refused."""
+    calls = result("hf_calls")["calls"]
+    says = Counter(doors["td.generate"].partition(":")[0] for doors in calls.values())
+    through = Counter(doors["target.generate"].partition(":")[0] for doors in calls.values())
+    same, sampled, refused = "same text", "runs, and by its seed again", "refused"
+    rest = len(calls) - says[same] - says[sampled] - says[refused]
+    assert rest == says["transformers' text of padding to the left"]
+    return (
+        f"Of {len(calls)} calls `td.generate` gives {says[same]} the same text, samples {says[sampled]}, "
+        f"refuses {says[refused]} by name, and reads {rest} as padded to the left. `target.generate` gives "
+        f"{through[same]} the same text and refuses {through[refused]}"
+    )
+
+
 def acceptance_control() -> str:
     """The acceptance length with another prompt's features."""
     return f"{result('acceptance_shuffled_cpu')['sets']['gsm8k']['acceptance_length']:.2f}"
-
-
-def demos() -> dict[str, dict[str, Any]]:
-    """What the bundled drafter brought in bfloat16, by the file: one for each CPU."""
-    names = sorted(path.stem for path in RESULTS.glob("demo_cpu*.json"))
-    found = {name: result(name) for name in names if name not in EARLIER}
-    return {name: one for name, one in found.items() if one["dtype"] == "bfloat16" and not one["quantize"]}
-
-
-def demo_line() -> str:
-    """What DFlash brought on each CPU, in bfloat16."""
-    plain, best, asked = [], [], set()
-    forms = result("demo_forms_cpu")["median"]
-    gained = [forms["union of 8"] / forms["drafter"]]
-    for found in demos().values():
-        asked.add(len(found["questions"]))
-        rows = {row["method"]: row["speedup"] for row in found["rows"]}
-        plain.append(rows["DFlash"])
-        best.append(rows["DFlash"] / max(rows[one] for one in rows if "transformers' generate" in one))
-        if UNION in rows:
-            gained.append(rows[UNION] / rows["DFlash"])
-    (questions,) = asked
-    union = " to ".join(dict.fromkeys(f"{one:.2f}" for one in (min(gained), max(gained))))
-    return (
-        f"The bundled drafter in bfloat16, median of {questions} questions on {len(plain)} CPUs: "
-        f"{min(plain):.2f} to {max(plain):.2f} times plain decoding, and {min(best):.2f} to {max(best):.2f} "
-        "times transformers' `generate` without a drafter, in its best type. Beside lookup in a tree: "
-        f"{union} times the drafter's own speed ({len(gained)} CPU{'s' * (len(gained) > 1)})"
-    )
-
-
-def demo_unions() -> str:
-    """The tables of runs that asked the union beside the drafter alone."""
-    said = []
-    for name, found in demos().items():
-        if UNION in {row["method"] for row in found["rows"]}:
-            of = found["provenance"]
-            said.append(f"`{of['command']}`, {of['date']}, {of['hardware']}:\n\n{demo(name)}")
-    return "\n\n".join(said) or "No run of this command has timed both in turn yet."
-
-
-def demo_types() -> str:
-    """What a round of eight rows takes in each type, on each CPU whose steps were timed."""
-    said = []
-    for name, cpu in CPUS.items():
-        rows = [row for row in result(name)["rows"] if row["method"] == "DFlash" and row["size"] == 2048]
-        took = {row["dtype"]: row["round_ms"] for row in rows}
-        said.append(f"{took['float32']:.0f} and {took['bfloat16']:.0f} ms on {cpu}")
-    return f"{', '.join(said[:-1])}, and {said[-1]}"
-
-
-def demo_forms() -> str:
-    """The speed of the demo's drafter and of its union, in one run."""
-    found = result("demo_forms_cpu")
-    ratios = [row["union of 8"] / row["drafter"] for row in found["over plain decoding"].values()]
-    forms = found["median"]
-    return (
-        f"{forms['drafter']:.2f} and {forms['union of 8']:.2f} times plain decoding by the median question; "
-        f"the union is {min(ratios):.2f} to {max(ratios):.2f} times as fast as the drafter"
-    )
-
-
-def demo_chat() -> str:
-    """What each form brought on chat questions, over plain decoding in its own type."""
-    rows, found = [], result("demo_forms_chat_cpu")["over plain decoding"].values()
-    for form in next(iter(found)):
-        plain = ", ".join(["plain", *form.split(", ")[1:]])
-        if form != plain:
-            ratios = sorted(row[form] / row[plain] for row in found)
-            name = form if ", " in form else f"{form}, float32"
-            rows.append([name, *(f"{one:.2f}" for one in (ratios[0], statistics.median(ratios), ratios[-1]))])
-    return table(["form", "least", "median", "most"], *rows)
 
 
 def versions() -> str:
@@ -182,18 +101,6 @@ def versions() -> str:
         lacks = ", ".join(found["not_run"])
         rows.append([found["provenance"]["python"], *names, sum(found["passed"].values()), lacks])
     return table(["Python", *VERSIONED, "tests passed", "folders of tests that were not run"], *rows)
-
-
-def demo_time() -> str:
-    """What `make demo` takes behind its installation, by parts."""
-    found = result("demo_time_cpu")
-    later = found["runs"][-1]
-    rows = [
-        [PARTS[name], *(f"{one['parts'][name]['cpu']:.1f}" for one in (found["first"], later))]
-        for name in PARTS
-    ]
-    whole = ["all", *(f"{one['cpu']:.1f}" for one in (found["first"], later))]
-    return table(["part", "first run, CPU s", "later run, CPU s"], *rows, whole)
 
 
 def families_counts() -> str:
@@ -215,12 +122,25 @@ def aot() -> str:
     head += [cell for step in ("verify", "draft", "round") for cell in (f"{step} GB", "of its floor")]
     rows = []
     for path in sorted((RESULTS / "aot").glob("*.json")):
-        found, cells = json.loads(path.read_text()), [f"[{path.stem}](results/aot/{path.name})"]
+        found, cells = json.loads(path.read_text()), [f"[{path.stem}](../results/aot/{path.name})"]
         for step in ("verify", "draft", "round"):
             moved, floor = found[f"{step}_hbm_bytes"], found[f"{step}_floor_bytes"]
             cells += ["", ""] if moved is None else [f"{moved / 1e9:.2f}", f"{moved / floor:.3f}"]
         rows.append([*cells, f"{found['roofline_ms']:.2f}"])
     return table([*head, "roofline ms"], *rows)
+
+
+def aot_rounds() -> str:
+    """Bytes of a round on a v5p: the published pairs that were compiled whole, on pages."""
+    rows = []
+    for path in sorted((RESULTS / "aot").glob("*-paged-[0-9]*.json")):
+        found = json.loads(path.read_text())
+        moved, whole = found["round_hbm_bytes"], "-layers-" not in path.stem
+        if whole and moved is not None and found["topology"].startswith("v5p"):
+            pair, _, count = path.stem.rpartition("-paged-")
+            ratio = moved / found["round_floor_bytes"]
+            rows.append([pair, count, f"{moved / 1e9:.2f}", f"{ratio:.3f}", f"{found['roofline_ms']:.2f}"])
+    return table(["pair", "rows", "round GB", "of its floor", "roofline ms"], *rows)
 
 
 def aot_flatness() -> str:
@@ -399,6 +319,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "demo-time": demo_time,
     "demo-line": demo_line,
+    "demo-speeds": demo_speeds,
     "demo-types": demo_types,
     "demo-unions": demo_unions,
     "demo-forms": demo_forms,
@@ -415,9 +336,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "acceptance-control": acceptance_control,
     "families": lambda: tables(result("families")["families"]),
     "families-counts": families_counts,
+    "multimodal-counts": lambda: counts(result("multimodal")["families"]),
     "multimodal": lambda: tables(result("multimodal")["families"]),
     "cached-forwards": cached_forwards,
     "aot": aot,
+    "aot-rounds": aot_rounds,
     "aot-notes": lambda: "\n".join(
         [aot_flatness(), aot_context(), aot_ragged(), aot_chunk(), aot_experts(), aot_trees()]
     ),
@@ -433,6 +356,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "published": published,
     "published-counts": lambda: str(share()),
     "hf-calls": hf_calls,
+    "hf-counts": hf_counts,
     "cpu-distance": cpu_distance,
     "draft-ids": draft_ids,
     "cpu-products": cpu_products,

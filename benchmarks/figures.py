@@ -7,7 +7,8 @@ A page holds what is filled between two comments, in lines of its own or inside 
     <!-- figures: demo -->
     <!-- end -->
 
-The names are those of `figure_blocks.BLOCKS`. Change a JSON, run this, commit both.
+The names are those of `figure_blocks.BLOCKS`. Long tables are pages in docs/tables. Change a JSON,
+run this, commit both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MARKED = re.compile(r"<!-- figures: ([a-z0-9-]+) -->(.*?)<!-- end -->", flags=re
 
 def pages() -> list[Path]:
     """Every page that may hold figures."""
-    return [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def by_rows() -> str:

@@ -5,7 +5,6 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = re.compile(r"\]\(\.\./([^)]+)\)")
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 
@@ -15,6 +14,7 @@ def on_config(config):
     return config
 
 
-def on_page_markdown(markdown: str, **_) -> str:
+def on_page_markdown(markdown: str, page, **_) -> str:
     """Turn each link out of docs/ into one to the repository."""
-    return OUTSIDE.sub(rf"]({REPOSITORY}/blob/main/\1)", markdown)
+    up = "../" * (1 + page.file.src_uri.count("/"))
+    return re.sub(rf"\]\({up}([^)]+)\)", rf"]({REPOSITORY}/blob/main/\1)", markdown)

@@ -1,6 +1,6 @@
-"""torchax, imported with an error that names the command which installs a working one; traces shared.
+"""torchax with a helpful import error, and traces that layers share.
 
-Steps of every layer are traced once a program instead of once a layer (`once`).
+`once` traces an operation once per program instead of once per layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 TESTED = "torchax==0.0.14.dev20261026"
-"""The newest nightly that was tested, which is pyproject.toml's upper bound."""
+"""The newest nightly that was tested, and pyproject.toml's upper bound."""
 
 try:
     import jax
@@ -32,15 +32,15 @@ except Exception as error:  # 0.0.13 fails with AttributeError from deep inside,
         f'0.0.13 fails on torch >= 2.13; this one works: pip install "{TESTED}".'
     ) from error
 
-# torchax registers as torch's accelerator and says that one is there. torch then asks for streams, which
-# no jax device has: torch.compile fails, and since torch 2.15 every optimizer does.
+# torchax registers as torch's accelerator and reports a device. torch then asks for streams. No jax device
+# has any: torch.compile fails, and since torch 2.15 every optimizer does.
 device_module.is_available = lambda: False
 
 environment = torchax.default_env
 
 
 def call_torch(step: Any, *given: Any) -> Any:
-    """torchax's; where Ctrl-C meets torchax as it enters or leaves a mode of torch, that mode ends, too."""
+    """torchax's ``call_torch``. Also ends a torch mode that Ctrl-C has left open in torchax."""
     functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     try:
         return interop.call_torch(step, *given)
@@ -56,7 +56,7 @@ _known: ContextVar[dict[Any, Callable] | None] = ContextVar("known", default=Non
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """While open, `once` shares traces. They end with it: the next is traced anew."""
+    """While open, `once` shares traces; they end with it."""
     token = _known.set({})
     try:
         yield
@@ -67,8 +67,8 @@ def sharing() -> Iterator[None]:
 def once(function: Callable, *args: Any, **static: Any) -> Any:
     """``function(*args, **static)``, for a pure function of JAX arrays and hashable ``static``.
 
-    Calls alike in shapes, dtypes and ``static`` share one trace, as a function of the program that XLA puts
-    in at each call: what runs is the same.
+    Calls with equal shapes, dtypes and ``static`` share one trace: a function in the program that XLA inlines
+    at each call.
     """
     known = _known.get()
     if known is None:

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
 
 from torch_dflash.guards.processes import check_process
 
 SMALL = 1 << 20
-"""Bytes of a tensor that travels with others."""
+"""Bytes up to which tensors share one transfer."""
 _NARROW = {torch.int64: torch.int32, torch.float64: None}
 
 
 def default_device() -> Any:
-    """Where JAX puts what names no device: of several processes each has its own."""
+    """JAX's default device; each of several processes has its own."""
     check_process("xla")
     return jax.local_devices()[0]
 
@@ -25,12 +27,12 @@ def default_device() -> Any:
 def to_jax(tree: Any, *, copy: bool = True, device: Any | None = None) -> Any:
     """Every torch tensor in ``tree`` as a JAX array on ``device`` (JAX's default).
 
-    int64 becomes int32, with ``jax_enable_x64`` set, too; everything else keeps its dtype.
+    int64 becomes int32, even with ``jax_enable_x64`` set; other dtypes stay.
 
     Args:
-        tree: any pytree; leaves that are no tensors stay.
+        tree: any pytree; leaves that are not tensors stay.
         copy: False gives zero-copy views of CPU tensors where memory allows: read-only, and never to be
-            donated, for JAX would not own what it gives away.
+            donated, for JAX does not own their memory.
 
     Raises:
         ValueError: an int64 that does not fit int32, or float64.
@@ -38,7 +40,7 @@ def to_jax(tree: Any, *, copy: bool = True, device: Any | None = None) -> Any:
     leaves, kind = jax.tree.flatten(tree)
     tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     small = [at for at, leaf in tensors if leaf.nbytes <= SMALL]
-    # What is small travels in one transfer; of what is large the host should hold one copy at a time.
+    # Small tensors share one transfer; of large ones the host holds one copy at a time.
     for places in (small, *([at] for at, leaf in tensors if leaf.nbytes > SMALL)):
         for at, array in zip(places, _to_jax([leaves[at] for at in places], copy, device), strict=True):
             leaves[at] = array
@@ -55,7 +57,7 @@ def to_torch(tree: Any, *, copy: bool = True, device: torch.device | str = "cpu"
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Of a torch tensor, as `to_jax` would make it an array, or of a weight on the device."""
+    """Shape and dtype of a weight on the device, or of the array that `to_jax` would make of a tensor."""
     kind = _dtype(leaf) if isinstance(leaf, torch.Tensor) else leaf.dtype
     with jax.enable_x64(False):
         return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(kind))
@@ -67,6 +69,31 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return _numpy(host) if host.numel() else np.zeros(host.shape, _dtype(host))
 
 
+def own_copy(tensor: torch.Tensor, dtype: torch.dtype | None, place: Any) -> jax.Array:
+    """A copy of a weight in memory that JAX keeps, row-major on a TPU; never to be donated."""
+    kind = dtype or tensor.dtype
+    own = tensor.to("cpu", kind, copy=True, memory_format=torch.contiguous_format)
+    # Without the wait copies would pile up.
+    return row_major(to_jax(own, copy=False, device=place)).block_until_ready()
+
+
+def row_major_format(place: Sharding) -> Format:
+    """The row-major format of a matrix at ``place``."""
+    return Format(Layout(major_to_minor=(0, 1)), place)
+
+
+def row_major(array: Any) -> jax.Array:
+    """``array``, row-major if it is a matrix on a TPU.
+
+    By itself, XLA makes a matrix column-major there where that needs less padding (gpt-oss: 2,880 is no
+    multiple of 128), and programs begin with a transposed copy of it.
+    """
+    elsewhere = any(device.platform != "tpu" for device in array.sharding.device_set)
+    if elsewhere or array.ndim != 2 or array.format.layout.major_to_minor == (0, 1):
+        return array
+    return jax.device_put(array, row_major_format(array.sharding))
+
+
 def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return _narrow(tensor) if tensor.dtype in _NARROW else tensor
@@ -75,9 +102,9 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
 def _to_jax(tensors: list[torch.Tensor], copy: bool, device: Any | None) -> list[jax.Array]:
     target = device or default_device()
     if copy:
-        # The copies are aliased alone; a donated array must also be JAX's own allocation. A second transfer
-        # makes it without a program to compile. numpy holds the copies meanwhile: what JAX holds by DLPack
-        # may be freed by a thread of its own when Python ends, and torch then aborts the process.
+        # JAX aliases these copies, and a donated array must be JAX's own allocation. A second transfer makes
+        # one without a program to compile. numpy holds the copies meanwhile: memory that JAX holds by DLPack
+        # may be freed by a JAX thread when Python ends, and torch then aborts the process.
         hosts = [to_numpy(tensor) for tensor in tensors]
         return jax.device_put(jax.device_put(hosts, target), target, may_alias=False)
     return [_viewed(_narrowed(tensor), target) for tensor in tensors]
@@ -106,7 +133,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numpy(host: torch.Tensor) -> np.ndarray:
-    """A view, of the types too that numpy knows by JAX alone."""
+    # Some of these types numpy knows only through JAX.
     return host.flatten().view(torch.uint8).numpy().view(_dtype(host)).reshape(host.shape)
 
 

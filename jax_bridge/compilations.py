@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that the next process need not compile them again."""
+"""Compiled programs: kept on disk for the next process, and counted."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ FOLDER = "xla"
 
 @lru_cache(maxsize=1)  # one attempt and one warning a process
 def keep_programs() -> None:
-    """Have JAX keep programs under the user's cache directory, unless the user has told it where.
+    """Make JAX keep programs under the user's cache directory, unless the user has chosen another.
 
-    JAX's own thresholds stay: what took a second or more to compile is kept. The setting is the process's:
-    other programs of it are kept there too. ``jax_compilation_cache_dir``, its environment variable and
-    ``jax_enable_compilation_cache=False`` are left as they are. A folder that cannot be written to is one
-    warning, and decoding goes on without.
+    JAX's own thresholds stay: it keeps programs that took a second or more to compile. The setting is the
+    process's, so its other programs are kept too. ``jax_compilation_cache_dir``, its environment variable and
+    ``jax_enable_compilation_cache=False`` are respected. A folder that is not writable gives one warning.
     """
     config: Any = jax.config
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
@@ -60,18 +59,18 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def compilations() -> int:
-    """XLA programs compiled so far by this thread, or for it by another."""
+    """XLA programs compiled so far by or for this thread."""
     return getattr(_counter, "value", 0)
 
 
 def count(programs: int) -> None:
-    """Count programs of this thread, or that another has compiled for it."""
+    """Add programs that were compiled by or for this thread."""
     _counter.value = compilations() + programs
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """What compiles meanwhile, to measure the machine, is no program of a pair."""
+    """While open, compilations do not count: they measure the machine."""
     before = compilations()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether a pair fits its devices, told before anything is put there."""
+"""Checks that weights and state fit in device memory before allocating."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ LARGE = 10**7
 
 
 def bytes_of(tree: Any) -> int:
-    """Of all arrays, or shapes, of ``tree``."""
+    """Bytes of all arrays, or shapes, of ``tree``."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def limit_of(device: Any) -> int | None:
-    """Bytes of a device's memory that JAX may use; None: it does not tell, as CPUs do not."""
+def memory_limit(device: Any) -> int | None:
+    """Bytes of a device's memory that JAX may use; None: unknown, as on CPUs."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def room_of(devices: Iterable[Any]) -> int | None:
-    """`limit_of` the smallest of them; other processes' devices are left to these."""
+def memory_of(devices: Iterable[Any]) -> int | None:
+    """The smallest `memory_limit` of this process's ``devices``; None: unknown."""
     own = (device for device in devices if device.process_index == jax.process_index())
-    return min((limit for limit in map(limit_of, own) if limit is not None), default=None)
+    return min((limit for limit in map(memory_limit, own) if limit is not None), default=None)
 
 
-def check_room(needed: dict[str, int], room: int | None, remedy: str) -> None:
-    """Raise ``ValueError`` if a device shall hold more than it can.
+def check_memory(needed: dict[str, int], available: int | None, remedy: str) -> None:
+    """Raise ``ValueError`` if a device would hold more bytes than it can.
 
-    Programs take some memory besides, which only a compilation tells. What lies there already is not counted,
-    for it may be this very model.
+    Temporaries of programs are not counted: only a compilation tells them. Memory in use is not counted
+    either: it may hold this very model.
 
     Args:
-        needed: bytes on each device, by what they are for.
-        room: of `room_of`; None: nothing is known.
-        remedy: what to change.
+        needed: bytes on each device by purpose.
+        available: from `memory_of`; None: unknown, and nothing is raised.
+        remedy: the change that the message proposes.
     """
     total = sum(needed.values())
-    if room is None or total <= room:
+    if available is None or total <= available:
         return
-    parts = " and ".join(f"{said(size)} of {name}" for name, size in needed.items())
-    whole = f", {said(total)} in all," if len(needed) > 1 else ""
+    parts = " and ".join(f"{format_bytes(size)} of {name}" for name, size in needed.items())
+    whole = f", {format_bytes(total)} in all," if len(needed) > 1 else ""
+    lack = format_bytes(total - available)
     raise ValueError(
-        f"each device would hold {parts}{whole} and has {said(room)}: {said(total - room)} too few; {remedy}."
+        f"each device would hold {parts}{whole} and has {format_bytes(available)}: {lack} too few; {remedy}."
     )
 
 
-def said(size: int) -> str:
-    """A count of bytes, to be read."""
+def format_bytes(size: int) -> str:
+    """GB with two digits, or bytes of a small count."""
     return f"{size / 1e9:.2f} GB" if size >= LARGE else f"{size:,} bytes"

@@ -1,4 +1,4 @@
-"""The second implementation of every operation in `torch_dflash.ops`: how it lowers to JAX."""
+"""The JAX lowering of every operation in `torch_dflash.ops`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from jax_bridge.mesh.heads import (
     write_on_slice,
 )
 from jax_bridge.mesh.mixers import absorb_on_slice, mixer_on_slice
-from jax_bridge.mesh.products import cut_linear, cut_stacked_linear, cut_stacked_sum
-from jax_bridge.weights.forms import Multiplier, Readable, Transposed, name_of, stored_as
+from jax_bridge.mesh.products import partitioned_linear, partitioned_stacked_linear, partitioned_stacked_sum
+from jax_bridge.weights.formats import Multiplier, Readable, Transposed, name_of, stored_as
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 from torch_dflash.cache.recurrent import absorb
 from torch_dflash.ops.attention import (
@@ -72,7 +72,7 @@ def write_rows_jax(
         at[0], at[dim] = jnp.int32(row), start[row].astype(jnp.int32)
         new = jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0)
         if count is not None:
-            # Read where the write will go, clamped alike, so what is not to be put goes back unchanged.
+            # Read at the clamped place of the write: rows beyond ``count`` are written back unchanged.
             old = jax.lax.dynamic_slice(buffer, at, new.shape)
             step = jax.lax.broadcasted_iota(jnp.int32, new.shape, dim)
             new = jnp.where(step < count[row], new, old)
@@ -87,7 +87,7 @@ def _write_rows(buffer, rows, start, dim, count=None):
 
 
 def _on_slice(spread: Callable, function: Callable) -> Callable:
-    """``function``, on a slice as ``spread`` runs it there."""
+    """``function``, or ``spread`` of it on a slice."""
     own = current()
     return function if own is None else partial(spread, own, function)
 
@@ -114,7 +114,7 @@ def _grouped_attention(query, parts, scale, sinks=None, softcap=None):
 
 
 def dense_attention_jax(inputs, key, value, mask, *, scale, window, softcap):
-    """`torch_dflash.ops.attention`; ``inputs``: the arrays of its inputs, in their order."""
+    """`torch_dflash.ops.attention`; ``inputs``: query, key, value, start and sinks."""
     query, sinks = inputs[0], inputs[-1]
     rule: Any = {"scale": scale, "window": window, "softcap": softcap}
 
@@ -144,11 +144,11 @@ def _dense_attention(inputs, key, value, mask):
     return call_jax(_on_slice(dense_on_slice, attend), arrays, key, value, mask)
 
 
-def _linear(input, weight, bias=None):  # torch's own names, for some pass them
+def _linear(input, weight, bias=None):  # torch's own names: some callers pass them
     def multiply(rows, weight, bias):
         kept = stored_as(weight)
         if isinstance(kept, Cut):
-            return once(cut_linear, rows, kept, bias)
+            return once(partitioned_linear, rows, kept, bias)
         return once(linear_jax, rows, kept if isinstance(kept, Multiplier | Transposed) else weight, bias)
 
     return call_jax(multiply, input, weight, bias)
@@ -158,7 +158,7 @@ def _stacked_linear(rows, stack, transposed):
     def multiply(rows, stack):
         kept = stored_as(stack)
         if isinstance(kept, Cut):
-            return once(cut_stacked_linear, rows, kept, transposed=transposed)
+            return once(partitioned_stacked_linear, rows, kept, transposed=transposed)
         return once(stacked_linear_jax, rows, stack, transposed=transposed)
 
     return call_jax(multiply, rows, stack)
@@ -168,7 +168,7 @@ def _stacked_sum(stack, dtype):
     own = current()
     if own is None or stack.shape[0] % own.mesh.size:
         return stacked_sum.plain(stack, dtype)
-    return call_jax(partial(cut_stacked_sum, own, dtype=jnp.dtype(name_of(dtype))), stack)
+    return call_jax(partial(partitioned_stacked_sum, own, dtype=jnp.dtype(name_of(dtype))), stack)
 
 
 _embedding_of_torchax = environment()._ops[torch.ops.aten.embedding].func
@@ -270,9 +270,9 @@ def _branch(condition, then, otherwise, *operands):
 def chunked_jax(step: Callable, size: int, *rows: Array) -> tuple[Array, ...]:
     """A device-side loop over chunks of at most ``size`` rows (`torch_dflash.ops.control_flow.chunked`).
 
-    The chunks are equal: a scan has one shape. What pads the last one is zeros, and is cut off the result,
-    so no gradient comes from it. The inner values are recomputed in the backward pass; torch's side takes
-    its gradients in the forward instead, which the step's rows being independent allows either way.
+    All chunks have one shape, as a scan needs: the last is padded with zeros, and its results are cut off, so
+    padding has no gradient. Inner values are recomputed in the backward pass; torch computes gradients in the
+    forward instead. Both are valid because the step's rows are independent.
     """
     count = rows[0].shape[0]
     chunks = max(1, -(-count // size))
@@ -288,7 +288,7 @@ def chunked_jax(step: Callable, size: int, *rows: Array) -> tuple[Array, ...]:
     return tuple(piece.reshape(chunks * size, *piece.shape[2:])[:count] for piece in pieces)
 
 
-def _chunked(step, size, *rows, recompute=False):  # as it does anyway
+def _chunked(step, size, *rows, recompute=False):  # which it always does
     return call_jax(chunked_jax, step, size, *rows)
 
 
@@ -329,7 +329,7 @@ LOWERED = {
     run_mixer: _run_mixer,
     absorb: _absorb,
 }
-"""Each of `torch_dflash.ops.lowerable.OPERATIONS` with what runs in its place."""
+"""The lowering of each of `torch_dflash.ops.lowerable.OPERATIONS`."""
 
 for _operation, _lowering in LOWERED.items():
     environment().override_op_definition(_operation, _lowering)

@@ -1,4 +1,4 @@
-"""The XLA runtime: prompt buckets, `lax.while_loop` of rounds, one host read per chunk."""
+"""The XLA runtime: prompt buckets, a `lax.while_loop` of rounds, one host read per chunk."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import shape_of, to_torch
 from jax_bridge.compilations import compilations, keep_programs
-from jax_bridge.device_memory import bytes_of, check_room, room_of
+from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.devices.on_mesh import Place, places_of
 from jax_bridge.devices.one_device import OneDevice
-from jax_bridge.devices.samples import fingerprint_of
+from jax_bridge.devices.samples import checksum
 from jax_bridge.devices.spare import Spare, dense_layers, fit, with_caches, without_caches
-from jax_bridge.programs.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds, run_in_turn
-from jax_bridge.programs.state_dtypes import Border
+from jax_bridge.programs.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds, run_pipelined
+from jax_bridge.programs.state_dtypes import StateDtypes
 from jax_bridge.state import check_alive, register_states
-from jax_bridge.weights.forms import Weight
+from jax_bridge.weights.formats import Weight
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
 from torch_dflash.progress import lasting, quiet
@@ -35,7 +35,7 @@ Arrays = dict[str, Weight]
 
 
 class Steps(NamedTuple):
-    """What the programs of a pair are made of. JAX traces each once, on however many devices it then runs."""
+    """The functions that a pair's programs are compiled from. JAX traces each once for all devices."""
 
     begin: Callable
     prefill: Callable
@@ -61,11 +61,11 @@ class XlaRuntime:
     """Steps of one pair on JAX's default device, or on a mesh (`torch_dflash.runtime.Runtime`).
 
     Args:
-        compute, quantize, mesh, replicas: as in `torch_dflash.compile`. Of the mesh it takes the first
-            replica's part; `replicas` makes the others.
+        compute, quantize, mesh, replicas: as in `torch_dflash.compile`. This runtime takes the first
+            replica's part of the mesh; `replicas` makes the others.
         widths: of the rounds; unset: the plan's.
-        fewest_rows: of a verify pass. XLA's CPU compiler fuses sums of products in another way for arrays of
-            one row: where products are in another type than what is around them, that decides roundings.
+        fewest_rows: of a verify pass. XLA's CPU compiler fuses sums of products differently for arrays of one
+            row: where products are in another type than the operations around them, that decides roundings.
     """
 
     def __init__(
@@ -80,52 +80,46 @@ class XlaRuntime:
         replicas: int = 1,
     ):
         here, *self._elsewhere = places_of(pair, plan, mesh, replicas, compute=compute, quantize=quantize)
-        if (platform := here.platform) != "cpu" and (compute, quantize) != ("auto", None):
-            raise ValueError(
-                f"compute={compute!r}, quantize={quantize!r}: so far only CPUs have products in another "
-                f"type, and JAX's device is a {platform}; leave them out."
-            )
         register_states()
         keep_programs()
         self.plan, self.fewest_rows = plan, fewest_rows
         self._sizes = f"{plan.capacity} positions, batch {plan.batch_size}"
-        self._programs = Programs(plan.matmul_precision, self._sizes, platform)
+        self._programs = Programs(plan.matmul_precision, self._sizes, here.platform)
         self._steps = Steps.of(pair, widths, fewest_rows)
         self._settle(here)
 
     def replicas(self) -> list[XlaRuntime]:
-        """This one, and others of its kind on the other parts of its mesh."""
+        """This runtime, and copies of it on the other parts of its mesh."""
         others = [copy(self) for _ in self._elsewhere]
         for other, place in zip(others, self._elsewhere, strict=True):
             other._settle(place)
         return [self, *others]
 
     def _settle(self, place: Place) -> None:
-        """Have everything at ``place``."""
         steps, self._place = self._steps, place
         self._weights = place.weights()
         self._rounds_started = False
         begin, wide = place.step(steps.begin), place.platform == "cpu"
-        self._border = Border(begin, self.plan, self._programs, wide=wide)
+        self._state_dtypes = StateDtypes(begin, self.plan, self._programs, wide=wide)
         self._spare = Spare() if wide and isinstance(place, OneDevice) else None
         self._prefill, self._rewind = place.step(steps.prefill), place.step(steps.rewind)
         self._rounds = {width: place.step(rounds) for width, rounds in steps.rounds.items()}
-        self._read = place.told(steps.read)
+        self._read = place.host_output(steps.read)
 
     @property
     def compilations(self) -> int:
         """XLA programs this thread has compiled so far."""
         return compilations()
 
-    def check_room(self, tensors: dict[str, Any]) -> None:
-        """Raise ``ValueError`` if weights and state are more than a device's memory, where it is known."""
-        room = room_of(self._place.devices)
+    def check_memory(self, tensors: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if weights and state exceed a device's memory, where that is known."""
+        room = memory_of(self._place.devices)
         if room is None:
             return
         weights = {name: shape_of(leaf) for name, leaf in tensors.items()}
-        weights, state = self._place.share(weights, self._border.shapes(weights))
+        weights, state = self._place.share(weights, self._state_dtypes.shapes(weights))
         fewer = ", batch_size or pool_pages" if self.plan.cache == "paged" else " or batch_size"
-        check_room(
+        check_memory(
             {"weights": bytes_of(weights), "state": bytes_of(state)},
             room,
             f"spread the pair over more of them (mesh), or lower max_length{fewer}",
@@ -141,26 +135,26 @@ class XlaRuntime:
 
     def release(self) -> None:
         """Hold no weights and no spare caches until the next `refresh`; programs stay."""
-        for part in (self._weights, self._programs, self._border):
+        for part in (self._weights, self._programs, self._state_dtypes):
             part.release()
         if self._spare is not None:
             self._spare.take()
 
     def fingerprint(self, tensors: dict[str, Any]) -> str:
-        """The bits of live weights in a few places, in short; a loaded target's were compared before."""
-        return fingerprint_of(tensors)
+        """A checksum of samples of live weights; `jb.load` has compared a loaded target's before."""
+        return checksum(tensors)
 
     def begin(self, params: Arrays, rows: RowRequests, stale: bool = False) -> DecodeState:
         """An empty state on the device."""
         args = params, self._place.send(rows)
         if self._spare is None:
-            return self._run("begin", self._border.begin, args)
+            return self._run("begin", self._state_dtypes.begin, args)
 
         def begin(*args: Any) -> DecodeState:
-            return without_caches(self._border.begin(*args))
+            return without_caches(self._state_dtypes.begin(*args))
 
         def caches(*args: Any) -> list:
-            return dense_layers(self._border.begin(*args))
+            return dense_layers(self._state_dtypes.begin(*args))
 
         layers = self._spare.take()
         if not stale:
@@ -168,12 +162,12 @@ class XlaRuntime:
         state = self._run("begin", begin, args)
         if not fit(state, layers):
             del layers
-            # Bound to the device, as other arrays of a state are: what is not makes another program.
+            # On the device like a state's other arrays: an array elsewhere would make another program.
             layers = self._place.send(self._run("caches", caches, args))
         return with_caches(state, layers)
 
     def retire(self, state: DecodeState) -> None:
-        """Keep its dense caches, on one CPU device, for the next state that may begin stale."""
+        """Keep its dense caches, on one CPU device, for the next state that begins with ``stale``."""
         if self._spare is not None:
             self._spare.rest(state)
 
@@ -181,7 +175,7 @@ class XlaRuntime:
         """Append a prompt chunk; consumes ``state``."""
         piece = self._piece(params, state, chunk)
         if not self._rounds_started:
-            # Decoding follows. Its program is compiled while this one is, and while the prompt is read.
+            # Decoding follows: compile its program together with this one, and while the prompt is read.
             self._rounds_started = True
             self._programs.start(*piece)
             for width in self._rounds:
@@ -189,13 +183,13 @@ class XlaRuntime:
         return self._run(*piece)
 
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
-        """Set which rows rest and the page tables: two small transfers."""
-        put = lambda values: self._place.put(torch.tensor(values, device="cpu"))  # noqa: E731 - JAX's own memory: states are donated
+        """Set the paused rows and the page tables: two small transfers."""
+        put = lambda values: self._place.put(torch.tensor(values, device="cpu"))  # noqa: E731 - in JAX's own memory, for states are donated
         table = state.page_table if page_table is None else put(page_table)
         return replace(state, page_table=table, done=put(done))
 
     def record_from(self, state: DecodeState, known: np.ndarray) -> DecodeState:
-        """Set where the rows of logits that are kept begin: a small transfer."""
+        """Set the first position whose logits are kept: a small transfer."""
         start = self._place.put(torch.tensor(known, dtype=torch.int32, device="cpu"))
         return replace(state, record=state.record | {"start": start})
 
@@ -207,19 +201,19 @@ class XlaRuntime:
     def rewind(
         self, params: Arrays, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
     ) -> DecodeState:
-        """Rows that go on with another prompt; consumes ``state``."""
+        """Rows that continue with another prompt; consumes ``state``."""
         args = params, state, *self._place.send((kept, rows, snapshot))
         return self._run("rewind", self._rewind, args, donate=(1,))
 
     def read(self, state: DecodeState, known: np.ndarray, rounds: np.ndarray) -> HostRead:
-        """Fetch what the host does not have, in one transfer."""
+        """Fetch tokens and lengths that the host lacks, in one transfer."""
         check_alive(state)
-        # Copies, not the state's own buffers: a fetched buffer has a host reference and cannot be donated.
+        # Of copies: a fetched buffer has a host reference and cannot be donated.
         part = replace(state, sampling=None, cache=(), proposer=(), rules=(), page_table=None)
         return jax.device_get(self._run("read", self._read, (part, *self._place.send((known, rounds)))))
 
     def fetch(self, part: Any) -> Any:
-        """A part of a state as torch tensors of their own, on the CPU."""
+        """A part of a state as new torch tensors on the CPU."""
         check_alive(part)
         return to_torch(self._place.whole(part))
 
@@ -228,16 +222,16 @@ class XlaRuntime:
         return self._place.put_state(state)
 
     def holds(self, state: DecodeState) -> bool:
-        """Whether a state lies on these devices."""
+        """Whether a state is on these devices."""
         return isinstance(state.done, jax.Array) and state.done.sharding.device_set == self._place.devices
 
     def import_state(self, params: Arrays, state: DecodeState) -> DecodeState:
-        """A state that a user held as the steps keep it; consumes it."""
-        return self._border.import_state(params, self._place.adopt(state))
+        """A user's state in the steps' types; consumes it."""
+        return self._state_dtypes.import_state(params, self._place.adopt(state))
 
     def export_state(self, params: Arrays, state: DecodeState) -> DecodeState:
-        """A state for a user, its caches in the models' types."""
-        return self._border.export_state(params, state)
+        """A state for a user, with caches in the models' types."""
+        return self._state_dtypes.export_state(params, state)
 
     def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
@@ -251,7 +245,7 @@ class XlaRuntime:
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
             state = self.import_state(params, self.export_state(params, state))
             bar.update()
-            state = run_in_turn(self._programs, self._every_step(params, table, buckets), state, bar)
+            state = run_pipelined(self._programs, self._every_step(params, table, buckets), state, bar)
             bar.set_description("the results' read")
             zeros = np.zeros(self.plan.batch_size, np.int32)
             self.read(state, zeros, zeros)
@@ -259,8 +253,8 @@ class XlaRuntime:
             bar.update()
 
     def _every_step(self, params: Arrays, table: np.ndarray | None, buckets: list[int]) -> list[tuple]:
-        """Prompts that hold nothing, of every width, and a round of every width, for `run_in_turn`."""
-        live = np.zeros(self.plan.batch_size, bool)  # a round of rows that rest would do nothing
+        """An empty prompt chunk and a round of every width, for `run_pipelined`."""
+        live = np.zeros(self.plan.batch_size, bool)  # a round of paused rows would do nothing
 
         def piece(state: DecodeState, chunk: PromptChunk) -> tuple:
             return self._piece(params, state, chunk)
@@ -273,11 +267,11 @@ class XlaRuntime:
         return named + [(self._name(width), partial(rounds, width=width)) for width in self._rounds]
 
     def _piece(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> tuple:
-        """What `Programs` needs to know of a piece of the prompts."""
+        """Arguments of `Programs.get` for a prompt chunk."""
         return "prefill", self._prefill, (params, state, self._place.send(chunk)), (1,)
 
     def _chunk(self, params: Arrays, state: DecodeState, turn: Rounds) -> tuple:
-        """What `Programs` needs to know of a chunk."""
+        """Arguments of `Programs.get` for a chunk of rounds."""
         args = params, state, np.int32(turn.rounds)
         return self._name(turn.width), self._rounds[turn.width], args, (1,)
 
@@ -288,7 +282,7 @@ class XlaRuntime:
         try:
             return self._programs.get(name, step, args, donate)(*args)
         except (TypeError, jax.errors.JaxRuntimeError) as error:
-            if "\nKeyboardInterrupt" in str(error):  # Ctrl-C, while a grammar was asked on the host
+            if "\nKeyboardInterrupt" in str(error):  # Ctrl-C during a host callback for a grammar
                 raise KeyboardInterrupt from error
             if "Computation compiled for" not in str(error):
                 raise
@@ -299,7 +293,7 @@ class XlaRuntime:
 
 
 def idle_chunk(plan: DecodePlan, width: int) -> PromptChunk:
-    """A prompt chunk [B, ``width``] that holds nothing for any row."""
+    """An empty prompt chunk [B, ``width``]."""
     zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device="cpu")
     ids = torch.zeros(plan.batch_size, width, dtype=torch.int32, device="cpu")
     return PromptChunk(ids=ids, count=zeros, following=torch.full_like(zeros, -1))

@@ -1,4 +1,4 @@
-"""The XLA backend of ``torch-dflash selftest``: what only exists there is checked there."""
+"""The XLA backend of ``torch-dflash selftest``, with the checks that exist only there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.utils import logging
 from jax_bridge._torchax import call_torch
 from jax_bridge.arrays import to_jax, to_torch
 from jax_bridge.programs.lower import lower, tracing
-from jax_bridge.reference import forward, load, noise_embeddings
+from jax_bridge.reference import forward, load_drafter, noise_embeddings
 from jax_bridge.runtime import XlaRuntime
 from torch_dflash.engine.engine import Engine
 from torch_dflash.runtime import Rounds
@@ -37,7 +37,7 @@ class XlaBackend:
         return f"{jax.device_count()} x {self.device.device_kind} ({self.device.platform})"
 
     def place(self, model: Any) -> Any:
-        return model  # the runtime keeps its own copy of the weights
+        return model  # the runtime copies the weights
 
     def run(self, engine: Engine, step: Callable, state: Any) -> Any:
         lowered = lower(partial(step, engine.pair))
@@ -85,7 +85,7 @@ class XlaBackend:
             jax.device_get = get
 
     def reuse(self, engine: Engine, state: Any) -> tuple[bool | None, str]:
-        """By the compiled program's aliases, and by addresses where the platform tells them."""
+        """By the compiled program's aliases, and by addresses where the platform has them."""
         old = jax.tree.leaves(state)
         size, places = sum(leaf.nbytes for leaf in old), _addresses(old)
         runtime = _runtime(engine)
@@ -110,7 +110,7 @@ class XlaBackend:
 
 
 def reference_hidden(drafter, embedding, anchor: int, features: torch.Tensor, width: int) -> torch.Tensor:
-    """Hidden states [W-1, H] of the independent pure-JAX drafter, which reads what ``drafter`` saves.
+    """Hidden states [W-1, H] of the independent pure-JAX drafter, from a saved ``drafter``.
 
     Args:
         drafter: a live fp32 `DFlashDraftModel`; goes through ``save_pretrained``.
@@ -121,7 +121,7 @@ def reference_hidden(drafter, embedding, anchor: int, features: torch.Tensor, wi
     """
     with tempfile.TemporaryDirectory() as folder, _quiet():
         drafter.save_pretrained(folder)
-        params, config = load(folder)
+        params, config = load_drafter(folder)
     weight = jnp.asarray(embedding.detach().cpu().numpy())
     noise = noise_embeddings(config, weight, jnp.asarray([anchor]), width)
     position = np.arange(features.shape[1] + width)[None]
@@ -133,7 +133,7 @@ def reference_hidden(drafter, embedding, anchor: int, features: torch.Tensor, wi
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bar between the lines of a table."""
+    # No progress bar between the lines of a table.
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -153,9 +153,9 @@ def _params(engine: Engine) -> Any:
 
 
 def _addresses(leaves: list[jax.Array]) -> list[int] | None:
-    # `unsafe_buffer_pointer` waits with the interpreter's lock, which XLA's threads take to let tensors go.
+    # `unsafe_buffer_pointer` waits with the interpreter's lock; XLA's threads need it to free tensors.
     jax.block_until_ready(leaves)
     try:
         return [leaf.unsafe_buffer_pointer() for leaf in leaves]
-    except Exception:  # not every platform tells; the aliases of the program then have to do
+    except Exception:  # not every platform has addresses; the program's aliases then suffice
         return None

@@ -1,4 +1,4 @@
-"""A `DecodeState` on either side of the border, in mid-generation."""
+"""Converts a `DecodeState` between torch and JAX in mid-generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _registered: set[type] = set()
 
 
 def register_states() -> None:
-    """Make every state dataclass of torch_dflash a JAX pytree; those added later, on the next call."""
+    """Make every state dataclass of torch_dflash a JAX pytree; later ones on the next call."""
     for cls, fields in PYTREES:
         if cls not in _registered:
             jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=[])
@@ -32,7 +32,7 @@ def state_to_jax(state: Any, device: Any | None = None) -> Any:
 
 
 def check_alive(part: Any) -> None:
-    """Raise ``ValueError`` if an array of ``part``, a state or a piece of one, was donated: it is gone."""
+    """Raise ``ValueError`` if an array of a state, or of a part of one, was donated."""
     for name, leaf in jax.tree_util.tree_flatten_with_path(part)[0]:
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(
@@ -42,16 +42,16 @@ def check_alive(part: Any) -> None:
 
 
 def state_to_torch(state: Any, device="cpu") -> Any:
-    """The same state, or part of one, with torch tensors of its own memory. Lossless; runs no model."""
+    """The same state, or part of one, as new torch tensors. Lossless; runs no model."""
     register_states()
     return to_torch(whole_tails(state), device=device)
 
 
 def widened(state: Any) -> Any:
-    """``state`` with its caches in float32, as it stays while a CPU decodes.
+    """``state`` with float32 caches, as a CPU decodes with it.
 
-    XLA's CPU compiler has neither products nor updates of half-precision caches: it would convert all of each
-    in every round. Float32 holds what half precision does, so nothing else changes.
+    XLA's CPU compiler has neither products nor updates of half-precision caches: it would convert them whole
+    in every round. Float32 holds every half-precision value exactly.
     """
 
     def widen(leaf: Any) -> Any:
@@ -64,7 +64,7 @@ def widened(state: Any) -> Any:
 
 
 def is_cache(node: Any) -> bool:
-    """Whether ``node`` of a state is what a layer keeps of keys and values."""
+    """Whether ``node`` of a state is a layer's cache of keys and values."""
     return isinstance(node, StaticLayer | RingLayer | PagedLayer)
 
 

@@ -1,7 +1,7 @@
-"""Tails of convolutions in a state: whole, and on a mesh in blocks of queries, keys and values.
+"""Convolution tails of recurrent layers: whole, or cut into blocks of queries, keys and values.
 
 A chip holds some channels of each block, so a tail cannot lie on a mesh as one array in the model's order. A
-state is cut where it enters a mesh, and joined where it leaves one. A tuple is never taken for a whole tail.
+state is cut where it enters a mesh, and joined where it leaves one. Only a cut tail is a tuple.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_dflash.cache.recurrent import RecurrentLayer
 
 
 def is_recurrent(node: Any) -> bool:
-    """Whether ``node`` of a state is what a recurrent layer keeps."""
+    """Whether ``node`` of a state is a recurrent layer's."""
     return isinstance(node, RecurrentLayer)
 
 
@@ -33,7 +33,7 @@ def cut_tail(layer: RecurrentLayer, blocks: tuple[int, ...]) -> RecurrentLayer:
 
 
 def whole_tail(layer: RecurrentLayer) -> RecurrentLayer:
-    """`cut_tail`'s way back."""
+    """The inverse of `cut_tail`."""
     tail: Any = layer.tail
     if not isinstance(tail, tuple):
         return layer
@@ -42,12 +42,12 @@ def whole_tail(layer: RecurrentLayer) -> RecurrentLayer:
 
 
 def cut_tails(state: Any, blocks: tuple[int, ...]) -> Any:
-    """A state, or a part of one, in which each layer's is `cut_tail`."""
+    """`cut_tail` of each layer of a state, or of a part of one."""
     return _each_layer(lambda layer: cut_tail(layer, blocks), state)
 
 
 def whole_tails(state: Any) -> Any:
-    """`cut_tails`' way back."""
+    """The inverse of `cut_tails`."""
     return _each_layer(whole_tail, state)
 
 

@@ -1,7 +1,5 @@
 """``import torch_dflash`` imports little, and each public name stays what it is."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

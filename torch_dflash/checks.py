@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+from torch_dflash.runtime_kinds import RUNTIMES
+
 Runtime = Literal["xla", "eager"]
 Cache = Literal["static", "paged"]
-RUNTIMES: tuple[str, ...] = get_args(Runtime)
 CACHES: tuple[str, ...] = get_args(Cache)
 COMPUTE = ("auto", "float32", "bfloat16")
 QUANTIZE = (None, "int8")
@@ -70,9 +71,9 @@ def check_autocast(runtime: str) -> None:
     """Raise ``ValueError`` where torch would cast what the XLA runtime does not."""
     import torch
 
-    if runtime == "xla" and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+    if not RUNTIMES[runtime].follows_autocast and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise ValueError(
-            "torch.autocast is on, which runtime='xla' does not follow; cast the models instead "
+            f"torch.autocast is on, which runtime={runtime!r} does not follow; cast the models instead "
             "(model.to(torch.bfloat16)), or pass runtime='eager'."
         )
 
@@ -103,7 +104,7 @@ def check_arithmetic(compute: Any, quantize: Any, runtime: str) -> None:
         if value not in known:
             choices = ", ".join(map(repr, known))
             raise ValueError(f"{name}={value!r}: choose one of {choices}.")
-        if value != known[0] and runtime != "xla":
+        if value != known[0] and not RUNTIMES[runtime].needs_jax:
             raise ValueError(
                 f"{name}={value!r}: runtime={runtime!r} has no such products; use runtime='xla'."
             )
@@ -120,7 +121,7 @@ def check_mesh(mesh: Any, runtime: str, replicas: Any = 1) -> None:
             f"replicas={replicas} without a mesh: say which devices they share, as mesh={replicas} or "
             'mesh="auto".'
         )
-    if mesh is not None and runtime != "xla":
+    if mesh is not None and not RUNTIMES[runtime].needs_jax:
         raise ValueError(f"mesh={mesh!r}: runtime={runtime!r} has no devices of JAX's; use runtime='xla'.")
     if isinstance(mesh, str) and mesh != "auto":
         raise ValueError(f'mesh={mesh!r}: name "auto" for all devices, or how many.')

@@ -27,7 +27,7 @@ class EagerRuntime:
         self.plan = plan
         self._own: Any = None
 
-    def check_room(self, tensors: Params) -> None:
+    def check_memory(self, tensors: Params) -> None:
         """Nothing is copied."""
 
     def refresh(self, tensors: Params) -> Params:
@@ -138,3 +138,8 @@ def _checked(state: DecodeState) -> DecodeState:
     )
     assert bool((state.done | (state.length < state.limit)).all()), "a live row is past its limit"
     return state
+
+
+def make_eager(options: Any, pair: Pair, *more: Any) -> list[EagerRuntime]:
+    """The runtime of an engine (`torch_dflash.engine.bridge.make_runtimes`)."""
+    return [EagerRuntime(pair, pair.plan)]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torch_dflash.checks import (
-    check_blocks,
-    check_mesh,
-    check_streamer,
-    context_of,
-)
+from torch_dflash.checks import check_blocks, check_mesh, check_streamer
 from torch_dflash.engine.bridge import hosts_of
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.hosts import digest_of, read_together, said_of
@@ -25,13 +21,10 @@ from torch_dflash.processors.custom import HostProcessor
 from torch_dflash.processors.interface import Processor
 from torch_dflash.proposers.choose import Missing, check_models
 from torch_dflash.requests.aliases import check_compiled_options
-from torch_dflash.requests.arguments import set_aside_cache
-from torch_dflash.requests.options import OF_A_CALL, OF_AN_ENGINE, EngineOptions, round_up
-from torch_dflash.requests.read import check_compiled, per_token, read_request, repeated
+from torch_dflash.requests.options import OF_AN_ENGINE, EngineOptions, GenerateOptions
+from torch_dflash.requests.read import check_compiled, read_call
 from torch_dflash.requests.request import UNSET, Request
-from torch_dflash.requests.rules import arranged, check_processors
-from torch_dflash.requests.stopping import read_criteria
-from torch_dflash.targets.weights import LoadedTarget, mesh_of, model_of
+from torch_dflash.targets.weights import LoadedTarget, mesh_of
 
 
 def compile(
@@ -119,18 +112,9 @@ def generate(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    max_new_tokens: int | list[int] | None = None,
-    do_sample: bool | None = None,
-    temperature: float | list[float] | None = None,
-    seed: int | list[int] | None = None,
-    eos_token_id: Any = UNSET,
-    pad_token_id: int | None = None,
-    processors: tuple[Processor, ...] | None = None,
-    runtime: str = "xla",
-    return_dict_in_generate: Literal[True],
     streamer: Any = None,
-    stopping_criteria: Any = None,
-    **options: Any,
+    return_dict_in_generate: Literal[True],
+    **options: Unpack[GenerateOptions],
 ) -> GenerateOutput: ...
 @overload
 def generate(
@@ -139,18 +123,9 @@ def generate(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    max_new_tokens: int | list[int] | None = None,
-    do_sample: bool | None = None,
-    temperature: float | list[float] | None = None,
-    seed: int | list[int] | None = None,
-    eos_token_id: Any = UNSET,
-    pad_token_id: int | None = None,
-    processors: tuple[Processor, ...] | None = None,
-    runtime: str = "xla",
-    return_dict_in_generate: Literal[False] = False,
     streamer: Any = None,
-    stopping_criteria: Any = None,
-    **options: Any,
+    return_dict_in_generate: Literal[False] = False,
+    **options: Unpack[GenerateOptions],
 ) -> torch.LongTensor: ...
 @overload
 def generate(
@@ -159,18 +134,9 @@ def generate(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
-    max_new_tokens: int | list[int] | None = None,
-    do_sample: bool | None = None,
-    temperature: float | list[float] | None = None,
-    seed: int | list[int] | None = None,
-    eos_token_id: Any = UNSET,
-    pad_token_id: int | None = None,
-    processors: tuple[Processor, ...] | None = None,
-    runtime: str = "xla",
-    return_dict_in_generate: bool,
     streamer: Any = None,
-    stopping_criteria: Any = None,
-    **options: Any,
+    return_dict_in_generate: bool,
+    **options: Unpack[GenerateOptions],
 ) -> torch.LongTensor | GenerateOutput: ...
 def generate(
     target: PreTrainedModel | LoadedTarget,
@@ -232,30 +198,30 @@ def generate(
         TypeError, ValueError: bad input, before any generation starts. RuntimeError: ``runtime="xla"`` in a
             process that was forked after JAX had started.
     """
-    options |= {
+    asked = options | {
         "max_new_tokens": max_new_tokens,
         "do_sample": do_sample,
         "temperature": temperature,
         "seed": seed,
         "eos_token_id": eos_token_id,
         "pad_token_id": pad_token_id,
+        "processors": processors,
+        "runtime": runtime,
         "stopping_criteria": stopping_criteria,
         "return_dict_in_generate": return_dict_in_generate,
     }
-    given = input_ids, attention_mask, options
-    asked = read_call("generate", target, drafter, given, processors, runtime, streamer)
-    output = asked.engine().run(asked.request, asked.input_ids, streamer)
+    call = prepare("generate", target, drafter, input_ids, attention_mask, asked, streamer)
+    output = call.engine().run(call.request, streamer)
     return output if return_dict_in_generate else output.sequences
 
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call that was read: its ``request``, prompts [B, T] as they are repeated, and the engine it needs."""
+    """A call that was read: its request, and the engine that it needs."""
 
     target: Any
     drafter: Any
     request: Request
-    input_ids: Tensor
     options: EngineOptions
 
     def engine(self) -> Engine:
@@ -265,94 +231,40 @@ class PreparedCall:
         return cached_engine(self.target, self.drafter, self.options)
 
 
-def read_call(
+def prepare(
     what: str,
     target: Any,
     drafter: Any,
-    given: tuple[Any, Any, dict[str, Any]],
-    processors: tuple[Processor, ...] | None,
-    runtime: str,
+    input_ids: Any,
+    attention_mask: Any,
+    options: Mapping[str, Any],
     streamer: Any = None,
 ) -> PreparedCall:
     """Check all arguments of a call that makes its own engine.
 
     Args:
         what: the call, as other processes hear of it.
-        given: prompts, mask and options; the others and ``streamer``: as in `generate`.
+        target, drafter, input_ids, attention_mask, streamer: as in `generate`, and all of its ``options``.
 
     Raises:
         TypeError, ValueError: bad input. RuntimeError: other processes of the mesh make another call.
     """
 
-    def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> PreparedCall:
-        call = _read_call(target, drafter, input_ids, attention_mask, options, processors, runtime)
-        check_streamer(streamer, len(call.request.rows))
-        return call
+    def read(*given: Any) -> PreparedCall:
+        request, made = read_call(target, drafter, *given)
+        check_streamer(streamer, len(request.rows))
+        return PreparedCall(target, drafter, request, made)
 
     check_models(target, drafter)
-    asked, replicas = given[2].get("mesh"), given[2].get("replicas", 1)
+    asked, runtime, replicas = options.get("mesh"), options.get("runtime", "xla"), options.get("replicas", 1)
     check_mesh(asked, runtime, replicas)
     mesh = mesh_of(target, asked, replicas)
-    said = said_of(hosts := hosts_of(runtime, mesh, replicas), mesh, target, drafter)
+    if (hosts := hosts_of(runtime, mesh, replicas)) is None:
+        return read(input_ids, attention_mask, options)
 
     def digest(call: PreparedCall) -> dict[str, str]:  # the mesh by its order, however it is named
-        return digest_of(call.request, replace(call.options, mesh=None)) | call.engine().bits()
+        engine: Any = call.engine()
+        return digest_of(call.request, replace(call.options, mesh=None)) | engine.bits()
 
-    return read_together(hosts, what, said, given, read, digest)
-
-
-def _read_call(
-    target: Any,
-    drafter: Any,
-    input_ids: Any,
-    attention_mask: Any,
-    options: dict[str, Any],
-    processors: tuple[Processor, ...] | None,
-    runtime: str,
-) -> PreparedCall:
-    set_aside_cache(options)
-    built: dict[str, Any] = {name: options.pop(name) for name in OF_A_CALL if name in options}
-    check_processors(processors)
-    criteria = options.pop("stopping_criteria", None)
-    input_ids, attention_mask = repeated(target, input_ids, attention_mask, options)
-    request = read_request(target, input_ids, attention_mask, options)
-    pad, prompts = request.pad_token_id, cast(Tensor, input_ids)
-    request.stopping.extend(
-        read_criteria(criteria or (), prompts, request.lengths, pad, request.logit_outputs.normalised)
-    )
-    own = [_with_prompts(one, prompts) for one in processors or ()]
-    alone = per_token(request, own, runtime)
-    check_blocks(drafter, **{name: built.get(name) for name in ("block_size", "verify_width")})
-    replicas = built.get("replicas", 1)
-    rows = -(-len(request.rows) // replicas)  # of each replica
-    engine_options = EngineOptions(
-        max_length=_capacity(request, model_of(target)),
-        # XLA compiles per batch size: round up. Eagerly, idle rows would only cost time.
-        batch_size=rows if runtime == "eager" else 1 << (rows - 1).bit_length(),
-        stop_slots=max(8, *map(len, request.stop_ids)),
-        filters=request.filters,
-        processors=arranged([*request.processors, *own]),
-        outputs=request.logit_outputs.outputs,
-        top_logprobs=request.logit_outputs.top_logprobs,
-        runtime=runtime,
-        **(built | alone),
-    )
-    return PreparedCall(target, drafter, request, prompts, engine_options)
-
-
-def _with_prompts(one: Any, prompts: Tensor) -> Any:
-    return replace(one, prompts=prompts) if isinstance(one, HostProcessor) and not one.pure else one
-
-
-def _capacity(request: Request, target: PreTrainedModel) -> int:
-    """The room of an engine that holds the longest row, or ``ValueError`` where the target has none."""
-    needed = max(request.limits)
-    context = context_of(target)
-    if needed > context:
-        row = request.limits.index(needed)
-        raise ValueError(
-            f"row {row}: a prompt of {request.lengths[row]} tokens and max_new_tokens="
-            f"{request.max_new_tokens[row]} exceed the target's max_position_embeddings={context}; shorten "
-            "them."
-        )
-    return round_up(needed, context)
+    said = said_of(hosts, mesh, target, drafter)
+    return read_together(hosts, what, said, (input_ids, attention_mask, options), read, digest)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_dflash.generation import read_call
+from torch_dflash.generation import prepare
 from torch_dflash.proposers.choose import Missing
 from torch_dflash.requests.logprobs import check_streamed
 
@@ -64,10 +64,10 @@ def stream(
     Raises:
         TypeError, ValueError: bad input, at once and not at the first piece.
     """
-    options |= {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
-    given = input_ids, attention_mask, options
-    call = read_call("stream", target, drafter, given, processors, runtime)
-    check_streamed(call.request.logit_outputs)
+    asked = {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
+    asked |= options | {"processors": processors, "runtime": runtime}
+    call = prepare("stream", target, drafter, input_ids, attention_mask, asked)
+    check_streamed(call.request.logprobs)
     gains = call.engine().gains(call.request)
     rows = len(call.request.rows)
     texts = [None if tokenizer is None else TextStream(tokenizer) for _ in range(rows)]

@@ -136,7 +136,7 @@ class Runtime(Protocol):
         """Programs this thread has compiled so far."""
         ...
 
-    def check_room(self, tensors: Params) -> None:
+    def check_memory(self, tensors: Params) -> None:
         """Raise ``ValueError`` if copies of these tensors, and a state, are more than a device holds."""
         ...
 

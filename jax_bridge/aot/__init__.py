@@ -1,4 +1,4 @@
-"""Programs compiled for chips that are not here: what they move, and the least they could."""
+"""Programs compiled for absent TPUs: the bytes that they move, and their floors."""
 
 from jax_bridge.aot.compile import AbstractPair as AbstractPair
 from jax_bridge.aot.compile import CompiledStep as CompiledStep

@@ -1,9 +1,9 @@
-"""Compile decoding for a TPU that is not there: no weights, no chip, only shapes.
+"""Compiles decoding for an absent TPU: no weights, no chip, only shapes.
 
-`abstract_pair` builds a target and a drafter from their configs alone. `export_round` lowers their
-decoding round for TPU on plain CPU jax; `compile_round` runs the real TPU compiler on it, out of the
-libtpu wheel (the ``tpu`` extra), and returns what that compiler decided; `compile_step` does so for a pass
-of a round and for a prompt chunk. `jax_bridge.aot.report` holds the bytes of all three against their floors.
+`abstract_pair` builds a target and a drafter from their configs. `export_round` lowers their decoding round
+for TPU on plain CPU jax. `compile_round` runs the TPU compiler of the libtpu wheel (the ``tpu`` extra) on it
+and returns the compiler's figures; `compile_step` does so for one pass of a round and for a prompt chunk.
+`jax_bridge.aot.report` compares the bytes of all three with their floors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jax_bridge.programs.lower import lower, lower_begin, lower_prefill, lower_r
 from jax_bridge.runtime import idle_chunk
 from jax_bridge.state import register_states
 from torch_dflash import decode as steps
-from torch_dflash.decode import Pair, Params, decode_round
+from torch_dflash.decode import Pair, decode_round
 from torch_dflash.ops.windows import read_rows, write_rows
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
 from torch_dflash.proposers.checkpoints import drafter_of
@@ -40,14 +40,14 @@ from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.proposers.trees.proposer import TreeProposer
 from torch_dflash.requests.prompts import bucket
 from torch_dflash.rows import RowRequests
-from torch_dflash.state import DecodeState, Draft, PromptChunk
+from torch_dflash.state import DecodeState, Draft
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.auto import auto_class
 
 
 @dataclass(frozen=True)
 class AbstractPair:
-    """A pair with the shapes of its parameters (tied weights once) and of its state; no array exists."""
+    """A pair with the shapes of its parameters (tied weights once) and of its state, without arrays."""
 
     pair: Pair
     params: Shapes
@@ -56,12 +56,12 @@ class AbstractPair:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What the TPU compiler made of a step.
+    """A step as the TPU compiler compiled it.
 
     Sizes are bytes of HBM on one chip. ``alias_bytes`` counts outputs that live in a donated input's
     buffer; ``aliases`` maps the path of each such output in the state, ``.cache[0].key`` for one, to the
     path of that input in ``(params, state)``: ``[1].cache[0].key``. ``unaliased`` holds the state's other
-    paths. ``traffic_bytes`` is what one run reads and writes (`traffic.py`). ``cost`` is XLA's own
+    paths. ``traffic_bytes`` is read and written by one run (`traffic.py`). ``cost`` is XLA's own
     ``cost_analysis``; its ``"bytes accessed"`` counts on-chip VMEM traffic too, so a prefetched weight
     counts about three times.
     """
@@ -78,12 +78,12 @@ class CompiledStep:
     cost: dict[str, float]
 
     def traffic_at(self, context: int) -> int:
-        """``traffic_bytes`` with so many slots of the static caches in use."""
+        """``traffic_bytes`` with ``context`` slots of the static caches in use."""
         return hbm_traffic(Program(self.hlo, context))
 
     @property
     def hbm_bytes(self) -> int:
-        """HBM a chip needs to run it: what goes in, what comes out elsewhere, what it needs meanwhile."""
+        """HBM that a chip needs to run it: arguments, outputs that are not in place, temporaries."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
@@ -99,14 +99,14 @@ def abstract_pair(
     rows: int | None = None,
     **plan: Any,
 ) -> AbstractPair:
-    """A target and what drafts for it, from configs alone.
+    """A target and its proposer, from configs alone.
 
     Args:
         target: config of any supported causal LM.
         drafter: a drafter's config, a proposer without weights (`NGramProposer`), or None: no drafting.
         capacity: positions a row may fill, prompt and new tokens.
         batch_size: rows B.
-        block_size: rows W of the draft pass, when not the drafter's own.
+        block_size: rows W of the draft pass; unset: the drafter's own.
         verify_width: rows M of the verify pass; the whole block by default.
         rows: of a tree of the drafter's block (`td.TreeProposer`), the anchor included; None: a chain.
         dtype: of the weights, and so of every cache. Buffers such as rotary frequencies keep theirs.
@@ -136,7 +136,7 @@ def resized(model: AbstractPair, **fields: Any) -> AbstractPair:
 def export_round(model: AbstractPair, *, chunk: bool = False) -> jax.export.Exported:
     """One decoding round lowered for TPU, state donated; needs neither libtpu nor a chip.
 
-    ``chunk=True`` lowers what the runtime runs instead: the `lax.while_loop` over rounds.
+    ``chunk=True`` lowers the runtime's `lax.while_loop` over rounds instead.
     """
     step = "chunk" if chunk else "round"
     with tracing(model.pair.plan.matmul_precision):
@@ -165,12 +165,12 @@ def compile_step(
         model: from `abstract_pair`.
         step: a key of `jax_bridge.aot.compile.STEPS`.
         topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x2", "v6e:2x2".
-        chips: the first so many of the topology; sizes of the result are of one of them.
+        chips: number of its first chips; sizes of the result are of one of them.
         prompt_rows: of "prefill" alone, the rows R of the prompt chunk [B, R].
 
     Raises:
         ModuleNotFoundError: libtpu is not installed. ValueError: no such topology, fewer chips in it, a pair
-            that is not decoded on several, or ``prompt_rows`` that no prompt is fed in.
+            that is not decoded on several, or ``prompt_rows`` that no prompt chunk has.
         jax.errors.JaxRuntimeError: the program does not fit the chip's HBM or VMEM.
     """
     function, args = STEPS[step](model.pair), _arguments(model, step, prompt_rows)
@@ -182,7 +182,7 @@ def compile_step(
 
 
 def place_of(model: AbstractPair, topology: str, chips: int) -> OnMesh:
-    """The first ``chips``, several, of a topology as a pair is spread over them.
+    """The first ``chips`` (two or more) of a topology, with the pair cut over them.
 
     Raises: as `compile_step`.
     """
@@ -194,7 +194,7 @@ def place_of(model: AbstractPair, topology: str, chips: int) -> OnMesh:
 def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: str) -> CompiledStep:
     """Compile any ``(params, state, ...) -> state`` or ``(state, ...)`` for one chip, ``state`` donated.
 
-    Arguments are trees of shapes; matrices of ``params`` lie as `jax_bridge.weights.layout` puts them.
+    Arguments are trees of shapes; matrices of ``params`` have the layout of `jax_bridge.weights.layout`.
     Raises: as `compile_step`.
     """
     mesh = Mesh(np.array(find_topology(topology).devices[:1]), ("chip",))
@@ -204,18 +204,18 @@ def compile_function(step: Any, params: Any, state: Any, *more: Any, topology: s
 
 
 def compile_placed(step: Any, params: Any, state: Any, *more: Any) -> CompiledStep:
-    """`compile_function` for the chips on which the arguments, shapes with shardings, lie."""
+    """`compile_function` for the chips in the shardings of the arguments' shapes."""
     args = params, state, *more
     lowered = _jit(step).trace(*args).lower(lowering_platforms=("tpu",))
     started = time.perf_counter()
     with warnings.catch_warnings():
-        # Where programs are kept on disk, one for a chip that is not there cannot be read back.
+        # A program for an absent chip cannot be read back from the disk cache.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
         compiled = lowered.compile()
     seconds = time.perf_counter() - started
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     outputs = _paths(state)
-    # A pass may return more than the state, which then comes first.
+    # A pass may return more than the state; the state comes first.
     others = len(jax.tree.leaves(lowered.out_info)) - len(outputs)
     aliases = read_aliases(hlo, _paths(args), outputs + [f"result[{index}]" for index in range(others)])
     return CompiledStep(
@@ -255,52 +255,36 @@ def _jit(step: Any) -> Any:
 
 
 def _arguments(model: AbstractPair, step: str, prompt_rows: int | None = None) -> tuple:
-    more = ()
+    more, plan = (), model.pair.plan
     if step == "draft":
-        more = (_features(model),)
+        shape, dtype = feature_shape(model.pair), jax.tree.leaves(model.state.cache)[0].dtype
+        more = (None if shape is None else jax.ShapeDtypeStruct(shape, dtype),)
     if step == "prefill":
-        more = (_prompt_chunk(model.pair.plan, prompt_rows),)
+        if prompt_rows is None or prompt_rows != bucket(prompt_rows) or prompt_rows > plan.slots:
+            raise ValueError(
+                f"prompt_rows={prompt_rows}: prompts are fed in chunks of a power of two of rows, at least "
+                f"{MIN_BUCKET} and here at most {plan.slots}; pass one, such as 256."
+            )
+        more = (jax.tree.map(_shape, idle_chunk(plan, prompt_rows)),)
     return model.params, model.state, *more
-
-
-def _features(model: AbstractPair) -> jax.ShapeDtypeStruct | None:
-    shape, dtype = feature_shape(model.pair), jax.tree.leaves(model.state.cache)[0].dtype
-    return None if shape is None else jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _prompt_chunk(plan: DecodePlan, rows: int | None) -> PromptChunk:
-    if rows is None or rows != bucket(rows) or rows > plan.slots:
-        raise ValueError(
-            f"prompt_rows={rows}: prompts are fed in chunks of a power of two of rows, at least {MIN_BUCKET} "
-            f"and here at most {plan.slots}; pass one, such as 256."
-        )
-    return jax.tree.map(_shape, idle_chunk(plan, rows))
 
 
 def _paths(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-# The passes split a round's work between target and proposer without a remainder, so that their bytes can be
-# held against a floor each: the proposer's includes taking in the features that the target's leaves.
-def verify(pair: Pair, params: Params, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
+# The two passes split a round's work between target and proposer without a rest, so that the bytes of each
+# have a floor: the proposer's pass includes the features that the target's pass returns.
+def verify_pass(pair: Pair, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
     """The target on M rows from the anchor, and its picks: (state, tapped features [B, M, n*H])."""
-    return pair.run(_verify, params, state)
-
-
-def draft(pair: Pair, params: Params, state: DecodeState, features: Tensor | None) -> DecodeState:
-    """The proposer's share of a round: a draft, then the ``features`` of the rows verified after it."""
-    return pair.run(_draft, params, state, features)
-
-
-def _verify(pair: Pair, state: DecodeState) -> tuple[DecodeState, Tensor | None]:
     drafts = read_rows(state.tokens, state.committed, pair.plan.verify_width - 1)
     seen = steps.verify(pair, state, Draft(drafts, state.length * 0))
     tokens = write_rows(state.tokens, seen.picks, state.committed, dim=1)
     return replace(state, cache=seen.cache, tokens=tokens), seen.features
 
 
-def _draft(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeState:
+def draft_pass(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeState:
+    """The proposer's part of a round: a draft, then the ``features`` of the rows verified after it."""
     drafted, pstate = steps.draft(pair, state)
     tokens = write_rows(state.tokens, drafted.tokens, state.committed, dim=1)
     ids = read_rows(tokens, state.length, pair.plan.verify_width + 1)
@@ -308,21 +292,25 @@ def _draft(pair: Pair, state: DecodeState, features: Tensor | None) -> DecodeSta
     return replace(state, tokens=tokens, proposer=pstate)
 
 
+def _lower_pass(pair: Pair, step: Callable) -> Callable:
+    return lower(partial(pair.run, step))
+
+
 STEPS: dict[str, Callable[[Pair], Callable]] = {
     "prefill": lower_prefill,
     "round": lambda pair: lower(partial(decode_round, pair)),
     "chunk": lower_rounds,
-    "verify": lambda pair: lower(partial(verify, pair)),
-    "draft": lambda pair: lower(partial(draft, pair)),
+    "verify": lambda pair: _lower_pass(pair, verify_pass),
+    "draft": lambda pair: _lower_pass(pair, draft_pass),
 }
 """Functions of ``(params, state)``; the state is donated.
 
-``prefill`` takes a `PromptChunk` besides, and ``draft`` features (`feature_shape`).
+``prefill`` also takes a `PromptChunk`, and ``draft`` features (`feature_shape`).
 """
 
 
 def feature_shape(pair: Pair) -> tuple[int, int, int] | None:
-    """[B, M, n*H] of what the target's pass hands to the proposer; None if it taps nothing."""
+    """[B, M, n*H] of the features for the proposer; None if it taps nothing."""
     taps: Any = pair.proposer.taps
     rows = pair.plan.batch_size, pair.plan.verify_width
     return (*rows, len(taps) * pair.target.hidden_size) if taps else None

@@ -1,12 +1,11 @@
-"""The least a pass must read from HBM and compute, and how fast a chip could do it.
+"""The least bytes that a pass must read from HBM, its FLOPs, and the chips' peaks.
 
 The floor of a pass is its weights once, the K/V of the context once, and recurrent states once read and once
-written; what does not run for text, such as a tower for images, is none of it. Target and drafter share one
-head, and a round reads it in both passes, as what the second one needs is only known after the first: a
-round's floor is the sum of both, the head twice. What is left out is small: activations, the block's own
-K/V, and the embedding and a selector's codebooks, of which a pass reads a few rows per token. A tied
-embedding is the head. Of a prompt chunk they are less small, hundreds of rows that they are, but its floor
-leaves them out too.
+written; modules that do not run for text, such as a tower for images, are left out. Target and drafter share
+one head, and a round reads it in both passes, because the second pass starts after the first: a round's floor
+is the sum of both, the head twice. Small items are left out: activations, the block's own K/V, and the rows
+that a pass reads of the embedding and of a selector's codebooks. A tied embedding is the head. A prompt chunk
+has hundreds of rows, so there these items are less small; its floor leaves them out too.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CHIPS = {
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology such as "v5p:2x2x1".
+    """Peaks of the chip of a topology such as "v5p:2x2x1".
 
     Raises:
         ValueError: a generation without published peaks here.
@@ -49,7 +48,7 @@ def chip_of(topology: str) -> Chip:
 
 
 def generation_of(topology: str) -> str:
-    """The key of `CHIPS` that a topology begins with; raises as `chip_of`."""
+    """The key of `CHIPS` at the start of a topology; raises as `chip_of`."""
     generation = topology.partition(":")[0]
     if generation not in CHIPS:
         raise ValueError(
@@ -61,7 +60,7 @@ def generation_of(topology: str) -> str:
 
 @dataclass(frozen=True)
 class Floor:
-    """Bytes that the passes of one round must read, and the FLOPs of attention over the context."""
+    """Least bytes that the passes of one round read, and the FLOPs of attention over the context."""
 
     verify: int
     draft: int
@@ -75,7 +74,7 @@ class Floor:
 
 
 class Shares(NamedTuple):
-    """Over how many chips the K/V heads of target and drafter, and recurrent states, are spread."""
+    """Numbers of chips that K/V heads of target and drafter, and recurrent states, are cut over."""
 
     target: int = 1
     drafter: int = 1
@@ -88,8 +87,8 @@ ALONE = Shares()
 def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -> Floor:
     """The floor of ``pair``'s passes with ``context`` committed tokens in every row.
 
-    Of a mixture of experts, as many experts count as the rows can be routed to: ``B * M * k``, at most all.
-    Of one chip of a slice, ``params`` are its parts, and all experts it has count.
+    In a mixture of experts, ``B * M * k`` experts count, at most all. For one chip of a slice, ``params`` are
+    its parts, and all its experts count.
     """
     plan, weights, names = pair.plan, _sizes(params), _names(pair)
     head = names[id(pair.target.model.get_output_embeddings().weight)]
@@ -109,7 +108,7 @@ def floor_of(pair: Pair, params: Shapes, context: int, shares: Shares = ALONE) -
 def prefill_floor(pair: Pair, params: Shapes, context: int, rows: int) -> int:
     """Least bytes of a prompt chunk of ``rows`` per sequence that ends at ``context`` tokens.
 
-    The target as in `floor_of`, and of a drafter what turns features into K and V.
+    They are the target's as in `floor_of`, and the drafter's weights that turn features into K and V.
     """
     weights, names = _sizes(params), _names(pair)
     parts = pair.proposer.cost(pair.plan, context).prompt
@@ -118,7 +117,6 @@ def prefill_floor(pair: Pair, params: Shapes, context: int, rows: int) -> int:
 
 
 def _embeddings(pair: Pair) -> set[str]:
-    """Weights of a drafter's own embedding."""
     found = (name for name, module in pair.named_modules() if isinstance(module, nn.Embedding))
     return {f"{name}.weight" for name in found if name.startswith("proposer.")}
 
@@ -133,15 +131,11 @@ def _sizes(params: Shapes) -> dict[str, int]:
 
 
 def _names(pair: Pair) -> dict[int, str]:
-    """Of each parameter, tied ones once."""
     return {id(weight): name for name, weight in pair.named_parameters()}
 
 
 def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: Shares = ALONE) -> int:
-    """What the target reads for ``rows`` per sequence, the last at ``context``: weights and cached K/V.
-
-    Recurrent states are read once and written once.
-    """
+    """Bytes that the target reads for ``rows`` per sequence, the last at ``context``; states count twice."""
     batch, target = pair.plan.batch_size, pair.target
     weights = target_weights(pair, params)
     reads = _sizes(weights)
@@ -157,7 +151,7 @@ def _target_bytes(pair: Pair, params: Shapes, context: int, rows: int, shares: S
 
 
 def target_weights(pair: Pair, params: Shapes) -> Shapes:
-    """The target's weights that a pass over text reads whole: not an embedding that is no head."""
+    """The target's weights that a pass over text reads whole; an untied embedding is none of them."""
     target, names = pair.target, _names(pair)
     embedding, head = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     idle = tuple(f"target.model.{path}." for path in target.blocks.idle)
@@ -170,7 +164,7 @@ def target_weights(pair: Pair, params: Shapes) -> Shapes:
 
 
 def expert_weights(pair: Pair, weights: Shapes) -> dict[str, tuple[int, int]]:
-    """Of each of the target's ``weights`` that holds experts: (how many, how many of them a row chooses)."""
+    """(Number of experts, experts per row) by the names of the ``weights`` that hold experts."""
     chosen: Any = getattr(pair.target.config.get_text_config(), "num_experts_per_tok", None)
     found = {}
     for path, module in pair.named_modules() if chosen else ():
@@ -182,12 +176,12 @@ def expert_weights(pair: Pair, weights: Shapes) -> dict[str, tuple[int, int]]:
 
 
 def _seen(context: int, window: int | None, rows: int) -> int:
-    """Context positions that ``rows`` queries see between them."""
+    """Context positions that any of ``rows`` queries sees."""
     return context if window is None else min(context, window + rows - 1)
 
 
 def _attention_flops(plan: DecodePlan, target: Any, context: int) -> int:
-    """Scores and weighted values of the M rows: two FLOPs per product."""
+    """FLOPs of scores and weighted values of the M rows: two per product."""
     heads = target.config.get_text_config().num_attention_heads
     widths = sum(
         (spec.k_dim + spec.v_dim) * _seen(context, spec.window, plan.verify_width) for spec in target.specs

@@ -1,4 +1,4 @@
-"""Read the text of a compiled TPU program: its instructions, the buffers it reuses, what it may not hold."""
+"""Reads the text of a compiled TPU program: instructions, reused buffers, forbidden operations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Instruction(NamedTuple):
         return match[1]
 
     def aliased_outputs(self) -> set[int]:
-        """Results that live in an operand's buffer, from ``output_to_operand_aliasing={{1}: (5, {})}``."""
+        """Results in an operand's buffer, from ``output_to_operand_aliasing={{1}: (5, {})}``."""
         text = self.attributes.partition("output_to_operand_aliasing={")[2]
         return {int(out or 0) for out in re.findall(r"\{(\d*)\}: \(\d+, \{[\d, ]*\}\)", text)}
 
@@ -78,38 +78,38 @@ class Program:
                 )
 
     def instructions(self) -> list[Instruction]:
-        """Of all computations."""
+        """The instructions of all computations."""
         return [one for body in self.computations.values() for one in body.values()]
 
     def collectives(self) -> dict[str, int]:
-        """How often each kind of communication between chips stands in the program; a loop's body once."""
+        """Counts of each kind of communication between chips; a loop's body counts once."""
         kinds = Counter(one.op.removesuffix("-start") for one in self.instructions())
         return {kind: kinds[kind] for kind in COLLECTIVES if kinds[kind]}
 
 
 def forbidden(hlo: str) -> list[str]:
-    """What a decoding step must not hold and this one does: dynamic shapes, 64-bit floats, the host."""
+    """Forbidden features in a decoding step: dynamic shapes, 64-bit floats, the host."""
     return [name for name, pattern in _FORBIDDEN.items() if re.search(pattern, hlo, re.IGNORECASE)]
 
 
 def read_aliases(hlo: str, inputs: list[str], outputs: list[str]) -> dict[str, str]:
-    """Output -> input that share a buffer, from ``input_output_alias={ {3}: (17, {}, may-alias), ... }``."""
+    """Output -> input with one buffer, from ``input_output_alias={ {3}: (17, {}, may-alias), ... }``."""
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}, \w+-alias\)", hlo.partition("\n")[0])
     return {outputs[int(out or 0)]: inputs[int(parameter)] for out, parameter in pairs}
 
 
 def array_bytes(kind: str) -> list[tuple[int, bool]]:
-    """(Size, whether in HBM) of each array of an HLO type: layouts tagged ``S(n)`` are on the chip."""
+    """(Bytes, in HBM) of each array of an HLO type: layouts tagged ``S(n)`` are on the chip."""
     return [(_size(dtype, shape), "S(" not in layout) for dtype, shape, layout in _ARRAY.findall(kind)]
 
 
 def all_bytes(kind: str) -> int:
-    """Size of an HLO type, tuples included."""
+    """Bytes of an HLO type, tuples included."""
     return sum(size for size, _ in array_bytes(kind))
 
 
 def hbm_bytes(kind: str) -> int:
-    """Size of the parts of an HLO type that live in HBM."""
+    """Bytes of the parts of an HLO type in HBM."""
     return sum(size for size, in_hbm in array_bytes(kind) if in_hbm)
 
 
@@ -133,17 +133,16 @@ class Exchange(NamedTuple):
 
 
 def exchanges(program: Program) -> list[Exchange]:
-    """All collectives of a program, those of most bytes together first."""
+    """All collectives of a program, by falling total bytes."""
     found = Counter(_described(one) for one in program.instructions() if _kind(one) in COLLECTIVES)
     listed = [Exchange(*what, count) for what, count in found.items()]
     return sorted(listed, key=lambda one: (-one.bytes * one.count, one))
 
 
 def least_seconds(found: list[Exchange], chips: int, topology: str) -> float | None:
-    """What they take if only bytes count, in rings over all links at once; None: no published rate.
+    """Time of the exchanges' bytes in rings over all links at once; None: no published rate.
 
-    An estimate from below: a small exchange takes microseconds whatever its size, and one may go on behind
-    other work.
+    A lower bound: a small exchange takes microseconds whatever its size. Others may overlap with computation.
     """
     rate = RATES.get(topology.partition(":")[0])
     passes = {"all-reduce": 2}
@@ -156,7 +155,7 @@ def _kind(one: Instruction) -> str:
 
 
 def _described(one: Instruction) -> tuple[str, str, int]:
-    """(Kind, the largest array of its result, that array's bytes): of a start the result stands last."""
+    """(Kind, the largest array of its result, that array's bytes)."""
     arrays = re.findall(r"\b\w+\[[\d,]*\]", one.type)
     sizes = [size for size, _ in array_bytes(one.type)]
     at = sizes.index(max(sizes))

@@ -1,10 +1,10 @@
-"""A verify pass by its rows, from shapes alone: bytes, FLOPs, and the rows from which a chip computes longer.
+"""A verify pass by its rows, from shapes: bytes, FLOPs, and the rows at which a chip becomes compute-bound.
 
-Bytes are those of the floor (`jax_bridge.aot.floor`: weights, K/V of the context) and what each row adds: its
-embedding, its K/V, its logits written and read. What the layers hand each other is left out: of 64 rows that
-is a few per cent more, by compiled programs (docs/tpu.md). FLOPs are two per weight and row, and those of
-attention. Experts are read and multiplied as here: up to `FEW` pairs of row and expert those alone, else all
-experts for every row; ``routed_flops`` are those that routing needs.
+Bytes are those of the floor (`jax_bridge.aot.floor`: weights, K/V of the context) and of each row: its
+embedding, its K/V, its logits written and read. Values between layers are left out: for 64 rows they are a
+few per cent, by compiled programs (docs/tpu.md). FLOPs are two per weight and row, and those of attention.
+Experts are read and multiplied as here: up to `FEW` pairs of row and expert only those, else all experts for
+every row; ``routed_flops`` are those that routing needs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch_dflash.targets.experts import ONE_BY_ONE as FEW
 
 ROWS = tuple(1 << step for step in range(11))
 MOST = 4096
-"""Rows up to which a chip's turning point is looked for."""
+"""Most rows in the search for a chip's turning point."""
 
 
 class Work(NamedTuple):
-    """What a pass does, all sequences together."""
+    """Bytes and FLOPs of a pass, for all sequences together."""
 
     bytes: int
     flops: int
@@ -36,8 +36,8 @@ class Work(NamedTuple):
         return max(self.bytes / chip.bandwidth, self.flops / chip.flops)
 
 
-class Weights(NamedTuple):
-    """Elements of the target's weights that a pass reads: of the layers and the head, and of all experts."""
+class WeightCounts(NamedTuple):
+    """Elements of the target's weights that a pass reads: layers and head, and all experts."""
 
     shared: int
     experts: int
@@ -51,13 +51,13 @@ def kflat(
     """Verify passes of `ROWS` rows at each context (committed tokens) and batch (sequences), for all `CHIPS`.
 
     Args:
-        acceptance: how likely drafts 1 to d of a chain are all accepted, for each depth d; none: no speed-up.
+        acceptance: probability that drafts 1 to d of a chain are all accepted, by depth d; none: no speed-up.
 
     Returns:
-        By name; ``cells`` has one entry a context and batch: ``rows``, ``draft`` (the drafter's pass),
-        ``bound_from`` (the fewest rows with which a chip computes longer than it reads, None beyond `MOST`),
-        by chip ``ms``, and ``speedup`` over one row without a draft. Of one chip, however much it holds: on
-        a slice bytes and FLOPs are shared alike, and exchanges come on top.
+        Figures by name; ``cells`` has one entry per context and batch: ``rows``, ``draft`` (the drafter's
+        pass), ``bound_from`` (the fewest rows at which a chip is compute-bound, None beyond `MOST`), by chip
+        ``ms``, and ``speedup`` over one row without a draft. They are one chip's, whatever its memory: on a
+        slice bytes and FLOPs are divided equally, and exchanges are added.
     """
     weights = _weights(model)
     cells = [_cell(model, weights, context, batch, acceptance) for context in contexts for batch in batches]
@@ -66,12 +66,12 @@ def kflat(
 
 
 def tokens(acceptance: Sequence[float]) -> list[float]:
-    """Tokens that a round of each of `ROWS` brings: the drafts accepted, and the target's own."""
+    """Tokens per round for each of `ROWS`: accepted drafts and the target's own."""
     sums = [0.0, *accumulate(acceptance)]
     return [round(1 + sums[min(rows, len(sums)) - 1], 4) for rows in ROWS]
 
 
-def work_of(pair: Pair, weights: Weights, context: int, batch: int, rows: int) -> Work:
+def work_of(pair: Pair, weights: WeightCounts, context: int, batch: int, rows: int) -> Work:
     """A verify pass of ``rows`` in each of ``batch`` sequences of ``context`` committed tokens."""
     target, config, every, item = pair.target, pair.target.config.get_text_config(), batch * rows, 2
     heads: Any = config.num_attention_heads
@@ -83,7 +83,7 @@ def work_of(pair: Pair, weights: Weights, context: int, batch: int, rows: int) -
         (spec.k_dim + spec.v_dim) * spec.heads * min(context, (spec.window or context) + rows - 1)
         for spec in target.specs
     )
-    seen = context + (rows + 1) / 2  # of the rows themselves half, on average
+    seen = context + (rows + 1) / 2  # half of the rows themselves, on average
     attended = sum((spec.k_dim + spec.v_dim) * min(spec.window or seen, seen) for spec in target.specs)
     states = 2 * sum(spec.state_bytes(item) for spec in target.specs)
     added = config.hidden_size + cached + 2 * config.vocab_size
@@ -104,12 +104,12 @@ def draft_of(model: AbstractPair, context: int, batch: int) -> Work:
     floor = floor_of(at, model.params, context)
     every = batch * plan.block_size
     cached = 2 * batch * pair.proposer.cost(plan, context).cached
-    flops = every * (floor.draft - cached) + floor.draft_attention_flops  # two a weight of two bytes
+    flops = every * (floor.draft - cached) + floor.draft_attention_flops  # two per weight of two bytes
     return Work(floor.draft, flops, flops)
 
 
-def bound_from(pair: Pair, weights: Weights, context: int, batch: int, chip: Chip) -> int | None:
-    """The fewest rows with which the pass computes longer than it reads."""
+def bound_from(pair: Pair, weights: WeightCounts, context: int, batch: int, chip: Chip) -> int | None:
+    """The fewest rows at which the pass is compute-bound; None: above `MOST`."""
     low, high = 1, MOST + 1
     while low < high:
         rows = (low + high) // 2
@@ -118,16 +118,16 @@ def bound_from(pair: Pair, weights: Weights, context: int, batch: int, chip: Chi
     return low if low <= MOST else None
 
 
-def _weights(model: AbstractPair) -> Weights:
+def _weights(model: AbstractPair) -> WeightCounts:
     reads = target_weights(model.pair, model.params)
     stacks = expert_weights(model.pair, reads)
     count, chosen = max(stacks.values(), default=(0, 0))
     experts = sum(reads[name].size for name in stacks)
-    return Weights(sum(shape.size for shape in reads.values()) - experts, experts, count, chosen)
+    return WeightCounts(sum(shape.size for shape in reads.values()) - experts, experts, count, chosen)
 
 
 def _cell(
-    model: AbstractPair, weights: Weights, context: int, batch: int, acceptance: Sequence[float]
+    model: AbstractPair, weights: WeightCounts, context: int, batch: int, acceptance: Sequence[float]
 ) -> dict[str, Any]:
     pair = model.pair
     work = [work_of(pair, weights, context, batch, rows) for rows in ROWS]

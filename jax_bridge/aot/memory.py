@@ -1,8 +1,7 @@
-"""Whether a pair fits the chips of a slice, how much of it does, and which slice it needs.
+"""Memory of a pair on a slice: its need, the largest batch and context that fit, the smallest slice.
 
-From the compiler and from shapes: what weights and states take is known without a compilation, and what
-programs need besides grows by a few MB a layer, so that a few of them tell it (`jax_bridge.aot.sizes`). What
-is said to be the largest is then compiled whole.
+Bytes of weights and states are known from shapes. Temporaries of programs grow by a few MB a layer, so
+programs of a few layers tell them (`jax_bridge.aot.sizes`). The largest size found is then compiled whole.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from jax_bridge.aot.report import CompileError, libtpu_version
 from jax_bridge.aot.shapes import find_topology, slice_devices
 from jax_bridge.aot.sizes import HBM, PROGRAMS, Size, Spread, needed, smallest_slices, spread, temporaries
 from jax_bridge.aot.traffic import Laid, Unfilled
-from jax_bridge.device_memory import said
+from jax_bridge.device_memory import format_bytes
 from torch_dflash.checks import positions_of
 
 STEP = 64
-"""Positions by which contexts are tried; rows are tried one by one."""
+"""Step of the tried contexts, in positions; the step of rows is one."""
 MOST_ROWS = 4096
 TRIES = 3
-"""Of whole programs, each a little smaller than the last."""
+"""Attempts with whole programs, each a little smaller than the last."""
 
 
 def fit_memory(
@@ -42,27 +41,26 @@ def fit_memory(
     say: Callable[[str], None] = lambda line: None,
     **plan: Any,
 ) -> dict[str, Any]:
-    """What a pair needs of each chip's memory, and what fits: no weights, no chip.
+    """The memory that a pair needs on each chip, and the sizes that fit: no weights, no chip.
 
     Args:
         target, drafter: as in `jax_bridge.aot.compile.abstract_pair`; weights are counted in bfloat16.
         topology: generation and shape as libtpu names them: "v5p:2x2x1", "v5e:2x4".
-        chips: the first so many of it, which share each weight; unset: all of them.
+        chips: number of its first chips, which share each weight; unset: all of them.
         context: positions that each row may fill.
-        batch_size: rows B; each has room for the whole context.
-        search: of which the largest that fits is sought, the other being as it was asked for.
-        confirm: compile the whole pair at what was found, which takes minutes for a large one; else it is
-            what a few layers' programs say.
-        programs: count what programs need while they run; else nothing is compiled, arrays are not filled up
-            to whole tiles, and the answer comes at once.
+        batch_size: rows B; each may fill the whole context.
+        search: sizes whose largest fitting value is sought, each with the other one as given.
+        confirm: compile the whole pair at the size found, which takes minutes for a large one; else the
+            programs of a few layers decide.
+        programs: count temporaries of programs; else nothing is compiled, arrays are not padded to whole
+            tiles, and the answer comes at once.
         say: called with a line before every compilation.
         plan: further options of the pair, such as ``cache="paged"``.
 
     Returns:
-        Bytes of one chip by what they are for (``bytes``: `jax_bridge.aot.sizes.HELD` and temporaries),
-        ``needed_bytes`` of ``hbm_bytes``; ``weights_bytes`` of the models, uncut; ``largest``, by what was
-        sought; ``slices``: of each generation the smallest that has room for one row of this context,
-        temporaries taken to be as here.
+        Bytes of one chip by purpose (``bytes``: `jax_bridge.aot.sizes.HELD` and temporaries),
+        ``needed_bytes`` of ``hbm_bytes``; ``weights_bytes`` of the models, uncut; ``largest`` by ``search``;
+        ``slices``: the smallest of each generation for one row of this context, with the same temporaries.
 
     Raises:
         ModuleNotFoundError: libtpu is not installed. ValueError, TypeError: no such topology, no pair, or one
@@ -98,7 +96,7 @@ def _most(spent: dict[str, int]) -> int:
 
 
 class _Fit:
-    """How much of a pair fits ``room`` bytes, from ``size`` on; programs of each size are compiled once."""
+    """Sizes of a pair that fit ``room`` bytes, from ``size`` on; programs of each size are compiled once."""
 
     def __init__(self, pair: Spread, size: Size, room: int, positions: int, programs: bool, say: Any):
         self.pair, self.size, self.room, self.say = pair, size, room, say
@@ -108,7 +106,7 @@ class _Fit:
         self.known = self._first() if programs else Unfilled()
 
     def held(self, size: Size) -> dict[str, int]:
-        """Bytes of one chip."""
+        """Bytes of arrays on one chip."""
         return self.pair.held(size, self.known)
 
     def spent(self, size: Size) -> dict[str, int]:
@@ -134,7 +132,7 @@ class _Fit:
         return {"value": found, "confirmed": False}
 
     def _slope(self, what: str) -> float:
-        """Bytes of temporaries that one more of ``what`` takes, from two sizes."""
+        """Bytes of temporaries per unit of ``what``, from two sizes."""
         asked = getattr(self.size, what)
         other = min(2 * asked, self._most[what])
         if other == asked:
@@ -178,16 +176,16 @@ class _Fit:
             steps = {name: self._compile(self.size, name) for name in PROGRAMS}
         except CompileError as error:
             held = needed(self.pair.held(self.size, Unfilled()), 0)
-            lack = f": {said(held - self.room)} too few" if held > self.room else ""
+            lack = f": {format_bytes(held - self.room)} too few" if held > self.room else ""
             raise CompileError(
-                f"{error} Without programs the whole pair takes {said(held)} of each chip, which has "
-                f"{said(self.room)}{lack}."
+                f"{error} Without programs the whole pair takes {format_bytes(held)} of each chip, which has "
+                f"{format_bytes(self.room)}{lack}."
             ) from error
         self._spent[self.size] = {name: temporaries(step) for name, step in steps.items()}
         return self.pair.laid(self.size, steps[PROGRAMS[0]])
 
     def _whole(self, size: Size) -> int | None:
-        """What the whole pair's programs take; None: the compiler refuses one."""
+        """Bytes of the whole pair's largest program; None: the compiler refuses one."""
         try:
             return max(self._compile(size, name, whole=True).hbm_bytes for name in PROGRAMS)
         except CompileError as error:

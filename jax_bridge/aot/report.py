@@ -1,4 +1,4 @@
-"""A round and its passes compiled for a TPU that is not there, each held against its floor."""
+"""A round and its passes compiled for an absent TPU, each compared with its floor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompileError(RuntimeError):
 
 
 def check_topology(topology: str) -> None:
-    """Refuse, before anything is built, what cannot be compiled for here.
+    """Refuse a topology that cannot be compiled for here, before anything is built.
 
     Raises:
         ModuleNotFoundError: libtpu is not installed. ValueError: no such topology, or no peaks for it.
@@ -42,25 +42,25 @@ def report(
     dump: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Compile ``passes`` for chips of ``topology`` and say what each moves, beside the least it could.
+    """Compile ``passes`` for chips of ``topology``; the bytes that each moves, and their floors.
 
     Args:
-        model: from `abstract_pair`, of a capacity of ``context`` for figures of a full cache.
+        model: from `abstract_pair`, with capacity ``context`` for figures of a full cache.
         context: committed tokens per row that the floor counts.
         topology: see `jax_bridge.aot.compile.compile_step`.
         passes: some of `PASSES`; the figures of the others are None.
-        chips: how many share each weight; all figures are of one of them.
-        dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each. One that cannot be written is
-            said and left out; the figures go on.
+        chips: number of chips that share each weight; all figures are of one of them.
+        dump: existing folder for the scheduled HLO, one ``PASS.hlo.txt`` each. A file that cannot be written
+            is reported and skipped.
         say: called with a line before and after every compilation, which takes minutes for a large model.
 
     Returns:
         Bytes, milliseconds and counts by name. ``roofline_ms`` is the longer of the round's HBM time (at the
-        counted bytes) and its FLOP time at the chip's peaks, and ``bound`` says which one that is:
-        "memory" or "compute". Kernels that report no FLOPs are taken to be the attention.
+        counted bytes) and its FLOP time at the chip's peaks; ``bound`` names it: "memory" or "compute".
+        Kernels without a FLOP count are taken to be the attention.
 
     Raises:
-        ModuleNotFoundError, ValueError: as `jax_bridge.aot.compile.compile_step`. CompileError: what it says.
+        ModuleNotFoundError, ValueError: as `jax_bridge.aot.compile.compile_step`. CompileError: refused.
     """
     chip = chip_of(topology)
     if chips == 1:
@@ -100,7 +100,7 @@ def report(
 def _dump(file: Path, hlo: str, say: Callable[[str], None]) -> None:
     try:
         file.write_text(hlo)
-    except OSError as error:  # such as a full disk: no reason to lose minutes of compiling
+    except OSError as error:  # such as a full disk: do not lose minutes of compiling
         say(f"  {file} could not be written ({error.strerror})")
 
 
@@ -141,7 +141,7 @@ def _exchanged(step: CompiledStep, topology: str, chips: int) -> dict[str, Any]:
 
 
 def libtpu_version() -> str | None:
-    """Of the compiler; None: it is not known."""
+    """The compiler's version; None: unknown."""
     try:
         return version("libtpu")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Arguments of a step as shapes with places: what a compiler needs instead of arrays."""
+"""Arguments of a step as shapes with shardings, for compilation without arrays."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, Sharding
 
 from jax_bridge.aot.floor import Floor, Shares, floor_of
+from jax_bridge.arrays import row_major_format
 from jax_bridge.devices.on_mesh import OnMesh, shardings
-from jax_bridge.mesh.cut import in_form
+from jax_bridge.mesh.cut import in_format
 from jax_bridge.mesh.rules import heads_of
 from jax_bridge.mesh.shape import AXIS, KV
 from jax_bridge.tails import cut_tails
-from jax_bridge.weights.layout import row_major_format
 
 
 def shape_at(leaf: Any, place: Sharding, by_rows: bool = False) -> jax.ShapeDtypeStruct:
-    """A shape at ``place``; ``by_rows``: lay a matrix out as `jax_bridge.weights.layout` does."""
+    """A shape at ``place``; ``by_rows``: a matrix is row-major, as weights are on a TPU."""
     at: Any = row_major_format(place) if by_rows and len(leaf.shape) == 2 else place
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)
 
@@ -31,8 +31,8 @@ def on_slice(place: OnMesh, params: Any, state: Any, *more: Any) -> tuple:
     """A step's arguments on the chips of a slice."""
 
     def weight(name: str, leaf: Any) -> Any:
-        way = place.forms[name]
-        return in_form(shape_at(leaf, way.place, by_rows=True), way)
+        partition = place.partitions[name]
+        return in_format(shape_at(leaf, partition.place, by_rows=True), partition)
 
     weights = {name: weight(name, leaf) for name, leaf in params.items()}
     given = jax.eval_shape(partial(cut_tails, blocks=place.slice.blocks), (state, *more))
@@ -65,7 +65,7 @@ def slice_devices(topology: str, chips: int) -> Mesh:
 
 @lru_cache
 def find_topology(name: str) -> Any:
-    """What libtpu knows of a topology; one object per name and process, for those of two never compare equal.
+    """libtpu's description of a topology; one object per name and process, because two never compare equal.
 
     Raises:
         ModuleNotFoundError: libtpu is not installed. ValueError: it knows no such topology.
@@ -75,7 +75,7 @@ def find_topology(name: str) -> Any:
             "libtpu is not installed, and it is the TPU compiler: pip install 'jax[tpu]'. "
             "export_round works without it."
         )
-    # libtpu locks the chips it expects to drive, so a second process that only compiles would abort.
+    # libtpu locks the chips that it expects to drive: a second process that only compiles would abort.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name)

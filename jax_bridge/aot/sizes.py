@@ -1,4 +1,4 @@
-"""A pair's share of one chip's memory: what it holds, and what its programs need besides."""
+"""A pair's bytes on one chip: arrays, and temporaries of programs."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from torch_dflash.requests.prompts import bucket
 from torch_dflash.targets.truncate import keep_layers
 
 PROGRAMS = ("chunk", "prefill")
-"""Those that need most: the loop over rounds, and a prompt's largest chunk."""
+"""The largest programs: the loop over rounds, and a prompt's largest chunk."""
 HELD = ("target_weights", "drafter_weights", "cache", "drafter_state", "rest")
 
 
 class Size(NamedTuple):
-    """Rows, and positions that each may fill."""
+    """Rows, and positions that each row may fill."""
 
     batch: int
     context: int
 
     @property
     def fields(self) -> dict[str, int]:
-        """Of a `DecodePlan`."""
+        """The two as fields of a `DecodePlan`."""
         return {"batch_size": self.batch, "capacity": self.context}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A pair on the first ``chips`` of a topology: the whole of it, and one of ``few`` layers to compile."""
+    """A ``whole`` pair on the first ``chips`` of a topology, and one of ``few`` layers to compile."""
 
     whole: AbstractPair
     few: AbstractPair
@@ -47,7 +47,7 @@ class Spread:
     chips: int
 
     def held(self, size: Size, laid: Laid | Unfilled) -> dict[str, int]:
-        """Bytes on one chip by `HELD`, from shapes alone, as ``laid`` fills them up."""
+        """Bytes on one chip by `HELD`, from shapes alone, with the padding of ``laid``."""
         params, state = _share(resized(self.whole, **size.fields), self.topology, self.chips)
         weights = {f"{kind}_weights": part for kind, part in _by_model(params).items()}
         rest = replace(state, cache=(), proposer=(), page_table=None)
@@ -64,17 +64,17 @@ class Spread:
         return compile_step(model, program, topology=self.topology, chips=self.chips, prompt_rows=rows)
 
     def laid(self, size: Size, step: CompiledStep) -> Laid:
-        """How the compiler fills up what a compiled "chunk" of ``few`` is given."""
+        """The compiler's padding of the arguments of a compiled "chunk" of ``few``."""
         return Laid(step.hlo, _share(resized(self.few, **size.fields), self.topology, self.chips))
 
     @property
     def weights(self) -> dict[str, int]:
-        """Bytes of target and drafter as they are, on all chips together."""
+        """Bytes of target and drafter, uncut."""
         return {kind: bytes_of(part) for kind, part in _by_model(self.whole.params).items()}
 
     @property
     def layers(self) -> int:
-        """That are compiled of the target's."""
+        """Number of the target's layers in ``few``."""
         return len(self.few.pair.target.specs)
 
 
@@ -89,7 +89,7 @@ def spread(
 
 
 def enough_layers(model: AbstractPair) -> int:
-    """The fewest first layers of the target that have all kinds of them, and one for each tap."""
+    """The fewest first layers of the target with every kind of layer, and one per tap."""
     shapes: dict[int, list] = defaultdict(list)
     for name, leaf in model.params.items():
         found = re.search(r"\.(\d+)\.(.*)", name)
@@ -102,18 +102,18 @@ def enough_layers(model: AbstractPair) -> int:
 
 
 def prompt_rows(plan: DecodePlan) -> int:
-    """Rows of the largest chunk that a prompt is fed in."""
+    """Rows of the largest prompt chunk."""
     largest = bucket(plan.slots)
     return min(LARGEST_CHUNK, largest if largest == plan.slots else largest // 2)
 
 
 def temporaries(step: CompiledStep) -> int:
-    """Bytes on a chip while it runs, beside what goes in; results that are not in place are among them."""
+    """Bytes on a chip besides the arguments while the step runs, results that are not in place included."""
     return step.temp_bytes + step.output_bytes - step.alias_bytes
 
 
 def needed(held: dict[str, int], spent: float) -> int:
-    """All together."""
+    """Total bytes."""
     return sum(held.values()) + round(spent)
 
 
@@ -126,7 +126,7 @@ def _by_model(params: Shapes) -> dict[str, Shapes]:
 
 
 def _share(model: AbstractPair, topology: str, chips: int) -> tuple[Any, Any]:
-    """What one chip has of weights and state, as shapes."""
+    """One chip's part of weights and state, as shapes."""
     if chips == 1:
         return model.params, model.state
     return place_of(model, topology, chips).share(model.params, model.state)
@@ -135,18 +135,18 @@ def _share(model: AbstractPair, topology: str, chips: int) -> tuple[Any, Any]:
 HBM = {
     name: int(size * 2**30) for name, size in {"v4": 15.25, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}.items()
 }
-"""Bytes that the compiler lets a program have of a device: a chip, of v4 a core. `tests/aot` asks it."""
+"""The compiler's limit in bytes for a program on a device: a chip, for v4 a core. Checked in `tests/aot`."""
 FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8")
 SLICES = {"v5e": FLAT, "v6e": FLAT, "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")}
-"""By generation, from the smallest on."""
+"""By generation, smallest first."""
 
 
 def smallest_slices(
     pair: Spread, size: Size, laid: Laid | Unfilled, spent: int
 ) -> dict[str, dict[str, Any] | None]:
-    """Of each generation the smallest slice, or chip, that has room for ``size``; None: none of those tried.
+    """By generation the smallest slice, or chip, that fits ``size``; None: none of those tried.
 
-    ``spent``: bytes of temporaries, taken to be the same everywhere.
+    ``spent``: bytes of temporaries, taken to be equal everywhere.
     """
     return {generation: _smallest(generation, pair, size, laid, spent) for generation in SLICES}
 
@@ -158,7 +158,7 @@ def _smallest(
     alone = needed(replace(pair, chips=1).held(size, laid), 0)
     for topology, chips in _tried(generation):
         if alone > chips * room:
-            continue  # not even if everything could be cut
+            continue  # too large even if everything could be cut
         try:
             held = replace(pair, topology=topology, chips=chips).held(size, laid)
         except ValueError as error:  # a pair that is not decoded on several
@@ -174,6 +174,6 @@ def _smallest(
 
 
 def _tried(generation: str) -> list[tuple[str, int]]:
-    """Topologies with how many of their chips: the first chip alone, then whole slices."""
+    """(Topology, chips): the first chip alone, then whole slices."""
     names = [f"{generation}:{shape}" for shape in SLICES[generation]]
     return [(names[0], 1), *((name, len(find_topology(name).devices)) for name in names)]

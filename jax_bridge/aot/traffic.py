@@ -1,18 +1,18 @@
 """Bytes that a compiled TPU program moves through HBM, recounted from its scheduled instructions.
 
-XLA's own ``bytes accessed`` also counts VMEM, so a weight that is prefetched counts about three times.
-Here only buffers outside VMEM count. The result is an estimate from the program's text, not a measurement:
+XLA's own ``bytes accessed`` also counts VMEM, so a prefetched weight counts about three times. Here only
+buffers outside VMEM count. The result is an estimate from the program's text, not a measurement:
 
-- a fusion reads each operand once, of a slice only the slice, and writes its results once;
-- an update in place reads and writes what it updates, not the buffer;
-- a custom call (a Pallas kernel) reads its operands once and writes its results once; a result that lives in
-  an operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
+- a fusion reads each operand once (of a slice only the slice) and writes its results once;
+- an update in place reads and writes the updated part, not the buffer;
+- a custom call (a Pallas kernel) reads its operands once and writes its results once; a result in an
+  operand's buffer is not counted again, so a paged cache that is read and extended counts once a call;
 - the kernel for static caches reads whole blocks of slots up to the last in use (`Program.context`);
-- an asynchronous pair moves what the operation it stands for moves, counted where it ends;
-- a weight that is fetched at the program's end for its next run is counted once: only a first run also
-  fetches it at the top (a reading of XLA's marks, not measured);
-- a loop that counts to a constant repeats its body, any other (the loop over rounds) counts it once;
-- of a conditional the cheapest branch counts: the branch is there to avoid the other.
+- an asynchronous pair moves the bytes of its operation, counted at its end;
+- a weight that is fetched at the program's end for its next run counts once: only a first run also fetches it
+  at the top (a reading of XLA's marks, not measured);
+- a loop that counts to a constant repeats its body; any other (the loop over rounds) counts it once;
+- of a conditional the cheapest branch counts: the branch exists to avoid the other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FREE = {
     "tuple",
 }
 _SLICES = {"slice", "dynamic-slice"}
-_RESHAPED = {"bitcast", "convert", "copy", "reshape", "transpose"}  # element by element, as asked for
+_RESHAPED = {"bitcast", "convert", "copy", "reshape", "transpose"}  # element by element, on demand
 Body = dict[str, Instruction]
 
 
@@ -79,7 +79,7 @@ def moved(program: Program, body: Body, at: Instruction) -> int:
 
 
 def _finished(body: Body, done: Instruction) -> Instruction:
-    """The synchronous instruction that a chain ``x-start``, ``x-update``, ..., ``x-done`` stands for."""
+    """The synchronous instruction of a chain ``x-start``, ``x-update``, ..., ``x-done``."""
     start = body[done.operands[0]]
     while start.op.endswith("-update"):
         start = body[start.operands[0]]
@@ -87,7 +87,7 @@ def _finished(body: Body, done: Instruction) -> Instruction:
 
 
 def _fetched_before(body: Body, copy: Instruction) -> bool:
-    """Whether the run before made this copy: the program ends with the same one, which nothing in it uses."""
+    """Whether the previous run made this copy: the program ends with an equal one that it does not use."""
     if "cross_program_prefetch_index" not in copy.attributes:
         return False
     used = {name for one in body.values() for name in one.operands}
@@ -98,7 +98,7 @@ def _fetched_before(body: Body, copy: Instruction) -> bool:
 
 
 def _trips(program: Program, loop: Instruction) -> int:
-    """How often a loop runs whose condition is ``counter < constant``: JAX counts from 0 by 1."""
+    """Turns of a loop with the condition ``counter < constant``: JAX counts from 0 by 1."""
     condition = program.computations.get(loop.called("condition"), {})
     root = next((one for one in condition.values() if one.is_root), None)
     if root is None or root.op != "compare" or "direction=LT" not in root.attributes:
@@ -108,7 +108,7 @@ def _trips(program: Program, loop: Instruction) -> int:
 
 
 def _custom_call(program: Program, at: Instruction, operands: list[str]) -> int:
-    if 'custom_call_target="AllocateBuffer"' in at.attributes:  # room, not a write
+    if 'custom_call_target="AllocateBuffer"' in at.attributes:  # an allocation, not a write
         return 0
     aliased = at.aliased_outputs()
     written = (
@@ -132,14 +132,14 @@ def _fusion(program: Program, at: Instruction, operands: list[str]) -> int:
     root = next(one for one in inner.values() if one.is_root)
     results = [inner[name] for name in root.operands] if root.op == "tuple" else [root]
     sizes = array_bytes(at.type)
-    if len(results) != len(sizes):  # nested tuples: no result can be told apart
+    if len(results) != len(sizes):  # nested tuples: results cannot be matched
         return read + hbm_bytes(at.type)
     written = (_written(inner, one) for one in results)
     return read + sum(new for new, (_, in_hbm) in zip(written, sizes, strict=True) if in_hbm)
 
 
 def _written(body: Body, result: Instruction) -> int:
-    """Bytes a fusion writes for one result: of an update in place the update alone."""
+    """Bytes a fusion writes for one result: of an update in place only the update."""
     while result.op == "bitcast":
         result = body[result.operands[0]]
     kind = body[result.operands[1]].type if result.op == "dynamic-update-slice" else result.type
@@ -172,7 +172,7 @@ _LAYOUT = re.compile(r"^\w+\[([\d,]*)\](?:\{([\d,]*)(?::(?:[^T]*)T\(([\d,]*)\))?
 
 
 def laid_bytes(kind: str) -> int:
-    """Bytes of an array of an HLO type, tiles filled up: ``bf16[2880,4]{0,1:T(8,128)}`` has 8 by 2944."""
+    """Bytes of an array of an HLO type, padded to tiles: ``bf16[2880,4]{0,1:T(8,128)}`` has 8 by 2944."""
     match = _LAYOUT.match(kind)
     if match is None:
         raise ValueError(f"{kind!r} is no array of an HLO program.")
@@ -184,7 +184,7 @@ def laid_bytes(kind: str) -> int:
 
 
 class Laid:
-    """How the compiler fills up the arguments of a program, and so arrays like them.
+    """The compiler's padding of a program's arguments, to apply to arrays like them.
 
     Args:
         hlo: a scheduled program.
@@ -197,12 +197,12 @@ class Laid:
         leaves = jax.tree.leaves(arguments)
         self.total = sum(sizes.values())
         self._exact = {(leaf.shape, leaf.dtype): sizes[at] for at, leaf in enumerate(leaves)}
-        # By the innermost axis, which is most of what is filled up.
+        # By the innermost axis, which has most of the padding.
         self._ratios = {_kind(leaf): sizes[at] / max(1, bytes_of(leaf)) for at, leaf in enumerate(leaves)}
         self._usual = self.total / max(1, bytes_of(leaves))
 
     def of(self, tree: Any) -> int:
-        """Bytes of shapes on a chip; of those that the program had not, as of those most like them."""
+        """Bytes of shapes on a chip; shapes unknown to the program are padded like the most similar ones."""
         return sum(map(self._size, jax.tree.leaves(tree)))
 
     def _size(self, leaf: Any) -> int:
@@ -211,7 +211,7 @@ class Laid:
 
 
 class Unfilled:
-    """Where nothing was compiled: arrays take what they hold."""
+    """Sizes without padding, where nothing was compiled."""
 
     def of(self, tree: Any) -> int:
         """Bytes of shapes."""

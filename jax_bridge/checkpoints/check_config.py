@@ -1,7 +1,7 @@
-"""A checkpoint's config.json, checked against its files before anything is built from it.
+"""Checks a checkpoint's config.json against its files before anything is built from it.
 
-A model's class builds whatever its config says: layers by the million, weights no memory holds. The headers
-of the files know better, whatever the class.
+A model's class builds whatever its config asks for: layers by the million, weights beyond any memory. The
+headers of the files bound the sizes, whatever the class.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _LAYERS = ("num_hidden_layers", "decoder_layers")  # each stores at least one te
 _ROWS = ("hidden_size", "vocab_size")  # lengths that some tensor has
 _WIDTHS: tuple[str, ...] = ("intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 _EXPERTS: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-# Fields that a class does not use keep its defaults, which say nothing about the files; those lie below.
+# Unused fields keep a class's defaults, which are no larger than these and say nothing about the files.
 _ALWAYS_FITS: dict[Any, int] = {**dict.fromkeys(_WIDTHS, 2**20), **dict.fromkeys(_EXPERTS, 2**14)}
 _MAY_BE_ZERO = ("intermediate_size", *_EXPERTS)  # of classes that have none
 
 
 def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: Any) -> None:
-    """Refuse sizes in an unbuilt config that no model of these files can have.
+    """Refuse sizes in a config that no model of these files can have.
 
     Args:
-        config: config.json, of which ``text_config`` counts if it has one.
+        config: config.json; its ``text_config`` counts if it has one.
         stored: every tensor of the files by name.
         where: the checkpoint, for the message.
 
     Raises:
-        ValueError: a size is no positive integer, or beyond what the files hold; names field and value.
+        ValueError: a size is no positive integer, or larger than the files; names field and value.
     """
     text = config.get("text_config")
     scope: Mapping[str, Any] = text if isinstance(text, dict) else config
@@ -58,7 +58,7 @@ def check_sizes(config: Mapping[str, Any], stored: Mapping[str, Stored], where: 
 
 
 def _own_name(config: Mapping[str, Any], field: str) -> str:
-    """What the config's class calls ``field``: GPT-2 writes ``hidden_size`` as ``n_embd``."""
+    """The name of ``field`` in the config's class: GPT-2 writes ``hidden_size`` as ``n_embd``."""
     kind = config.get("model_type")
     known = CONFIG_MAPPING[kind].attribute_map if isinstance(kind, str) and kind in CONFIG_MAPPING else {}
     return field if field in config else known.get(field, field)

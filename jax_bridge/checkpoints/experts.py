@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores one by one, as the one weight that transformers 5 keeps of a layer's."""
+"""Experts that a checkpoint stores one by one, as transformers 5's one stacked weight of a layer."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ import torch
 from jax_bridge.checkpoints.quantised import Dequantised
 from torch_dflash.storage.weight_files import Stored
 
-# A stacked weight's name -> what each expert stores of it, in the order of its rows; then Mixtral's names.
-_PARTS = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "down_proj": (("down_proj",), ("w2",)),
-}
+# A stacked weight's name -> the tensors of an expert for it, in the order of rows; then Mixtral's names.
+_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 EXPERT = re.compile(r"\.experts\.\d+\.")
-"""A part of the name of each single expert's tensors."""
+"""Matches in the names of a single expert's tensors."""
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """A weight [E, out, in] of E experts, each stored as one or more tensors with rows of their own.
+    """A weight [E, out, in] of E experts, each stored as one or more tensors of some of its rows.
 
     ``names`` are those of the tensors, as transformers renames them.
     """
@@ -39,7 +36,7 @@ class Stacked:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As stored."""
+        """The stored type."""
         return self.experts[0][0].dtype
 
     @property
@@ -48,11 +45,11 @@ class Stacked:
         return sum(part.nbytes for expert in self.experts for part in expert)
 
     def read(self) -> torch.Tensor:
-        """A tensor of its own, filled expert by expert."""
+        """The weight, filled expert by expert."""
         return self._stacked(self.experts)
 
     def read_part(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """A part of it; of experts that are no part of it nothing is read."""
+        """A part of the weight; other experts are not read."""
         first, *inside = index
         return self._stacked(self.experts[first])[:, *inside]
 
@@ -67,7 +64,7 @@ class Stacked:
 def find_experts(
     name: str, shape: tuple[int, ...], stored: dict[str, Stored | Dequantised]
 ) -> Stacked | None:
-    """The weight ``name`` [E, out, in] from its experts' tensors; None if they are not what is stored.
+    """The weight ``name`` [E, out, in] from its experts' tensors; None if it is not stored by experts.
 
     Raises:
         ValueError: an expert is missing, or of another shape or type than the others.
@@ -80,7 +77,7 @@ def find_experts(
     first = stored[f"{prefix}.0.{parts[0]}.weight"]
     wanted = (shape[1] // len(parts), shape[2])
     experts, used = [], []
-    for expert in range(shape[0]):  # ends at the first that is missing, however many the config promises
+    for expert in range(shape[0]):  # raises at the first missing one, however many the config asks for
         names = [f"{prefix}.{expert}.{part}.weight" for part in parts]
         for one in names:
             if one not in stored:

@@ -1,4 +1,4 @@
-"""A checkpoint by its path or id, and what of its files fills each weight of a model."""
+"""Finds a checkpoint by its path or id, and the tensors of its files for each weight of a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMPUTED = r"rotary_emb\.inv_freq$|(^|\.)position_ids$"
 
 
 def find_source(path_or_id: str | os.PathLike[str]) -> str:
-    """The directory, or the hub id; a path that is not there never becomes a request to the hub.
+    """The directory, or the hub id; a missing path never becomes a request to the hub.
 
     Raises:
         TypeError: neither a string nor a path. FileNotFoundError: no such directory.
@@ -47,15 +47,15 @@ def find_source(path_or_id: str | os.PathLike[str]) -> str:
 
 
 Source = Stored | Stacked | Dequantised
-"""Each kind fills a weight."""
+"""The kinds of sources of a weight."""
 
 
 def renamed(
     model: PreTrainedModel, stored: dict[str, Stored | Dequantised]
 ) -> dict[str, Stored | Dequantised]:
-    """``stored`` under the names that ``model`` has: transformers renames those of older layouts.
+    """``stored`` under the names of ``model``: transformers renames those of older layouts.
 
-    A name that it would not know either stays as it is.
+    Names that stay unknown are kept.
     """
     saved = model.state_dict(keep_vars=True)
     renames = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
@@ -68,7 +68,7 @@ def renamed(
 
 
 def fingerprint_of(parts: dict[str, list[Source]], kept: dict[str, torch.dtype]) -> str:
-    """Names, types, those they are ``kept`` in, shapes, some values from each tensor's middle, in short."""
+    """CRC-32 of names, types (also ``kept``), shapes, and middle values of each tensor, in hexadecimal."""
     crc = 0
     for name, group in parts.items():
         for part in group:
@@ -83,9 +83,9 @@ def fingerprint_of(parts: dict[str, list[Source]], kept: dict[str, torch.dtype])
 def match(
     model: PreTrainedModel, stored: dict[str, Stored | Dequantised], where: str
 ) -> dict[str, list[Source]]:
-    """What of the files fills each parameter and persistent buffer of ``model``.
+    """The sources of each parameter and persistent buffer of ``model``.
 
-    It is one tensor, or a tied weight's several, of which the values must be equal, or a layer's experts.
+    They are one tensor, or several of a tied weight (their values must be equal), or a layer's experts.
 
     Raises:
         ValueError: a tensor is missing, unexpected or of another shape; names it, its file and the shapes.
@@ -128,5 +128,5 @@ def match(
 
 
 def is_plain(dtype: torch.dtype) -> bool:
-    """Whether a type's values are weights, not codes."""
+    """Whether values of this type are weights, not codes."""
     return dtype.is_floating_point and dtype.itemsize > 1

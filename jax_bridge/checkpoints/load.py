@@ -1,4 +1,4 @@
-"""A target's checkpoint straight into JAX arrays: no torch weight is ever made."""
+"""Loads a target's checkpoint straight into JAX arrays: no torch weight is ever made."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from jax_bridge.checkpoints.check_config import check_sizes
 from jax_bridge.checkpoints.files import Source, find_source, fingerprint_of, is_plain, match, renamed
 from jax_bridge.checkpoints.method import method_of
 from jax_bridge.checkpoints.quantised import dequantised
-from jax_bridge.device_memory import bytes_of, check_room, room_of
+from jax_bridge.device_memory import bytes_of, check_memory, memory_of
 from jax_bridge.hosts.hosts import spanning
-from jax_bridge.mesh.cut import Way
+from jax_bridge.mesh.cut import Partition
 from jax_bridge.mesh.put import part_of, place, put
 from jax_bridge.mesh.refusals import check_family
-from jax_bridge.mesh.rules import heads_of, ways_of_target
+from jax_bridge.mesh.rules import heads_of, partitions_of_target
 from jax_bridge.mesh.shape import check_distinct, devices_of, parts_of, slice_mesh
-from jax_bridge.weights.forms import Weight
-from jax_bridge.weights.layout import Forms, keep
+from jax_bridge.weights.formats import Weight
+from jax_bridge.weights.layout import LayoutRules, check_loaded, keep
 from torch_dflash.checks import check_mesh, check_types
 from torch_dflash.engine.hosts import read_alike
 from torch_dflash.guards.processes import check_process
 from torch_dflash.progress import progress_bar
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS, read_checkpoint
 from torch_dflash.targets.auto import auto_class
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What classes raise over fields that make no sense to them.
+# Errors that model classes raise for fields of senseless values.
 _UNBUILDABLE = (
     ArithmeticError,
     AssertionError,
@@ -53,8 +54,8 @@ class DeviceModel:
     """A target on the device, for `torch_dflash.compile` and `generate` with ``runtime="xla"``.
 
     ``model`` is the transformers model without weights (meta tensors; its buffers are real), ``arrays`` its
-    parameters and buffers by name, tied ones once, ``mesh`` what they are spread over, if anything, and
-    ``checkpoint`` some bits of what was read and its types, where several processes compare it.
+    parameters and buffers by name (tied ones once), ``mesh`` their mesh, if any, and ``checkpoint`` a
+    checksum of what was read, where several processes compare it.
     """
 
     model: Any
@@ -69,22 +70,25 @@ class DeviceModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """Where options left unset come from; may be changed."""
+        """The defaults of options; may be changed."""
         return self.model.generation_config
 
-    def arrays_for(self, runtime: str) -> dict[str, Weight]:
-        """``arrays``, if ``runtime`` can decode with them; else ``ValueError``."""
-        if runtime != "xla":
+    def arrays_for(
+        self, runtime: str, compute: str = "auto", quantize: str | None = None
+    ) -> dict[str, Weight]:
+        """``arrays``; ``ValueError`` if ``runtime`` cannot decode with them or they have no such products."""
+        if not RUNTIMES[runtime].needs_jax:
             raise ValueError(
                 f"runtime={runtime!r}: this target was loaded as JAX arrays; pass runtime='xla', or load it "
                 "with AutoModelForCausalLM.from_pretrained."
             )
+        check_loaded(compute, quantize)
         return self.arrays
 
     def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
-        """The mesh that the arrays lie on, or ``ValueError`` where a call ``asked`` for another one.
+        """The mesh of the arrays; ``ValueError`` if a call ``asked`` for another one.
 
-        With replicas it is the first one's part that they must lie on: the others get copies.
+        With replicas they must be on the first one's part: the others get copies.
         """
         own = [default_device()] if self.mesh is None else list(self.mesh.devices.flat)
         wanted = own if asked is None else parts_of(asked, replicas)[0]
@@ -109,30 +113,29 @@ def load(
 ) -> DeviceModel:
     """Read a causal LM's safetensors into JAX arrays, one tensor at a time.
 
-    On the host there is never more than a tensor or two beside what a CPU backend keeps there anyway. Experts
-    that are stored one by one become the stacked weight that the model has. Weights in MXFP4, in FP8 with
-    scales, and in compressed-tensors' FP8 and int8 are dequantised one by one, to ``dtype``.
-    Linear weights get the layout that the backend multiplies fastest (`jax_bridge.weights.layout`).
+    The host holds at most a tensor or two besides a CPU backend's own arrays. Experts that are stored one by
+    one become the model's stacked weight. Weights in MXFP4, in FP8 with scales, and in compressed-tensors'
+    FP8 and int8 are dequantised one by one, to ``dtype``. Linear weights get the backend's fastest layout
+    (`jax_bridge.weights.layout`).
 
     Args:
         path_or_id: a checkpoint's directory, or its id on the Hugging Face hub.
-        mesh: the devices that share each weight, as in `torch_dflash.compile`, which decodes on them: of each
-            tensor only their parts are read, and the host holds one at a time. Of several processes each
-            reads those of its own devices. Unset: JAX's default device.
-        dtype: of the weights: float32, bfloat16 or float16; unset: the one config.json names, else as stored.
-            Weights that the model class keeps in float32 stay so, and buffers such as rotary frequencies keep
+        mesh: the devices that share each weight, as in `torch_dflash.compile`. Each of several processes
+            reads only the parts of its own devices, one at a time. Unset: JAX's default device.
+        dtype: of the weights: float32, bfloat16 or float16; unset: the one in config.json, else as stored.
+            Weights that the model class keeps in float32, and buffers such as rotary frequencies, keep
             theirs.
         progress: show a bar of the bytes read; unset: where stderr is a terminal.
-        **hub: where in the repository and how to fetch it, as ``from_pretrained`` takes them: ``revision``,
-            ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``.
+        **hub: options of ``from_pretrained`` for the hub: ``revision``, ``subfolder``, ``token``,
+            ``cache_dir``, ``local_files_only``, ``force_download``.
 
     Raises:
         OSError: no such checkpoint, or no safetensors in it. TypeError: an argument is of another kind.
         ValueError: the index is damaged, the config asks for sizes that the files do not have, or a tensor is
-            missing, unexpected or of another shape, before any is read; a mesh that ``compile`` refuses, or
-            a kind of model that is not decoded on one; or a device that tells how much memory it has, and
-            has less than its part of the weights takes. RuntimeError: another process has read another
-            checkpoint, or this one was forked after JAX had started.
+            missing, unexpected or of another shape, before any is read; a mesh that ``compile`` refuses, or a
+            kind of model that is not decoded on one; a device has too little memory for its part of the
+            weights. RuntimeError: another process has read another checkpoint, or this one was forked after
+            JAX had started.
     """
     check_process("xla")
     if dtype is not None and dtype not in DTYPES:
@@ -143,14 +146,16 @@ def load(
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}; load takes {', '.join(HUB_OPTIONS)}.")
-    hosts = spanning(mesh)  # from here on the others hear of what fails
+    hosts = spanning(mesh)  # from here on other processes are told of failures
 
     def read() -> DeviceModel:
         return _load(path_or_id, devices, dtype, progress, hub, compared=hosts is not None)
 
+    if hosts is None:
+        return read()
+
     def digest(found: DeviceModel) -> dict[str, str]:
-        where = {} if hosts is None else {"the mesh": hosts.order(mesh)}
-        return where | {"the checkpoint": found.checkpoint}
+        return {"the mesh": hosts.order(mesh), "the checkpoint": found.checkpoint}
 
     return read_alike(hosts, "jb.load", read, digest)
 
@@ -163,7 +168,7 @@ def _load(
     hub: dict[str, Any],
     compared: bool,
 ) -> DeviceModel:
-    """As `load`; ``compared``: other processes have to have read the same."""
+    """`load`; ``compared``: other processes must have read the same."""
     source = find_source(path_or_id)
     fields = _read_config(source, hub)
     stored = read_checkpoint(source, **hub)
@@ -178,9 +183,9 @@ def _load(
     parts = match(model, renamed(model, weights), source)
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     types = {name: _dtype(model, name, parts[name][0], live[name], dtype) for name in live if parts.get(name)}
-    ways = None if mesh is None else ways_of_target(model, mesh)
-    _check_room(live, types, ways)
-    keep_part = _on_device(model) if ways is None else _on_mesh(ways)
+    partitions = None if mesh is None else partitions_of_target(model, mesh)
+    _check_memory(live, types, partitions)
+    keep_part = _on_device(model) if partitions is None else _on_mesh(partitions)
     total = sum(part.nbytes for group in parts.values() for part in group)
     arrays: dict[str, Weight] = {}
     with progress_bar(progress, total=total, unit="B", unit_scale=True, desc="loading weights") as bar:
@@ -196,32 +201,34 @@ def _load(
     return DeviceModel(model, arrays, mesh, fingerprint_of(parts, types) if compared else "")
 
 
-def _check_room(live: dict[str, Any], types: dict[str, torch.dtype], ways: dict[str, Way] | None) -> None:
+def _check_memory(
+    live: dict[str, Any], types: dict[str, torch.dtype], partitions: dict[str, Partition] | None
+) -> None:
     """Raise ``ValueError`` if a device has less memory than its part of all weights takes."""
     shapes = {name: shape_of(tensor.to(types.get(name, tensor.dtype))) for name, tensor in live.items()}
-    if ways is not None:
-        shapes = {name: part_of(shape, ways[name].place) for name, shape in shapes.items()}
-    devices = [default_device()] if ways is None else next(iter(ways.values())).mesh.devices.flat
-    more = "several devices" if ways is None else "a larger mesh"
-    check_room({"weights": bytes_of(shapes)}, room_of(devices), f"load the model on {more}, mesh=...")
+    if partitions is not None:
+        shapes = {name: part_of(shape, partitions[name].place) for name, shape in shapes.items()}
+    devices = [default_device()] if partitions is None else next(iter(partitions.values())).mesh.devices.flat
+    more = "several devices" if partitions is None else "a larger mesh"
+    check_memory({"weights": bytes_of(shapes)}, memory_of(devices), f"load the model on {more}, mesh=...")
 
 
 def _on_device(model: Any) -> Callable[[str, Source, torch.dtype], Weight]:
-    """What keeps a stored weight, whole, on JAX's default device."""
-    forms, device = Forms.of(model, model.get_output_embeddings()), default_device()
+    """Copies a stored weight whole to JAX's default device."""
+    rules, device = LayoutRules.of(model, model.get_output_embeddings()), default_device()
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
-        form = forms.choose(name, part.shape, dtype, device)
-        return keep(part.read(), form, dtype, SingleDeviceSharding(device))
+        layout = rules.choose(name, part.shape, dtype, device)
+        return keep(part.read(), layout, dtype, SingleDeviceSharding(device))
 
     return kept
 
 
-def _on_mesh(ways: dict[str, Way]) -> Callable[[str, Source, torch.dtype], Weight]:
-    """What keeps a stored weight in parts, of which this process reads those of its devices."""
+def _on_mesh(partitions: dict[str, Partition]) -> Callable[[str, Source, torch.dtype], Weight]:
+    """Copies a stored weight to a mesh; this process reads the parts of its devices."""
 
     def kept(name: str, part: Source, dtype: torch.dtype) -> Weight:
-        return place(lambda index: part.read_part(index).to(dtype), part.shape, ways[name])
+        return place(lambda index: part.read_part(index).to(dtype), part.shape, partitions[name])
 
     return kept
 
@@ -231,7 +238,7 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTr
     try:
         config = AutoConfig.from_pretrained(path_or_id, **hub)
         with init_empty_weights(include_buffers=False):
-            for part in (config, config.get_text_config()):  # what is loaded is not quantised
+            for part in (config, config.get_text_config()):  # loaded weights are dequantised
                 vars(part).pop("quantization_config", None)
             model: Any = auto_class(config).from_config(config, dtype=dtype or config.dtype)
     except _UNBUILDABLE as error:
@@ -239,17 +246,17 @@ def empty_model(path_or_id: str, dtype: torch.dtype | None, **hub: Any) -> PreTr
             f"{path_or_id}: transformers builds no model from its config.json "
             f"({type(error).__name__}: {error}); correct the field, or fetch the checkpoint again."
         ) from error
-    model.tie_weights()  # the empty init makes parameters of its own out of tied ones
+    model.tie_weights()  # the empty init unties parameters
     try:
         with naming_deep_json(path_or_id):
             model.generation_config = GenerationConfig.from_pretrained(path_or_id, **hub)
     except OSError:
-        pass  # the checkpoint has none: what the model made from its config stays
+        pass  # the checkpoint has none: the one from the model's config stays
     return model.eval().requires_grad_(False)
 
 
 def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
-    """config.json as it is: building a config of it may take as long as it asks for."""
+    """The fields of config.json, unbuilt: a config object may take unbounded time."""
     with naming_deep_json(source):
         fields, _ = PreTrainedConfig.get_config_dict(source, **hub)
     check_types(fields, source)
@@ -257,7 +264,7 @@ def _read_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(model: Any, name: str, part: Source, tensor: Any, asked: torch.dtype | None) -> torch.dtype:
-    """The type a stored tensor is kept in, as ``from_pretrained`` decides it."""
+    """The type of a loaded tensor, as ``from_pretrained`` decides it."""
     if not part.dtype.is_floating_point or not isinstance(tensor, torch.nn.Parameter):
         return tensor.dtype
     wanted = asked or model.config.dtype or part.dtype

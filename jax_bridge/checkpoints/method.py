@@ -14,7 +14,7 @@ from torch_dflash.checks import is_count
 
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
 _OF_CODES = (*METHODS, None, "bitsandbytes", "gptq", "awq", "auto-round", "hqq", "quanto", "modelopt")
-"""Methods whose weights are codes: beside plain ones alone the field is left over from other files."""
+"""Methods whose weights are codes: if all weights are plain, the field is a leftover."""
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _FP8_BLOCK = [128, 128]  # of a config that leaves weight_block_size out
 INSTEAD = (
@@ -22,23 +22,23 @@ INSTEAD = (
 )
 
 Block = tuple[int | None, int | None]
-"""Rows and columns of a weight that share a scale; None: all of them."""
+"""Rows and columns of a weight that share a scale; None: all."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """The way a checkpoint's weights are quantised.
+    """The quantisation of a checkpoint's weights.
 
     Attributes:
-        name: of `METHODS`. blocks: sizes that a scale may be for, besides a whole matrix; None: the format
-            fixes the size.
+        name: of `METHODS`.
+        blocks: possible sizes per scale, besides a whole matrix; None: the format fixes the size.
     """
 
     name: str
     blocks: tuple[Block, ...] | None
 
     def block_of(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:
-        """Rows and columns of a weight that share a scale, fewer at the end; None: none fits, or several."""
+        """The block of a weight that shares a scale, smaller at the end; None: none fits, or several do."""
         found, sides = set(), shape[-2:]
         for named in ((None, None), *(self.blocks or ())):
             block = tuple(max(1, min(side or whole, whole)) for side, whole in zip(named, sides, strict=True))
@@ -48,12 +48,12 @@ class Method:
 
 
 def method_of(config: Mapping[str, Any], where: str, plain: bool = False) -> Method | None:
-    """How a config.json says that its weights are quantised; None: they are plain.
+    """The quantisation in a config.json; None: weights are plain.
 
-    ``plain``: whether its files hold no codes, so that the field of a method that has codes says nothing.
+    ``plain``: the files hold no codes, so that the field of a method with codes is ignored.
 
     Raises:
-        ValueError: by a method that is not read, or in blocks of no known size; names the field.
+        ValueError: a method or a block size that is not read; names the field.
     """
     text = config.get("text_config")
     given = config.get("quantization_config")

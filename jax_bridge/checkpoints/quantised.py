@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores quantised, dequantised tensor by tensor as transformers dequantises them.
+"""Dequantises a checkpoint's weights tensor by tensor, as transformers does.
 
 Sources: transformers 5.24, ``integrations/mxfp4.py``, ``integrations/finegrained_fp8.py`` and
 ``integrations/compressed_tensors.py``; compressed-tensors, ``quantization/lifecycle/forward.py``.
@@ -29,20 +29,20 @@ _SCALES |= {"compressed-tensors": _FLOATS}
 """Types of codes and of scales by method; uint8 is an exponent."""
 _CODES = {"mxfp4": ("_blocks", ("_scales",)), "fp8": ("", ("_scale_inv", "_scale"))}
 _CODES |= {"compressed-tensors": ("", ("_scale",))}
-"""Of each method what the names of a weight's values and of its scales end in."""
+"""Endings of the names of a weight's values and scales, by method."""
 _UNREAD = re.compile(r"\.(input|output|activation|k|v|q)_(scale|zero_point)$")
-"""Scales and zero points of activations and caches: weights alone are read."""
+"""Scales and zero points of activations and caches: only weights are read."""
 
 
 @dataclass(frozen=True)
 class Dequantised:
-    """A weight of which the file has codes and, for each block of them, a scale.
+    """A weight that is stored as codes and a scale for each block of them.
 
     Attributes:
-        name, shape: the weight's. dtype: floating, which the values are read in.
-        codes, scales: what the file has. values: (codes, scales, dtype) -> values of the same block of both.
-        block: of the last two dimensions the codes that a scale is for; the last may be short.
-        turned: whether the file has the last two dimensions the other way round, as MXFP4's has.
+        name, shape: the weight's. dtype: floating, of the values read.
+        codes, scales: as stored. values: (codes, scales, dtype) -> values of the same block of both.
+        block: codes per scale in the last two dimensions; the last block may be short.
+        turned: the file has the last two dimensions swapped, as MXFP4's has.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Dequantised:
 
     @property
     def file(self) -> Path:
-        """That of the codes."""
+        """The file of the codes."""
         return self.codes.file
 
     @property
@@ -65,18 +65,18 @@ class Dequantised:
         return self.codes.nbytes + self.scales.nbytes
 
     def read(self) -> Tensor:
-        """The values."""
+        """The dequantised values."""
         return self._valued(self.codes.read(), self.scales.read())
 
     def _valued(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Values of whole blocks; where the last one is short, each row or column gets a scale of its own."""
+        """Values of whole blocks; where the last one is short, scales are repeated by row or column."""
         for axis, step in zip((-2, -1), self.block, strict=True):
             if not self.turned and scales.numel() > 1 and codes.shape[axis] != scales.shape[axis] * step:
                 scales = scales.repeat_interleave(step, axis).narrow(axis, 0, codes.shape[axis])
         return self.values(codes, scales, self.dtype)
 
     def read_part(self, index: tuple[slice, ...]) -> Tensor:
-        """A part of the values; of the files the blocks that it touches are read."""
+        """A part of the values; only the blocks that it touches are read."""
         full = [part.indices(size)[:2] for part, size in zip(index, self.shape, strict=False)]
         full += [(0, size) for size in self.shape[len(full) :]]
         *leading, rows, columns = full
@@ -100,7 +100,7 @@ class Dequantised:
 
 
 def _blocks(start: int, stop: int, step: int) -> tuple[int, int]:
-    """The first and last block, exclusively, that a range touches."""
+    """The range of blocks that a range of entries touches."""
     return start // step, -(-stop // step)
 
 

@@ -1,4 +1,4 @@
-"""The places on a mesh of weights, states and what comes from the host."""
+"""Weights, states and host inputs on a mesh."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax_bridge.devices.weights import Weights
 from jax_bridge.mesh.current import WHOLE, P, Slice
 from jax_bridge.mesh.put import part_of, put, put_leaf, whole
 from jax_bridge.mesh.refusals import check_pair_on_mesh
-from jax_bridge.mesh.rules import heads_of, slice_of, ways_of
+from jax_bridge.mesh.rules import heads_of, partitions_of, slice_of
 from jax_bridge.mesh.shape import ALL, check_distinct, parts_of, slice_mesh
 from jax_bridge.state import is_cache, register_states
 from jax_bridge.tails import cut_tails, is_recurrent, whole_tails
+from jax_bridge.weights.layout import check_arithmetic
 from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.decode import Pair
 from torch_dflash.plan import DecodePlan
@@ -25,26 +26,25 @@ from torch_dflash.state import DecodeState
 
 
 class OnMesh:
-    """The chips of a mesh, as `jax_bridge.devices.one_device.OneDevice` is one.
+    """The chips of a mesh, with the methods of `jax_bridge.devices.one_device.OneDevice`.
 
     Attributes:
-        devices: the chips.
-        platform: of the chips.
-        forms: where each weight lies.
+        devices: the chips. platform: their JAX platform.
+        partitions: of each weight by name.
     """
 
     def __init__(self, pair: Pair, mesh: Mesh):
         self.mesh, self.slice = mesh, slice_of(pair, mesh)
         self.devices = set(mesh.devices.flat)
         self.platform = mesh.devices.flat[0].platform
-        self.forms = ways_of(pair, mesh)
+        self.partitions = partitions_of(pair, mesh)
 
     def weights(self) -> Weights:
-        """The live weights in their parts."""
-        return Weights(self.forms)
+        """The live weights, cut over the mesh."""
+        return Weights(self.partitions)
 
     def step(self, step: Callable) -> Callable:
-        """``step`` traced for the slice; its state leaves as it comes, so that buffers stay in place.
+        """``step`` traced for the slice; its state keeps its shardings, so that buffers stay in place.
 
         A pass may return more than the state, which then comes first.
         """
@@ -61,12 +61,12 @@ class OnMesh:
         return on_slice
 
     def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
-        """What one chip has of weights by name and of a state, all given as shapes."""
-        own = {name: part_of(leaf, self.forms[name].place) for name, leaf in weights.items()}
+        """One chip's part of weights by name and of a state, all as shapes."""
+        own = {name: part_of(leaf, self.partitions[name].place) for name, leaf in weights.items()}
         return own, jax.tree.map(part_of, state, shardings(state, self.slice))
 
-    def told(self, step: Callable) -> Callable:
-        """``step`` traced for the slice; what it tells the host is whole on every chip."""
+    def host_output(self, step: Callable) -> Callable:
+        """``step`` traced for the slice; its result is whole on every chip, for the host."""
 
         def on_slice(*args: Any) -> Any:
             with self.slice.traced():
@@ -76,7 +76,7 @@ class OnMesh:
         return on_slice
 
     def whole(self, part: Any) -> Any:
-        """A part of a state as this process can read it, whatever lies in others."""
+        """A part of a state as arrays that this process can read, gathered from other processes."""
         return whole_tails(whole(part, self.mesh))
 
     def put(self, tree: Any) -> Any:
@@ -87,22 +87,22 @@ class OnMesh:
     send = put
 
     def put_state(self, state: Any) -> Any:
-        """A state of torch tensors on its places."""
+        """A state of torch tensors on the mesh."""
         register_states()
         state = cut_tails(state, self.slice.blocks)
         return jax.tree.map(put_leaf, state, shardings(state, self.slice))
 
     def adopt(self, state: Any) -> Any:
-        """A state that a user held, wherever it lies; torch tensors stay what they are."""
+        """A user's state, moved here from any devices; torch tensors stay torch tensors."""
         register_states()
         if any(isinstance(leaf, torch.Tensor) or leaf.is_deleted() for leaf in jax.tree.leaves(state)):
-            return state  # refused by whoever takes it in
+            return state  # `import_state` refuses it
         state = cut_tails(state, self.slice.blocks)
         return jax.device_put(state, shardings(state, self.slice))
 
 
 def shardings(state: Any, own: Slice) -> Any:
-    """Where each leaf of a state, or of a part of one, lies."""
+    """The sharding of each leaf of a state, or of a part of one."""
 
     def place(leaf: Any, cached: bool) -> NamedSharding:
         cut = cached and len(leaf.shape) == 4
@@ -121,7 +121,7 @@ def shardings(state: Any, own: Slice) -> Any:
 
 
 def keep_in_place(state: Any, own: Slice) -> Any:
-    """``state`` of a program as it leaves it. To be traced."""
+    """The ``state`` that a program returns, in its shardings. To be traced."""
     state = cut_tails(state, own.blocks)
     return jax.lax.with_sharding_constraint(state, shardings(state, own))
 
@@ -135,13 +135,15 @@ def places_of(pair: Pair, plan: DecodePlan, mesh: Any, replicas: int, **arithmet
     A single device is no mesh: it runs the programs of JAX's default device.
 
     Raises:
-        TypeError, ValueError: no such mesh, one that cannot be shared out, or something that is not decoded
-            on one, by its name.
+        TypeError, ValueError: no such mesh, one that does not divide into ``replicas``, or a part of the pair
+            that is not decoded there.
     """
     parts = parts_of(mesh, replicas)
-    if len(parts[0]) == 1:
+    alone = len(parts[0]) == 1
+    check_arithmetic(**arithmetic, platform=parts[0][0].platform, mesh=not alone)
+    if alone:
         return [OneDevice(pair, device, **arithmetic) for (device,) in parts]
-    check_pair_on_mesh(pair, plan, **arithmetic)
+    check_pair_on_mesh(pair, plan)
     for devices in parts:
         check_distinct(devices)
     heads = heads_of(pair.target.config)

@@ -1,4 +1,4 @@
-"""Where a runtime keeps weights, states and what comes from the host: on one device."""
+"""Weights, states and host inputs on one device."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from jax_bridge.arrays import to_jax, to_numpy
 from jax_bridge.devices.weights import Weights
 from jax_bridge.state import state_to_jax
 from jax_bridge.tails import whole_tails
-from jax_bridge.weights.layout import Forms
+from jax_bridge.weights.layout import LayoutRules
 from torch_dflash.decode import Pair
 
 
 class OneDevice:
-    """One of JAX's devices. Several that share weights are `jax_bridge.devices.on_mesh.OnMesh`.
+    """One of JAX's devices; for several that share weights see `jax_bridge.devices.on_mesh.OnMesh`.
 
     Attributes:
-        devices: itself.
-        platform: of the device.
+        devices: the set of this device.
+        platform: its JAX platform.
     """
 
     def __init__(self, pair: Pair, device: Any, compute: str, quantize: str | None):
         self.devices, self._device, self.platform = {device}, device, device.platform
         head = pair.target.model.get_output_embeddings()
-        self._forms = Forms.of(pair, head, compute=compute, quantize=quantize)
+        self._rules = LayoutRules.of(pair, head, compute=compute, quantize=quantize)
 
     def weights(self) -> Weights:
-        """The live weights here."""
-        return Weights(self._forms, self._device)
+        """The live weights on this device."""
+        return Weights(self._rules, self._device)
 
     def step(self, step: Callable) -> Callable:
-        """``step`` as it is compiled."""
+        """The function to compile: ``step`` itself."""
         return step
 
     def share(self, weights: Any, state: Any) -> tuple[Any, Any]:
-        """What a device has of weights by name and of a state, given as shapes: all of them."""
+        """The device's part of weights by name and of a state, all as shapes: everything."""
         return weights, state
 
-    def told(self, step: Callable) -> Callable:
-        """``step``, of which the host reads what it makes."""
+    def host_output(self, step: Callable) -> Callable:
+        """``step``, whose result the host reads."""
         return step
 
     def whole(self, part: Any) -> Any:
-        """A part of a state, which this process can read."""
+        """A part of a state; this process can read all of it."""
         return part
 
     def put(self, tree: Any) -> Any:
@@ -63,7 +63,7 @@ class OneDevice:
         return state_to_jax(state, self._device)
 
     def adopt(self, state: Any) -> Any:
-        """A state that a user held, wherever it lies; torch tensors stay what they are."""
+        """A user's state, moved here from any device; torch tensors stay torch tensors."""
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
         if all(leaf.is_deleted() or leaf.devices() == self.devices for leaf in arrays):
             return state

@@ -1,11 +1,11 @@
-"""Looking at a weight's bits in a few places, to see writes that torch does not count."""
+"""Samples of a weight's bits, to detect writes that bypass torch's version counter."""
 
 from __future__ import annotations
 
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -13,29 +13,32 @@ import torch
 from torch import Tensor
 
 SAMPLES = 32
-"""Places of a weight of few rows that are looked at: a step of training moves nearly all."""
+"""Samples of a weight with few rows: a training step changes nearly all."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def places(tensor: Tensor) -> Tensor:
-    """A view of the bits in places that are evenly spread over rows and columns.
+def samples(tensor: Tensor) -> Tensor:
+    """A view of bits that are evenly spread over rows and columns.
 
-    At least one in every row (along the last dimension), in all columns in turn, and `SAMPLES`; of a vector
-    all.
+    At least `SAMPLES`, and one in every row (along the last dimension), in all columns in turn; all of a
+    vector. Of a tensor with gaps between its rows, a slice say, a few columns.
     """
     values = torch._neg_view(tensor.detach()) if tensor.is_neg() else tensor.detach()  # as they are stored
     bits = values.view(_BITS.get(tensor.itemsize, tensor.dtype))
-    if not bits.is_contiguous():  # rare; a grid
-        return bits[tuple(slice(None, None, max(1, size // 6)) for size in bits.shape)]
-    row = tensor.shape[-1] if tensor.ndim > 1 else 1
+    order = sorted(range(bits.ndim), key=bits.stride, reverse=True)
+    stored, row = bits.permute(order), tensor.shape[-1] if tensor.ndim > 1 else 1
+    if not stored.is_contiguous():
+        return bits[..., :: max(1, row // 3)]
+    inner = prod(stored.shape[order.index(bits.ndim - 1) + 1 :]) if order else 1  # of a transpose: its rows
     step = max(1, min(row - 1, tensor.numel() // SAMPLES))
-    while gcd(step, row) > 1:  # or every place might be in one column, of a feature that is always zero
+    # A common factor might put all places into one column, which may always be zero, or leave rows out.
+    while gcd(step, row) > 1 or gcd(step, inner) > 1:
         step -= 1
-    return bits.view(-1)[::step]
+    return stored.reshape(-1)[::step]
 
 
 def check_ordinary(tensors: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for a tensor of a class of its own: what it computes is not in its memory."""
+    """Raise ``ValueError`` for a tensor subclass: its memory may not hold the values it computes with."""
     for name, leaf in tensors.items():
         if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
             once = (
@@ -49,8 +52,8 @@ def check_ordinary(tensors: dict[str, Any]) -> None:
             )
 
 
-def fingerprint_of(tensors: dict[str, Any]) -> str:
-    """The bits of torch tensors in their `places`, their names and types, in short.
+def checksum(tensors: dict[str, Any]) -> str:
+    """CRC-32 of the names, types and `samples` of torch tensors, in hexadecimal.
 
     Raises:
         ValueError: as `check_ordinary`.
@@ -59,18 +62,19 @@ def fingerprint_of(tensors: dict[str, Any]) -> str:
     crc = 0
     for name, leaf in tensors.items():
         if isinstance(leaf, Tensor):
-            bits = on_host(places(leaf)).tobytes()
+            bits = on_host(samples(leaf)).tobytes()
             crc = zlib.crc32(bits, zlib.crc32(f"{name} {leaf.dtype}".encode(), crc))
     return f"{crc:08x}"
 
 
 def on_host(bits: Any) -> np.ndarray:
-    """Bits as numpy has them, no copy of a CPU's. ``Tensor.numpy`` would forbid to resize the storage."""
+    """Bits as a numpy array, without a copy on a CPU."""
+    # `Tensor.numpy` would forbid to resize the storage.
     return np.from_dlpack(bits.cpu()) if isinstance(bits, Tensor) else bits
 
 
 def unchanged(pairs: Iterable[tuple[Any, np.ndarray]]) -> bool:
-    """Whether every view of `places` holds what its copy does, in one comparison a dtype."""
+    """Whether every view of `samples` equals its copy, in one comparison per dtype."""
     groups = defaultdict(lambda: ([], []))
     for now, then in pairs:
         groups[then.dtype][0].append(on_host(now).ravel())

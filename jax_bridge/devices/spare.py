@@ -1,4 +1,4 @@
-"""The target's caches of a generation that has ended: the next one takes them, so no new ones are zeroed.
+"""Recycles the KV cache of a finished generation, to save zeroing a new one.
 
 On a CPU, zeros for a large ``max_length`` can take longer than a short prompt.
 """
@@ -17,10 +17,10 @@ from torch_dflash.state import DecodeState
 
 
 class Spare:
-    """A target's dense caches that no state uses: of one runtime at most, until a state begins on any.
+    """A target's dense caches that no state uses: of at most one runtime, until a state begins on any.
 
-    What lies in them is stale, like what lies behind a row's length, and hidden by the same masks. The values
-    are finite, and keys may be NaN, as `torch_dflash.ops.attention.finite_values` leaves both.
+    Their contents are stale, like slots behind a row's length, and hidden by the same masks. Values are
+    finite and keys may be NaN, as `torch_dflash.ops.attention.finite_values` leaves both.
     """
 
     _lock = threading.Lock()
@@ -30,11 +30,11 @@ class Spare:
         self._layers: list[StaticLayer] = []
 
     def rest(self, state: DecodeState) -> None:
-        """Keep the caches of ``state``, which is not used again; after an error it may have none left."""
+        """Keep the caches of ``state``, which is used no more; after an error they may be deleted."""
         layers = dense_layers(state)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(layers)):
             return
-        # Python may end a stream that was left while this very thread has the lock: then nothing is kept.
+        # Python may end an abandoned stream while this very thread holds the lock: then keep nothing.
         if Spare._lock.acquire(blocking=False):
             try:
                 Spare._empty()
@@ -43,7 +43,7 @@ class Spare:
                 Spare._lock.release()
 
     def take(self) -> list[StaticLayer]:
-        """The caches that rest here, if any do, for a state that begins; another runtime's are freed."""
+        """The caches kept here, if any, for a new state; another runtime's are freed."""
         with Spare._lock:
             layers = self._layers
             Spare._empty()
@@ -58,7 +58,7 @@ class Spare:
 
 
 def without_caches(state: DecodeState) -> DecodeState:
-    """``state``, its dense caches of no length. To be traced: they are not made then."""
+    """``state`` with empty dense caches. To be traced: the program then makes none."""
 
     def cut(layer: Any) -> Any:
         return StaticLayer(layer.key[:, :, :0], layer.value[:, :, :0]) if _dense(layer) else layer
@@ -67,22 +67,22 @@ def without_caches(state: DecodeState) -> DecodeState:
 
 
 def dense_layers(state: DecodeState) -> list[StaticLayer]:
-    """The target's dense caches. A proposer may count on what its `start` made, so it keeps its state."""
+    """The target's dense caches. A proposer keeps its own: it may rely on what its `start` made."""
     return [layer for layer in state.cache if _dense(layer)]
 
 
 def with_caches(state: DecodeState, layers: list[StaticLayer]) -> DecodeState:
-    """What `without_caches` made, with ``layers`` in their places."""
+    """The inverse of `without_caches`, with ``layers`` as caches."""
     given = iter(layers)
     return replace(state, cache=tuple(next(given) if _dense(layer) else layer for layer in state.cache))
 
 
 def fit(state: DecodeState, layers: list[StaticLayer]) -> bool:
-    """Whether ``layers`` are of the types that `without_caches` left: a model may have been cast."""
+    """Whether ``layers`` have the types of a ``state`` from `without_caches`: a model may have been cast."""
     wanted = [leaf.dtype for leaf in jax.tree.leaves(dense_layers(state))]
     return wanted == [leaf.dtype for leaf in jax.tree.leaves(layers)]
 
 
 def _dense(layer: Any) -> bool:
-    # Others are not for stale memory: a latent layer's model computes from all of it.
+    # Others cannot be stale: a latent layer's model computes from all of its memory.
     return type(layer) is StaticLayer

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.halves import Halves
-from jax_bridge.kernels.online_softmax import LOWEST, VMEM, Running, joined
+from jax_bridge.kernels.online_softmax import LOWEST, VMEM, SoftmaxRefs, joined
 from jax_bridge.kernels.streamed import stream_past
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past
@@ -23,14 +23,14 @@ CONTEXT = slice(-3, None)
 """Operands of the kernel's call that hold all slots: keys, values, positions [B, 1, S]."""
 BLOCK_KEYS = 512
 MOST_ROWS = 64
-"""Rows of the widest block that is worth a kernel; a prompt's chunk has more work than reading."""
+"""Rows of the widest block for the kernel; a prompt's chunk is compute-bound."""
 
 
 def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Float[Array, "B W Q D"]:
     """`torch_dflash.ops.block_attention`: by platform, the Pallas kernel or a loop in plain jnp.
 
-    With sinks or a soft cap, which the kernel does not know, it is the loop everywhere, and so for a tree in
-    a cache of other widths or types than its rows.
+    The kernel has no sinks, no soft cap, and no tree in a cache of other widths or types than its rows: those
+    run the loop everywhere.
     """
     arrays, rule, tree = inputs[:4], {"scale": inputs.scale, "window": inputs.window}, inputs.tree
     alike = past.key.shape == past.value.shape and past.key.dtype == inputs.query.dtype
@@ -46,9 +46,9 @@ def block_attention_jax(inputs: AttentionInputs, past: Any, causal: bool) -> Flo
 
 
 def block_of_cache(inputs: Any, key: Any, value: Any, **how: Any) -> Float[Array, "B M Q D"]:
-    """`torch_dflash.ops.attention` of a few rows as a causal block: no slot behind them is read.
+    """`torch_dflash.ops.attention` of few rows as a causal block: no slot behind them is read.
 
-    ``key``, ``value``: a cache [B, G, S, D] that holds the rows themselves; ``how``: as for the kernel.
+    ``key``, ``value``: a cache [B, G, S, D] that holds the rows themselves; ``how``: options of the kernel.
     """
     slot = jnp.arange(key.shape[2], dtype=inputs.start.dtype)
     held: Any = jnp.where(slot < inputs.start[:, None], slot, -1)
@@ -61,7 +61,7 @@ def block_of_cache(inputs: Any, key: Any, value: Any, **how: Any) -> Float[Array
 
 
 def slots_read(context: int, slots: int) -> int:
-    """How many of ``slots`` the kernel reads where ``context`` are in use: whole blocks."""
+    """Slots that the kernel reads where ``context`` are in use: whole blocks of keys, at most ``slots``."""
     return min(slots, -(-context // BLOCK_KEYS) * BLOCK_KEYS)
 
 
@@ -79,16 +79,16 @@ def pallas_block_attention(
     block_keys: int = BLOCK_KEYS,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B W Q D"]:
-    """The kernel's call: ``past`` is a `torch_dflash.ops.block_attention.Past` of arrays.
+    """Calls the kernel; ``past`` is a `torch_dflash.ops.block_attention.Past` of arrays.
 
     ``tree``: a `torch_dflash.ops.trees.Tree` of arrays, of the W rows; None: each row follows the last.
-    ``block_keys``: slots read at once; ``interpret``: on the CPU, slowly, for tests.
+    ``block_keys``: slots read at once; ``interpret``: run on the CPU, slowly, for tests.
     """
     batch, heads, width, dim = query.shape
     groups, slots = past.key.shape[1:3]
     height, keys = heads // groups * width, min(slots, block_keys)
     halves = Halves.of(batch, groups)
-    # Heads narrower than a register: XLA keeps such arrays with their slots in the lanes. This is no copy.
+    # XLA keeps heads narrower than a register with their slots in the lanes, so this is no copy.
     turned = dim % LANES != 0
     context = [rows.swapaxes(2, 3) if turned else rows for rows in (past.key, past.value)]
     # Slots behind the last one in use are not read.
@@ -135,7 +135,7 @@ def _grid(
     turned: bool,
     by_tree: bool,
 ) -> Any:
-    """The programs, and what each has on the chip; ``sizes``: query rows and new rows of a K/V head, D."""
+    """The grid and the blocks of each program; ``sizes``: query rows and new rows of a K/V head, D."""
     (height, width, dim), own = sizes, halves.own
 
     def of_block(rows: int) -> pl.BlockSpec:
@@ -206,7 +206,7 @@ def _attend(
     [1, 1, keys]; ``tree`` as of `_tree_rows`.
     """
     half, b, step = (pl.program_id(axis) for axis in range(3))
-    b, running = halves.place(half, b)[0], Running(top, total, sums)
+    b, running = halves.place(half, b)[0], SoftmaxRefs(top, total, sums)
     own, height, width, keys = query.shape[1], query.shape[2], key.shape[2], position.shape[2]
     row = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (height, 1), 0), width)
     depth = row if tree is None else tree[0][0]
@@ -234,7 +234,7 @@ def _attend(
             seen = seen & (start_ref[b] + depth - position[0] < window)
         left = slots - block * keys
         seen = seen & (jax.lax.broadcasted_iota(jnp.int32, (1, keys), 1) < left)
-        # What a block reads behind the last slot may be anything, and 0 * NaN would be NaN.
+        # Memory behind the last slot may hold NaN, and 0 * NaN is NaN.
         shape = (1, keys) if turned else (keys, 1)
         real = jax.lax.broadcasted_iota(jnp.int32, shape, int(turned)) < left
         for head in range(own):

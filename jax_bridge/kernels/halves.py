@@ -11,11 +11,11 @@ from jax_bridge.kernels.online_softmax import LOWEST
 
 
 class Halves(NamedTuple):
-    """A call of ``batch`` sequences and ``groups`` K/V heads, and which of three things comes in two parts.
+    """A call of ``batch`` sequences and ``groups`` K/V heads; one of the last three fields is 2.
 
-    Every page is read by one half alone; a dense context of one block is fetched by both, attended to by one.
-    Halves of the ``keys`` give a result each, put together by `jax_bridge.kernels.online_softmax.joined`; the
-    second has the new rows.
+    Each page is read by one half; a dense context of one block is fetched by both and used by one. Halves of
+    the ``keys`` have a result each, which `jax_bridge.kernels.online_softmax.joined` combines; the second has
+    the new rows.
     """
 
     batch: int
@@ -26,9 +26,9 @@ class Halves(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, groups: int) -> Halves:
-        """K/V heads if their number is even, else sequences if theirs is, else keys.
+        """Halves of the K/V heads if their number is even, else of sequences if theirs is, else of keys.
 
-        Keys on a chip with two cores alone: on one, a second result is all that halves of them would bring.
+        Keys only on a chip with two cores: on one core, their halves would only add a second result.
         """
         if groups % 2 == 0:
             return cls(batch, groups, heads=2)
@@ -53,25 +53,25 @@ class Halves(NamedTuple):
         return b, 0 if self.keys == 2 else half
 
     def result(self, half: Any, b: Any) -> tuple[Any, Any]:
-        """`place` where each half of the keys has heads of its own: in results and what they begin with."""
+        """`place` in results and their initial values, where each half of the keys has its own heads."""
         return self.place(half, b) if self.sequences == 2 else (b, half)
 
     def begin(self, first: Any) -> Any:
-        """``first`` [G, ...] of `Running.begin`, as `result` finds it: one half of the keys has the sinks."""
+        """``first`` [G, ...] of `SoftmaxRefs.begin` by `result`: one half of the keys has the sinks."""
         return jnp.concatenate([jnp.full_like(first, LOWEST), first]) if self.keys == 2 else first
 
     def has_new(self, half: Any) -> Any:
-        """Whether a half attends to the new rows."""
+        """The condition that a half attends to the new rows."""
         return half == 1 if self.keys == 2 else True
 
     def writes(self, half: Any, tile: Any) -> Any:
-        """Whether a program merges and writes the new rows: the first tile of the half that has them."""
+        """The condition that a program writes the new rows: the first tile of the half with them."""
         return (tile == 0) & (half == 1) if self.keys == 2 else tile == 0
 
     def blocks(self, half: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-        """A half's blocks of keys, of ``begin .. end-1``.
+        """A half's range of the key blocks ``begin .. end-1``.
 
-        The second has the odd one, so it always has the last, in which new rows may be written meanwhile.
+        The second has the odd one, and so the last, where new rows may be written meanwhile.
         """
         if self.keys == 1:
             return begin, end
@@ -80,6 +80,6 @@ class Halves(NamedTuple):
 
 
 def has_two_cores() -> bool:
-    """Whether the chips traced for have two cores each that act as one device; known on a slice alone."""
+    """Whether the chips traced for have two cores each that act as one device; known only on a slice."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.num_cores == 2

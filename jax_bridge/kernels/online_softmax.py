@@ -13,7 +13,7 @@ LOWEST = -1e30
 VMEM = 64 << 20  # bytes a kernel may use: all that a v5p core has
 
 
-class Running(NamedTuple):
+class SoftmaxRefs(NamedTuple):
     """Refs on the chip: per K/V head and query row the largest score, the weights' sum, the weighted values.
 
     Shapes: ``top`` and ``total`` [own, rows, lanes], the same in every lane; ``sums`` [own, rows, Dv].
@@ -24,7 +24,7 @@ class Running(NamedTuple):
     sums: Any
 
     def begin(self, first: Any) -> None:
-        """Nothing seen yet but ``first`` [own, rows, 1]: a sink's logit, or `LOWEST` for none."""
+        """Reset to ``first`` [own, rows, 1]: a sink's logit, or `LOWEST` for none."""
         self.top[...] = jnp.broadcast_to(first, self.top.shape)
         # A sink takes part in the softmax, without a value.
         self.total[...] = jnp.where(self.top[...] > LOWEST, 1.0, 0.0)
@@ -41,10 +41,7 @@ class Running(NamedTuple):
         softcap: float | None = None,
         turned: bool = False,
     ) -> None:
-        """Take in keys and values [keys, D] of one head, ``turned``: [D, keys].
-
-        ``seen`` [rows, keys] says by which rows.
-        """
+        """Add keys and values [keys, D] of one head (``turned``: [D, keys]) under the mask [rows, keys]."""
         score = product(query, key, 0 if turned else 1) * scale
         if softcap is not None:
             score = jnp.tanh(score / softcap) * softcap
@@ -63,9 +60,9 @@ class Running(NamedTuple):
         return self.sums[head] / self.total[head][:, :1]
 
     def part(self, head: int) -> Any:
-        """Half of the keys, for `joined`: float32 [rows, LANES + Dv], the log-sum in LANES, then the output.
+        """The result of half of the keys, for `joined`: float32 [rows, LANES + Dv], log-sum in LANES, output.
 
-        A half that has seen nothing has `LOWEST`, and zeros.
+        A half without keys has `LOWEST`, and zeros.
         """
         total = jnp.where(self.total[head] > 0, self.total[head], 1.0)
         logsum = self.top[head] + jnp.log(total)
@@ -73,9 +70,9 @@ class Running(NamedTuple):
 
 
 def joined(parts: jax.Array, dtype: Any) -> jax.Array:
-    """The output [B, G, ..., rows, Dv] of both halves' `Running.part`, [B, 2 * G, ..., rows, LANES + Dv].
+    """The output [B, G, ..., rows, Dv] of both halves' `SoftmaxRefs.part`, [B, 2 * G, ..., rows, LANES + Dv].
 
-    The second half has seen something. No lane is taken out of its tile, for which XLA would turn all round.
+    The second half has keys. No lane leaves its tile: XLA would transpose everything for that.
     """
     first, second = jnp.split(parts, 2, axis=1)
     dim = parts.shape[-1] - LANES

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.kernels.pallas_paged import pallas_paged_attention
-from jax_bridge.kernels.streamed import Block, Running, fitting_keys, stream, with_rows
+from jax_bridge.kernels.streamed import Block, SoftmaxState, fitting_keys, stream, with_rows
 from torch_dflash.plan import TILE
 
 BLOCK_KEYS = 512
@@ -19,16 +19,13 @@ BLOCK_KEYS = 512
 def paged_attention_jax(
     inputs: Any, pages: Any
 ) -> tuple[Float[Array, "B M Q Dv"], Float[Array, "P G page_size KV"]]:
-    """`torch_dflash.ops.paged_attention`, its trees of arrays; the pool is to be donated."""
-    (pool, table), (query, key, value, start), sinks = pages, inputs[:4], inputs.sinks
+    """`torch_dflash.ops.paged_attention` of arrays; the pool is to be donated."""
+    pool, (query, key, value, start), sinks = pages[0], inputs[:4], inputs.sinks
     batch, heads, rows, k_dim = query.shape
     groups, v_dim = value.shape[1], value.shape[3]
-    fresh = jnp.concatenate([key, value], axis=-1).astype(pool.dtype)
-    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - k_dim - v_dim)))
+    fresh, table = _padded(key, value, pages)
     grouped = query.reshape(batch, groups, heads // groups, rows, k_dim)
     sinks = None if sinks is None else sinks.reshape(groups, -1)
-    # Columns of page 0 past the last: a bucket of padded rows may reach beyond what a row may hold.
-    table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
     static = {"k_dim": k_dim, "scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
     static |= {"block_keys": BLOCK_KEYS}
     if inputs.tree is not None:
@@ -59,19 +56,23 @@ def paged_attention_jax(
 
 
 def append_pages_jax(key: Array, value: Array, start: Array, pages: Any) -> Float[Array, "P G page_size KV"]:
-    """`torch_dflash.ops.paged_attention.append_pages`: tiles that are read, changed and put back."""
+    """`torch_dflash.ops.paged_attention.append_pages`: reads, changes and writes whole tiles."""
+    return _write(pages[0], *_padded(key, value, pages), start)
+
+
+def _padded(key: Array, value: Array, pages: Any) -> tuple[Array, Array]:
+    """New rows [B, G, M, KV], padded to the pool's lanes, and the table with columns for their tiles."""
     pool, table = pages
-    rows, lanes = key.shape[2], pool.shape[3] - key.shape[3] - value.shape[3]
     fresh = jnp.concatenate([key, value], axis=-1).astype(pool.dtype)
-    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, lanes)))
-    table = jnp.pad(table, ((0, 0), (0, -(-(rows + TILE) // pool.shape[2]))))
-    return _write(pool, fresh, table, start)
+    fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, 0), (0, pool.shape[3] - fresh.shape[3])))
+    # Columns of page 0 past the last: padded rows of a bucket may exceed a row's capacity.
+    return fresh, jnp.pad(table, ((0, 0), (0, -(-(key.shape[2] + TILE) // pool.shape[2]))))
 
 
 def jnp_tree_attention(
     query: Float[Array, "B G heads M D"], inputs: Any, pages: Any
 ) -> Float[Array, "B G heads M Dv"]:
-    """Attention of a tree's rows to pages, in which they do not stand, and to their own paths."""
+    """Attention of a tree's rows to pages without them, and to their own paths."""
     (pool, table), start, window, tree = pages, inputs.start, inputs.window, inputs.tree
     k_dim, v_dim, page, rows = inputs.key.shape[3], inputs.value.shape[3], pool.shape[2], query.shape[3]
     block_pages = max(1, min(BLOCK_KEYS, fitting_keys(query, v_dim)) // page)
@@ -89,7 +90,7 @@ def jnp_tree_attention(
         return with_rows(Block(kv[..., :k_dim], kv[..., k_dim : k_dim + v_dim], seen), position, inputs)
 
     sinks = None if inputs.sinks is None else inputs.sinks.reshape(query.shape[1], -1)
-    rule, running = (inputs.scale, inputs.softcap), Running.begin(query, v_dim, sinks)
+    rule, running = (inputs.scale, inputs.softcap), SoftmaxState.begin(query, v_dim, sinks)
     first = 0 if window is None else jnp.maximum(jnp.min(start) - window + 1, 0) // (block_pages * page)
     blocks = -(-(jnp.max(start) + rows) // (block_pages * page))
     return stream(running, query, read, first, blocks, *rule).result().astype(query.dtype)
@@ -114,9 +115,9 @@ def jnp_paged_attention(
     softcap: float | None,
     block_keys: int,
 ) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page_size KV"]]:
-    """The same as `pallas_paged_attention`, block by block with a running softmax.
+    """`pallas_paged_attention`, block by block with a running softmax.
 
-    Only blocks below the longest row's length are read, and no more than one block's scores exist.
+    It reads only blocks below the longest row's length, and only one block's scores exist at a time.
     """
     rows, page = fresh.shape[2], pool.shape[2]
     pool = _write(pool, fresh, table, start)
@@ -130,7 +131,7 @@ def jnp_paged_attention(
         pages = pool[numbers]  # [B, pages, G, page, KV]
         kv = pages.transpose(0, 2, 1, 3, 4).reshape(*query.shape[:2], -1, pool.shape[3])
         position = number * block_pages * page + jnp.arange(kv.shape[2], dtype=start.dtype)
-        # Behind a row's end lie other rows' pages, and what is not finite there would pass a weight of zero.
+        # Other rows' pages lie behind a row's end, and 0 * NaN is NaN.
         kv = jnp.where((position < start[:, None] + rows)[:, None, :, None], kv, 0)
         seen = position <= at[:, :, None]
         if window is not None:
@@ -138,12 +139,12 @@ def jnp_paged_attention(
         return Block(kv[..., :k_dim], kv[..., k_dim:], seen)
 
     blocks = (jnp.max(start) + rows + block_pages * page - 1) // (block_pages * page)
-    running = Running.begin(query, pool.shape[3] - k_dim, sinks)
+    running = SoftmaxState.begin(query, pool.shape[3] - k_dim, sinks)
     return stream(running, query, read, 0, blocks, scale, softcap).result().astype(query.dtype), pool
 
 
 def _write(pool: Array, fresh: Array, table: Array, start: Array) -> Array:
-    """Put the new rows into the pages, a tile at a time: rows of a tile never cross pages."""
+    """Writes the new rows into the pages, a tile at a time: rows of a tile never cross pages."""
     batch, groups, rows, lanes = fresh.shape
     page, count = pool.shape[2], -(-(rows + TILE - 1) // TILE)
     inside = start % TILE

@@ -1,9 +1,9 @@
 """The body of the paged attention kernel: one half (`Halves`), one sequence, one tile of query rows.
 
-It reads K and V of a page in one copy, a block of pages at a time and one block ahead, and keeps a running
-softmax. It never reads what it writes: the last, partly filled tile of old rows and the new rows are merged
-on the chip, and attended to there while they are copied out, after all pages have been read. Copies to and
-from pages are of whole tiles. Rows of a tree are merged and attended to in the same way, and not copied out.
+It copies K and V of a page at once, a block of pages at a time and one block ahead, and keeps a running
+softmax. It never reads its own writes: the last, partly filled tile of old rows and the new rows are merged
+on the chip. After all pages the kernel attends to them there, while they are copied out. Copies to and from
+pages are of whole tiles. Rows of a tree are merged and attended to in the same way, and not copied out.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_bridge.kernels.halves import Halves
-from jax_bridge.kernels.online_softmax import Running
+from jax_bridge.kernels.online_softmax import SoftmaxRefs
 from torch_dflash.plan import TILE
 
-# Of integers that are not negative. `//` and `%` also serve those, and ask for it which chip they run on.
+# For integers that are not negative; `//` and `%` would query the chip.
 div, rem = jax.lax.div, jax.lax.rem
 
 
 class Kind(NamedTuple):
-    """What is static: ``scale``, ``window`` and ``softcap`` as in `paged_attention`, rows in all and here."""
+    """Static values, as in `paged_attention`; ``rows`` of a call, ``tile_rows`` of a program."""
 
     k_dim: int
     rows: int
@@ -52,15 +52,15 @@ def attend_to_pages_by_tree(
 class TreeRows(NamedTuple):
     """Refs of a tile of a tree's rows, and of all keys in ``staged``.
 
-    ``depth`` [1, 1, heads * rows, 1]: how far behind the anchor each query row stands; ``keys`` [1, 2,
-    staged]: the row that ends those who see a key (all see an old one), and the key's position.
+    ``depth`` [1, 1, heads * rows, 1]: distance of each query row from the anchor; ``keys`` [1, 2, staged]:
+    the end of the rows that see a key (all see an old one), and the key's position.
     """
 
     depth: Any
     keys: Any
 
     def sees(self, row, other):
-        """Whether each query row [rows, 1] sees each staged key [1, staged], of row ``other`` (old: < 0)."""
+        """The mask of query rows [rows, 1] and staged keys [1, staged], of row ``other`` (old: < 0)."""
         return (other <= row) & (row < self.keys[0, 0:1])
 
 
@@ -97,7 +97,7 @@ def _attend_tile(
         old.wait()
         _merge(kind, staged, fresh, inside)
 
-    running = Running(top, total, sums)
+    running = SoftmaxRefs(top, total, sums)
     running.begin(first[...])
     offset = start + tile * kind.tile_rows
     row = rem(jax.lax.broadcasted_iota(jnp.int32, (query.shape[3], 1), 0), kind.tile_rows)
@@ -121,7 +121,7 @@ def _attend_tile(
     _read_ahead(copies, attend_block, begin, end)
 
     def copy_out(act):
-        if tree is None:  # of a tree it is not known yet which rows stay
+        if tree is None:  # which rows of a tree stay is not known yet
             copy = lambda index, rows: act(_out(rows, tile_at(base + index), left))  # noqa: E731
             pl.when(kind.halves.writes(half, tile))(lambda: _each_tile(kind, staged, inside, copy))
 
@@ -145,9 +145,9 @@ def _attend_tile(
 
 
 def _clear_from(base, blocks, slot, block):
-    """Zeros in the block of keys with the number ``block``, from position ``base`` on.
+    """Zeros in the key block number ``block`` from position ``base`` on.
 
-    Other rows' pages may lie there, and what is not finite would pass a weight of zero.
+    Other rows' pages may lie there, and 0 * NaN is NaN.
     """
     _, pages, own, page, _ = blocks.shape
     keys = pages * page
@@ -185,7 +185,7 @@ def _each_tile(kind, staged, inside, act):
 
 
 def _read_ahead(copies, attend_block, begin, end):
-    """Attend to blocks ``begin .. end-1``, each fetched while the one before it is attended to."""
+    """Attend to blocks ``begin .. end-1``; each is fetched while the previous one is used."""
 
     def start(block):
         for copy in copies(block, rem(block, 2)):
@@ -203,11 +203,11 @@ def _read_ahead(copies, attend_block, begin, end):
 
 
 def _merge(kind, staged, fresh, inside):
-    """Put the new rows into ``staged`` from row ``inside`` on; before it stand old rows, behind it zeros."""
+    """Put the new rows into ``staged`` from row ``inside`` on, between old rows and zeros."""
     behind = staged.shape[1] - kind.rows
     kept = jax.lax.broadcasted_iota(jnp.int32, (staged.shape[1], 1), 0) < inside
     for head in range(staged.shape[0]):
-        # Not a product with ones and zeros: what is not finite in one row would come to all of them.
+        # Not a product with ones and zeros: a NaN of one row would reach all rows.
         rows = jnp.pad(fresh[0, head].astype(jnp.float32), ((0, behind), (0, 0)))
         moved = pltpu.roll(rows, inside, 0).astype(staged.dtype)
         staged[head] = jnp.where(kept, staged[head], moved)

@@ -1,4 +1,4 @@
-"""The TPU kernel's call: shapes, blocks and memory. The program itself is in `pallas_body`."""
+"""The call of the paged kernel: shapes, blocks and memory. Its body is `pallas_body`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def pallas_paged_attention(
 ) -> tuple[Float[Array, "B G heads M Dv"], Float[Array, "P G page_size KV"]]:
     """Write ``fresh`` at positions ``start .. start+M-1`` of each sequence, and attend to all up to each row.
 
-    Rows of a tree are not written: each attends to what the pages hold and to its own path.
+    Rows of a tree are not written: each attends to the pages' rows and to its own path.
 
     Args:
         query: rotated queries of D = ``k_dim``.
         fresh: K and V of the new rows side by side, padded to KV lanes.
         pool: pages of all sequences, consumed; position p is ``pool[table[b, p // page], :, p % page]``.
-        table: page numbers, enough for ``start + M`` and a tile; page 0 belongs to nobody.
+        table: page numbers, enough for ``start + M`` and a tile; no sequence owns page 0.
         start: positions already in the pages.
         sinks: one learned logit per query head.
         tree: `torch_dflash.ops.trees.Tree` of arrays, of the M rows; None: each row follows the last.
@@ -54,7 +54,7 @@ def pallas_paged_attention(
     """
     batch, groups, heads, rows, _ = query.shape
     halves = Halves.of(batch, groups)
-    # Results of halves of the keys take twice the room, or more.
+    # Halves of the keys have results of at least twice the size.
     tile_rows = _divisor(rows, max(1, row_tile // halves.keys // heads))
     tiles = rows // tile_rows
     kind = Kind(k_dim, rows, tile_rows, scale, window, softcap, halves)
@@ -82,19 +82,19 @@ def pallas_paged_attention(
 
 
 def _staged_rows(rows: int) -> int:
-    """Rows of the tiles that the last, partly filled one and ``rows`` new rows may take."""
+    """Rows of the tiles for the last, partly filled tile and ``rows`` new rows."""
     return -(-(rows + TILE - 1) // TILE) * TILE
 
 
 def _tree_rows(tree: Any, start: Array, heads: int, tile_rows: int) -> tuple[Array, Array]:
-    """What the kernel is told of a tree, as `jax_bridge.kernels.pallas_body.TreeRows` has it by sequence."""
+    """The arrays of `jax_bridge.kernels.pallas_body.TreeRows`, by sequence."""
     batch, rows = tree.depth.shape
     tiled = tree.depth.reshape(batch, rows // tile_rows, 1, tile_rows)
     depth = jnp.broadcast_to(tiled, (batch, rows // tile_rows, heads, tile_rows))
     place = jnp.arange(_staged_rows(rows), dtype=jnp.int32)
     inside = (start % TILE)[:, None]
     row = place - inside
-    # Of each staged key its row; a sum, for a gather is slow there.
+    # A sum over the rows of each staged key: a gather is slow there.
     own = row[:, :, None] == jnp.arange(rows, dtype=jnp.int32)
     end, behind = (jnp.where(own, of[:, None], 0).sum(axis=-1) for of in (tree.end, tree.depth))
     end = jnp.where(row < 0, rows, end)
@@ -114,7 +114,7 @@ def _call(
 ) -> Callable:
     """``(start, table, query, fresh, sinks, pool) -> (out, pool)``, the pool in place.
 
-    With ``by_tree``, which come behind ``table``, it is ``(out,)``: nothing is written.
+    With ``by_tree``, given after ``table``, the result is ``(out,)``: nothing is written.
     """
     batch, groups, tiles, height, depth = query.shape
     page, lanes = pool.shape[2:]
@@ -163,11 +163,11 @@ def _call(
         ),
         out_shape=[made, *(shape for shape, _ in written)],
         input_output_aliases={} if by_tree else {5: 1},
-        # Halves read nothing that the other one writes: a chip with two cores takes one each.
+        # No half reads the other's writes: each core of a chip with two runs one.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
         ),
-        # Of full pages, which is what the compiler should make room for.
+        # For full pages.
         cost_estimate=pl.CostEstimate(
             flops=2 * query.size // depth * keys * (depth + width),
             transcendentals=query.size // depth * keys,
@@ -180,7 +180,7 @@ def _call(
 
 
 def _swap(rows: Array, shape: tuple[int, ...]) -> Array:
-    """To and from tiles: a program's rows are its tile of the rows of every head."""
+    """Reorders rows to tiles and back: a program has a tile of rows of every head."""
     return rows.reshape(shape).transpose(0, 1, 3, 2, 4, 5)
 
 

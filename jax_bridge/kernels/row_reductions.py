@@ -1,8 +1,8 @@
-"""Reductions over a row and other row-wise steps that XLA's CPU compiler does slowly or unsteadily.
+"""Row-wise reductions that XLA's CPU compiler computes slowly, or with roundings that depend on the batch.
 
-XLA's CPU compiler orders a sum by the shape of the whole array, so a pass of one row rounds otherwise than a
-pass of eight. In float32 that decides nothing but ties; rounded to bfloat16 or to 8 bits it decides tokens.
-Sums of halves are additions of arrays, which have one order. Products: `jax_bridge.weights.padding`.
+XLA's CPU compiler orders a sum by the shape of the whole array, so a pass of one row rounds differently from
+a pass of eight. In float32 that decides nothing but ties; rounded to bfloat16 or to 8 bits it decides tokens.
+A sum of halves adds arrays, in one order for all shapes. For products see `jax_bridge.weights.padding`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 
 @jax.custom_jvp
-def sum_of_halves(rows: Float[Array, "... n"]) -> Float[Array, "... one"]:
-    """The sum over the last axis, which stays, as halves added to halves."""
+def pairwise_sum(rows: Float[Array, "... n"]) -> Float[Array, "... one"]:
+    """The sum over the last axis, kept as length 1, as halves added to halves."""
     if not rows.shape[-1]:
         return jnp.zeros((*rows.shape[:-1], 1), rows.dtype)
     while (count := rows.shape[-1]) > 1:
@@ -31,23 +31,23 @@ def sum_of_halves(rows: Float[Array, "... n"]) -> Float[Array, "... one"]:
     return rows
 
 
-@sum_of_halves.defjvp
+@pairwise_sum.defjvp
 def _sum_of_changes(given, changes):
     (rows,), (change,) = given, changes
-    return sum_of_halves(rows), jnp.sum(change, axis=-1, keepdims=True)
+    return pairwise_sum(rows), jnp.sum(change, axis=-1, keepdims=True)
 
 
 def row_sum(rows: Float[Array, "... n"]) -> Float[Array, "... one"]:
-    """The sum over the last axis, which stays; steady on a CPU."""
+    """The sum over the last axis, kept as length 1; on a CPU independent of the batch."""
 
     def whole(rows: Array) -> Array:
         return rows.sum(axis=-1, keepdims=True)
 
-    return jax.lax.platform_dependent(rows, cpu=sum_of_halves, default=whole)
+    return jax.lax.platform_dependent(rows, cpu=pairwise_sum, default=whole)
 
 
 def mean_jax(rows: Array, dim: Any = None, keepdim: bool = False) -> Array:
-    """``torch.mean``; over the last axis it is steady."""
+    """``torch.mean``; over the last axis independent of the batch."""
     axes = (dim,) if isinstance(dim, int) else dim
     if not axes or len(axes) > 1 or not _is_last(axes[0], rows):
         return jnp.mean(rows, axes if axes and rows.ndim else None, keepdims=keepdim)
@@ -56,7 +56,7 @@ def mean_jax(rows: Array, dim: Any = None, keepdim: bool = False) -> Array:
 
 
 def softmax_jax(rows: Array, dim: int) -> Array:
-    """``torch.softmax``; over the last axis it is steady."""
+    """``torch.softmax``; over the last axis independent of the batch."""
     if not rows.size:
         return rows
     if not _is_last(dim, rows):
@@ -69,7 +69,7 @@ def softmax_jax(rows: Array, dim: int) -> Array:
 def layer_norm_jax(
     rows: Array, weight: Array | None, bias: Array | None, eps: float
 ) -> tuple[Array, Array, Array]:
-    """``torch.native_layer_norm`` over the last axis: the rows, their means and one over their deviations.
+    """``torch.native_layer_norm`` over the last axis: (rows, means, reciprocal standard deviations).
 
     Computed in float32 at least, rounded once.
     """
@@ -83,7 +83,6 @@ def layer_norm_jax(
 
 
 def _wide(rows: Array) -> Array:
-    """In float32 at least, to be rounded once."""
     return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
 
@@ -92,10 +91,10 @@ def _is_last(dim: int, rows: Array) -> bool:
     return rows.ndim > 0 and dim in (-1, rows.ndim - 1) and jnp.issubdtype(rows.dtype, jnp.floating)
 
 
-# XLA looks for value and place in one scalar loop on a CPU: over a vocabulary of 49,152 that takes twenty
-# times as long as the largest entry of each block, and then the place in one block.
+# On a CPU XLA searches value and index in one scalar loop: over a vocabulary of 49,152 that takes twenty
+# times as long as the maximum of each block and then the index in one block.
 BLOCK, FEWEST = 256, 64
-"""Entries of a block, and of one that needs no padding at least."""
+"""Entries of a block, and of the smallest block that is used without padding."""
 
 
 def argmax_jax(rows: Array, dim: int | None = None, keepdim: bool = False) -> Array:
@@ -108,14 +107,14 @@ def argmax_jax(rows: Array, dim: int | None = None, keepdim: bool = False) -> Ar
         return plain(rows)
 
     def by_blocks(rows: Array) -> Array:
-        place = place_by_blocks(rows)
+        place = argmax_by_blocks(rows)
         return (place[..., None] if keepdim else place).astype(jax.eval_shape(plain, rows).dtype)
 
     return jax.lax.platform_dependent(rows, cpu=by_blocks, default=plain)
 
 
-def place_by_blocks(rows: Float[Array, "*rows n"]) -> Int[Array, "*rows"]:
-    """The place of the largest entry of the last axis."""
+def argmax_by_blocks(rows: Float[Array, "*rows n"]) -> Int[Array, "*rows"]:
+    """The index of the largest entry of the last axis, by blocks."""
     count = rows.shape[-1]
     size = math.gcd(count, BLOCK)
     if size < FEWEST:
@@ -128,18 +127,18 @@ def place_by_blocks(rows: Float[Array, "*rows n"]) -> Int[Array, "*rows"]:
     return best * size + jnp.argmax(inside, axis=-1)
 
 
-# XLA would compute cosines and sines anew wherever they are multiplied on a CPU: in each layer, for each
-# head. The result of a loop is computed once.
+# On a CPU XLA would recompute cosines and sines at every use: in each layer, for each head. The result of a
+# loop is computed once.
 LARGE = 1e30
 
 
 def _once_a_pass(function: Callable[[Array], Array], angles: Array) -> Array:
-    """``function(angles)``, from a loop of one turn. XLA undoes a loop whose turns it can count."""
+    """``function(angles)`` from a loop of one turn. XLA unrolls a loop whose turns it can count."""
     if not angles.size:
         return function(angles)
 
     def looped(angles: Array) -> Array:
-        turns = 1 + (angles.reshape(-1)[0] > LARGE).astype(jnp.int32)  # a second would find the same
+        turns = 1 + (angles.reshape(-1)[0] > LARGE).astype(jnp.int32)  # a second turn would change nothing
 
         def turn(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             return carry[0] + 1, function(angles)
@@ -170,20 +169,20 @@ FEW_IDS = 512
 
 
 def spread_jax(ids: Array, values: Array, *, size: int) -> Array:
-    """`torch_dflash.ops.spread`: by comparing on a TPU, as long as ids are few, else by a scatter."""
+    """`torch_dflash.ops.spread`: by comparisons on a TPU where ids are few, else by a scatter."""
     scatter = partial(spread_by_scatter, size=size)
     on_tpu = partial(spread_by_comparing, size=size) if ids.shape[2] <= FEW_IDS else scatter
     return jax.lax.platform_dependent(ids, values, tpu=on_tpu, default=scatter)
 
 
 def spread_by_comparing(ids: Array, values: Array, *, size: int) -> Array:
-    """One pass over ids and vocabulary, in which nothing is stored."""
+    """One pass over ids and vocabulary, without intermediates in memory."""
     vocabulary = jnp.arange(size, dtype=ids.dtype)
     return jnp.where(ids[..., None] == vocabulary, values[..., None], 0).sum(axis=2, dtype=values.dtype)
 
 
 def spread_by_scatter(ids: Array, values: Array, *, size: int) -> Array:
-    """Entry by entry."""
+    """A scatter-add."""
     batch, rows = jnp.indices(ids.shape[:2], sparse=True)
     empty = jnp.zeros((*ids.shape[:2], size), values.dtype)
     return empty.at[batch[..., None], rows[..., None], ids].add(values)

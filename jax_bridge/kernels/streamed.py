@@ -1,7 +1,7 @@
 """Attention in plain jnp whose cost follows the context: keys come a block at a time, in a loop.
 
-What every platform without a kernel of its own runs. The loop ends at the longest row's last key, so a long
-buffer costs no more than a short one, and no more than one block's scores exist.
+Every platform without its own kernel runs this. The loop ends at the longest row's last key, so a long buffer
+costs no more than a short one, and only one block's scores exist at a time.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from jax_bridge.kernels.row_reductions import row_sum
 from jax_bridge.weights.padding import enlarged, enough_rows, whole_tiles
 
 MOST_KEYS, FEWEST_KEYS = 256, 64
-"""Keys of a block: few, or its copies leave the caches of a CPU; more, where each brings little work."""
+"""Keys of a block: few, so that its copies stay in a CPU's caches; more where a key has little work."""
 BLOCK_BYTES = 6 << 20
 FEW_ROWS = 64
 FLOOR = LOWEST / 10
-"""No row's largest score is less, so that the weight of a key that is not seen is zero in every row."""
+"""Lower bound of each row's largest score: a hidden key then has weight zero in every row."""
 IN_FLOAT32: Any = {"preferred_element_type": jnp.float32}
 
 
 class Block(NamedTuple):
-    """Keys and values of one block, and which of them each row sees."""
+    """Keys and values of one block, and the mask of the keys that each row sees."""
 
     key: Float[Array, "B G keys D"]
     value: Float[Array, "B G keys Dv"]
     seen: Bool[Array, "B M keys"]
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Per query row: the largest score, the weights' sum, and the weighted values, all in float32."""
 
     top: Float[Array, "B G heads M"]
@@ -42,8 +42,8 @@ class Running(NamedTuple):
     sums: Float[Array, "B G heads M Dv"]
 
     @classmethod
-    def begin(cls, query: Array, v_dim: int, sinks: Array | None = None) -> Running:
-        """Nothing seen yet, or ``sinks`` [G, heads]: they take part in the softmax, without a value."""
+    def begin(cls, query: Array, v_dim: int, sinks: Array | None = None) -> SoftmaxState:
+        """The state without keys, or with ``sinks`` [G, heads]: they enter the softmax without a value."""
         shape = query.shape[:-1]
         top = jnp.full(shape, FLOOR, jnp.float32)
         if sinks is not None:
@@ -51,8 +51,8 @@ class Running(NamedTuple):
         total = jnp.where(top > FLOOR, 1.0, 0.0)
         return cls(top, total, jnp.zeros((*shape, v_dim), jnp.float32))
 
-    def add(self, query: Array, block: Block, scale: float, softcap: float | None = None) -> Running:
-        """Take in a block for ``query`` [B, G, heads, M, D]."""
+    def add(self, query: Array, block: Block, scale: float, softcap: float | None = None) -> SoftmaxState:
+        """The state after a block for ``query`` [B, G, heads, M, D]."""
         score = _scores(query, block.key) * scale
         if softcap is not None:
             score = jnp.tanh(score / softcap) * softcap
@@ -61,7 +61,7 @@ class Running(NamedTuple):
         weight = jnp.exp(score - peak[..., None])
         fade = jnp.exp(self.top - peak)
         gained = _gains(weight.astype(block.value.dtype), block.value)
-        return Running(
+        return SoftmaxState(
             peak, self.total * fade + row_sum(weight)[..., 0], self.sums * fade[..., None] + gained
         )
 
@@ -71,7 +71,7 @@ class Running(NamedTuple):
 
 
 def _scores(query: Array, key: Array) -> Float[Array, "B G heads M keys"]:
-    """Rows go first, however few: as the second operand they are summed in an order of their number."""
+    """Rows go first, however few: as second operand the order of their sums depends on their number."""
     size = whole_tiles(query.dtype, query.shape[-1])
     query, key = (enlarged(each, -1, size) for each in (query, key))
     return _flat_product(lambda rows: jnp.einsum("bgrd,bgkd->bgrk", rows, key, **IN_FLOAT32), query)
@@ -84,14 +84,14 @@ def _gains(weight: Array, value: Array) -> Float[Array, "B G heads M Dv"]:
 
 
 def _flat_product(product: Callable[[Array], Array], rows: Array) -> Array:
-    """``rows`` [B, G, heads, M, X] as rows of one product for each K/V head, enough of them to be steady."""
+    """``rows`` [B, G, heads, M, X] in one product per K/V head, padded to `enough_rows`."""
     flat = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
     out = product(enlarged(flat, 2, enough_rows(rows.dtype, flat.shape[2])))
     return out[:, :, : flat.shape[2]].reshape(*rows.shape[:-1], -1)
 
 
 def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:
-    """How many keys a block has for ``query``; a power of two, the same for every count of few rows."""
+    """Keys of a block for ``query``; a power of two, equal for every count of few rows."""
     batch, groups, heads, rows, dim = query.shape
     each = 4 * batch * groups * (heads * rows + dim + v_dim)  # bytes: its scores, itself and its value
     keys = FEWEST_KEYS
@@ -101,26 +101,26 @@ def fitting_keys(query: Float[Array, "B G heads M D"], v_dim: int) -> int:
 
 
 def stream(
-    running: Running,
+    running: SoftmaxState,
     query: Float[Array, "B G heads M D"],
     read: Callable[[Any], Block],
     first: Int[Array, ""] | int,
     end: Int[Array, ""],
     scale: float,
     softcap: float | None = None,
-) -> Running:
-    """``running`` after the blocks ``first`` to ``end - 1``, each of which ``read`` gives by its number."""
+) -> SoftmaxState:
+    """``running`` after the blocks ``first`` to ``end - 1``; ``read`` returns a block by its number."""
 
-    def add(block: Any, running: Running) -> Running:
+    def add(block: Any, running: SoftmaxState) -> SoftmaxState:
         return running.add(query, read(block), scale, softcap)
 
     return jax.lax.fori_loop(first, end, add, running)
 
 
 def dense_block(key: Array, value: Array, number: Any, keys: int) -> tuple[Array, Array, Array, Array]:
-    """Block ``number`` of ``keys`` slots of buffers [B, G, S, D]: (key, value, its slots, which are new).
+    """Block ``number`` of ``keys`` slots of buffers [B, G, S, D]: (key, value, slots, mask of new slots).
 
-    Where the last block would run over the end it begins earlier; what the block before had is not new.
+    The last block begins earlier where it would pass the end; slots of the block before are not new.
     """
     at = jnp.minimum(number * keys, key.shape[2] - keys)
     slot = at + jnp.arange(keys, dtype=jnp.int32)
@@ -128,18 +128,18 @@ def dense_block(key: Array, value: Array, number: Any, keys: int) -> tuple[Array
     return key, value, slot, slot >= number * keys
 
 
-def _begin(inputs: Any, key: Array, value: Array) -> tuple[Array, int, Running]:
-    """(Query by K/V head [B, G, heads, M, D], keys of a block, a softmax that has seen sinks alone)."""
+def _begin(inputs: Any, key: Array, value: Array) -> tuple[Array, int, SoftmaxState]:
+    """(Query by K/V head [B, G, heads, M, D], keys of a block, a softmax with only the sinks)."""
     batch, heads, rows, dim = inputs.query.shape
     groups, slots = key.shape[1:3]
     grouped = inputs.query.reshape(batch, groups, heads // groups, rows, dim)
     sinks = None if inputs.sinks is None else inputs.sinks.reshape(groups, -1)
     keys = min(fitting_keys(grouped, value.shape[3]), slots)
-    return grouped, keys, Running.begin(grouped, value.shape[3], sinks)
+    return grouped, keys, SoftmaxState.begin(grouped, value.shape[3], sinks)
 
 
 def stream_dense(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q Dv"]:
-    """`torch_dflash.ops.attention` of arrays: causal, to buffers that hold the rows themselves."""
+    """`torch_dflash.ops.attention` of arrays: causal, to buffers that hold the rows too."""
     query, start, window = inputs.query, inputs.start, inputs.window
     rows, slots = query.shape[2], key.shape[2]
     grouped, keys, running = _begin(inputs, key, value)
@@ -182,14 +182,14 @@ def stream_past(inputs: Any, past: Any, causal: bool) -> Float[Array, "B M Q Dv"
 
 
 def _stream_tree(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q Dv"]:
-    """A tree's rows, to buffers in which they do not stand; slot p is the position p."""
+    """A tree's rows, to buffers without them; slot p is the position p."""
     query, start, window = inputs.query, inputs.start, inputs.window
     batch, rows = query.shape[0], query.shape[2]
     grouped, keys, running = _begin(inputs, key, value)
     at = (start[:, None] + inputs.tree.depth)[:, :, None]
 
     def read(number: Any) -> Block:
-        # Rows may reach behind the last slot: blocks are whole ones, and the last is moved to its place.
+        # Rows may reach behind the last slot: all blocks have full length, and the last is shifted.
         slot = number * keys + jnp.arange(keys, dtype=start.dtype)
         *held, there, _ = dense_block(key, value, number, keys)
         held = [jnp.take(each, jnp.minimum(slot - there[0], keys - 1), axis=2) for each in held]
@@ -203,10 +203,10 @@ def _stream_tree(inputs: Any, key: Array, value: Array) -> Float[Array, "B M Q D
 
 
 def with_rows(held: Block, slot: Int[Array, " keys"], inputs: Any) -> Block:
-    """A block of slots with a tree's rows in those behind ``inputs.start``, where a chain's stand.
+    """A block of slots with a tree's rows in the slots from ``inputs.start`` on, where a chain's are.
 
-    So sums are in plain decoding's order, and half precision rounds as it does: exactly for the tree's first
-    branch, nearly for others, whose rows stand behind their siblings'.
+    Sums then have plain decoding's order, and half precision rounds equally: exactly for the tree's first
+    branch, nearly for others, whose rows come after their siblings.
     """
     row = slot - inputs.start[:, None]
     own = (row >= 0) & (row < inputs.key.shape[2])
@@ -225,7 +225,7 @@ def with_rows(held: Block, slot: Int[Array, " keys"], inputs: Any) -> Block:
 
 
 def seen_inside(depth: Array, window: int | None, causal: bool, tree: Any) -> Bool[Array, "B M M"]:
-    """Which rows of a block see which, by how far behind the first they stand; of a tree also by ancestry."""
+    """The mask between rows of a block by their distance from the first row; in a tree also by ancestry."""
     gap = depth[:, :, None] - depth[:, None]
     inside = gap >= 0 if causal else gap == gap
     inside = inside if window is None else inside & (jnp.abs(gap) < window)
@@ -235,6 +235,6 @@ def seen_inside(depth: Array, window: int | None, causal: bool, tree: Any) -> Bo
     return inside & (row <= row[:, None]) & (row[:, None] < tree.end[:, None])
 
 
-def _rows_first(running: Running, query: Array) -> Float[Array, "B M Q Dv"]:
+def _rows_first(running: SoftmaxState, query: Array) -> Float[Array, "B M Q Dv"]:
     batch, heads, rows, _ = query.shape
     return running.result().reshape(batch, heads, rows, -1).swapaxes(1, 2).astype(query.dtype)

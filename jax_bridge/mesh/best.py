@@ -1,4 +1,4 @@
-"""The best of logits that are cut over the vocabulary: chips exchange (value, index) pairs."""
+"""Argmax and top-k of logits that are cut over the vocabulary: chips exchange (value, index) pairs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from jax_bridge.mesh.shape import ALL
 
 
 def slice_under(rows: Array, dim: int | None) -> Slice | None:
-    """The slice over which ``dim`` of ``rows``, a vocabulary, is cut; None: it is not."""
+    """The slice over which the vocabulary ``dim`` of ``rows`` is cut; None: it is whole."""
     own, last = current(), rows.ndim > 0 and dim in (-1, rows.ndim - 1)
     return own if own and last and rows.shape[-1] in own.vocabularies and _is_real(rows.dtype) else None
 
 
 def argmax_on_slice(own: Slice, rows: Array, keepdim: bool = False) -> Array:
-    """``torch.argmax`` over the last axis: of equal entries the first; NaN is larger than any number."""
+    """``torch.argmax`` over the last axis: the first of equal entries; NaN is larger than any number."""
 
     def local(part: Array) -> Array:
         at = argmax_jax(part, -1, True)
@@ -36,12 +36,12 @@ def argmax_on_slice(own: Slice, rows: Array, keepdim: bool = False) -> Array:
 
 
 def topk_on_slice(own: Slice, rows: Array, count: int) -> tuple[Array, Array]:
-    """The ``count`` largest entries of the last axis and their places, as `jax.lax.top_k` orders them."""
+    """The ``count`` largest entries of the last axis and their indices, in the order of `jax.lax.top_k`."""
 
     def local(part: Array) -> tuple[Array, Array]:
         values, at = jax.lax.top_k(part, min(count, part.shape[-1]))
         at = at + jax.lax.axis_index(ALL) * part.shape[-1]
-        # Chip by chip, in each by value: of equal entries the first comes first here too.
+        # Chip by chip, and by value in each: equal entries stay in the order of their indices.
         values, places = _of_all_chips(values, at)
         best, chosen = jax.lax.top_k(values, count)
         return best, jnp.take_along_axis(places, chosen, axis=-1)
@@ -66,12 +66,12 @@ def likeliest_on_slice(own: Slice, rows: Array, scale: Array, most: int) -> tupl
 
 
 def _finite(top: Array) -> Array:
-    """In place of infinities zeros: a chip may have no entry but -inf."""
+    """Zeros in place of infinities: a chip may have only -inf."""
     return jnp.where(jnp.isfinite(top), top, 0)
 
 
 def _of_all_chips(*parts: Array) -> tuple[Array, ...]:
-    """Along the last axis ``parts`` of all chips, chip by chip. All travel at once, as integers."""
+    """``parts`` of all chips along the last axis, chip by chip, in one exchange of integers."""
     ends = list(accumulate(part.shape[-1] for part in parts))
     own = jnp.concatenate([_bits(part) for part in parts], axis=-1)
     every = jax.lax.all_gather(own, ALL, axis=own.ndim - 1, tiled=True)

@@ -20,13 +20,13 @@ WHOLE = P()
 
 @dataclass(frozen=True)
 class Slice:
-    """What the operations of a pair have to know of the chips it is cut over.
+    """The mesh of a pair, and the sizes of the arrays that are cut over it.
 
     Args:
         mesh: of `jax_bridge.mesh.shape.slice_mesh`.
         groups: counts of K/V heads whose caches are cut.
         vocabularies: sizes of the logits that are cut.
-        blocks: channels of queries, keys and values of recurrent layers that are cut; none: they are whole.
+        blocks: channels of queries, keys and values of recurrent layers that are cut; empty: they are whole.
     """
 
     mesh: Mesh
@@ -45,14 +45,14 @@ class Slice:
             _current.reset(token)
 
     def heads(self, groups: int) -> tuple[PartitionSpec, PartitionSpec]:
-        """How arrays [B, heads, ...] of query heads and of ``groups`` K/V heads lie."""
+        """Specs of arrays [B, heads, ...] of query heads and of ``groups`` K/V heads."""
         return (P(None, ALL), P(None, KV)) if groups in self.groups else (WHOLE, WHOLE)
 
     def on_parts(self, function: Callable, given: Any, made: Any) -> Callable:
-        """``function`` on each chip's part of its arguments; ``given``, ``made``: specs of both."""
+        """``function`` on each chip's part; ``given``, ``made``: specs of its arguments and results."""
 
         def local(*parts: Any) -> Any:
-            token = _current.set(None)  # what a chip does with its part is not cut again
+            token = _current.set(None)  # a chip's part is not cut again
             try:
                 return function(*parts)
             finally:
@@ -65,5 +65,5 @@ _current: ContextVar[Slice | None] = ContextVar("slice", default=None)
 
 
 def current() -> Slice | None:
-    """The slice that is being traced for; None on one device, and inside of a chip's part."""
+    """The slice that is being traced for; None on one device, and for a chip's part."""
     return _current.get()

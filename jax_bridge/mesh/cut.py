@@ -1,4 +1,4 @@
-"""A weight that lies in parts, and what it does in a program."""
+"""Formats of weights that are cut over a mesh, and their products."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.weights.forms import OfOneArray
+from jax_bridge.weights.formats import OfOneArray
 
 COLUMN, ROW, GATHER, EXPERTS, BLOCKS = "column", "row", "gather", "experts", "blocks"
 
 
-class Way(NamedTuple):
-    """How a weight lies on a mesh, and what its product exchanges.
+class Partition(NamedTuple):
+    """The cut of a weight over a mesh, and the exchange of its product.
 
-    ``kind``: "column" (outputs stay where they are computed), "row" (inputs are there, outputs are summed),
-    "gather" (outputs are gathered), "experts" (each chip has experts of its own), "blocks" (`InBlocks`);
-    None: no product is made of it on its own.
+    ``kind``: "column" (outputs stay on their chips), "row" (inputs are cut, outputs are summed), "gather"
+    (outputs are gathered), "experts" (each chip has some experts), "blocks" (`InBlocks`); None: no product
+    uses the weight alone.
     """
 
     mesh: Mesh
@@ -34,27 +34,24 @@ class Way(NamedTuple):
 
     @property
     def place(self) -> NamedSharding:
-        """Where its parts lie."""
+        """The sharding of the weight's array."""
         return NamedSharding(self.mesh, self.spec)
 
     def on_parts(self, local: Callable, given: Any, made: Any) -> Callable:
-        """``local`` on each chip's part of its arguments; ``given``, ``made``: specs of both."""
+        """``local`` on each chip's part; ``given``, ``made``: specs of its arguments and results."""
         return jax.shard_map(local, mesh=self.mesh, in_specs=given, out_specs=made, check_vma=False)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["way"])
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["partition"])
 @dataclass(frozen=True, eq=False)
 class Cut(OfOneArray):
-    """A weight whose products are written out, so that XLA has no choice of what to exchange.
-
-    A form of `jax_bridge.weights.forms.StoredWeight`.
-    """
+    """A `jax_bridge.weights.formats.StoredWeight` whose products state their exchanges."""
 
     array: Any  # a jax.Array over the mesh, or what JAX puts in its place while it traces
-    way: Way
+    partition: Partition
 
     def look_up(self, ids: Int[Array, "*R"]) -> Float[Array, "*R H"]:
-        """Rows of a table [V, H] that is cut over the vocabulary: each comes from the chip that has it."""
+        """Rows of a table [V, H] that is cut over the vocabulary, each from its chip."""
 
         def local(table: Array, ids: Array) -> Array:
             count = table.shape[0]
@@ -64,46 +61,46 @@ class Cut(OfOneArray):
             return jax.lax.psum(jnp.where(own, rows, 0), ALL)
 
         whole = PartitionSpec()
-        return self.way.on_parts(local, (self.way.spec, whole), whole)(self.array, ids)
+        return self.partition.on_parts(local, (self.partition.spec, whole), whole)(self.array, ids)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["way"])
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["partition"])
 @dataclass(frozen=True, eq=False)
 class InBlocks(OfOneArray):
-    """A weight whose rows are ``way.blocks``, each cut over all chips: ``array`` has them chip by chip.
+    """A `jax_bridge.weights.formats.StoredWeight` of blocks of rows, each cut over all chips.
 
-    So a chip's rows of all blocks lie together. A form of `jax_bridge.weights.forms.StoredWeight`.
+    ``array`` has the rows chip by chip, so a chip's rows of all ``partition.blocks`` are adjacent.
     """
 
     array: Any
-    way: Way
+    partition: Partition
 
     def unwrap(self) -> jax.Array:
-        """The rows as the model names them."""
-        rows = self.array.reshape(self.way.mesh.size, -1, *self.shape[1:])
-        blocks = jnp.split(rows, [end // len(rows) for end in accumulate(self.way.blocks)][:-1], axis=1)
+        """The rows in the model's order."""
+        rows = self.array.reshape(self.partition.mesh.size, -1, *self.shape[1:])
+        blocks = jnp.split(rows, [end // len(rows) for end in accumulate(self.partition.blocks)][:-1], axis=1)
         return jnp.concatenate([block.reshape(-1, *self.shape[1:]) for block in blocks])
 
 
-def chip_by_chip(rows: jax.Array, way: Way) -> jax.Array:
-    """The ``array`` of `InBlocks` from the rows as the model names them."""
-    chips, blocks = way.mesh.size, jnp.split(rows, [*accumulate(way.blocks)][:-1])
+def chip_by_chip(rows: jax.Array, partition: Partition) -> jax.Array:
+    """The ``array`` of `InBlocks` from rows in the model's order."""
+    chips, blocks = partition.mesh.size, jnp.split(rows, [*accumulate(partition.blocks)][:-1])
     parts = [block.reshape(chips, -1, *rows.shape[1:]) for block in blocks]
     return jnp.concatenate(parts, axis=1).reshape(rows.shape)
 
 
-def rows_of_chip(chip: slice, way: Way) -> list[slice]:
-    """Which of the model's rows are a chip's, by its part of ``array``."""
-    at, size = divmod(chip.start, sum(way.blocks) // way.mesh.size)[0], way.mesh.size
-    shares = [block // size for block in way.blocks]
-    firsts = [end - block for end, block in zip(accumulate(way.blocks), way.blocks, strict=True)]
+def rows_of_chip(chip: slice, partition: Partition) -> list[slice]:
+    """A chip's rows in the model's order, by its part of ``array``."""
+    at, size = divmod(chip.start, sum(partition.blocks) // partition.mesh.size)[0], partition.mesh.size
+    shares = [block // size for block in partition.blocks]
+    firsts = [end - block for end, block in zip(accumulate(partition.blocks), partition.blocks, strict=True)]
     return [
         slice(first + at * own, first + (at + 1) * own) for first, own in zip(firsts, shares, strict=True)
     ]
 
 
-def in_form(array: Any, way: Way) -> Any:
-    """An array that lies on a mesh by ``way`` as a form of `jax_bridge.weights.forms`."""
-    if way.kind is None:
+def in_format(array: Any, partition: Partition) -> Any:
+    """The format of an array that is cut by ``partition``."""
+    if partition.kind is None:
         return array
-    return InBlocks(array, way) if way.kind == BLOCKS else Cut(array, way)
+    return InBlocks(array, partition) if partition.kind == BLOCKS else Cut(array, partition)

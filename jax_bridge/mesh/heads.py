@@ -1,4 +1,4 @@
-"""Attention and row writes on a slice: each chip has whole heads, and runs the one-chip form on them."""
+"""Attention and row writes on a slice: each chip has whole heads and runs the one-chip form on them."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def append_on_slice(own: Slice, append: Callable, key: Any, value: Any, start: A
 
 
 def write_on_slice(own: Slice, write: Callable, buffer: Any, rows: Any, start: Any, count: Any) -> Any:
-    """`write` of `torch_dflash.ops.windows.write_rows`: into caches head by head, else as on one chip."""
+    """`write` of `torch_dflash.ops.windows.write_rows`: caches are cut by heads, other buffers are whole."""
     spec = own.heads(buffer.shape[1])[1] if buffer.ndim == 4 else WHOLE
     return own.on_parts(write, (spec, spec, WHOLE, WHOLE), spec)(buffer, rows, start, count)
 
 
 def _specs(own: Slice, groups: int) -> tuple[tuple[PartitionSpec, ...], PartitionSpec]:
-    """Of (query, key, value, start, sinks), and of the output [B, M, Q, Dv]."""
+    """Specs of (query, key, value, start, sinks), and of the output [B, M, Q, Dv]."""
     query, group = own.heads(groups)
     cut = query != WHOLE
     return (query, group, group, WHOLE, P(ALL) if cut else WHOLE), P(None, None, ALL) if cut else WHOLE

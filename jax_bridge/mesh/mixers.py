@@ -20,26 +20,26 @@ from torch.utils import _pytree as pytree
 
 from jax_bridge._torchax import call_jax, call_torch
 from jax_bridge.mesh.current import WHOLE, P, Slice
-from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, Cut, InBlocks, Way
+from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, Cut, InBlocks, Partition
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.tails import cut_tail, whole_tail
-from jax_bridge.weights.forms import stored_as
+from jax_bridge.weights.formats import stored_as
 from torch_dflash.cache.recurrent import FreshState
 from torch_dflash.targets.skeleton import current_cache, remembered_in
 
 BY_HEADS = ("in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias")
-"""Weights that lie head by head: contiguous rows of one are a chip's."""
+"""Weights ordered by heads: a chip has contiguous rows."""
 BY_BLOCKS = ("in_proj_qkv", "conv1d")
-"""Weights with a row for each channel of the convolution."""
+"""Weights with a row per channel of the convolution."""
 MIXER = (*BY_HEADS, *BY_BLOCKS, "norm", "out_proj")
 COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
-"""Attributes of a layer's module that its forward reads, of which a chip has its share."""
+"""Attributes of a layer's module that its forward reads and that a chip has a share of."""
 
 
 def blocks_of(config: Any, mesh: Mesh) -> tuple[int, ...]:
-    """Channels of queries, keys and values in the convolutions of a target by its config.
+    """Channels of queries, keys and values in the convolutions of a target's config.
 
-    Empty where no layer recurs, and where heads do not divide over the chips: layers are then whole on each.
+    Empty without recurrent layers, and where heads do not divide over the chips: each then has whole layers.
     """
     text = config.get_text_config()
     if "linear_attention" not in (getattr(text, "layer_types", None) or ()):
@@ -52,20 +52,20 @@ def blocks_of(config: Any, mesh: Mesh) -> tuple[int, ...]:
 
 
 def part_of_mixer(name: str) -> str:
-    """Which of `MIXER` a weight is, by its name in the layer."""
+    """The entry of `MIXER` for a weight's name in the layer."""
     return name.removesuffix(".weight")
 
 
-def mixer_way(name: str, mesh: Mesh, blocks: tuple[int, ...]) -> Way:
-    """How a weight of a recurrent layer lies, by its name in the layer."""
+def mixer_partition(name: str, mesh: Mesh, blocks: tuple[int, ...]) -> Partition:
+    """The partition of a recurrent layer's weight by its name in the layer."""
     part = part_of_mixer(name)
     if part == "out_proj":
-        return Way(mesh, P(None, ALL), ROW)
+        return Partition(mesh, P(None, ALL), ROW)
     if part in BY_BLOCKS:
-        return Way(mesh, P(ALL), BLOCKS, blocks)
+        return Partition(mesh, P(ALL), BLOCKS, blocks)
     if part in BY_HEADS:
-        return Way(mesh, P(ALL), COLUMN if part != name else None)
-    return Way(mesh)
+        return Partition(mesh, P(ALL), COLUMN if part != name else None)
+    return Partition(mesh)
 
 
 def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -87,7 +87,7 @@ def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwar
         with remembered_in(view), _of_one_chip(own, module, weights):
             out = forward(module, *args, **kwargs)
         made = view.states[at]
-        # What the pass began with leaves no chip: it is there.
+        # The pass's initial layer stays on the chip.
         made = replace(made, layer=None) if isinstance(made, FreshState) else cut_tail(made, _share(own))
         return out, made
 
@@ -106,7 +106,7 @@ def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwar
 
 
 def absorb_on_slice(own: Slice, absorb: Callable, count: Any, fresh: Any, path: Any) -> Any:
-    """`torch_dflash.cache.recurrent.absorb`: each chip's states and channels from what it has computed."""
+    """`torch_dflash.cache.recurrent.absorb`: each chip's states and channels from its own results."""
 
     def local(count: Any, fresh: Any, path: Any) -> Any:
         return cut_tail(absorb(count, replace(fresh, layer=whole_tail(fresh.layer)), path), _share(own))
@@ -116,7 +116,7 @@ def absorb_on_slice(own: Slice, absorb: Callable, count: Any, fresh: Any, path: 
 
 
 def _heads(own: Slice) -> PartitionSpec:
-    """How all that a recurrent layer keeps lies: heads and channels are its second axis."""
+    """The spec of a recurrent layer's state: heads and channels are its second axis."""
     return P(None, ALL) if own.blocks else WHOLE
 
 
@@ -125,18 +125,18 @@ def _share(own: Slice) -> tuple[int, ...]:
 
 
 def _spec(own: Slice, name: str) -> PartitionSpec:
-    return mixer_way(name, own.mesh, own.blocks).spec if own.blocks else WHOLE
+    return mixer_partition(name, own.mesh, own.blocks).spec if own.blocks else WHOLE
 
 
 def _as_kept(weight: Any) -> Any:
-    """The array that the chips hold, where the program sees it in another form."""
+    """The array in its stored order."""
     kept = stored_as(weight)
     return kept.array if isinstance(kept, Cut | InBlocks) else weight
 
 
 @contextmanager
 def _of_one_chip(own: Slice, module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """While open, ``module`` has these weights, and as many heads as they are of."""
+    """While open, ``module`` has these weights and their number of heads."""
     parts = [name.rpartition(".") for name in weights]
     places: Any = [(module.get_submodule(path)._parameters, key) for path, _, key in parts]
     before = [store[key] for store, key in places]

@@ -1,6 +1,6 @@
-"""Products of weights that are cut: what is exchanged is written out.
+"""Products of weights that are cut over a mesh, with explicit exchanges.
 
-XLA's partitioner would choose by the number of rows; so every program of a pair exchanges the same.
+XLA's partitioner would choose exchanges by the number of rows; explicit ones are equal in all programs.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from jaxtyping import Array, Float
 from jax_bridge.mesh.current import Slice
 from jax_bridge.mesh.cut import GATHER, ROW, Cut
 from jax_bridge.mesh.shape import ALL
-from jax_bridge.weights.forms import dot
+from jax_bridge.weights.formats import dot
 from jax_bridge.weights.products import linear_jax, stacked_linear_jax
 
 P = PartitionSpec
 
 
-def cut_linear(
+def partitioned_linear(
     rows: Float[Array, "... in"], weight: Cut, bias: Array | None = None
 ) -> Float[Array, "... out"]:
-    """`jax_bridge.weights.products.linear_jax` of a weight in parts.
+    """`jax_bridge.weights.products.linear_jax` of a weight that is cut.
 
-    Sums over chips are made in float32 and rounded once, as one chip's are: a text hangs on them.
+    Sums over chips are in float32 and rounded once, like one chip's: texts depend on them.
     """
-    way, before = weight.way, [None] * (rows.ndim - 1)
-    if way.kind == ROW:
-        sums = way.on_parts(_row, (P(*before, way.spec[1]), way.spec), P())(rows, weight.array)
+    cut, before = weight.partition, [None] * (rows.ndim - 1)
+    if cut.kind == ROW:
+        sums = cut.on_parts(_row, (P(*before, cut.spec[1]), cut.spec), P())(rows, weight.array)
         return _rounded(sums if bias is None else sums + bias.astype(sums.dtype), rows.dtype)
-    axes = way.spec[0]
+    axes = cut.spec[0]
 
     def local(rows: Array, part: Array, bias: Array | None) -> Array:
         out = linear_jax(rows, part, bias)
-        return jax.lax.all_gather(out, axes, axis=out.ndim - 1, tiled=True) if way.kind == GATHER else out
+        return jax.lax.all_gather(out, axes, axis=out.ndim - 1, tiled=True) if cut.kind == GATHER else out
 
-    made = P() if way.kind == GATHER else P(*before, axes)
-    return way.on_parts(local, (P(), way.spec, P(axes)), made)(rows, weight.array, bias)
+    made = P() if cut.kind == GATHER else P(*before, axes)
+    return cut.on_parts(local, (P(), cut.spec, P(axes)), made)(rows, weight.array, bias)
 
 
-def cut_stacked_linear(
+def partitioned_stacked_linear(
     rows: Float[Array, "experts R in"], stack: Cut, *, transposed: bool
 ) -> Float[Array, "experts R out"]:
     """`torch_dflash.ops.spread.stacked_linear`, each chip with its experts."""
@@ -50,12 +50,14 @@ def cut_stacked_linear(
     def local(rows: Array, part: Array) -> Array:
         return stacked_linear_jax(rows, part, transposed=transposed)
 
-    spec = stack.way.spec
-    return stack.way.on_parts(local, (spec, spec), spec)(rows, stack.array)
+    spec = stack.partition.spec
+    return stack.partition.on_parts(local, (spec, spec), spec)(rows, stack.array)
 
 
-def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) -> Float[Array, "R H"]:
-    """`torch_dflash.ops.spread.stacked_sum`: of each chip's experts, then of all chips."""
+def partitioned_stacked_sum(
+    own: Slice, stack: Float[Array, "experts R H"], dtype: Any
+) -> Float[Array, "R H"]:
+    """`torch_dflash.ops.spread.stacked_sum`: over each chip's experts, then over chips."""
 
     def local(part: Array) -> Array:
         return jax.lax.psum(part.sum(axis=0), ALL)
@@ -66,8 +68,8 @@ def cut_stacked_sum(own: Slice, stack: Float[Array, "experts R H"], dtype: Any) 
 def _rounded(sums: Array, dtype: Any) -> Array:
     """Sums of float32 in ``dtype``.
 
-    XLA moves a cast before the sum: each chip's summand would be rounded, and the order of a ring, which
-    hangs on the number of rows, would show. What it cannot move does the same first.
+    XLA moves a cast before the sum: each chip's summand would be rounded, and the result would depend on the
+    ring's order, and so on the number of rows. It cannot move a ``reduce_precision``.
     """
     if jnp.finfo(dtype).bits < jnp.finfo(sums.dtype).bits:
         kind = jnp.finfo(dtype)
@@ -76,6 +78,6 @@ def _rounded(sums: Array, dtype: Any) -> Array:
 
 
 def _row(rows: Array, part: Array) -> Array:
-    """This chip's summands, summed over all chips."""
+    """The sum over chips of this chip's product."""
     sums = dot(rows.reshape(-1, rows.shape[-1]), part, jnp.promote_types(rows.dtype, jnp.float32))
     return jax.lax.psum(sums, ALL).reshape(*rows.shape[:-1], part.shape[0])

@@ -1,4 +1,4 @@
-"""Host values on a mesh: each process gives the parts that its devices hold."""
+"""Host values on a mesh: each process puts the parts of its own devices."""
 
 from __future__ import annotations
 
@@ -10,39 +10,35 @@ import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jax_bridge.arrays import to_numpy
-from jax_bridge.mesh.cut import Cut, InBlocks, Way, chip_by_chip, in_form, rows_of_chip
-from jax_bridge.weights.forms import plain
-from jax_bridge.weights.layout import row_major
+from jax_bridge.arrays import row_major, to_numpy
+from jax_bridge.mesh.cut import Cut, InBlocks, Partition, chip_by_chip, in_format, rows_of_chip
+from jax_bridge.weights.formats import plain
 
 Index = tuple[slice, ...]
 
 
-def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], way: Way) -> Any:
-    """A weight on its mesh, in its form; `read` gives a part by its index and is asked once for each."""
+def place(read: Callable[[Index], torch.Tensor], shape: tuple[int, ...], partition: Partition) -> Any:
+    """A weight on its mesh, in its format; `read` returns a part by its index and is called once for each."""
     parts: dict[Any, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         index = index or ()
         key = tuple((one.start, one.stop) for one in index)
-        if key not in parts and way.blocks:
-            pieces = [to_numpy(read((rows, *index[1:]))) for rows in rows_of_chip(index[0], way)]
+        if key not in parts and partition.blocks:
+            pieces = [to_numpy(read((rows, *index[1:]))) for rows in rows_of_chip(index[0], partition)]
             parts[key] = np.concatenate(pieces)
         elif key not in parts:
             parts[key] = to_numpy(read(index))
         return parts[key]
 
-    array = jax.make_array_from_callback(shape, way.place, part).block_until_ready()
-    return in_form(row_major(array), way)
+    array = jax.make_array_from_callback(shape, partition.place, part).block_until_ready()
+    return in_format(row_major(array), partition)
 
 
-def moved(weight: Any, where: Way | Any) -> Any:
-    """A weight on another place of its kind, a way on a mesh or one device; itself, where it lies there.
-
-    It goes from device to device, in its form.
-    """
+def relocated(weight: Any, where: Partition | Any) -> Any:
+    """A weight in its format on another mesh or device; itself, where it lies there already."""
     leaves = jax.tree.leaves(weight)
-    if not isinstance(where, Way):
+    if not isinstance(where, Partition):
         if all(leaf.devices() == {where} for leaf in leaves):
             return weight
         whole = _in_models_order(weight)
@@ -51,7 +47,7 @@ def moved(weight: Any, where: Way | Any) -> Any:
         return weight
     array = _in_models_order(weight)
     array = chip_by_chip(plain(array), where) if where.blocks else array
-    return in_form(row_major(jax.device_put(array, where.place)), where)
+    return in_format(row_major(jax.device_put(array, where.place)), where)
 
 
 def _in_models_order(weight: Any) -> Any:
@@ -65,7 +61,7 @@ def put(tree: Any, mesh: Mesh) -> Any:
 
 
 def put_leaf(leaf: Any, where: NamedSharding) -> Any:
-    """One leaf of a state or of a request; it may be donated."""
+    """A leaf of a state or of a request, as an array that may be donated."""
     if isinstance(leaf, jax.Array) and leaf.sharding == where:
         return leaf
     host = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
@@ -75,12 +71,12 @@ def put_leaf(leaf: Any, where: NamedSharding) -> Any:
 
 
 def part_of(leaf: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
-    """What one device has of an array of this shape that lies so."""
+    """The shape of one device's part of an array."""
     return jax.ShapeDtypeStruct(where.shard_shape(tuple(leaf.shape)), leaf.dtype)
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:
-    """``tree`` as this process can read it. Of parts that lie in others each is gathered in turn."""
+    """``tree`` as arrays that this process can read; parts of other processes are gathered one by one."""
     return jax.tree.map(lambda leaf: _read(leaf, mesh), tree)
 
 

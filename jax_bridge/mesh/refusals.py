@@ -1,4 +1,4 @@
-"""What is not decoded on a mesh, by its name: it was not tried there."""
+"""Refuses, by name, targets and drafters that were not tried on a mesh."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ from torch_dflash.targets.scans import find_scans
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = ("gpt_oss", "llama", "qwen2", "qwen3", "qwen3_moe", *RECURRENT)
-"""Kinds of targets (``model_type``) whose text on a mesh was held against one device's."""
+"""``model_type`` of targets whose texts on a mesh were compared with one device's."""
 DRAFTERS = (DFlashProposer, NGramProposer, PlainProposer, BestNodes, UnionProposer)
 PARTS = dict.fromkeys(FLAGS, False) | {"markov_rank": 0, "gating": None}
-"""Fields of a drafter's config that bring parts which were not tried in pieces, and what is off."""
+"""Fields of a drafter's config for parts that were not tried on a mesh, and their values without the part."""
 ALONE = "decode on one device (leave mesh out)"
 
 
-def check_pair_on_mesh(
-    pair: Pair, plan: DecodePlan, compute: str = "auto", quantize: str | None = None
-) -> None:
+def check_pair_on_mesh(pair: Pair, plan: DecodePlan) -> None:
     """Raise ``ValueError`` for whatever is not decoded on a mesh."""
-    for name, value, usual in (("compute", compute, "auto"), ("quantize", quantize, None)):
-        if value != usual:
-            raise ValueError(f"{name}={value!r} with a mesh: {ALONE}, or leave it out.")
     check_target_on_mesh(pair.target)
     _check_proposer(pair.proposer)
     known = {type(kind) for kind in KINDS.values()} - {GrammarMatcher}  # which asks the host
@@ -56,7 +51,7 @@ def check_target_on_mesh(target: Any) -> None:
 
 
 def check_family(model: Any) -> None:
-    """Raise ``ValueError`` for a model of a kind that was not tried, or with weights that no rule knows."""
+    """Raise ``ValueError`` for a model of a kind that was not tried, or with weights without a rule."""
     kind, mixers = model.config.model_type, find_scans(model)
     if kind not in FAMILIES:
         layers, tried = ("recurrent layers", RECURRENT) if mixers else ("layers", FAMILIES)

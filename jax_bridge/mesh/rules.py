@@ -1,7 +1,7 @@
-"""Which weight of a pair lies where: transformers' plans where they are right, ours where none is.
+"""The partition of each weight of a pair: transformers' plans where they are right, ours where none is.
 
-Left out of its plans: norms that they copy only for gradients, and cuts inside of experts, for which each
-chip would have to sum every expert's outputs. Experts are spread whole.
+Two things of its plans are left out: norms that they copy only for gradients, and cuts inside of experts, for
+which each chip would have to sum every expert's outputs. Experts are whole, each on one chip.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
 from jax_bridge.mesh.current import Slice
-from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW, Way
-from jax_bridge.mesh.mixers import blocks_of, mixer_way
+from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW, Partition
+from jax_bridge.mesh.mixers import blocks_of, mixer_partition
 from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut
 
 P = PartitionSpec
@@ -28,56 +28,56 @@ OURS = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-"""Of models without a plan: GPT-OSS has none for its layers, drafters have none at all."""
+"""The plan of models without one: GPT-OSS has none for its layers, drafters have none at all."""
 _GROUPED = re.compile(r"\.(k_proj|v_proj)\.")
 _ATTENTION = re.compile(r"\.self_attn\.")
 _MIXER = re.compile(r"\.linear_attn\.(.*)")
 
 
 def heads_of(config: Any) -> Heads:
-    """Of a model by its config."""
+    """The heads in a model's config."""
     text = config.get_text_config()
     queries = text.num_attention_heads
     return Heads(queries, getattr(text, "num_key_value_heads", None) or queries)
 
 
-def ways_of_target(model: Any, mesh: Mesh) -> dict[str, Way]:
-    """Of every parameter and buffer of a causal LM, by its name; tied ones once."""
+def partitions_of_target(model: Any, mesh: Mesh) -> dict[str, Partition]:
+    """Partitions of all parameters and buffers of a causal LM by name; tied ones once."""
     config, prefix = model.config.get_text_config(), f"{model.base_model_prefix}."
     plan = OURS | _understood(getattr(config, "base_model_tp_plan", None))
     experts = set(getattr(config, "base_model_ep_plan", None) or {})
     tables = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    ways = _ways(model, prefix, plan, experts, tables, heads_of(config), mesh)
+    partitions = _partitions(model, prefix, plan, experts, tables, heads_of(config), mesh)
     blocks = blocks_of(config, mesh)
-    for name in ways:
+    for name in partitions:
         if found := _MIXER.search(name):
-            ways[name] = mixer_way(found[1], mesh, blocks) if blocks else Way(mesh)
-    return ways
+            partitions[name] = mixer_partition(found[1], mesh, blocks) if blocks else Partition(mesh)
+    return partitions
 
 
-def ways_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Way]:
-    """Of every parameter and buffer of a DFlash drafter, by its name."""
+def partitions_of_drafter(drafter: Any, mesh: Mesh) -> dict[str, Partition]:
+    """Partitions of all parameters and buffers of a DFlash drafter by name."""
     tables = set()
     for module in drafter.modules():
         tables |= {id(getattr(module, name)) for name in getattr(module, "lookups", ())}
         tables |= {id(module.weight)} if isinstance(module, nn.Embedding) else set()
     plan = OURS | {"fc": "gather"}
-    return _ways(drafter, "", plan, set(), tables, heads_of(drafter.config), mesh)
+    return _partitions(drafter, "", plan, set(), tables, heads_of(drafter.config), mesh)
 
 
-def ways_of(pair: Any, mesh: Mesh) -> dict[str, Way]:
-    """Of all weights of a pair."""
-    found = _prefixed("target.model.", ways_of_target(pair.target.model, mesh))
+def partitions_of(pair: Any, mesh: Mesh) -> dict[str, Partition]:
+    """Partitions of all weights of a pair by name."""
+    found = _prefixed("target.model.", partitions_of_target(pair.target.model, mesh))
     drafter = getattr(pair.proposer, "drafter", None)
     if drafter is not None:
         path = next(name for name, module in pair.named_modules() if module is drafter)
-        found |= _prefixed(f"{path}.", ways_of_drafter(drafter, mesh))
+        found |= _prefixed(f"{path}.", partitions_of_drafter(drafter, mesh))
     rest = [*pair.named_parameters(), *pair.named_buffers()]
-    return {name: Way(mesh) for name, _ in rest} | found
+    return {name: Partition(mesh) for name, _ in rest} | found
 
 
 def slice_of(pair: Any, mesh: Mesh) -> Slice:
-    """What the pair's operations have to know of the mesh."""
+    """The slice of a pair on the mesh."""
     drafter = getattr(pair.proposer, "drafter", None)
     configs = [pair.target.config, *([] if drafter is None else [drafter.config])]
     heads = [heads_of(config) for config in configs]
@@ -91,7 +91,7 @@ def slice_of(pair: Any, mesh: Mesh) -> Slice:
     )
 
 
-def _ways(
+def _partitions(
     model: nn.Module,
     prefix: str,
     plan: dict[str, str],
@@ -99,7 +99,7 @@ def _ways(
     tables: set[int],
     heads: Heads,
     mesh: Mesh,
-) -> dict[str, Way]:
+) -> dict[str, Partition]:
     cut, size, found = are_cut(heads, mesh), mesh.size, {}
     for name, weight in model.named_parameters():
         inner = re.sub(r"\.\d+\.", ".*.", name.removeprefix(prefix))
@@ -108,36 +108,36 @@ def _ways(
         first = P(KV) if _GROUPED.search(inner) else P(ALL)
         whole = bool(_ATTENTION.search(inner)) and not cut
         if id(weight) in tables:
-            way = Way(mesh, P(ALL), COLUMN)
+            partition = Partition(mesh, P(ALL), COLUMN)
         elif whole:
-            way = Way(mesh)
+            partition = Partition(mesh)
         elif inner in experts:
-            way = Way(mesh, P(ALL), EXPERTS if weight.ndim == 3 else None)
+            partition = Partition(mesh, P(ALL), EXPERTS if weight.ndim == 3 else None)
         elif last == "sinks" or last == "attention_sink_bias":
-            way = Way(mesh, P(ALL))
+            partition = Partition(mesh, P(ALL))
         elif style in ("colwise", "gather"):
             kind = GATHER if style == "gather" else COLUMN
-            way = Way(mesh, first, kind if weight.ndim == 2 else None)
+            partition = Partition(mesh, first, kind if weight.ndim == 2 else None)
         elif style == "rowwise" and last == "weight":
-            way = Way(mesh, P(None, ALL), ROW)
+            partition = Partition(mesh, P(None, ALL), ROW)
         else:
-            way = Way(mesh)
-        found[name] = way if _divides(weight.shape, way, size) else Way(mesh)
-    return found | {name: Way(mesh) for name, _ in model.named_buffers()}
+            partition = Partition(mesh)
+        found[name] = partition if _divides(weight.shape, partition, size) else Partition(mesh)
+    return found | {name: Partition(mesh) for name, _ in model.named_buffers()}
 
 
-def _divides(shape: tuple[int, ...], way: Way, size: int) -> bool:
-    """Whether the cut axis divides evenly; K/V heads do where they are cut."""
-    return all(axes is None or axes == KV or length % size == 0 for length, axes in _axes(shape, way))
+def _divides(shape: tuple[int, ...], partition: Partition, size: int) -> bool:
+    """Whether the cut axis divides evenly; cut K/V heads always do."""
+    return all(axes is None or axes == KV or length % size == 0 for length, axes in _axes(shape, partition))
 
 
-def _axes(shape: tuple[int, ...], way: Way) -> Iterator[tuple[int, Any]]:
-    return zip(shape, way.spec, strict=False)
+def _axes(shape: tuple[int, ...], partition: Partition) -> Iterator[tuple[int, Any]]:
+    return zip(shape, partition.spec, strict=False)
 
 
 def _understood(plan: dict[str, str] | None) -> dict[str, str]:
     return {name: style for name, style in (plan or {}).items() if style in ("colwise", "rowwise")}
 
 
-def _prefixed(prefix: str, ways: dict[str, Way]) -> dict[str, Way]:
-    return {prefix + name: way for name, way in ways.items()}
+def _prefixed(prefix: str, partitions: dict[str, Partition]) -> dict[str, Partition]:
+    return {prefix + name: partition for name, partition in partitions.items()}

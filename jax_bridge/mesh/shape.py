@@ -1,7 +1,7 @@
 """The mesh that a pair decodes on: K/V heads along one axis, copies of them along the other.
 
-Query heads lie group by group. Cut over both axes they stand beside their own K/V head, so that attention
-exchanges nothing. With fewer K/V heads than chips each head has as many copies as it takes.
+Query heads are ordered by K/V head. Cut over both axes they are on the chip of their own K/V head, so
+attention exchanges nothing. With fewer K/V heads than chips each head is copied to several.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch_dflash.checks import is_count
 
 KV, COPIES = "kv", "rep"
 ALL = (KV, COPIES)
-"""Axes of what is cut over every chip; `KV` alone: K/V heads."""
+"""Axes of arrays that are cut over every chip; K/V heads use `KV` alone."""
 AXIS = "model"
 
 
@@ -66,7 +66,7 @@ def parts_of(mesh: Any, replicas: int) -> list[list[Any]]:
     if len(devices) % replicas:
         counts = [str(count) for count in range(1, len(devices) + 1) if len(devices) % count == 0]
         raise ValueError(
-            f"replicas={replicas} on {len(devices)} device(s): each has as many as the others; pass replicas="
+            f"replicas={replicas} on {len(devices)} device(s): all must have equally many; pass replicas="
             f"{' or '.join(counts)}, or another mesh."
         )
     if replicas > 1 and jax.process_count() > 1:
@@ -79,11 +79,11 @@ def parts_of(mesh: Any, replicas: int) -> list[list[Any]]:
 
 
 def check_distinct(devices: list[Any]) -> None:
-    """Raise ``ValueError`` unless the ``devices`` that share each weight are different ones."""
+    """Raise ``ValueError`` if a device occurs twice among those that share each weight."""
     for device in devices:
         if (count := devices.count(device)) > 1:
             raise ValueError(
-                f"mesh has {device} {count} times: each chip of it has a part of its own; name it once, or "
+                f"mesh has {device} {count} times: each chip has one part; name it once, or "
                 f"pass replicas={count} for copies on one device."
             )
 
@@ -102,7 +102,7 @@ def _of_a_mesh(mesh: Mesh) -> list[Any]:
 def slice_mesh(devices: list[Any], heads: Heads) -> Mesh:
     """The mesh of ``devices`` for a target with these heads.
 
-    Where heads do not divide evenly its attention is whole on every chip, and the axis `KV` has one entry.
+    Where heads do not divide evenly, attention is whole on every chip and the axis `KV` has one entry.
     """
     size = len(devices)
     even = heads.queries % size == 0 and (heads.groups % size == 0 or size % heads.groups == 0)
@@ -111,7 +111,7 @@ def slice_mesh(devices: list[Any], heads: Heads) -> Mesh:
 
 
 def are_cut(heads: Heads, mesh: Mesh) -> bool:
-    """Whether attention with these heads is cut: each chip then has whole heads, and its queries' own."""
+    """Whether attention with these heads is cut: each chip has whole K/V heads and all their queries."""
     kv, copies = mesh.shape[KV], mesh.shape[COPIES]
     whole = heads.queries % mesh.size == 0 and heads.groups % kv == 0
     return whole and (copies == 1 or heads.groups == kv)

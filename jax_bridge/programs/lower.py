@@ -1,4 +1,4 @@
-"""torch steps as jitted JAX programs: parameters as an argument, state donated, compilations counted."""
+"""Lowers torch steps to JAX programs: parameters are an argument, the state is donated."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torchax.tensor import Tensor as Traced
+from torchax.view import View
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
-from jax_bridge._torchax import call_torch, sharing
+from jax_bridge._torchax import call_torch, environment, sharing
+from jax_bridge.arrays import to_numpy
 from jax_bridge.compilations import compilations, count
-from jax_bridge.programs.constants import Constants
-from jax_bridge.weights.forms import bound
+from jax_bridge.weights.formats import bound
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, holding, inside
@@ -37,12 +41,12 @@ _TRACED = (
     "with runtime='eager'."
 )
 EXACT = {"xla_allow_excess_precision": False}
-"""Every half-precision value is rounded, as in torch. XLA may leave roundings out where it fuses operations,
-and what it fuses depends on the number of rows: a step would decide near-ties otherwise than a block."""
+"""Round every half-precision value, as torch does. XLA may skip roundings where it fuses operations, and its
+fusions depend on the number of rows: a step would decide near-ties differently from a block."""
 
 
 def lower(step: Callable) -> Callable:
-    """torch's ``step(params, *args)`` in JAX, for parameters as a runtime holds them."""
+    """A JAX function of torch's ``step(params, *args)``, for parameters in a runtime's formats."""
 
     def lowered(params: Any, *args: Any) -> Any:
         with bound(params) as arrays:
@@ -65,7 +69,7 @@ def lower_prefill(pair: Pair) -> Callable:
 def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Callable:
     """``(params, state, most) -> state``: ``most`` rounds on the device, fewer when all rows are done.
 
-    ``most``: unset: the plan's ``rounds_per_chunk``; ``width``, ``fewest``: as in `decode_round`.
+    ``most`` defaults to the plan's ``rounds_per_chunk``; ``width``, ``fewest``: as in `decode_round`.
     """
     step = _lower_pass(partial(decode_round, pair, width=width, fewest=fewest), pair)
 
@@ -84,7 +88,7 @@ def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Calla
 
 
 def _lower_pass(step: Callable, pair: Pair) -> Callable:
-    """`lower` of a pass of the models, which leaves no tensor of its trace in them (`forgetting`)."""
+    """`lower` of a models' pass that leaves no traced tensor in the models (`forgetting`)."""
 
     def whole(*args: Any) -> Any:
         with Constants():
@@ -103,16 +107,16 @@ def _lower_pass(step: Callable, pair: Pair) -> Callable:
 
 @contextmanager
 def tracing(matmul_precision: str) -> Iterator[None]:
-    """How every step is traced: at the plan's precision, without JAX's remarks on torch's index type.
+    """Traces a step at the plan's precision, without JAX's warnings about torch's index type.
 
-    One thread at a time, whatever the pair: torchax's modes and the filters of warnings are the process's.
+    One thread at a time for all pairs: torchax's modes and the warning filters are the process's.
     """
-    # In inference mode torch decomposes composite operators out of torchax's sight.
+    # In inference mode torch decomposes composite operators before torchax sees them.
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
     with (
         _tracing,
         inside(_tracing),
-        jax.enable_x64(False),  # a process may have it set; every program computes in 32 bits
+        jax.enable_x64(False),  # every program computes in 32 bits, whatever the process has set
         plain,
         precise,
         sharing(),
@@ -128,8 +132,8 @@ class Programs:
     """Compiled programs of one pair, by step and argument shapes. Tracing is locked, running is not.
 
     Args:
-        sizes: what the programs are made for, shown while they compile; None: show nothing.
-        platform: of the devices they run on; unset: JAX's default.
+        sizes: the programs' capacity, shown while they compile; None: show nothing.
+        platform: of their devices; unset: JAX's default.
     """
 
     def __init__(self, matmul_precision: str, sizes: str | None = None, platform: str | None = None):
@@ -138,9 +142,9 @@ class Programs:
         self._compiled: dict[Any, Callable] = {}
         self._started: dict[Any, Future] = {}
         self._uncounted: dict[Any, int] = {}
-        self._numbers: dict[Any, int] = {}  # of signatures, which are long to compare
+        self._numbers: dict[Any, int] = {}  # of signatures: comparing those takes long
         self._fresh = count_from(0)
-        self._signed: tuple[Any, int] = None, 0  # the latest weights, and the number of their signature
+        self._signed: tuple[Any, int] = None, 0  # the latest weights, and their signature's number
         self._lock = threading.Lock()
 
     def get(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Callable:
@@ -153,19 +157,19 @@ class Programs:
             try:
                 program = self._start(key, step, args, donate).result()
             except BaseException:
-                self._started.pop(key, None)  # the next call may have more memory, or more luck
+                self._started.pop(key, None)  # the next call may have more memory
                 raise
             self._compiled[key] = program
             count(self._uncounted.pop(key, 0))
         return program
 
     def shapes(self, step: Callable, args: tuple) -> Any:
-        """Shapes and types of what ``step`` makes of arguments shaped like ``args``."""
+        """Shapes and types of the result of ``step`` for arguments shaped like ``args``."""
         with holding(self._lock), tracing(self._precision):
             return jax.eval_shape(step, *args)
 
     def start(self, name: str, step: Callable, args: tuple, donate: tuple[int, ...] = ()) -> Future:
-        """Trace a program that `get` will ask for next. XLA compiles it meanwhile: done when it has."""
+        """Trace a program that `get` will ask for; a thread compiles it. Done when it is compiled."""
         return self._start(self._key(name, args), step, args, donate)
 
     def release(self) -> None:
@@ -176,7 +180,7 @@ class Programs:
         return name, *map(self._number, args)
 
     def _number(self, arg: Any) -> int:
-        """Equal for arguments that one program takes. Weights come in the same dict while none changes."""
+        """Equal for arguments of one program. Weights come in the same dict while none changes."""
         known, number = self._signed
         if arg is known and known is not None:
             return number
@@ -187,9 +191,9 @@ class Programs:
         return number
 
     def _start(self, key: tuple, step: Callable, args: tuple, donate: tuple[int, ...]) -> Future:
-        with holding(self._lock):  # tracing swaps weights in and out of the shared skeleton
+        with holding(self._lock):  # tracing swaps weights in the shared skeleton
             if key not in self._started:
-                end = self._compiling.start(_called(key[0], args))
+                end = self._compiling.start(_shown_name(key[0], args))
                 try:
                     with tracing(self._precision), _uncollected():
                         lowered = jax.jit(step, donate_argnums=donate).lower(*args)
@@ -210,15 +214,14 @@ class Programs:
         try:
             platform = self._platform or jax.default_backend()
             program = lowered.compile(EXACT if platform == "cpu" else None)
-            self._uncounted[key] = compilations()  # of this thread, which has no other work
+            self._uncounted[key] = compilations()  # of this thread, which does nothing else
         except BaseException as error:
             started.set_exception(error)
         else:
             started.set_result(program)
 
 
-def _called(name: str, args: tuple) -> str:
-    """What a program is for, in a user's words."""
+def _shown_name(name: str, args: tuple) -> str:
     if name == "prefill":
         return f"prompts of {args[-1].ids.shape[1]} tokens"
     return {"begin": "an empty state", "caches": "the caches", "read": "the results' read"}.get(name, name)
@@ -226,10 +229,8 @@ def _called(name: str, args: tuple) -> str:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cyclic garbage, which would go through all that torch and JAX hold each time.
-
-    It is the process's, so such garbage of other threads waits, too.
-    """
+    # The collector of cyclic garbage would visit all objects of torch and JAX each time. It is the process's:
+    # garbage of other threads waits too.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -240,7 +241,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _of_lowering(error: BaseException) -> bool:
-    """Whether ``error`` comes from what lowers, as for an operation that torchax does not know."""
+    """Whether the lowering raised ``error``, as for an operation that torchax does not know."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -249,43 +250,78 @@ def _of_lowering(error: BaseException) -> bool:
 
 
 def _signature(leaf) -> tuple:
-    """Where it lies is part of a program: one model on two meshes has two."""
+    # Programs depend on shardings: one model on two meshes has two.
     return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)
 
 
 AHEAD = 3
-"""Programs of a runtime that may be compiled at once: each takes memory of the host meanwhile."""
+"""Programs of a runtime that may compile at once: each takes host memory."""
 
 
-def run_in_turn(
+def run_pipelined(
     programs: Programs, steps: Sequence[tuple[str, Callable[[Any], tuple]]], state: Any, bar: Any
 ) -> Any:
-    """What the last of ``steps`` makes of ``state``. While some are compiled or run, the next is traced.
+    """The state after all ``steps``. While some are compiled or run, the next is traced.
 
-    A program's first run takes long, too: XLA's CPU runtime prepares its products then, one by one.
+    A program's first run takes long too: XLA's CPU runtime then prepares its products, one by one.
 
     Args:
-        programs: that compiles them.
-        steps: what each is called in the bar, and ``state -> (name, step, args, donate)`` of `Programs.get`,
-            where ``args`` hold the state and the step makes the next one. Called twice, to trace and to run.
+        programs: compiles them.
+        steps: each with its name in the bar and ``state -> (name, step, args, donate)`` for `Programs.get`,
+            where ``args`` hold the state and the step returns the next one. Called to trace and to run.
         state: consumed.
-        bar: moves on with each step that runs.
+        bar: advances with each step that runs.
     """
     waiting: deque[tuple[str, Callable[[Any], tuple], Future]] = deque()
 
     def run_next() -> Any:
-        called, step, _ = waiting.popleft()
-        bar.set_description(called)  # maybe for long: it may still be compiled
+        shown, step, _ = waiting.popleft()
+        bar.set_description(shown)  # it may still compile for long
         name, function, args, donate = step(state)
         following = programs.get(name, function, args, donate)(*args)
         bar.update()
         return following
 
-    for called, step in steps:
-        bar.set_description(called)
-        waiting.append((called, step, programs.start(*step(state))))
+    for shown, step in steps:
+        bar.set_description(shown)
+        waiting.append((shown, step, programs.start(*step(state))))
         while waiting and (waiting[0][2].done() or len(waiting) >= AHEAD):
             state = run_next()
     while waiting:
         state = run_next()
     return state
+
+
+class Constants(TorchFunctionMode):
+    """While open, a torch tensor that meets traced ones becomes a constant of the program.
+
+    The engine compiles anew when such a tensor is written or replaced (`torch_dflash.targets.guard`).
+
+    Raises:
+        ValueError: the tensor is a weight or of a tensor subclass: later changes would not be seen.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if _mixes_plain_and_traced(args, kwargs):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _constant, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _mixes_plain_and_traced(args: Any, kwargs: Any) -> bool:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return (
+        len({isinstance(leaf, Traced | View) for leaf in leaves if isinstance(leaf, torch.Tensor | View)}) > 1
+    )
+
+
+def _constant(leaf: torch.Tensor) -> Any:
+    if isinstance(leaf, Traced | View):
+        return leaf
+    if type(leaf) is not torch.Tensor:
+        raise ValueError(
+            f"runtime='xla': a forward reads a {type(leaf).__name__} {tuple(leaf.shape)} that is no "
+            "parameter or buffer of the target (a closure over another module?); later changes of it would "
+            "not be seen. Register it in the module, or pass runtime='eager'."
+        )
+    return environment().j2t_iso(jnp.asarray(to_numpy(leaf)))

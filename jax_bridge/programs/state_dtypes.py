@@ -1,4 +1,4 @@
-"""Between the state that a user holds and the one that the steps keep: on a CPU its caches are wider."""
+"""Converts a user's state to the runtime's and back; on a CPU the runtime keeps caches in float32."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState
 
 
-class Border:
-    """What `jax_bridge.state.widened` makes of a state, and its way back.
+class StateDtypes:
+    """States in the models' types outside of a runtime, and in the steps' types inside.
 
     Args:
         begin: ``(params, rows) -> state`` in the models' types.
-        plan: the states'.
-        programs: where conversions are compiled.
-        wide: whether the steps keep caches in float32.
+        plan: of the states. programs: compiles the conversions.
+        wide: the steps keep caches in float32 (`jax_bridge.state.widened`).
     """
 
     def __init__(self, begin: Callable, plan: DecodePlan, programs: Programs, wide: bool):
         self._begin, self._plan, self._programs, self._wide = begin, plan, programs, wide
         self._known: dict[Any, tuple[DecodeState, DecodeState]] = {}
-        self._latest: tuple[Any, Any] = object(), None  # weights, and what is known of states beside them
+        self._latest: tuple[Any, Any] = object(), None  # weights, and the shapes of their states
 
     def begin(self, params: Any, rows: RowRequests) -> DecodeState:
-        """An empty state as the steps keep it. To be traced."""
+        """An empty state in the steps' types. To be traced."""
         state = self._begin(params, rows)
         return widened(state) if self._wide else state
 
     def import_state(self, params: Any, state: DecodeState) -> DecodeState:
-        """A user's state as the steps keep it; consumes it.
+        """A user's state in the steps' types; consumes it.
 
         Raises:
             ValueError: it was consumed before, is of another plan or proposer, or a model was cast to another
@@ -71,11 +70,11 @@ class Border:
         self._latest = object(), None
 
     def shapes(self, params: Any) -> DecodeState:
-        """A user's empty state of models in these types, as shapes; ``params`` may be shapes, too."""
+        """The shapes of a user's empty state; ``params`` may be shapes too."""
         return self._shapes_of(params)[0]
 
     def _shapes_of(self, params: Any) -> tuple[DecodeState, DecodeState]:
-        """`shapes`, and those of the same state as the steps keep it."""
+        """`shapes`, and those of the same state in the steps' types."""
         latest, found = self._latest
         if latest is params:  # weights come in the same dict while none changes
             return found

@@ -1,21 +1,20 @@
-"""Grouped-query attention: projections, who sees whom, and one softmax over keys that lie apart.
+"""Grouped-query attention: projections, masks, and one softmax over keys in several arrays.
 
 Drafter and target project alike: heads of ``head_dim``, RMSNorm on queries and keys where the
 checkpoint has one, rotary positions. Every function takes the checkpoint name of its tensors.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_bridge.reference.config import DrafterConfig, LayerMask
+from jax_bridge.reference.config import DecoderConfig, LayerMask
 from jax_bridge.reference.rope import rotate
 
-# Every part takes the flat parameter mapping and the checkpoint name of its tensors.
 Params = Mapping[str, jax.Array]
 
 
@@ -42,80 +41,27 @@ def swiglu(params: Params, name: str, rows: Float[Array, "B W H"]) -> Float[Arra
 Rows = tuple[jax.Array, jax.Array]
 
 
-@runtime_checkable
-class Heads(Protocol):
-    """What the projections ask of a config."""
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-
 class Seen(NamedTuple):
-    """Keys and values [B, G, S, D], and which of them each query row sees: bool [B or 1, M, S]."""
+    """Keys and values [B, G, S, D], and the mask of the keys that query rows see: bool [B or 1, M, S]."""
 
     keys: jax.Array
     values: jax.Array
     visible: jax.Array
 
 
-def attention(
-    params: Params,
-    name: str,
-    config: DrafterConfig,
-    mask: LayerMask,
-    block: Float[Array, "B W H"],
-    context: Float[Array, "B R H"],
-    tables: Rows,
-    past: Rows | None,
-) -> tuple[Float[Array, "B W H"], Rows]:
-    """Block rows attend to the whole context and to the block; the cache grows.
-
-    Args:
-        params: tensors by checkpoint name.
-        name: prefix of this layer's attention tensors.
-        config: head sizes and the norm's epsilon.
-        mask: what block rows may see in this layer.
-        block: input-normed block rows.
-        context: new context features, as they are: no layer norm.
-        tables: cosine and sine [B, 1, n_rows + W, D] for the new context rows and the block.
-        past: K and V [B, G, S, D] of earlier context rows, K normed and rotated.
-
-    Returns:
-        The attention output and K, V of all context rows, old and new.
-    """
-    new, width = context.shape[1], block.shape[1]
-    cos, sin = tables
-    queries = project_queries(params, name, config, block, (cos[:, :, new:], sin[:, :, new:]))
-    rows = jnp.concatenate([context, block], axis=1)
-    keys, values = project_keys_values(params, name, config, rows, tables)
-    if past is not None:
-        keys = jnp.concatenate([past[0], keys], axis=2)
-        values = jnp.concatenate([past[1], values], axis=2)
-    committed = keys.shape[2] - width
-    at = jnp.arange(committed + width)[None]
-    mixed = attend(queries, [Seen(keys, values, visible(mask, at[:, committed:], at))])
-    return linear(params, f"{name}.o_proj", mixed), (
-        keys[:, :, :committed],
-        values[:, :, :committed],
-    )
-
-
 def project_queries(
-    params: Params, name: str, config: Heads, rows: Float[Array, "B M H"], tables: Rows
+    params: Params, name: str, config: DecoderConfig, rows: Float[Array, "B M H"], tables: Rows
 ) -> Float[Array, "B Q M D"]:
     """Normed (where there is a norm) and rotated queries of ``rows``."""
     return rotate(_normed_heads(params, name, "q", config, rows), *tables)
 
 
 def project_keys_values(
-    params: Params, name: str, config: Heads, rows: Float[Array, "B R H"], tables: Rows
+    params: Params, name: str, config: DecoderConfig, rows: Float[Array, "B R H"], tables: Rows
 ) -> Rows:
     """Keys, normed (where there is a norm) and rotated, and values [B, G, R, D] of ``rows``.
 
-    Where a value is not finite it is zero and its key NaN: a mask hides a key, but 0 * NaN is NaN.
+    Values that are not finite become zero and their keys NaN: a mask hides a key, but 0 * NaN is NaN.
     """
     keys = rotate(_normed_heads(params, name, "k", config, rows), *tables)
     values = _heads(linear(params, f"{name}.v_proj", rows), config.head_dim)
@@ -126,7 +72,7 @@ def project_keys_values(
 def attend(queries: Float[Array, "B Q M D"], parts: list[Seen]) -> Float[Array, "B M QD"]:
     """One softmax, in float32, over all ``parts``: query head q reads key head q // (Q / G).
 
-    Parts are joined by their weights' common sum, so a long cache is read where it lies.
+    Parts share one sum of weights, so a long cache is read in place.
     """
     batch, heads, count, dim = queries.shape
     grouped = queries.reshape(batch, parts[0].keys.shape[1], -1, count, dim)
@@ -151,7 +97,7 @@ def visible(mask: LayerMask, query: Int[Array, "B M"], key: Int[Array, "B S"]) -
     return seen if mask.window is None else seen & (jnp.abs(back) < mask.window)
 
 
-def _normed_heads(params: Params, name: str, kind: str, config: Heads, rows: jax.Array) -> jax.Array:
+def _normed_heads(params: Params, name: str, kind: str, config: DecoderConfig, rows: jax.Array) -> jax.Array:
     heads = _heads(linear(params, f"{name}.{kind}_proj", rows), config.head_dim)
     norm = f"{name}.{kind}_norm"
     return rms_norm(params, norm, heads, config.rms_norm_eps) if f"{norm}.weight" in params else heads

@@ -1,6 +1,6 @@
-"""What a DFlash2 drafter has besides a v1 drafter: convolutions, and a selector behind the head.
+"""The parts of a DFlash2 drafter besides v1's: convolutions, and a selector after the head.
 
-Both do nothing where the config has no ``second``, so the passes are written once.
+Both do nothing where the config has no ``dflash2``, so each pass is written once.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ SELECTOR = "candidate_selector"
 def convolved(
     params: Params, config: DrafterConfig, name: str, rows: Float[Array, "B W H"]
 ) -> tuple[Float[Array, "B W H"], Callable]:
-    """(``rows`` as the sublayer takes them, what is done to its output), for the convolution ``name``."""
-    if config.second is None:
+    """(The sublayer's input, the function for its output) of the convolution ``name``."""
+    if config.dflash2 is None:
         return rows, lambda out: out
-    taps, group = config.second.conv_kernel_size, config.second.conv_group_size
+    taps, group = config.dflash2.conv_kernel_size, config.dflash2.conv_group_size
     dynamic = linear(params, f"{name}.kernel_projection", rows)
     dynamic = dynamic.reshape(*rows.shape[:2], 2, taps, -1)
     kernels = params[f"{name}.base_kernel"] + jnp.repeat(dynamic, group, axis=-1)  # [B, W, 2, taps, H]
@@ -42,9 +42,9 @@ def choose(
     anchor: Int[Array, " B"],
 ) -> Int[Array, "B N"]:
     """The draft of each row: its best token, or the selector's choice given the draft before it."""
-    if config.second is None:
+    if config.dflash2 is None:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    value, token = jax.lax.top_k(scores, config.second.selector_top_k)
+    value, token = jax.lax.top_k(scores, config.dflash2.selector_top_k)
     state = linear(params, f"{SELECTOR}.hidden_projection", hidden)
     before, after = (params[f"{SELECTOR}.{name}_codebook"] for name in ("predecessor", "successor"))
 

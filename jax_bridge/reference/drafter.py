@@ -5,11 +5,25 @@ through the same projections; the context feature is shared by all layers and sk
 input norms, their output projections and their MLPs.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jax.lax import Precision
 from jaxtyping import Array, Float, Int
 
-from jax_bridge.reference.attention import Params, Rows, attention, linear, rms_norm, swiglu
+from jax_bridge.reference.attention import (
+    Params,
+    Rows,
+    Seen,
+    attend,
+    linear,
+    project_keys_values,
+    project_queries,
+    rms_norm,
+    swiglu,
+    visible,
+)
 from jax_bridge.reference.config import DrafterConfig
 from jax_bridge.reference.dflash2 import convolved
 from jax_bridge.reference.rope import rotary_tables
@@ -41,21 +55,43 @@ def forward(
         Hidden states after the final norm, in the parameters' dtype, and a new cache: per layer
         K and V [B, G, S, D] of all context rows so far, K normed and rotated. Block rows are
         never kept. The cache passed in is unchanged.
-
-    Raises:
-        ValueError: a shape or dtype that does not fit the config, by argument name.
     """
-    _check(params, config, noise_embeds, context_hidden_states, position_ids, cache)
     context = project(params, config, context_hidden_states)
-    tables = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
-    hidden = noise_embeds
-    kept: Cache = []
-    for layer, mask in enumerate(config.masks):
-        name = f"layers.{layer}"
+    new = context.shape[1]
+    cos, sin = rotary_tables(config.rope, position_ids, noise_embeds.dtype)
+
+    def attend_layer(index: int, name: str, block: Array) -> tuple[Array, Rows]:
+        """Block rows see the whole context and the block; the cache grows by the new context rows."""
+        queries = project_queries(params, name, config, block, (cos[:, :, new:], sin[:, :, new:]))
+        rows = jnp.concatenate([context, block], axis=1)
+        keys, values = project_keys_values(params, name, config, rows, (cos, sin))
+        if cache is not None:
+            keys, values = (
+                jnp.concatenate(pair, axis=2) for pair in zip(cache[index], (keys, values), strict=True)
+            )
+        committed = keys.shape[2] - block.shape[1]
+        at = jnp.arange(keys.shape[2])[None]
+        seen = visible(config.masks[index], at[:, committed:], at)
+        mixed = attend(queries, [Seen(keys, values, seen)])
+        kept = keys[:, :, :committed], values[:, :, :committed]
+        return linear(params, f"{name}.o_proj", mixed), kept
+
+    return run_layers(params, config, noise_embeds, attend_layer)
+
+
+def run_layers(
+    params: Params, config: DrafterConfig, hidden: Array, attend_layer: Callable[[int, str, Array], Any]
+) -> tuple[Float[Array, "B W H"], list]:
+    """All layers and the final norm: the block's hidden states, and each layer's new cache.
+
+    ``attend_layer(index, name of its tensors, normed block)`` returns the attention's output and that cache.
+    """
+    kept = []
+    for index in range(config.num_hidden_layers):
+        name = f"layers.{index}"
         block = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
-        past = cache[layer] if cache is not None else None
         block, after = convolved(params, config, f"{name}.attention_conv", block)
-        mixed, rows = attention(params, f"{name}.self_attn", config, mask, block, context, tables, past)
+        mixed, rows = attend_layer(index, f"{name}.self_attn", block)
         kept.append(rows)
         hidden = hidden + after(mixed)
         inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
@@ -82,28 +118,15 @@ def noise_embeddings(
         embed_weight: the target's embedding weight; not its module, which may scale by itself.
         anchor: last committed token of each sequence, ids in [0, V).
         width: W, for a block cut short; ``config.block_size`` by default.
-
-    Raises:
-        ValueError: width below 1, or a mask token outside the embedding.
     """
     width = config.block_size if width is None else width
-    if width < 1:
-        raise ValueError(f"width is {width}; it counts the anchor: at least 1")
-    if not 0 <= config.mask_token_id < embed_weight.shape[0]:
-        # jax clamps an index out of range to the last row instead of failing.
-        raise ValueError(
-            f"mask_token_id is {config.mask_token_id}, outside the {embed_weight.shape[0]} rows of "
-            "embed_weight; pass the embedding of this drafter's target"
-        )
     block = ((0, 0), (0, width - 1))
     ids = jnp.pad(anchor[:, None], block, constant_values=config.mask_token_id)
     return embed_weight[ids] * config.input_embedding_scale
 
 
 def logits(
-    config: DrafterConfig,
-    hidden: Float[Array, "B W H"],
-    head_weight: Float[Array, "V H"],
+    config: DrafterConfig, hidden: Float[Array, "B W H"], head_weight: Float[Array, "V H"]
 ) -> Float[Array, "B W V"]:
     """Draft logits through the target's head, multiplied, then soft-capped.
 
@@ -113,28 +136,3 @@ def logits(
     scores = scores * config.output_multiplier
     cap = config.final_logit_softcapping
     return scores if not cap or cap < 0 else jnp.tanh(scores / cap) * cap
-
-
-def _check(params, config, noise_embeds, context, position_ids, cache) -> None:
-    batch, width = noise_embeds.shape[:2]
-    features = len(config.target_layer_ids) * config.hidden_size
-    rows = context.shape[1]
-    expected = {
-        "noise_embeds": (noise_embeds, (batch, width, config.hidden_size)),
-        "context_hidden_states": (context, (batch, rows, features)),
-        "position_ids": (position_ids, (batch, rows + width)),
-    }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; this call asks for {shape}")
-    dtype = params["fc.weight"].dtype
-    for name in ("noise_embeds", "context_hidden_states"):
-        if expected[name][0].dtype != dtype:
-            raise ValueError(
-                f"{name} is {expected[name][0].dtype}, the parameters are {dtype}; cast one of them"
-            )
-    if cache is not None and len(cache) != config.num_hidden_layers:
-        raise ValueError(
-            f"cache has {len(cache)} layers, the drafter {config.num_hidden_layers}; "
-            "pass the cache that forward returned"
-        )

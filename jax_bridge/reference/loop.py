@@ -1,7 +1,7 @@
 """Greedy DFlash decoding of ragged batches: a prompt, then rounds, each one pure function of a state.
 
-A round drafts a block in one pass, has the target score it in one pass, and keeps the longest prefix
-that the target would have written itself, plus the token the target writes next (arXiv 2602.06036).
+A round drafts a block in one pass, scores it with the target in one pass, and keeps the longest prefix of the
+target's own tokens, plus the target's next token (arXiv 2602.06036).
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from jax_bridge.reference.attention import Params
 from jax_bridge.reference.config import DrafterConfig, TargetConfig
 from jax_bridge.reference.dflash2 import choose
 from jax_bridge.reference.drafter import logits, noise_embeddings, project
-from jax_bridge.reference.static import Layer, draft_pass, empty_layer, extend, put_rows
+from jax_bridge.reference.static import Layer, empty_layer, extend, put_rows, static_forward
 from jax_bridge.reference.target import EMBEDDING, Cache, empty_cache, forward_target, head_weight
 
 
@@ -28,7 +28,7 @@ class Models(NamedTuple):
     drafter: DrafterConfig
 
 
-class Weights(NamedTuple):
+class PairParams(NamedTuple):
     """The two parameter mappings by checkpoint name."""
 
     target: Params
@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 class State(NamedTuple):
     """A batch in mid-generation. B rows, S slots, W rows of a block, E stop ids."""
 
-    tokens: Any  # int32 [B, S], column = position; the anchor stands at column `length`
+    tokens: Any  # int32 [B, S], column = position; the anchor is at column `length`
     length: Any  # int32 [B], tokens whose target keys and values are in the cache
     limit: Any  # int32 [B], most tokens of a row, prompt included
     stop_ids: Any  # int32 [B, E], padded with -1
@@ -60,16 +60,11 @@ class Drafted(NamedTuple):
 
 
 def empty_state(
-    models: Models,
-    dtype: DTypeLike,
-    batch: int,
-    slots: int,
-    stop_slots: int = 8,
-    cache: Cache | None = None,
+    models: Models, dtype: DTypeLike, batch: int, slots: int, stop_slots: int = 8, cache: Cache | None = None
 ) -> State:
     """A state without prompts: all zeros, every row live. ``slots`` S must exceed a row's limit by W.
 
-    ``cache`` is the target's, empty; None gives it a static one.
+    ``cache`` is the target's, empty; None: a static one.
     """
     zeros = jnp.zeros(batch, jnp.int32)
     drafter = models.drafter
@@ -90,7 +85,7 @@ def empty_state(
 
 
 def prefill(
-    models: Models, weights: Weights, state: State, ids: Int[Array, "B T"], count: Int[Array, " B"]
+    models: Models, weights: PairParams, state: State, ids: Int[Array, "B T"], count: Int[Array, " B"]
 ) -> State:
     """Whole prompts into an empty state: ``ids`` padded on the right, ``count[b]`` of them real."""
     target, drafter = models
@@ -110,11 +105,11 @@ def prefill(
     )
 
 
-def draft(models: Models, weights: Weights, state: State) -> Drafted:
+def draft_block(models: Models, weights: PairParams, state: State) -> Drafted:
     """The drafter's pass of the next round, and its best token for each masked row."""
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
     noise = noise_embeddings(models.drafter, weights.target[EMBEDDING], anchor)
-    hidden, cache = draft_pass(
+    hidden, cache = static_forward(
         weights.drafter,
         models.drafter,
         noise.astype(state.context.dtype),
@@ -129,10 +124,10 @@ def draft(models: Models, weights: Weights, state: State) -> Drafted:
     return Drafted(hidden, tokens, cache)
 
 
-def decode_round(models: Models, weights: Weights, state: State) -> State:
+def decode_round(models: Models, weights: PairParams, state: State) -> State:
     """One round: every row that is not done gains between 1 and W tokens."""
     target, drafter = models
-    drafted = draft(models, weights, state)
+    drafted = draft_block(models, weights, state)
     anchor = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)
     block = jnp.concatenate([anchor, drafted.tokens], axis=1)
     out = forward_target(weights.target, target, block, state.length, state.target, drafter.target_layer_ids)
@@ -161,13 +156,13 @@ def decode_round(models: Models, weights: Weights, state: State) -> State:
 
 def start(
     models: Models,
-    weights: Weights,
+    weights: PairParams,
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: tuple[int, ...] = (),
     cache: Cache | None = None,
 ) -> State:
-    """The state after ``prompts``, which may differ in length.
+    """The state after ``prompts``, of any lengths.
 
     Args:
         models: the configs.
@@ -175,23 +170,10 @@ def start(
         prompts: token ids of each row.
         max_new_tokens: most new tokens of a row.
         stop_ids: ids after which a row ends.
-        cache: the target's, empty, such as `empty_pages` gives; consumed. None gives it a static one.
-
-    Raises:
-        ValueError: an empty prompt, ``max_new_tokens`` below 1, or a ``cache`` of other rows or with
-            too few slots.
+        cache: the target's, empty, such as from `empty_pages`; consumed. None: a static one.
     """
     lengths = [len(prompt) for prompt in prompts]
-    if not lengths or not all(lengths):
-        raise ValueError(f"prompts has lengths {lengths}; give at least one token per row")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1")
     slots = max(lengths) + max_new_tokens + models.drafter.block_size
-    if cache is not None and (cache[0].batch != len(prompts) or cache[0].slots < slots):
-        raise ValueError(
-            f"cache has {cache[0].batch} rows of {cache[0].slots} slots; these prompts and max_new_tokens "
-            f"need {len(prompts)} of at least {slots}"
-        )
     ids = np.zeros((len(prompts), max(lengths)), np.int32)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = prompt
@@ -205,15 +187,15 @@ def start(
 
 def decode(
     models: Models,
-    weights: Weights,
+    weights: PairParams,
     prompts: list[list[int]],
     max_new_tokens: int,
     stop_ids: tuple[int, ...] = (),
     cache: Cache | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """New tokens of each row, and how many each of its rounds committed (as ``State.accepted``).
+    """New tokens of each row, and the counts that its rounds committed (as ``State.accepted``).
 
-    Arguments and errors are those of ``start``.
+    Arguments are those of ``start``.
     """
     state = start(models, weights, prompts, max_new_tokens, stop_ids, cache)
     step = jax.jit(decode_round, static_argnums=0, donate_argnums=2)

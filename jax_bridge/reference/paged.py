@@ -1,7 +1,7 @@
-"""A paged target cache in plain JAX: gather every row's pages, mask what lies past its length.
+"""A paged target cache in plain JAX: gathers every row's pages and masks positions past its length.
 
-Position p of row b is ``pool[table[b, p // page], :, p % page]``: K and V side by side, zeros up to a
-whole number of lanes. Page 0 belongs to nobody: positions without a page are written there.
+Position p of row b is ``pool[table[b, p // page], :, p % page]``: K and V side by side, zeros up to a whole
+number of lanes. No row owns page 0: positions without a page are written there.
 """
 
 from typing import NamedTuple
@@ -19,32 +19,27 @@ LANES = 128
 
 
 class PagedLayer(NamedTuple):
-    """One layer's keys and values, and where each row's are. Every layer has its own copy of the table."""
+    """One layer's keys and values, and each row's page numbers. Every layer has its own copy of the table."""
 
     pool: Float[Array, "P G page_size KV"]
     table: Int[Array, "B row_pages"]
 
     @property
-    def batch(self) -> int:
-        """Rows B."""
-        return self.table.shape[0]
-
-    @property
     def slots(self) -> int:
-        """Positions that a row has columns for, `page_size` in each of its pages."""
+        """Positions of a row."""
         return self.table.shape[1] * self.pool.shape[2]
 
     def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["PagedLayer", Rows]:
-        """The layer with K and V [B, G, R, D] at ``start[b]``, and all it then holds: [B, G, S, D]."""
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and all its K and V: [B, G, S, D]."""
         keys, values = rows
         page, columns, dim = self.pool.shape[2], self.table.shape[1], keys.shape[3]
         at = positions(start, keys.shape[2])
         column = at // page
         number = jnp.take_along_axis(self.table, jnp.minimum(column, columns - 1), axis=1)
         number = jnp.where(column < columns, number, 0)
-        beside = jnp.concatenate([keys, values], axis=-1)
-        beside = jnp.pad(beside, ((0, 0), (0, 0), (0, 0), (0, self.pool.shape[3] - 2 * dim)))
-        fresh = beside.transpose(0, 2, 1, 3).astype(self.pool.dtype)
+        joined = jnp.concatenate([keys, values], axis=-1)
+        joined = jnp.pad(joined, ((0, 0), (0, 0), (0, 0), (0, self.pool.shape[3] - 2 * dim)))
+        fresh = joined.transpose(0, 2, 1, 3).astype(self.pool.dtype)
         layer = PagedLayer(self.pool.at[number, :, at % page].set(fresh), self.table)
         held = layer.rows()
         return layer, (held[..., :dim], held[..., dim : 2 * dim])
@@ -58,26 +53,15 @@ class PagedLayer(NamedTuple):
 def empty_pages(
     config: TargetConfig, table: Int[np.ndarray, "B row_pages"], pages: int, page_size: int, dtype: DTypeLike
 ) -> tuple[PagedLayer, ...]:
-    """Zeroed pools [P, G, page_size, KV] of every decoder layer, for rows whose pages are ``table``'s.
+    """Zeroed pools [P, G, page_size, KV] of every decoder layer, for rows with the pages of ``table``.
 
     Args:
         config: of the target.
-        table: page numbers, int32 [B, row_pages]; 0 where a row has no page. No two rows may share another
-            page.
+        table: page numbers, int32 [B, row_pages], unique but for 0: no page.
         pages: pages P of a pool, page 0 included.
         page_size: positions in a page.
         dtype: of keys and values.
-
-    Raises:
-        ValueError: ``table`` has not two axes, or names a page that no pool has.
     """
-    if table.ndim != 2:
-        raise ValueError(f"table has shape {table.shape}; give it [B, row_pages], page numbers")
-    if table.min() < 0 or table.max() >= pages:
-        raise ValueError(
-            f"table names pages {table.min()} to {table.max()}; the pool has 0 to {pages - 1}: give it "
-            "more pages, or name others"
-        )
     width = -(-2 * config.head_dim // LANES) * LANES
     shape = (pages, config.num_key_value_heads, page_size, width)
     layers = range(config.num_hidden_layers)

@@ -14,8 +14,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-SUPPORTED = ("default", "linear", "yarn", "llama3")
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -30,6 +28,12 @@ class Rope:
     scale: float = 1.0
 
 
+def check_field(fields: Mapping[str, Any], name: str, *known: Any) -> None:
+    """Raise ``ValueError`` for a value of ``name`` that would make a wrong parity without an error."""
+    if fields.get(name) not in (None, *known):
+        raise ValueError(f"{name} is {fields[name]!r}; this reference computes {known}")
+
+
 def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     """Rotary frequencies from a config in the old or the new transformers layout.
 
@@ -39,28 +43,21 @@ def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
         head_dim: D, even.
 
     Raises:
-        ValueError: unknown or per-layer-type rope, partial rotation, or a missing parameter.
+        ValueError: an unknown kind, a partial rotation, a rope per layer type. KeyError: a missing parameter.
     """
     rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
-    if nested:
-        raise ValueError(
-            f"rope parameters are nested per layer type ({', '.join(nested)}); this reference has one "
-            "rope for all layers: give rope_parameters as one flat dict"
-        )
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError("rope parameters per layer type; this reference has one rope for all layers")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in SUPPORTED:
-        raise ValueError(f"rope_type is {kind!r}; supported: {', '.join(SUPPORTED)}")
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor is {partial}; this reference needs 1.0")
+    check_field({"rope_type": kind}, "rope_type", "default", "linear", "yarn", "llama3")
+    check_field({**raw, **rope}, "partial_rotary_factor", 1)
     base = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     # Numpy in float32, not jax.numpy: the config is read on the host, once, and stays hashable.
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inv_freq = (1 / np.float32(base) ** exponent).astype(np.float32)
     scale = 1.0
     if kind == "linear":
-        inv_freq = inv_freq / np.float32(_need(rope, kind, "factor"))
+        inv_freq = inv_freq / np.float32(rope["factor"])
     elif kind == "yarn":
         inv_freq, scale = _yarn(inv_freq, base, head_dim, rope, raw)
     elif kind == "llama3":
@@ -68,27 +65,17 @@ def read_rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
     return Rope(tuple(float(f) for f in inv_freq), float(scale))
 
 
-def _need(rope: Mapping[str, Any], kind: str, name: str) -> int | float:
-    if rope.get(name) is None:
-        raise ValueError(f"{name} is missing from the {kind} rope parameters {dict(rope)}; add it")
-    return rope[name]
-
-
-def _trained_length(rope: Mapping[str, Any], raw: Mapping[str, Any], kind: str) -> int | float:
+def _trained_length(rope: Mapping[str, Any], raw: Mapping[str, Any]) -> int | float:
     """Context length before scaling; the top-level field has precedence in transformers."""
     name = "original_max_position_embeddings"
-    length = raw.get(name) or rope.get(name) or raw.get("max_position_embeddings")
-    if not length:
-        raise ValueError(f"{name} is missing from the {kind} rope parameters {dict(rope)}; add it")
-    return length
+    return raw.get(name) or rope.get(name) or raw["max_position_embeddings"]
 
 
 def _yarn(inv_freq, base, head_dim, rope, raw) -> tuple[np.ndarray, float]:
-    trained = _trained_length(rope, raw, "yarn")
-    if "factor" in rope and rope["factor"] is None and raw.get("max_position_embeddings"):
+    trained = _trained_length(rope, raw)
+    factor = rope["factor"]
+    if factor is None:
         factor = raw["max_position_embeddings"] / trained
-    else:
-        factor = _need(rope, "yarn", "factor")
 
     def temperature(weight: int | float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -102,7 +89,7 @@ def _yarn(inv_freq, base, head_dim, rope, raw) -> tuple[np.ndarray, float]:
             scale = temperature()
 
     def index_of(rotations: int | float) -> float:
-        """Frequency index that makes this many turns over the trained length."""
+        """Index of the frequency with this many turns over the trained length."""
         return head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = index_of(rope.get("beta_fast") or 32), index_of(rope.get("beta_slow") or 1)
@@ -117,10 +104,10 @@ def _yarn(inv_freq, base, head_dim, rope, raw) -> tuple[np.ndarray, float]:
 
 
 def _llama3(inv_freq, rope, raw) -> np.ndarray:
-    factor = np.float32(_need(rope, "llama3", "factor"))
-    low = np.float32(_need(rope, "llama3", "low_freq_factor"))
-    high = np.float32(_need(rope, "llama3", "high_freq_factor"))
-    turns = np.float32(_trained_length(rope, raw, "llama3")) * inv_freq / np.float32(2 * math.pi)
+    factor = np.float32(rope["factor"])
+    low = np.float32(rope["low_freq_factor"])
+    high = np.float32(rope["high_freq_factor"])
+    turns = np.float32(_trained_length(rope, raw)) * inv_freq / np.float32(2 * math.pi)
     # Few turns over the trained length: stretched. Many: kept. Between: linear in the turns.
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return (1 - kept) * inv_freq / factor + kept * inv_freq
@@ -132,10 +119,7 @@ def rotary_tables(
     """Cosine and sine per position, computed in float32, returned in ``dtype``."""
     angles = positions.astype(jnp.float32)[:, None, :, None] * jnp.array(rope.inv_freq, jnp.float32)
     angles = jnp.concatenate([angles, angles], axis=-1)
-    return (
-        (jnp.cos(angles) * rope.scale).astype(dtype),
-        (jnp.sin(angles) * rope.scale).astype(dtype),
-    )
+    return ((jnp.cos(angles) * rope.scale).astype(dtype), (jnp.sin(angles) * rope.scale).astype(dtype))
 
 
 def rotate(

@@ -1,7 +1,7 @@
 """Static cache arrays: every position has its slot from the start, and rows are written in place.
 
-A row's slots at or past its length are stale. They stay behind every mask until they are
-overwritten, so rejected drafts need no clean-up.
+A row's slots at or past its length are stale. Masks hide them until they are overwritten, so rejected drafts
+need no clean-up.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,10 @@ from jax_bridge.reference.attention import (
     linear,
     project_keys_values,
     project_queries,
-    rms_norm,
-    swiglu,
     visible,
 )
 from jax_bridge.reference.config import DrafterConfig
-from jax_bridge.reference.dflash2 import convolved
+from jax_bridge.reference.drafter import run_layers
 from jax_bridge.reference.rope import rotary_tables
 
 
@@ -35,23 +33,18 @@ class Layer(NamedTuple):
     value: Float[Array, "B G S D"]
 
     @property
-    def batch(self) -> int:
-        """Rows B."""
-        return self.key.shape[0]
-
-    @property
     def slots(self) -> int:
         """Positions S of a row."""
         return self.key.shape[2]
 
     def written(self, rows: Rows, start: Int[Array, " B"]) -> tuple["Layer", Rows]:
-        """The layer with K and V [B, G, R, D] at ``start[b]``, and all it then holds: [B, G, S, D]."""
+        """The layer with K and V [B, G, R, D] at ``start[b]``, and all its K and V: [B, G, S, D]."""
         layer = write_layer(self, rows, start)
         return layer, (layer.key, layer.value)
 
 
 def empty_layer(batch: int, heads: int, slots: int, dim: int, dtype: DTypeLike) -> Layer:
-    """Zeros: a slot behind the mask has weight 0, and 0 times what was never written must be 0."""
+    """Zeros: a hidden slot has weight 0, and 0 times its value must be 0."""
     shape = (batch, heads, slots, dim)
     return Layer(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -80,12 +73,12 @@ def positions(start: Int[Array, " B"], count: int) -> Int[Array, "B count"]:
     return start[:, None] + jnp.arange(count, dtype=start.dtype)
 
 
-# The network is that of `jax_bridge.reference.drafter`. What differs is where keys and values lie:
-# context rows of the last round are projected together with the block, so their weights are read once.
+# The network of `jax_bridge.reference.drafter` on other arrays: context rows of the last round are projected
+# together with the block, so weights are read once.
 Cache = tuple[Layer, ...]
 
 
-def draft_pass(
+def static_forward(
     params: Params,
     config: DrafterConfig,
     noise: Float[Array, "B W H"],
@@ -111,29 +104,21 @@ def draft_pass(
     cos, sin = rotary_tables(
         config.rope, jnp.concatenate([positions(held, rows), block_at], axis=1), noise.dtype
     )
-    slots = jnp.arange(cache[0].key.shape[2], dtype=length.dtype)[None]
+    slots = jnp.arange(cache[0].slots, dtype=length.dtype)[None]
     committed = (slots < length[:, None])[:, None]
-    hidden, written = noise, []
-    for index, (layer, mask) in enumerate(zip(cache, config.masks, strict=True)):
-        name = f"layers.{index}"
-        block = rms_norm(params, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
-        block, after = convolved(params, config, f"{name}.attention_conv", block)
-        queries = project_queries(
-            params, f"{name}.self_attn", config, block, (cos[:, :, rows:], sin[:, :, rows:])
-        )
-        keys, values = project_keys_values(
-            params, f"{name}.self_attn", config, jnp.concatenate([context, block], axis=1), (cos, sin)
-        )
-        layer = write_layer(layer, (keys[:, :, :rows], values[:, :, :rows]), held)
+
+    def attend_layer(index: int, name: str, block: Array) -> tuple[Array, Layer]:
+        mask = config.masks[index]
+        queries = project_queries(params, name, config, block, (cos[:, :, rows:], sin[:, :, rows:]))
+        joined = jnp.concatenate([context, block], axis=1)
+        keys, values = project_keys_values(params, name, config, joined, (cos, sin))
+        layer = write_layer(cache[index], (keys[:, :, :rows], values[:, :, :rows]), held)
         past = Seen(layer.key, layer.value, committed & visible(mask, block_at, slots))
         own = Seen(keys[:, :, rows:], values[:, :, rows:], visible(mask, block_at, block_at))
-        mixed = linear(params, f"{name}.self_attn.o_proj", attend(queries, [past, own]))
-        hidden = hidden + after(mixed)
-        inner = rms_norm(params, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
-        inner, after = convolved(params, config, f"{name}.mlp_conv", inner)
-        hidden = hidden + after(swiglu(params, f"{name}.mlp", inner))
-        written.append(layer)
-    return rms_norm(params, "norm", hidden, config.rms_norm_eps), tuple(written)
+        return linear(params, f"{name}.o_proj", attend(queries, [past, own])), layer
+
+    hidden, written = run_layers(params, config, noise, attend_layer)
+    return hidden, tuple(written)
 
 
 def extend(
@@ -147,9 +132,7 @@ def extend(
     tables = rotary_tables(config.rope, positions(start, context.shape[1]), context.dtype)
     return tuple(
         write_layer(
-            layer,
-            project_keys_values(params, f"layers.{index}.self_attn", config, context, tables),
-            start,
+            layer, project_keys_values(params, f"layers.{index}.self_attn", config, context, tables), start
         )
         for index, layer in enumerate(cache)
     )

@@ -70,15 +70,7 @@ def forward_target(
         cache: from ``empty_cache``, ``empty_pages`` or an earlier call; its layers decide the kind.
         taps: 0-based layers whose outputs, before the final norm, are the features, n of them.
         row: the one row per sequence whose logits are wanted; None gives those of all.
-
-    Raises:
-        ValueError: a tap that is no layer of this target.
     """
-    if not all(0 <= tap < config.num_hidden_layers for tap in taps):
-        raise ValueError(
-            f"taps is {list(taps)}; the target has layers 0 to {config.num_hidden_layers - 1}: pass the "
-            "target_layer_ids of a drafter made for this target"
-        )
     at = positions(start, ids.shape[1])
     slots = jnp.arange(cache[0].slots, dtype=at.dtype)[None]
     seen = visible(LayerMask(causal=True), at, slots)

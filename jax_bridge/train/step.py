@@ -15,10 +15,11 @@ import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
-from jax_bridge.train.autocast import Bfloat16Products
+from torch_dflash.ops.control_flow import chunked
 from torch_dflash.train.fit.blocks import Batch
 from torch_dflash.train.fit.objective import Losses, Vocabulary
 from torch_dflash.train.fit.options import FitOptions
@@ -29,7 +30,7 @@ AXIS = "data"
 
 
 def weightless(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` on the meta device: no weight can get into a program but as an argument."""
+    """A copy of ``module`` on the meta device: weights enter a program only as arguments."""
     memo: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in module.buffers()}
     for weight in module.parameters():
         memo[id(weight)] = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
@@ -37,9 +38,9 @@ def weightless(module: nn.Module) -> nn.Module:
 
 
 def optimizer(options: FitOptions, rate: Any) -> optax.GradientTransformation:
-    """``clip_grad_norm_`` and ``torch.optim.AdamW`` with ``rate``, which may be traced.
+    """``clip_grad_norm_`` and ``torch.optim.AdamW`` with ``rate`` (may be traced).
 
-    The one difference: torch divides by the norm plus 1e-6 when it clips.
+    One difference: torch divides by the norm plus 1e-6 when it clips.
     """
     return optax.chain(
         optax.clip_by_global_norm(options.clip), optax.adamw(rate, weight_decay=options.weight_decay)
@@ -49,8 +50,8 @@ def optimizer(options: FitOptions, rate: Any) -> optax.GradientTransformation:
 def lower_losses(student: Student, options: FitOptions) -> Callable[..., Any]:
     """``(params, frozen, batch, vocabulary) -> Losses``: `Student.forward`, whatever its weights.
 
-    ``params`` go by the drafter's parameter names, ``frozen`` by the student's. ``vocabulary.weight`` holds
-    numbers of head rows [C, 1] instead of the rows, which are picked on the device.
+    ``params`` have the drafter's parameter names, ``frozen`` the student's. ``vocabulary.weight`` holds
+    indices of head rows [C, 1]; the device picks the rows.
     """
     skeleton = weightless(student)
 
@@ -119,11 +120,54 @@ def lower_step(student: Student, options: FitOptions, mesh: Mesh) -> Callable[..
 
 
 def _over(mesh: Mesh, local: Callable, rows: P, replicated: int) -> Callable:
-    """``local`` on every device of the mesh; its last argument is cut over it, those before are whole.
+    """``local`` on every device of the mesh; its last argument is cut, those before are whole.
 
-    Cut by hand, not by the partitioner: the loss scans over chunks of all rows, and a scan over an axis
-    that is cut would make every device compute all of it.
+    The partitioner does not cut it: the loss scans over chunks of all rows, and in a scan over a cut axis
+    every device would compute all of them.
     """
     specs = (*[P()] * replicated, rows)
     # Sums over the mesh are written out, so gradients must not be summed over it a second time.
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+
+# The operations that torch's autocast casts, as far as the drafter uses them. torchax's autocast knows only
+# the operators that they decompose into, and never sees those.
+PRODUCTS = {
+    torch.nn.functional.linear,
+    torch.matmul,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.bmm,
+}
+
+
+class Bfloat16Products(TorchFunctionMode):
+    """Casts float32 inputs of products to bfloat16, as ``torch.autocast`` does; results are bfloat16 too.
+
+    Weights and their gradients stay float32 outside. Norms, the residual stream, softmaxes and losses are
+    float32: they compute in it, or promote a product's bfloat16 result with a float32 operand.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        if func is chunked:
+            # Its step runs later, when this mode is not on the stack.
+            step, *rest = args
+            args = (self._inside(step), *rest)
+        elif func in PRODUCTS:
+            args = tuple(map(_narrowed, args))
+            kwargs = {name: _narrowed(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _inside(self, step):
+        def run(*rows):
+            with self:
+                return step(*rows)
+
+        return run
+
+
+def _narrowed(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.to(torch.bfloat16) if floats else value

@@ -29,9 +29,9 @@ from torch_dflash.train.fit.student import Student
 def fit_xla(
     student: Student, sequences: Sequences, directory: Path, options: FitOptions, mesh: Mesh | None = None
 ) -> None:
-    """The fit of `torch_dflash.train.fit` with XLA: same files, so either goes on where the other stopped.
+    """The fit of `torch_dflash.train.fit` with XLA. Files are the same, so either continues the other's.
 
-    The trained weights are in ``student.drafter`` when it returns; when it is stopped, in the checkpoint.
+    Trained weights are in ``student.drafter`` after it returns, and in the checkpoint if it is stopped.
 
     Args:
         mesh: devices that share each micro-batch, one axis named "data"; unset: all of JAX's devices.
@@ -55,7 +55,7 @@ def data_mesh(devices: list[Any] | None = None) -> Mesh:
 
 
 def check_mesh(mesh: Mesh, batch_size: int) -> None:
-    """Raise ``ValueError`` unless the rows of a micro-batch can be cut evenly over the mesh."""
+    """Raise ``ValueError`` unless a micro-batch divides evenly over the mesh."""
     if mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh={mesh.axis_names}: must have the one axis {AXIS!r}; see `data_mesh`.")
     if jax.process_count() > 1:
@@ -98,7 +98,7 @@ class XlaTrainer:
         vocabulary = self._put(self._vocabulary(step))
         args = (self.params, self.state, self.frozen, rows, vocabulary, self._put(np.float32(rate)))
         program = self.programs.get("step", self._step, args, donate=(0, 1))
-        # One step waits while another runs; more would only hold more batches in device memory.
+        # One step waits while another runs; more would only hold batches in device memory.
         jax.block_until_ready(self._latest)
         self.params, self.state, *stepped = program(*args)
         self._latest = stepped
@@ -127,18 +127,18 @@ class XlaTrainer:
                 parameter.copy_(to_torch(self.params[name]))
 
     def _put(self, tree: Any, spec: P = P(), copy: bool = False) -> Any:  # noqa: B008 - immutable
-        """``tree`` on the mesh; ``copy``: in memory of JAX's own, which may be donated."""
+        """``tree`` on the mesh; ``copy``: in JAX's own memory, to be donated."""
         host = jax.devices("cpu")[0]
         return jax.device_put(to_jax(tree, copy=copy, device=host), NamedSharding(self.mesh, spec))
 
     def _shared(self, tensors: dict[str, torch.Tensor]) -> Arrays:
-        """Arrays of the tensors; of those in the same memory, as tied embedding and head are, one array."""
+        """Arrays of the tensors; tensors in the same memory, such as tied weights, share one."""
         arrays = {_memory(tensor): tensor for tensor in tensors.values()}
         arrays = {memory: self._put(tensor) for memory, tensor in arrays.items()}
         return {name: arrays[_memory(tensor)] for name, tensor in tensors.items()}
 
     def _stacked(self, batches: list[Batch]) -> Batch:
-        """The micro-batches as one [K, B, ...], padded to the widest: one scan, one program a width."""
+        """The micro-batches as one [K, B, ...], padded to the widest: one scan, one program per width."""
         width = max(batch.ids.shape[1] for batch in batches)
         padded = [_padded(batch, self.options.batch_size, width) for batch in batches]
         return jax.tree.map(lambda *rows: torch.stack(rows), *padded)
@@ -146,12 +146,12 @@ class XlaTrainer:
     def _vocabulary(self, step: int) -> Vocabulary | None:
         if self._always is None:
             return None
-        # Numbers of head rows instead of the rows: those are on the device already.
+        # Indices of head rows: the rows are on the device already.
         return self.schedule.vocabulary(step, self._numbers, None, self._always)
 
 
 def _padded(batch: Batch, rows: int, width: int) -> Batch:
-    """The batch with empty rows and columns added: no anchor, so nothing of them enters a loss."""
+    """The batch with empty rows and columns added: they have no anchor, so no loss."""
 
     def grown(value: Any, *shape: int, fill: int = 0) -> Any:
         if value is None or value.shape[: len(shape)] == shape:

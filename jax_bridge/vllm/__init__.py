@@ -1,1 +1,1 @@
-"""The half of the vLLM plug-in that runs on the device (`torch_dflash.integrations.vllm`)."""
+"""The device side of the vLLM plug-in (`torch_dflash.integrations.vllm`)."""

@@ -1,7 +1,7 @@
 """Draft keys and values in vLLM's pages: written row by row, read by a block that is never written.
 
-A page array is [pages, rows of a page, *row]; tpu-inference chooses the shape of ``row`` for its own kernels.
-In the order of memory a row holds, for each head, its key and then its value, each padded to ``width``.
+A page array is [pages, rows of a page, *row]; tpu-inference chooses the shape of ``row`` for its kernels. In
+memory order a row holds the key and then the value of each head, each padded to ``width``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 ROWS_AT_ONCE = 512
-"""Context rows read in one turn of the loop: what a pass holds beside the pages is bounded by them."""
+"""Context rows per turn of the loop: they bound a pass's memory besides the pages."""
 
 
 def write_rows(
@@ -56,10 +56,10 @@ def attend_block(
         pages: as `write_rows` fills them. table: the pages of each sequence, in order.
         length: rows of context. scale: factor on the scores. width: of a padded head.
         window: positions that a row sees on each side, its own included; None: all.
-        causal: whether a row is blind to later rows of the block.
+        causal: rows do not see later rows of the block.
         sinks: one learned logit per query head, without a value.
 
-    The context is read in a loop over pages, as far as the longest sequence: softmax is joined online.
+    A loop over pages reads the context up to the longest sequence, with a running softmax.
     """
     batch, heads, rows, dim = query.shape
     groups = key.shape[1]
@@ -104,7 +104,7 @@ def attend_block(
 
 
 def _visible(gap: Int[Array, "*S"], window: int | None, causal: bool) -> Bool[Array, "*S"]:
-    """Who sees whom by how many positions the key lies before the query (`torch_dflash.ops.attention`)."""
+    """The mask by the distance of the key before the query (`torch_dflash.ops.attention`)."""
     seen = gap >= 0 if causal else jnp.ones(gap.shape, bool)
     if window is not None:
         seen = seen & (gap < window)

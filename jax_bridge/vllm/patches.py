@@ -1,7 +1,7 @@
-"""Grammars, log-probabilities and temperatures beside drafts: faults of tpu-inference 0.32.0, mended.
+"""Fixes faults of tpu-inference 0.32.0 with drafts: grammars, log-probabilities and temperatures.
 
-Upstream places one mask of a grammar for each request, by the request's index in the batch. With drafts a
-request has several rows of logits, so a mask fell on rows of other requests and changed their texts.
+Upstream places one grammar mask per request, by the request's index in the batch. With drafts a request has
+several rows of logits, so masks fell on rows of other requests and changed their texts.
 """
 
 # pyright: reportMissingImports=false
@@ -20,19 +20,19 @@ from jaxtyping import Array, Float, Int
 
 @jax.jit
 def mask_rows(logits: Float[Array, "R V"], bits: Int[Array, "R N"]) -> Float[Array, "R V"]:
-    """``logits`` with the tokens at -inf whose bit is 0; token t is bit t % 32 of word t // 32."""
+    """``logits``, -inf for tokens whose bit is 0; token t is bit t % 32 of word t // 32."""
     allowed = (bits[:, :, None] >> jnp.arange(32)) & 1
     return jnp.where(allowed.reshape(len(bits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def bits_of_rows(grammar: Any, scheduled: Any, index: Any, drafts: np.ndarray, rows: int) -> np.ndarray:
-    """The bits [R, N] of a step's rows of logits; a request without a grammar may say every token.
+    """The bits [R, N] of a step's rows of logits; a request without a grammar may have every token.
 
     Args:
-        grammar: vLLM's ``GrammarOutput``: for each of its requests a mask behind the anchor and behind each
+        grammar: vLLM's ``GrammarOutput``: for each of its requests a mask after the anchor and after each
             scheduled draft.
-        scheduled: drafts by request id, as the scheduler counts them. index: rows of the batch by request id.
-        drafts: [S], how many drafts each request of the batch has. rows: R.
+        scheduled: drafts by request id, as the scheduler counts them. index: batch rows by request id.
+        drafts: [S], number of drafts of each request. rows: R.
     """
     bits = np.full((rows, grammar.grammar_bitmask.shape[1]), -1, np.int32)
     firsts, at = np.cumsum(drafts + 1) - (drafts + 1), 0
@@ -46,9 +46,9 @@ def bits_of_rows(grammar: Any, scheduled: Any, index: Any, drafts: np.ndarray, r
 
 
 def of_undrafted_steps(materialize: Callable) -> Callable:
-    """``_jax_logprobs_materialize`` of tpu-inference, for steps in which no request has a draft, too.
+    """tpu-inference's ``_jax_logprobs_materialize``, correct also in steps without any draft.
 
-    Its rows are those of all drafts and then one for each request. Without drafts upstream reads the first.
+    It has rows for all drafts and then one per request. Without drafts upstream reads the first rows.
     """
 
     @wraps(materialize)
@@ -67,10 +67,11 @@ def of_undrafted_steps(materialize: Callable) -> Callable:
 
 
 def of_each_temperature(compute: Callable) -> Callable:
-    """``_compute_probs`` of tpu-inference, for greedy rows and with the temperature before the filters, too.
+    """tpu-inference's ``_compute_probs``, correct for greedy rows, with the temperature before the filters.
 
-    Upstream filters verified rows by top-k and top-p first, others last. A greedy request's temperature is -1
-    there, so beside a sampled request the least likely token had the highest probability.
+    Upstream filters verified rows by top-k and top-p before the temperature, others after it. A greedy
+    request's temperature is -1, so next to a sampled request its least likely token had the highest
+    probability.
     """
 
     @wraps(compute)

@@ -1,8 +1,8 @@
-"""The proposer: tpu-inference's contract for DFlash, kept by our drafter over vLLM's own pages.
+"""The proposer: tpu-inference's contract for DFlash, with our drafter over vLLM's own pages.
 
 `Proposer.prepare_inputs` projects the target's features; `Proposer.propose` writes the context's keys and
-values and drafts. Each is one compiled call, and the host reads nothing. The proposer keeps no state of
-requests: their keys and values lie in pages that vLLM's scheduler allocates, shares and frees.
+values and drafts. Each is one compiled call without host reads. The proposer keeps no state of requests:
+their keys and values are in pages that vLLM's scheduler allocates, shares and frees.
 """
 
 # pyright: reportMissingImports=false
@@ -40,7 +40,7 @@ class Proposer(DFlashProposer):
     """Drafts for a PyTorch target with a drafter of any layout that `torch_dflash.load_drafter` reads.
 
     Args:
-        vllm_config, runner: as tpu-inference's own proposer gets them.
+        vllm_config, runner: as for tpu-inference's own proposer.
     """
 
     def __init__(self, vllm_config: Any, runner: Any):
@@ -51,7 +51,7 @@ class Proposer(DFlashProposer):
         check_drafts(self.config, self.num_speculative_tokens)
         check_pair(vllm_config.model_config.hf_text_config, self.config)
         self.block_size = 1  # ids per request in tpu-inference's warm-up: the anchor alone
-        read = self.draft_model_config.hf_config  # by that warm-up, in z-lab's layout
+        read = self.draft_model_config.hf_config  # that warm-up reads it in z-lab's layout
         taps = {"target_layer_ids": list(self.config.target_layer_ids)}
         read.dflash_config = (getattr(read, "dflash_config", None) or {}) | taps
         ways = get_mesh_shape_product(self.mesh, ShardingAxisName.KV_HEAD)
@@ -67,9 +67,9 @@ class Proposer(DFlashProposer):
         self._draft = jax.jit(self._draft_step, donate_argnames=("pages",), static_argnames=("places",))
 
     def load_model(self, target_model: Any) -> None:
-        """Load the drafter; ``target_model`` is not needed, for the runner holds it."""
+        """Load the drafter; ``target_model`` is unused: the runner holds it."""
         target = copy(self.vllm_config.model_config.hf_text_config)
-        target.dtype = self.vllm_config.model_config.dtype  # in which vLLM computes, whatever the files hold
+        target.dtype = self.vllm_config.model_config.dtype  # vLLM computes in it, whatever the files hold
         drafter = load_drafter(self.draft_model_config.model, target, target.dtype, **self.source)
         module = PagedDrafter(drafter.eval(), self.num_speculative_tokens)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -80,7 +80,7 @@ class Proposer(DFlashProposer):
         self.module = module.to("meta")
 
     def _spec(self, name: str, tensor: torch.Tensor) -> PartitionSpec:
-        """Where a weight lies: cut by heads and by columns of the MLP as the target's, or on every chip."""
+        """A weight's spec: cut by heads and by columns of the MLP like the target's, or whole."""
         axis = _CUT.get(name.split(".")[-2])
         if not self.cut or axis is None or tensor.ndim < axis + 1:
             return PartitionSpec()
@@ -89,14 +89,14 @@ class Proposer(DFlashProposer):
     def kv_cache_spec(self) -> dict[str, Any]:
         """vLLM's specification of the drafter's pages, by layer name.
 
-        A layer with a window keeps whole sequences, too: vLLM then needs no second group of pages for it.
+        Layers with a window also keep whole sequences: vLLM then needs no second group of pages.
         """
         manager, size = self.runner.kv_cache_manager, self.runner.cache_config.block_size
         spec = manager._create_attention_spec(size, self.groups, self.width)
         return {LAYER.format(at): spec for at in range(self.config.num_hidden_layers)}
 
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer of the drafter the group of its block table, and the index of its page array."""
+        """(Group of the block table, index of the page array) of each layer of the drafter."""
         groups = self.runner.kv_cache_config.kv_cache_groups
         names = map(LAYER.format, range(self.config.num_hidden_layers))
         return tuple(
@@ -118,7 +118,7 @@ class Proposer(DFlashProposer):
         num_rejected_tokens: jax.Array,
         num_reqs_dp: jax.Array,
     ) -> tuple[Any, jax.Array, jax.Array, Any]:
-        """(context rows and where they belong, anchors [S], unused, metadata with accepted lengths [S])."""
+        """(context rows and their places, anchors [S], unused, metadata with accepted lengths [S])."""
         given = (
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
@@ -157,7 +157,7 @@ class Proposer(DFlashProposer):
         return kept, drafts
 
     def _everywhere(self, given: Any) -> Any:
-        """Arrays on every chip: tpu-inference's warm-up places some otherwise, which would compile twice."""
+        """Arrays on every chip: tpu-inference's warm-up places some differently and would compile twice."""
         return jax.device_put(given, NamedSharding(self.mesh, PartitionSpec()))
 
     def _prepare_step(
@@ -171,7 +171,7 @@ class Proposer(DFlashProposer):
         owner = _owners(starts, rows)
         within = jnp.arange(rows) - starts[owner]
         at = lengths[owner] - accepted[owner] + within
-        # Rows of rejected drafts, and those that pad the batch, have no place in the context.
+        # Rows of rejected drafts and of padding have no place in the context.
         at = jnp.where((within < accepted[owner]) & (jnp.arange(rows) < starts[-1]), at, -1)
         context = self._call(weights, "project", torch_view(jnp.concatenate(features, axis=-1)))
         anchors = jnp.where(prefilling.astype(bool), following, sampled)
@@ -213,7 +213,7 @@ class Proposer(DFlashProposer):
         return pages, jax_view(drafts).astype(jnp.int32)
 
     def _repeated(self, rows: jax.Array, axis: int) -> jax.Array:
-        """Keys or values with each head as often as there are chips beyond the heads."""
+        """Keys or values with each head repeated to the number of ``groups``."""
         return jnp.repeat(rows, self.groups // rows.shape[axis], axis=axis)
 
     def _call(self, weights: Any, step: str, *args: Any) -> Any:
@@ -221,7 +221,7 @@ class Proposer(DFlashProposer):
             return torch.func.functional_call(self.module, torch_view(weights), (step, *args))
 
     def _embed(self, target: Any, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the target's embedding as they are stored: some targets' own methods scale them."""
+        """Stored rows of the target's embedding: methods of some targets scale them."""
         name, table = next(
             (name, module)
             for name, module in self.runner.model.model.named_modules()
@@ -232,7 +232,7 @@ class Proposer(DFlashProposer):
             return torch.func.functional_call(table, torch_view(weights), (ids,), tie_weights=False)
 
     def _logits(self, target: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits, through the runner's own function. Columns that pad the vocabulary lose."""
+        """The target's logits from the runner's function; columns that pad the vocabulary are -inf."""
         rows = jax_view(hidden)
         logits = self.runner.compute_logits_fn(target, rows.reshape(-1, rows.shape[-1]), None)
         known = jnp.arange(logits.shape[-1]) < self.runner.model_config.get_vocab_size()
@@ -241,6 +241,6 @@ class Proposer(DFlashProposer):
 
 
 def _owners(starts: jax.Array, rows: int) -> jax.Array:
-    """The request [R] of each of ``rows`` rows, whose requests begin at ``starts`` [S + 1]."""
+    """The request [R] of each of ``rows`` rows; requests begin at ``starts`` [S + 1]."""
     found = jnp.searchsorted(starts[1:], jnp.arange(rows), side="right")
     return jnp.minimum(found, starts.shape[0] - 2)

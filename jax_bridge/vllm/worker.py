@@ -1,4 +1,4 @@
-"""tpu-inference's worker and runner with our proposer. Only configurations with it get this worker."""
+"""tpu-inference's worker and runner with our proposer, for configurations that name it."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_bridge.vllm.proposer import Proposer
 # Upstream calls the functions by these names.
 tpu_runner._jax_logprobs_materialize = of_undrafted_steps(tpu_runner._jax_logprobs_materialize)
 rejection_sampler._compute_probs = of_each_temperature(rejection_sampler._compute_probs)
-# Upstream computes none where no request asks for more than that of the said token, which is the number 0.
+# Upstream computes none where every request asks only for the chosen token's, which is the number 0.
 InputBatch.max_num_logprobs = property(
     lambda batch: max(1, *batch.num_logprobs.values()) if batch.num_logprobs else None
 )
@@ -40,7 +40,7 @@ class Worker(tpu_worker.TPUWorker):
 
 
 class Runner(tpu_runner.TPUModelRunner):
-    """tpu-inference's runner: another proposer, its pages beside the target's, and the target's taps."""
+    """tpu-inference's runner with our proposer, its pages and the target's taps."""
 
     def _init_speculative_decoding(self) -> None:
         super()._init_speculative_decoding()
@@ -61,11 +61,11 @@ class Runner(tpu_runner.TPUModelRunner):
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _take_back(self, cached: Any) -> None:
-        """Mend what upstream does to requests that come back after a preemption, with async scheduling.
+        """Fix requests that resume after a preemption with async scheduling.
 
-        Such a request computes its prompt and its text anew, in chunks. The text is the scheduler's: this
-        runner's copy lacks the tokens that were under way when the request left, and holds zeros for them.
-        Upstream takes tokens behind the prompt for samples of the step before, and fails on their number.
+        Such a request recomputes its prompt and its text in chunks. The text is the scheduler's: this
+        runner's copy has zeros for tokens that were in flight when the request left. Upstream takes tokens
+        after the prompt for samples of the previous step, and fails on their number.
         """
         for name, tokens in cached.all_token_ids.items():
             request = self.requests[name]
@@ -106,9 +106,9 @@ class Runner(tpu_runner.TPUModelRunner):
         return mask_rows(logits, jax.device_put(bits, NamedSharding(self.mesh, PartitionSpec())))
 
     def take_draft_token_ids(self) -> Any:
-        """Drafts for the scheduler, which advances grammars by them; if asynchronous, of the step before.
+        """Drafts for the scheduler's grammars; with async scheduling, of the previous step.
 
-        Upstream hands out device arrays then, in the order of a batch that has been condensed since.
+        Upstream then returns device arrays, in the order of a batch that has been condensed since.
         """
         manager, before = self.speculative_decoding_manager, self._pre_async_results
         if not self.scheduler_config.async_scheduling or manager._draft_token_ids is None:
@@ -121,10 +121,10 @@ class Runner(tpu_runner.TPUModelRunner):
 
 
 def counted_alike(specs: dict[str, Any]) -> dict[str, Any]:
-    """Page specifications by layer, for which vLLM counts the memory that tpu-inference takes.
+    """Page specifications by layer for which vLLM counts tpu-inference's memory.
 
-    With windows in a part of the layers vLLM puts them in several groups, of which each page holds a layer of
-    each. tpu-inference gives layers of one shape one array, so a page takes as much as all shapes together.
+    With windows in some layers vLLM makes several groups, and a page holds a layer of each. tpu-inference
+    allocates one array per shape of layers, so a page takes as much as all shapes together.
     """
     shapes = {(spec.num_kv_heads, spec.head_size): spec.page_size_bytes for spec in specs.values()}
     if len(shapes) == 1 or len({type(spec) for spec in specs.values()}) == 1:
@@ -134,9 +134,9 @@ def counted_alike(specs: dict[str, Any]) -> dict[str, Any]:
 
 
 def tapped(vllm_config: Any, taps: Any) -> Any:
-    """A copy for the target's wrapper, which hands out features for the method "eagle3" alone.
+    """A copy for the target's wrapper, which returns features only for the method "eagle3".
 
-    ``taps``: layers whose outputs are the features, counted from 0. vLLM names a layer's output by the next.
+    ``taps``: 0-based layers whose outputs are the features. vLLM names a layer's output by the next layer.
     """
     given, speculative = copy.copy(vllm_config), copy.copy(vllm_config.speculative_config)
     speculative.method = "eagle3"

@@ -1,4 +1,4 @@
-"""The faster way to multiply weights on this CPU: measured once, kept on disk.
+"""Measures the faster product with a weight on this CPU, once, and keeps the answer on disk.
 
 On some CPUs a float32 weight kept as [in, out] gains a third, on others it loses one
 (`benchmarks/weight_layout.py`). The two round differently in the last bits: one process has one layout, two
@@ -21,47 +21,46 @@ import jax.numpy as jnp
 import jaxlib
 
 from jax_bridge.compilations import keep_programs, uncounted
-from jax_bridge.weights.forms import dot, dot_led
+from jax_bridge.weights.formats import dot, dot_led
 from torch_dflash.storage.files import StageError, write_json
 from torch_dflash.storage.machine import fingerprint
 
 FILE = "products.json"
 SMALLEST = 1 << 18
-"""Entries of the smallest weight that is measured; a smaller one is kept as [in, out]."""
+"""Entries of the smallest weight that is measured; smaller ones are kept as [in, out]."""
 MOST = 1 << 23
-"""Entries that a measurement reads, which a CPU's inner caches do not hold: some rows of a larger weight."""
+"""Entries that a measurement reads, more than a CPU's inner caches hold; of a larger weight, some rows."""
 ROWS = (1, 8)
 REPEATS = 4
 GAIN = 0.95
-"""Another way than the usual one is taken where it takes at most this part of the time."""
+"""Largest part of the usual product's time at which another one is chosen."""
 NARROW = (1024, 1024)
-"""Of the weights that show how fast a narrow type is: the CPU's instructions decide it, not the shape."""
+"""Shape of the weights that measure a narrow type: the CPU's instructions decide, not the shape."""
 LED = (2048, 2048)
-"""Of the weights that show whether those of 8 bits lead: the larger, the more they gain."""
+"""Shape of the weights that measure 8 bits as first operand: larger ones gain more."""
 LOSS = 1.2
-"""A narrow weight is kept in float32, twice its bytes, where its products take more than this many times as
-long."""
+"""A narrow weight is kept in float32, twice its bytes, where its products take longer by this factor."""
 
 
 def lies_by_inputs(shape: tuple[int, ...]) -> bool:
-    """Whether a float32 weight [out, in] is to be kept as [in, out]."""
+    """Whether to keep a float32 weight [out, in] as [in, out]."""
     out, size = shape
     return out * size < SMALLEST or _kept(min(out, max(1, MOST // size)), size)
 
 
 def is_slow(dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight [out, in] of a narrow type is to be multiplied in float32, which says the same."""
+    """Whether to multiply a weight [out, in] of a narrow type in float32, with equal results."""
     return prod(shape) >= SMALLEST and _slow(dtype)
 
 
 def leads(shape: tuple[int, ...]) -> bool:
-    """Whether a weight [out, in] of 8 bits is a product's first operand; with AMX, plain steps gain by it."""
+    """Whether to make a weight [out, in] of 8 bits the first operand; with AMX, plain steps gain by it."""
     return prod(shape) >= SMALLEST and _led()
 
 
 @cache
 def _kept(out: int, size: int) -> bool:
-    # Beside other work a measurement may say anything: the exception has to be seen three times.
+    # Under other load one measurement means little: the exception must be seen three times.
     return _once(f"[{out}, {size}]", lambda: any(_measure(out, size) for _ in range(3)))
 
 
@@ -76,7 +75,7 @@ def _led() -> bool:
 
 
 def _once(name: str, measure: Callable[[], bool]) -> bool:
-    """What ``measure`` says, once for all processes on machines like this one."""
+    """The answer of ``measure``, once for all processes on machines like this one."""
     machine, file = f"{fingerprint()}, jaxlib {jaxlib.__version__}", _file()
     known = _read(file)
     own = known.setdefault(machine, {})
@@ -90,7 +89,7 @@ def _once(name: str, measure: Callable[[], bool]) -> bool:
 
 
 def _file() -> Path | None:
-    """Where programs are kept too, if they are kept on this machine."""
+    # Beside the compiled programs, if those are kept.
     keep_programs()
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
@@ -107,7 +106,7 @@ def _read(file: Path | None) -> dict[str, dict]:
 
 
 def _measure(out: int, size: int) -> bool:
-    """Time a plain step's and a round's product in both layouts, in turns."""
+    """Times a plain step's and a round's product in both layouts, in turns."""
     count = max(1, MOST // (out * size))
     layouts = {"oi": (out, size), "io": (size, out)}
     weights = {name: [jnp.full(shape, 0.5) for _ in range(count)] for name, shape in layouts.items()}
@@ -117,7 +116,7 @@ def _measure(out: int, size: int) -> bool:
 
 
 def _measure_type(dtype: str) -> bool:
-    """Time the products of a narrow type and of float32."""
+    """Times the products of a narrow type and of float32."""
     count = MOST // prod(NARROW)
     weights = {kind: [jnp.full(NARROW, 0.5, kind) for _ in range(count)] for kind in (dtype, "float32")}
 
@@ -129,7 +128,7 @@ def _measure_type(dtype: str) -> bool:
 
 
 def _measure_led() -> bool:
-    """Time the products of 8 bits with the rows first and with the weight first."""
+    """Times the products of 8 bits with the rows first and with the weight first."""
     weights = [jnp.ones(LED, jnp.int8) for _ in range(MOST // prod(LED))]
     products = {
         of: jax.jit(lambda rows, weight, of=of: of(rows.astype(jnp.int8), weight, jnp.int32))
@@ -140,7 +139,7 @@ def _measure_led() -> bool:
 
 
 def _race(size: int, products: dict[Any, Callable], weights: dict[Any, list[jax.Array]]) -> dict[Any, float]:
-    """Seconds by name, in turns, for rows of ``size`` entries."""
+    """Seconds by name for rows of ``size`` entries."""
     seconds = dict.fromkeys(products, 0.0)
     for rows in (jnp.ones((number, size)) for number in ROWS):
         runs = {name: partial(_run, product, rows, weights[name]) for name, product in products.items()}
@@ -152,7 +151,6 @@ def _race(size: int, products: dict[Any, Callable], weights: dict[Any, list[jax.
 
 
 def _run(product: Callable, rows: jax.Array, weights: list[jax.Array]) -> float:
-    """Seconds that the products with all weights take."""
     started = time.perf_counter()
     jax.block_until_ready([product(rows, weight) for weight in weights])
     return time.perf_counter() - started

@@ -1,7 +1,7 @@
-"""Products padded to a size from which on a CPU rounds each row alike, whatever stands beside it.
+"""Pads products to sizes at which a CPU rounds each row alike, whatever the other rows are.
 
-Found by trying shapes (`tests/bridge/test_steady.py`): the library beneath chooses its code, and with it the
-order of the sums, by how many rows there are and how long they are.
+The sizes were found by trying shapes (`tests/bridge/test_row_reductions.py`): the library beneath chooses its
+code, and so the order of the sums, by the number of rows and by their length.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from torch_dflash.storage.machine import instructions
 
 HALVES = (jnp.bfloat16, jnp.float16)
 TILE = 32
-"""Halves in a row of one of AMX's tiles."""
+"""Half-precision numbers in a row of an AMX tile."""
 EIGHT = 8
-"""Rows that its tiles leave nothing over of."""
+"""Rows that fill AMX tiles without a rest."""
 OUTPUTS = 4
-"""Entries of a row of the result. With fewer, as of a gate, the order of the sums depends on how many rows
-there are on some CPUs."""
+"""Fewest entries of a result's row. With fewer, as of a gate, the order of the sums depends on the number of
+rows on some CPUs."""
 
 
 def enough_rows(dtype: Any, count: int, least: int = 2) -> int:
-    """How many rows a product of ``count`` rows in this type has, so that this CPU rounds each of them alike.
+    """Rows of a padded product of ``count`` rows in this type, so that this CPU rounds each row alike.
 
-    A product of one row has an order of its own. With AMX, so have halves of few rows, and what its
-    tiles leave over: whole eights have not, and take no longer. ``least``: of other types, whose sums may be
-    exact.
+    A product of one row has its own order. With AMX, so have few rows of halves and a rest of its tiles;
+    whole eights have not, and take no longer. ``least``: rows of other types, whose sums may be exact.
     """
     if dtype not in HALVES:
         return max(count, least)
@@ -37,12 +36,12 @@ def enough_rows(dtype: Any, count: int, least: int = 2) -> int:
 
 
 def whole_tiles(dtype: Any, size: int) -> int:
-    """How long the rows of such a product are, of ``size`` entries: with AMX, whole tiles have one order."""
+    """Length of the padded rows of ``size`` entries: with AMX, whole tiles have one order."""
     return -(-size // TILE) * TILE if dtype in HALVES and _has_tiles() else size
 
 
 def enlarged(array: Array, axis: int, least: int) -> Array:
-    """``array`` with zeros behind it along ``axis``, where it has fewer entries there than ``least``."""
+    """``array``, padded with zeros to ``least`` entries along ``axis``."""
     missing = max(least - array.shape[axis], 0)
     if not missing:
         return array

@@ -1,7 +1,7 @@
-"""Products in the form that the device is fast at; only the CPU's differs.
+"""Products in the form that is fast on the device; only the CPU's differs.
 
 XLA's CPU compiler makes a product with a bfloat16 result ten times slower than one with a float32 result that
-is rounded after. A product of one row it computes in a way of its own, which is rounded otherwise.
+is rounded after. It also computes a product of one row by other code, with another rounding.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_bridge.weights.forms import Multiplier, Transposed, dot
+from jax_bridge.weights.formats import Multiplier, Transposed, dot
 from jax_bridge.weights.padding import HALVES, OUTPUTS, enlarged, enough_rows, whole_tiles
 
 
 def linear_jax(
     rows: Float[Array, "... in"], weight: Any, bias: Float[Array, " out"] | None = None
 ) -> Float[Array, "... out"]:
-    """``rows @ weight.T + bias``, rounded once; ``weight``: an array, or a form with a way of its own."""
+    """``rows @ weight.T + bias``, rounded once; ``weight``: an array, or a format with its own product."""
     if isinstance(weight, Multiplier):
         return _summed_wide(rows, weight, bias)
-    if isinstance(weight, Transposed):  # XLA would not merge a transpose into a conditional's side
+    if isinstance(weight, Transposed):  # XLA would not merge a transpose into a branch of a conditional
         return _plus(jnp.einsum("...a,ab->...b", rows, weight.array), bias)
     if rows.dtype not in HALVES or rows.dtype != weight.dtype:
         return _as_it_is(rows, weight, bias)
@@ -49,8 +49,8 @@ def stacked_linear_jax(
 ) -> Float[Array, "experts R out"]:
     """`torch_dflash.ops.spread.stacked_linear`.
 
-    The weights' axis is summed where it lies: with a transpose XLA's CPU compiler copies one weight but not a
-    stack of them, and rounds the two otherwise.
+    The sum runs over the weights' axis in place: with a transpose XLA's CPU compiler copies one weight but
+    not a stack of them, and rounds the two differently.
     """
 
     def as_it_is(rows: Array, stack: Array) -> Array:
@@ -63,7 +63,7 @@ def stacked_linear_jax(
 
 
 def stacked_sums(rows: Array, stack: Array, *, transposed: bool) -> Float[Array, "experts R out"]:
-    """The same in float32 at least, as a CPU sums it."""
+    """`stacked_linear_jax` in float32 at least, as a CPU sums it."""
     size = whole_tiles(rows.dtype, rows.shape[2])
     many = enlarged(enlarged(rows, 1, enough_rows(rows.dtype, rows.shape[1])), 2, size)
     summed, other = (1, 2) if transposed else (2, 1)

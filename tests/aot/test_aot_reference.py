@@ -1,7 +1,5 @@
 """What lowering costs: our round and the reference's, compiled by the TPU compiler on the same dimensions."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 
@@ -15,7 +13,7 @@ from jax_bridge._torchax import call_torch
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot.hlo import Program
 from jax_bridge.reference import loop
-from jax_bridge.reference.checkpoint import expected_shapes, target_shapes
+from jax_bridge.reference.checkpoint import drafter_shapes, target_shapes
 from jax_bridge.reference.config import read_config, read_target_config
 from torch_dflash.ops.block_attention import block_attention
 
@@ -42,7 +40,7 @@ def reference_round(model: aot.AbstractPair) -> aot.CompiledStep:
         return {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in named.items()}
 
     plan = model.pair.plan
-    weights = loop.Weights(shapes(target_shapes(models.target)), shapes(expected_shapes(models.drafter)))
+    weights = loop.PairParams(shapes(target_shapes(models.target)), shapes(drafter_shapes(models.drafter)))
     state = jax.eval_shape(
         lambda: loop.empty_state(models, jnp.bfloat16, plan.batch_size, plan.slots, plan.stop_slots)
     )

@@ -1,7 +1,5 @@
 """What `fit_memory` takes for granted, asked of the TPU compiler."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """What a full published pair moves on one v5p chip, on pages: compiled whole, held against the floor."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """A prompt chunk through the whole of both models, compiled for TPU."""
 
-from __future__ import annotations
-
 from math import prod
 
 import jax

@@ -1,7 +1,5 @@
 """Rounds of large pairs compiled for slices: what each chip moves, and what the chips exchange."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -19,7 +17,7 @@ from jax_bridge.aot.hlo import Program, exchanges, forbidden
 from jax_bridge.aot.shapes import floor_on_slice
 from jax_bridge.devices.on_mesh import shardings
 from jax_bridge.mesh import current, rules
-from jax_bridge.mesh.cut import Way
+from jax_bridge.mesh.cut import Partition
 from jax_bridge.mesh.shape import ALL
 from jax_bridge.weights.products import linear_jax
 from torch_dflash.ops.spread import likeliest
@@ -171,17 +169,17 @@ def test_half_a_head_is_noticed(monkeypatch):
 
 
 def test_a_cut_inside_of_experts_is_noticed(monkeypatch):
-    real = rules.ways_of_target
+    real = rules.partitions_of_target
 
     def inside(model, mesh):
         ways = real(model, mesh)
         cuts = {"gate_up_proj": P(None, ALL), "down_proj": P(None, None, ALL)}
         for name in ways:
             if ".experts." in name:
-                ways[name] = Way(mesh, cuts[name.rpartition(".")[2]])
+                ways[name] = Partition(mesh, cuts[name.rpartition(".")[2]])
         return ways
 
-    monkeypatch.setattr(rules, "ways_of_target", inside)
+    monkeypatch.setattr(rules, "partitions_of_target", inside)
     assert faults("qwen3-coder-30b-a3b", "v5e:2x4", 8, step="verify")
 
 
@@ -191,6 +189,6 @@ def test_experts_one_by_one_are_noticed(monkeypatch):
 
 
 def test_products_left_to_the_partitioner_are_noticed(monkeypatch):
-    monkeypatch.setattr(ops, "cut_linear", lambda rows, cut, bias: linear_jax(rows, cut.array, bias))
+    monkeypatch.setattr(ops, "partitioned_linear", lambda rows, cut, bias: linear_jax(rows, cut.array, bias))
     found = faults("qwen3-32b", "v5e:2x4", 8, batch_size=4)
     assert "0 sums in float32" in found, found

@@ -1,7 +1,5 @@
 """Reading a compiled TPU program: bytes through HBM, buffers reused, and what it may not hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from jax_bridge.aot.hlo import Program, all_bytes, forbidden, hbm_bytes, read_aliases
@@ -78,75 +76,51 @@ def traffic(*lines: str, other: str = "") -> int:
         f"  %{name} = f32[100]{{0:T(128){'S(1)' * (name == 'v')}}} parameter({index})"
         for index, name in enumerate(head)
     ]
-    entry = "\n".join(
-        ["ENTRY %main (a: f32[100]) -> f32[100] {", *parameters, *(f"  {line}" for line in lines), "}"]
-    )
+    body = [*parameters, *(f"  {line}" for line in lines), "}"]
+    entry = "\n".join(["ENTRY %main (a: f32[100]) -> f32[100] {", *body])
     return hbm_traffic(Program(f"HloModule step\n\n{other}\n{entry}\n"))
 
 
 HBM, VMEM = "f32[100]{0:T(128)}", "f32[100]{0:T(128)S(1)}"
-ROWS = "f32[10]{0:T(128)}"
+ROWS, FEW = "f32[10]{0:T(128)}", "f32[10]{0:T(128)S(1)}"
+
+
+KERNEL, ALIASING = 'custom_call_target="tpu_custom_call"', ", output_to_operand_aliasing="
+LAYOUT = ", operand_layout_constraints={f32[100]{0}, f32[100]{0}}"
 
 
 @pytest.mark.parametrize(
-    ("lines", "expected"),
+    ("line", "expected"),
     [
-        ([f'%k = {HBM} custom-call(%a, %w), custom_call_target="tpu_custom_call"'], 1200),
+        (f"{HBM} custom-call(%a, %w), {KERNEL}", 1200),
+        # A paged pool: read by the kernel, extended in place, and the rows that come out of it.
+        (f"({ROWS}, {HBM}) custom-call(%v, %w), {KERNEL}{LAYOUT}{ALIASING}{{{{1}}: (1, {{}})}}", 440),
         (
-            [  # a paged pool: read by the kernel, extended in place, and the rows that come out of it
-                f'%k = ({ROWS}, {HBM}) custom-call(%v, %w), custom_call_target="tpu_custom_call", '
-                "operand_layout_constraints={f32[100]{0}, f32[100]{0}}, "
-                "output_to_operand_aliasing={{1}: (1, {})}",
-            ],
-            40 + 400,
-        ),
-        (
-            [
-                f'%k = ({HBM}, {HBM}) custom-call(%a, %w), custom_call_target="tpu_custom_call", '
-                "output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}",
-            ],
+            f"({HBM}, {HBM}) custom-call(%a, %w), {KERNEL}{ALIASING}{{{{0}}: (0, {{}}), {{1}}: (1, {{}})}}",
             800,
         ),
-        (
-            [
-                f'%k = {HBM} custom-call(%a), custom_call_target="tpu_custom_call", '
-                "output_to_operand_aliasing={{}: (0, {})}",
-            ],
-            400,
-        ),
-        ([f'%k = {HBM} custom-call(), custom_call_target="AllocateBuffer"'], 0),
+        (f"{HBM} custom-call(%a), {KERNEL}{ALIASING}{{{{}}: (0, {{}})}}", 400),
+        (f'{HBM} custom-call(), custom_call_target="AllocateBuffer"', 0),
     ],
     ids=["plain", "one aliased", "both aliased", "the only result aliased", "room"],
 )
-def test_custom_calls_count_an_aliased_buffer_once(lines, expected):
-    assert traffic(*lines) == expected
+def test_custom_calls_count_an_aliased_buffer_once(line, expected):
+    assert traffic(f"%k = {line}") == expected
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (
-            [f"%s = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%d = {VMEM} copy-done(%s)"],
-            400,
-        ),
-        (
-            [f"%s = ({HBM}, {VMEM}, u32[]{{:S(2)}}) copy-start(%v)", f"%d = {HBM} copy-done(%s)"],
-            400,
-        ),
+        ([f"%s = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%d = {VMEM} copy-done(%s)"], 400),
+        ([f"%s = ({HBM}, {VMEM}, u32[]{{:S(2)}}) copy-start(%v)", f"%d = {HBM} copy-done(%s)"], 400),
         ([f"%s = ({HBM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%d = {HBM} copy-done(%s)"], 800),
         (
-            [
-                f"%s = (({HBM}), f32[10]{{0:T(128)S(1)}}, s32[]) slice-start(%a), slice={{[0:10]}}",
-                "%d = f32[10]{0:T(128)S(1)} slice-done(%s)",
-            ],
+            [f"%s = (({HBM}), {FEW}, s32[]) slice-start(%a), slice={{[0:10]}}", f"%d = {FEW} slice-done(%s)"],
             40,
         ),
         (
-            [
-                f"%s = (({HBM}), f32[10]{{0:T(128)S(1)}}, s32[]) async-start(%a), calls=%cut",
-                "%u = f32[10]{0:T(128)S(1)} async-update(%s)",
-                "%d = f32[10]{0:T(128)S(1)} async-done(%u)",
-            ],
+            [f"%s = (({HBM}), {FEW}, s32[]) async-start(%a), calls=%cut"]
+            + [f"%u = {FEW} async-update(%s)", f"%d = {FEW} async-done(%u)"],
             40,
         ),
         ([f"%s = {HBM} all-reduce-start(%a), to_apply=%sum", f"%d = {HBM} all-reduce-done(%s)"], 800),
@@ -157,21 +131,14 @@ def test_custom_calls_count_an_aliased_buffer_once(lines, expected):
     ids=["fetch", "write back", "copy", "slice", "async", "all-reduce", "all-gather", "from VMEM", "call"],
 )
 def test_asynchronous_pairs_count_what_they_stand_for(lines, expected):
-    kind = ROWS if "call" in lines[-1] else "f32[10]{0:T(128)S(1)}"
-    cut = (
-        "%cut (p: f32[100]) -> f32[10] {\n"
-        f"  %p = {HBM} parameter(0)\n"
-        f"  ROOT %s.1 = {kind} slice(%p), slice={{[0:10]}}\n"
-        "}\n"
-    )
+    kind = ROWS if "call" in lines[-1] else FEW
+    cut = f"%cut (p: f32[100]) -> f32[10] {{\n  %p = {HBM} parameter(0)\n"
+    cut += f"  ROOT %s.1 = {kind} slice(%p), slice={{[0:10]}}\n}}\n"
     assert traffic(*lines, other=cut) == expected
 
 
-FETCH = [
-    f"%s = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a), cross_program_prefetch_index=0",
-    f"%d = {VMEM} copy-done(%s)",
-    f"%u = {VMEM} negate(%d)",
-]
+FETCH = [f"%s = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a), cross_program_prefetch_index=0"]
+FETCH += [f"%d = {VMEM} copy-done(%s)", f"%u = {VMEM} negate(%d)"]
 FETCH_AGAIN = [f"%t = ({VMEM}, {HBM}, u32[]{{:S(2)}}) copy-start(%a)", f"%e = {VMEM} copy-done(%t)"]
 
 

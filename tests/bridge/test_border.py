@@ -1,7 +1,5 @@
 """States and trees across the border: lossless in both directions, in mid-generation, memory owned."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from functools import partial
 
@@ -23,9 +21,7 @@ NEW = 20
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [7] * 3, list(range(20, 41))]
 
 
-class Side:
-    """An engine's steps one by one, on one side of the border."""
-
+class Side:  # an engine's steps one by one, on one side of the border
     def __init__(self, pair, runtime, cache="static"):
         options = {"max_length": 64, "batch_size": 4, "rounds_per_chunk": 1, "filters": False}
         options["outputs"] = ("output_logprobs",)
@@ -47,7 +43,6 @@ class Side:
         return state
 
     def finish(self, state):
-        """Tokens of every row and the number of tokens each round gave it."""
         while not look(self.runtime, state).done.all():
             state = self.advance(state)
         seen = look(self.runtime, state)

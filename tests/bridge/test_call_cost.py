@@ -1,7 +1,5 @@
 """What a call does on the host beside its programs: counted, not timed."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 import torch
@@ -34,7 +32,7 @@ def counts(monkeypatch):
     counted(nn.Module, "named_modules", "walks")
     counted(Engine, "follow", "asked")
     counted(jax, "device_put", "transfers")
-    counted(weights, "places", "weights looked at")
+    counted(weights, "samples", "weights looked at")
     counted(guard, "parts", "functions looked into")
     return found
 

@@ -1,7 +1,5 @@
 """Compiled programs outlive the process: found by the next, kept where the user says, never in the way."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -39,7 +37,6 @@ print(jax.config.jax_compilation_cache_dir)
 
 
 def said_by(code, **environment):
-    """The words of a new process."""
     done = python(code, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()

@@ -1,7 +1,5 @@
 """What a compiled chunk of rounds copies on the CPU: nothing the size of a cache or a weight."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from math import prod
@@ -15,7 +13,7 @@ import torch_dflash as td
 from jax_bridge import ops
 from jax_bridge.kernels import row_reductions as angles
 from jax_bridge.programs import lower
-from jax_bridge.weights.forms import StoredWeight
+from jax_bridge.weights.formats import StoredWeight
 
 MOVES = ("copy", "transpose", "convert", "fusion", "concatenate", "pad", "gather", "slice", "bitcast-convert")
 SMALLEST = 1000  # entries; the caches and the matrices have more
@@ -23,7 +21,6 @@ LENGTH = 480  # 496 slots, which no other dimension has
 
 
 def compiled(dtype: torch.dtype, drafts: bool, **options):
-    """The rounds of a tiny pair: (the program's text, the shapes of its weights and caches)."""
     program, leaves = built(dtype, drafts, LENGTH, **options)
     shapes = {dims(leaf.shape) for leaf in leaves if prod(leaf.shape) >= SMALLEST and len(leaf.shape) > 1}
     return program.as_text(), shapes

@@ -1,7 +1,5 @@
 """A warm-up runs each step as soon as its program is there, in order, and traces the next ones meanwhile."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from itertools import accumulate
 
@@ -9,14 +7,12 @@ import pytest
 from support.tiny import small_pair
 
 import torch_dflash as td
-from jax_bridge.programs.lower import AHEAD, run_in_turn
+from jax_bridge.programs.lower import AHEAD, run_pipelined
 
 NAMES = list("abcdef")
 
 
-class Scripted:
-    """Programs that are there at once, or when they are waited for; what happens is noted."""
-
+class Scripted:  # programs that are there at once, or when they are waited for; what happens is noted
     def __init__(self, at_once: str = "", broken: str = ""):
         self.noted: list[str] = []
         self._at_once, self._broken = at_once, broken
@@ -35,9 +31,7 @@ class Scripted:
         return step
 
 
-class Bar:
-    """Notes what it says beside what the programs do."""
-
+class Bar:  # notes what it says beside what the programs do
     def __init__(self, noted: list[str]):
         self.noted, self.moved = noted, 0
 
@@ -56,7 +50,7 @@ def all_steps():
 
 
 def run(programs: Scripted) -> str:
-    return run_in_turn(programs, all_steps(), "", Bar([]))  # pyright: ignore
+    return run_pipelined(programs, all_steps(), "", Bar([]))  # pyright: ignore
 
 
 def test_each_runs_once_in_order_on_what_the_one_before_made():
@@ -88,7 +82,7 @@ def test_the_bar_says_what_is_waited_for():
     for at_once in ("", "abcdef"):
         programs = Scripted(at_once)
         bar = Bar(programs.noted)
-        run_in_turn(programs, all_steps(), "", bar)  # pyright: ignore
+        run_pipelined(programs, all_steps(), "", bar)  # pyright: ignore
         assert bar.moved == len(NAMES)
         said = [
             note for note in zip(programs.noted, programs.noted[1:], strict=False) if note[0][:4] == "step"

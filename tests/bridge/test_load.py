@@ -1,12 +1,12 @@
 """Checkpoints straight into JAX arrays: the same weights and tokens, nothing copied twice, errors by name."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,8 @@ from transformers.utils import logging
 
 import jax_bridge as jb
 import torch_dflash as td
-from jax_bridge.weights.forms import Transposed, unwrap
+from jax_bridge.checkpoints import load as loading
+from jax_bridge.weights.formats import Transposed, unwrap
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.storage import weight_files
 
@@ -48,7 +49,6 @@ def save(target, folder, shard="50GB"):
 
 
 def weights_of(model):
-    """Parameters and buffers of a torch model by name, tied ones once."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
@@ -318,7 +318,7 @@ def test_the_names_say_which_arrays_are_turned(tmp_path):
 MEMORY = """
 import jax, jax.numpy as jnp, torch, transformers
 import jax_bridge as jb
-from jax_bridge.measured import is_slow
+from jax_bridge.weights.autotune import is_slow
 
 def status(field):
     with open("/proc/self/status") as lines:
@@ -342,13 +342,9 @@ CONVERTED = "jb.to_jax(dict(transformers.AutoModelForCausalLM.from_pretrained('L
 def test_the_host_holds_one_tensor_beside_the_arrays(tmp_path):
     """On a CPU the arrays are host memory too: the peak is all of them and one tensor of the file."""
     save(make_target("llama"), tmp_path / "small")
-    large = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=10,
-        tie_word_embeddings=False,
-    )
+    sizes = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 10}
+    sizes |= {"tie_word_embeddings": False}
+    large = LlamaConfig(**sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(large).to(torch.bfloat16)
     model.to_empty(device="cpu").save_pretrained(tmp_path / "large", max_shard_size="60MB")
@@ -364,3 +360,61 @@ def test_the_host_holds_one_tensor_beside_the_arrays(tmp_path):
         beyond[how] = grown - total - largest
     slack = 32e6
     assert beyond[DIRECT] < slack < beyond[CONVERTED], beyond
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["is damaged", "Expecting", "fetch it again"]),
+        ("[]", ["no weight_map", "fetch it again"]),
+        ("{}", ["no weight_map", "fetch it again"]),
+        ('{"weight_map": {"a": 1}}', ["no weight_map", "fetch it again"]),
+        ('{"weight_map": {"a": "b"}}', ["no metadata", "add"]),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path, monkeypatch, text, words):
+    monkeypatch.setattr(weight_files, "cached_file", lambda folder, name, **given: found.get(name))
+    index = tmp_path / "model.safetensors.index.json"
+    found = {index.name: str(index)}
+    index.write_text(text)
+    with refuses(ValueError, str(index), *words):
+        weight_files.find_files(str(tmp_path))
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Nothing may be looked up before it is refused."""
+    monkeypatch.setattr(loading, "_read_config", lambda *args: pytest.fail("looked up before it was refused"))
+
+
+@pytest.mark.parametrize(
+    "path", ["/tmp/nowhere/at/all", "./nowhere", "nowhere/", "a/b/c", "~/nowhere", "", __file__]
+)
+def test_a_path_that_is_no_directory_is_no_hub_id(no_hub, path):
+    with refuses(FileNotFoundError, f"path_or_id={path!r}: no such directory", "hub id"):
+        jb.load(path)
+
+
+def test_a_path_object_is_no_hub_id(no_hub, tmp_path):
+    for path in (tmp_path / "nowhere", Path("owner/name")):
+        with refuses(FileNotFoundError, f"path_or_id='{path}': no such directory", "as a string"):
+            jb.load(path)
+
+
+def test_what_is_neither_path_nor_id(no_hub):
+    for given in (None, 3, b"/tmp", object):
+        with refuses(TypeError, f"path_or_id={given!r}", "hub id"):
+            jb.load(given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float32, torch.int8, torch.float64, torch.float8_e4m3fn])
+def test_types_that_weights_are_not_kept_in(no_hub, tmp_path, dtype):
+    with refuses(TypeError, f"dtype={dtype!r}", "torch.float32, torch.bfloat16, torch.float16, or None"):
+        jb.load(tmp_path, dtype=dtype)
+
+
+def test_meshes_that_are_none(tmp_path):
+    with refuses(TypeError, "mesh=(1, 2)", "Mesh"):
+        jb.load(tmp_path, mesh=(1, 2))
+    with refuses(ValueError, "('data',)", "'model'"):
+        jb.load(tmp_path, mesh=jax.make_mesh((1,), ("data",)))

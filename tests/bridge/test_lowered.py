@@ -1,7 +1,5 @@
 """What has two implementations: the list of operations and the list of lowerings are one."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import MISSING, fields
 

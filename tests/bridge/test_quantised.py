@@ -1,7 +1,5 @@
 """Quantised checkpoints in published fields: arrays are transformers' own dequantised weights, bit by bit."""
 
-from __future__ import annotations
-
 import json
 import weakref
 
@@ -18,7 +16,7 @@ import jax_bridge as jb
 from jax_bridge.checkpoints import experts, quantised
 from jax_bridge.checkpoints.method import method_of
 from jax_bridge.checkpoints.quantised import Dequantised
-from jax_bridge.weights.forms import unwrap
+from jax_bridge.weights.formats import unwrap
 from torch_dflash.storage.weight_files import read_checkpoint
 
 
@@ -28,22 +26,17 @@ def published(tmp_path_factory):
 
 
 def differing(folder, dtype, **asked):
-    """The names of arrays that are not transformers' own weights."""
     arrays = unwrap(jb.load(folder, dtype=dtype).arrays)
     given = {} if dtype is None else {"dtype": dtype}
     theirs = hf.AutoModelForCausalLM.from_pretrained(folder, **given, **asked)
     wanted = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
-    if dtype is not None and Version(hf.__version__) < Version(
-        "5.24"
-    ):  # some left a few weights in their own type
+    # Versions before 5.24 left a few weights in their own type.
+    if dtype is not None and Version(hf.__version__) < Version("5.24"):
         wanted = {name: each.to(dtype) if each.is_floating_point() else each for name, each in wanted.items()}
     assert arrays.keys() == wanted.keys()
-    return [
-        name
-        for name, tensor in wanted.items()
-        if jb.to_torch(arrays[name]).dtype != tensor.dtype
-        or not torch.equal(jb.to_torch(arrays[name]), tensor)
-    ]
+    found = {name: jb.to_torch(arrays[name]) for name in wanted}
+    same = lambda a, b: a.dtype == b.dtype and torch.equal(a, b)  # noqa: E731
+    return [name for name, tensor in wanted.items() if not same(found[name], tensor)]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -82,11 +75,8 @@ def test_a_part_is_that_of_the_whole(published, name):
     for part in parts[:4]:
         whole = part.read()
         assert whole.shape == part.shape
-        for index in (
-            (slice(1, 2),),
-            (slice(0, 3), slice(5, 40)),
-            (slice(None), slice(17, 18), slice(3, 60)),
-        ):
+        every = slice(None)
+        for index in ((slice(1, 2),), (slice(0, 3), slice(5, 40)), (every, slice(17, 18), slice(3, 60))):
             index = index[: len(part.shape)]
             assert torch.equal(part.read_part(index), whole[index]), (part.name, index)
 
@@ -166,10 +156,7 @@ def test_another_method_is_refused_by_name(published, tmp_path, method):
     [
         ({"format": "pack-quantized"}, ["format='pack-quantized'", "float-quantized"]),
         ({"format": "nvfp4-pack-quantized"}, ["format='nvfp4-pack-quantized'"]),
-        (
-            {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"num_bits": 4}}}},
-            ["num_bits=4"],
-        ),
+        ({"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"num_bits": 4}}}}, ["num_bits=4"]),
         (
             {"config_groups": {"group_0": {"weights": COMPRESSED["int8"] | {"symmetric": False}}}},
             ["symmetric=False"],
@@ -243,12 +230,8 @@ def test_a_last_block_may_be_short_in_rows_and_columns(tmp_path, name):
         rows, columns = state[tensor].shape
         wanted = state[tensor].float() * scales[:rows, :columns]
         assert torch.equal(part.read(), wanted), tensor
-        for index in (
-            (slice(40, 50), slice(47, 49)),
-            (slice(48, 64),),
-            (slice(0, 8), slice(60, 64)),
-            (slice(62, 64), slice(62, 64)),
-        ):
+        last, late = slice(62, 64), (slice(40, 50), slice(47, 49))
+        for index in (late, (slice(48, 64),), (slice(0, 8), slice(60, 64)), (last, last)):
             if wanted[index].numel():  # some have 32 rows
                 assert torch.equal(part.read_part(index), wanted[index]), (tensor, index)
     jb.load(folder)
@@ -274,16 +257,10 @@ def test_what_transformers_cuts_in_other_blocks_is_not_sent_there(tmp_path):
     assert "from_pretrained" not in str(error.value)
 
 
-STALE = [
-    {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "awq", "bits": 4},
-    {"quant_method": "mxfp4"},
-    {"quant_method": "fp8", "weight_block_size": 128},
-    {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    {"quant_method": None},
-    {},
-]
+STALE = [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "gptq", "bits": 4}]
+STALE += [{"quant_method": "awq", "bits": 4}, {"quant_method": "mxfp4"}]
+STALE += [{"quant_method": "fp8", "weight_block_size": 128}]
+STALE += [{"quant_method": "compressed-tensors", "format": "pack-quantized"}, {"quant_method": None}, {}]
 
 
 @pytest.mark.parametrize("fields", STALE)

@@ -1,7 +1,5 @@
 """What cannot fit is refused before anything is put on a device, and by how much."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge import device_memory as room
 from jax_bridge.checkpoints import load
-from jax_bridge.device_memory import bytes_of, check_room, limit_of, room_of
+from jax_bridge.device_memory import bytes_of, check_memory, memory_limit, memory_of
 from jax_bridge.devices import on_mesh as places
 from jax_bridge.devices import weights
 
@@ -31,7 +29,7 @@ def small(monkeypatch):
     """A device with so little memory; nothing may be put there."""
 
     def of(limit: int) -> None:
-        monkeypatch.setattr(room, "limit_of", lambda device: limit)
+        monkeypatch.setattr(room, "memory_limit", lambda device: limit)
         for module, name in ((weights, "place"), (weights, "keep"), (load, "place"), (load, "keep")):
             monkeypatch.setattr(module, name, lambda *args, **more: pytest.fail("put before it was refused"))
 
@@ -39,7 +37,6 @@ def small(monkeypatch):
 
 
 def sizes(pair, **options) -> tuple[int, int]:
-    """Bytes of weights and of state as they are, unspread."""
     engine = td.compile(*pair, max_length=64, batch_size=2, **options)
     held = sum(tensor.nbytes for tensor in {id(one): one for one in engine.tensors().values()}.values())
     return held, bytes_of(engine.runtime.begin(engine._params(), _idle(engine)))
@@ -93,7 +90,7 @@ def test_weights_are_not_read_where_they_cannot_fit(small, mesh_of, tmp_path):
 
 
 def test_a_device_that_tells_nothing_refuses_nothing():
-    assert limit_of(jax.devices()[0]) is None and room_of(jax.devices()) is None
-    check_room({"weights": 10**15}, None, "")
+    assert memory_limit(jax.devices()[0]) is None and memory_of(jax.devices()) is None
+    check_memory({"weights": 10**15}, None, "")
     with refuses(ValueError, "18.00 GB of weights and has 16.00 GB: 2.00 GB too few; lower it."):
-        check_room({"weights": 18 * 10**9}, 16 * 10**9, "lower it")
+        check_memory({"weights": 18 * 10**9}, 16 * 10**9, "lower it")

@@ -1,7 +1,5 @@
 """A drafted block's attention in all its forms against a definition in float64: torch, lowered, Pallas."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,9 +22,7 @@ from torch_dflash.ops.windows import positions
 
 
 @dataclass(frozen=True)
-class Shape:
-    """G K/V heads shared by ``heads`` query heads each, W rows, S slots of context."""
-
+class Shape:  # G K/V heads shared by ``heads`` query heads each, W rows, S slots of context
     groups: int = 2
     heads: int = 4
     width: int = 6
@@ -53,9 +49,7 @@ CASES = {
 }
 
 
-class Call:
-    """Random arguments: row 0 has no context, others some of the slots; the rest holds what must not show."""
-
+class Call:  # random arguments: row 0 has no context, others some of the slots; no other may show
     def __init__(self, shape: Shape, seed: int = 0, start: np.ndarray | None = None):
         self.shape, random = shape, np.random.default_rng(seed)
 
@@ -141,11 +135,8 @@ def pallas(call: Call) -> np.ndarray:
     return call.jax(form)
 
 
-FORMS = {
-    "torch": Call.torch,
-    "lowered": lambda call: call.jax(partial(call_torch, call.attend)),
-    "pallas": pallas,
-}
+FORMS = {"torch": Call.torch, "lowered": lambda call: call.jax(partial(call_torch, call.attend))}
+FORMS |= {"pallas": pallas}
 
 
 def gap(call: Call, form: str) -> float:

@@ -1,7 +1,5 @@
 """Experts without a copy of their weights equal transformers' own, for every kind of experts module."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Pages: rows that share too few of them say the same, none waits for ever, and no page is two rows'."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

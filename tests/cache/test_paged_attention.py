@@ -1,7 +1,5 @@
 """Paged attention in all its forms against a definition in float32: torch, jnp, and the Pallas kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +21,7 @@ from torch_dflash.ops.paged_attention import LANES, Pages, paged_attention
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A call: G K/V heads shared by ``heads`` query heads each, M rows, pages of ``page`` positions."""
-
+class Shape:  # a call: G K/V heads shared by ``heads`` query heads each, M rows, pages of ``page`` positions
     groups: int = 2
     heads: int = 4
     rows: int = 6
@@ -52,9 +48,7 @@ CASES = {
 
 
 @dataclass
-class Call:
-    """Random arguments in float32: pages out of order, and rows that end in the middle of a page or tile."""
-
+class Call:  # random arguments in float32: pages out of order, rows that end within a page or tile
     shape: Shape
     seed: int = 0
 
@@ -125,7 +119,6 @@ class Call:
         return out, np.asarray(pool.astype(jnp.float32))
 
     def torch(self):
-        """The torch form."""
         kind = getattr(torch, self.shape.dtype)
         arrays = (self.query, self.key, self.value, self.pool)
         tensors = [torch.tensor(array).to(kind) for array in arrays]
@@ -138,11 +131,8 @@ class Call:
 
 
 pallas = partial(pallas_paged_attention, interpret=pltpu.InterpretParams())
-FORMS = {
-    "torch": lambda call: call.torch(),
-    "jnp": lambda call: call.jax(jnp_paged_attention),
-    "pallas": lambda call: call.jax(pallas),
-}
+FORMS = {"torch": lambda call: call.torch(), "jnp": lambda call: call.jax(jnp_paged_attention)}
+FORMS |= {"pallas": lambda call: call.jax(pallas)}
 
 
 def gaps(call: Call, form: str) -> tuple[float, float]:
@@ -208,11 +198,8 @@ def forgets_some(original, left, right, axis):
     return original(left, right, axis) * 0.99
 
 
-BROKEN = {
-    "_attend": (pallas_body, sees_one_too_many),
-    "_merge": (pallas_body, loses_old_rows),
-    "product": (online_softmax, forgets_some),
-}
+BROKEN = {"_attend": (pallas_body, sees_one_too_many), "_merge": (pallas_body, loses_old_rows)}
+BROKEN |= {"product": (online_softmax, forgets_some)}
 
 
 @pytest.mark.parametrize("name", BROKEN)

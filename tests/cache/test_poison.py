@@ -1,7 +1,5 @@
 """What is not finite in one row reaches the rows that see it, and no other row by a bit."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache, partial
 
@@ -39,12 +37,8 @@ PLAN = DecodePlan(batch_size=BATCH, capacity=48, block_size=WIDTH, verify_width=
 PAGED = DecodePlan(
     batch_size=BATCH, capacity=48, block_size=WIDTH, verify_width=WIDTH, cache="paged", page_size=16
 )
-KINDS = {
-    "all": {},
-    "a window": {"window": 3},
-    "only itself": {"window": 1},
-    "a window, sinks, soft cap": {"window": 5, "softcap": 4.0, "sinks": True},
-}
+KINDS = {"all": {}, "a window": {"window": 3}, "only itself": {"window": 1}}
+KINDS |= {"a window, sinks, soft cap": {"window": 5, "softcap": 4.0, "sinks": True}}
 TABLE = torch.arange(1, 1 + BATCH * PAGED.row_pages, dtype=torch.int32).view(BATCH, -1).flip(1)
 
 
@@ -82,7 +76,6 @@ def lowered(form: str, kind: str):
 
 
 def at(position: int) -> torch.Tensor:
-    """Both sequences stand there."""
     return torch.full((BATCH,), position, dtype=torch.int32)
 
 
@@ -92,7 +85,6 @@ def interpreted(*args, **options):
 
 
 def empty(form: str, dim: int = 16):
-    """A layer's cache with nothing in it."""
     spec = LayerSpec("latent" if form == "latent" else "attention", GROUPS, dim, dim, None)
     return allocate(spec, PAGED if form in ("paged", *PAGES) else PLAN, torch.float32, "cpu")
 
@@ -257,28 +249,13 @@ PROMPTS = [[11, 23, 5, 80, 41] * 3, [3, 90, 14], [60, 61, 12, 9, 33, 70, 71, 2] 
 
 
 def latent_target():
-    config = DeepseekV3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        max_position_embeddings=256,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16}
+    sizes |= {"q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    sizes |= {"first_k_dense_replace": 1, "bos_token_id": None, "eos_token_id": None}
+    sizes |= {"max_position_embeddings": 256}
+    config = DeepseekV3Config(**sizes)
     return randomise(DeepseekV3ForCausalLM(config), 3)
 
 
@@ -297,11 +274,8 @@ def target(family: str, dtype=torch.float32):
 
 def script(texts):
     """Row 0: `TOKEN` in every draft. Row 1: right, but for every fourth token. Row 2: right for a while."""
-    wrong = [
-        [TOKEN] * NEW,
-        [TOKEN if at % 4 == 3 else token for at, token in enumerate(texts[1])],
-        [*texts[2][:7], *[TOKEN] * (NEW - 7)],
-    ]
+    wrong = [[TOKEN] * NEW, [TOKEN if at % 4 == 3 else token for at, token in enumerate(texts[1])]]
+    wrong += [[*texts[2][:7], *[TOKEN] * (NEW - 7)]]
     return [prompt + draft for prompt, draft in zip(PROMPTS, wrong, strict=True)]
 
 

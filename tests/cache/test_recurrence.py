@@ -1,7 +1,5 @@
 """Rows of a recurrence by products, and the state after some of them, are what row by row gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import normalize

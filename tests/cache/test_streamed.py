@@ -1,7 +1,5 @@
 """Attention in a loop over blocks of keys: it says what the plain form says, and reads what is in use."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -21,13 +19,9 @@ from torch_dflash.ops.windows import positions
 
 BATCH, HEADS, GROUPS, ROWS, DIM, SLOTS = 3, 6, 2, 4, 8, 40
 START = [0, 13, 36]  # an empty row, one in the middle, one that fills its buffer
-RULES = {
-    "causal": {},
-    "a window": {"window": 5},
-    "soft caps": {"softcap": 2.0},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0])},
-    "all": {"window": 7, "softcap": 3.0, "sinks": torch.linspace(-1, 1, HEADS)},
-}
+RULES = {"causal": {}, "a window": {"window": 5}, "soft caps": {"softcap": 2.0}}
+RULES |= {"sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0])}}
+RULES |= {"all": {"window": 7, "softcap": 3.0, "sinks": torch.linspace(-1, 1, HEADS)}}
 
 
 def asked(seed: int = 0, start: list[int] = START, **rule) -> AttentionInputs:

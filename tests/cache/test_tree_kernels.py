@@ -1,7 +1,5 @@
 """The Pallas kernels on a tree's rows, in the interpreter, against the torch and the jnp forms."""
 
-from __future__ import annotations
-
 import random
 from functools import cached_property, partial
 
@@ -29,9 +27,7 @@ GROUPS, HEADS, ROWS, DIM, PAGE, COLUMNS, DEPTH = 2, 2, 16, 64, 16, 6, 6
 WATCHED = pltpu.InterpretParams(uninitialized_memory="nan")
 
 
-class Call:
-    """Two ragged sequences with trees of their own; the values of one leaf of each are no numbers."""
-
+class Call:  # two ragged sequences with trees of their own; the values of one leaf of each are no numbers
     def __init__(self, window=None, softcap=None, sinks=False):
         draw, drawn = random.Random(0), np.random.default_rng(0)
         parents = [with_path(ROWS - 1, DEPTH)([1] * 9, draw)[1] for _ in range(2)]
@@ -60,7 +56,6 @@ class Call:
         return jb.to_jax(self.inputs)
 
     def paged(self, **how):
-        """The kernel's output [B, M, Q, D], from pages."""
         own = self.arrays
         fresh = jnp.concatenate([own.key, own.value], -1)
         table = jnp.pad(jb.to_jax(self.table), ((0, 0), (0, 2)))
@@ -74,7 +69,6 @@ class Call:
         return out.reshape(2, -1, ROWS, DIM).transpose(0, 2, 1, 3)
 
     def block(self):
-        """The kernel's output, from dense buffers."""
         own, past = self.arrays, Past(*jb.to_jax(tuple(self.past)))
         rule = {"scale": own.scale, "window": own.window, "causal": True, "block_keys": 32}
         return pallas_block_attention(*own[:4], past, own.tree, **rule, interpret=WATCHED)

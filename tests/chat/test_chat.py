@@ -1,7 +1,5 @@
 """`td.Chat`: each answer is the target's own after the whole conversation, of which little is read again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.hybrids import make_hybrid
@@ -18,9 +16,7 @@ THINKING = GROWING.replace("m.content }}", "m.content[3:] if m.role == 'assistan
 ASCII = list(range(1, 94))  # ids of the byte tokenizer that are printable characters
 
 
-class Letters:
-    """Lets a target say printable characters alone: its text comes back from the template as it was."""
-
+class Letters:  # printable characters alone: its text comes back from the template as it was
     def __call__(self, tokens, length, logits):
         keep = torch.zeros(logits.shape[-1], dtype=torch.bool)
         keep[ASCII] = True
@@ -61,7 +57,6 @@ def make_chat(pairs, tokenizer, kind="dflash", runtime="eager", max_length=700, 
 
 
 def own(pairs, tokenizer, messages, tools=None, new=NEW):
-    """(what the target itself says, how many tokens it was given)."""
     rendered = tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -243,13 +238,8 @@ def test_a_response_template_finds_the_calls(pairs):
     chat = make_chat(pairs, tokenizer)
     messages = [{"role": "user", "content": "x"}]
     assert chat(messages, [find_weather]) == {"role": "assistant", "tool_calls": ["called"]}
-    assert found == [
-        (
-            own(pairs, tokenizer, messages, [find_weather])[0],
-            "[find_weather]<user>x</s><assistant>",
-            [find_weather],
-        )
-    ]
+    answer = own(pairs, tokenizer, messages, [find_weather])[0]
+    assert found == [(answer, "[find_weather]<user>x</s><assistant>", [find_weather])]
 
 
 def test_an_answer_that_cannot_be_parsed_stays_text(pairs):

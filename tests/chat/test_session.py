@@ -1,7 +1,5 @@
 """A row that goes on with another prompt says, and drafts, what a fresh one does, and reads what is new."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
@@ -31,9 +29,7 @@ class Taken:
     committed: Int[Tensor, " B"]
 
 
-class Counts(td.Proposer):
-    """Has a state, and is of those who wrote nothing to go back in it: eager rounds check its count."""
-
+class Counts(td.Proposer):  # a state, without a way to go back in it: eager rounds check its count
     name, width = "counts", 4
 
     def start(self, plan, device):
@@ -58,7 +54,6 @@ def make_engine(kind, runtime="eager", family="qwen2", **options):
 
 
 def ask(session, ids, settled=0, chunks=None, **options):
-    """The tokens gained, in all chunks or the first few."""
     got, gains = [], session.gains(ids, settled, **OPTIONS | options)
     for number, gain in enumerate(gains, 1):
         got += gain.tokens
@@ -208,10 +203,10 @@ def test_rows_of_a_batch_go_on_together(cache):
     params = engine.runtime.refresh(engine.tensors())
 
     def run(rows, state=None, kept=None):
-        request = engine.read(*pad(rows), dict(OPTIONS))
+        asked = engine.read(*pad(rows), OPTIONS).rows
         begin = (Generation.begin, ()) if state is None else (Generation.go_on, (state,))
         more = () if kept is None else (kept,)
-        generation = begin[0](engine.runtime, engine.plan, params, *begin[1], request, *more)
+        generation = begin[0](engine.runtime, engine.plan, params, *begin[1], asked, *more)
         while not generation.over:
             progress = generation.step(16, engine._widths)
         assert generation.prefilled == sum(map(len, rows)) - sum(kept or ())

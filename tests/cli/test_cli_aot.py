@@ -1,7 +1,5 @@
 """``torch-dflash aot``: the figures it reports, from configs alone; its errors in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -244,10 +242,7 @@ def test_drafters_without_weights(folders, compiler, drafter, capsys):
         (["--dump-hlo", f"{__file__}/x"], "test_cli_aot.py/x: cannot be made (Not a directory); choose"),
         (["--dump-hlo", "/proc/x"], "--dump-hlo /proc/x: cannot be made (No such file or directory); choose"),
         (["--dump-hlo", "/proc"], "--dump-hlo /proc: no file can be written there; choose another place."),
-        (
-            ["--matmul-precision", "foo"],
-            "'foo' is not one of 'default', 'high', 'highest'",
-        ),
+        (["--matmul-precision", "foo"], "'foo' is not one of 'default', 'high', 'highest'"),
         (
             ["--context", "513"],
             "--context 513: is beyond the target's max_position_embeddings=512; lower it.",

@@ -1,7 +1,5 @@
 """``torch-dflash chat``: lines in, the target's own answers out; what stops or fails loses none of them."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal
@@ -102,18 +100,9 @@ def test_what_fails_is_one_line_and_loses_nothing(pair, talk, tmp_path):
     bad.write_text('{"messages": ["x"]}')
     deep = tmp_path / "deep"
     deep.write_text("[" * 100_000)
-    lines = [
-        "hello",
-        "/nope",
-        f"/load {bad}",
-        f"/load {tmp_path / 'none'}",
-        f"/load {deep}",
-        "/load ~nobody-of-this-name/x",
-        "/save ~nobody-of-this-name/x",
-        "/save",
-        f"/save {bad}/x",
-        "x" * 240,
-    ]
+    lines = ["hello", "/nope", f"/load {bad}", f"/load {tmp_path / 'none'}", f"/load {deep}"]
+    lines += ["/load ~nobody-of-this-name/x", "/save ~nobody-of-this-name/x", "/save", f"/save {bad}/x"]
+    lines += ["x" * 240]
     status, out, err = talk([*lines, "go on"])
     assert status == 1 and out == answers(conversation(pair, "hello", "go on"))
     for words in (

@@ -1,7 +1,5 @@
 """What a chain of stages carries along: template variables, the data and recipe of a card, figures."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -185,16 +183,8 @@ def test_every_set_keeps_the_command_it_was_made_by(world, overfit, tmp_path, mo
     export_drafter(overfit.drafter, folder, world.target, overfit.directory)
     for name, size in (("math", 2), ("code", 3)):
         prompts = world.write_prompts(tmp_path / f"{name}.jsonl")
-        line = [
-            "train",
-            "evaluate",
-            "--target",
-            world.path,
-            "--drafter",
-            str(folder),
-            "--prompts",
-            str(prompts),
-        ]
+        line = ["train", "evaluate", "--target", world.path, "--drafter", str(folder), "--prompts"]
+        line += [str(prompts)]
         line += [*EAGER, "--limit", "1", "--json", str(figures), "--card", "--batch-size", "8"]
         monkeypatch.setattr("sys.argv", ["torch-dflash", *line, f"--mark={size}"])
         assert main(line) == 0

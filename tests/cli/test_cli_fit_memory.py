@@ -1,7 +1,5 @@
 """``torch-dflash fit-memory``: bytes of a chip, the largest that fits, slices; its errors in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

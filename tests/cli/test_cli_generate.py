@@ -1,7 +1,5 @@
 """``torch-dflash generate`` on saved pairs: text is the target's, errors are one line, nothing is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -299,14 +297,8 @@ def errors(pair, tmp_path):
         (["--prompt", "x", "--logprobs"], ["--logprobs", "pass --jsonl"]),
         (["--prompt", "x", "--top-logprobs", "2"], ["--top-logprobs", "pass --jsonl"]),
         (["--jsonl", "--batch-size", "0", "-"], ["'--batch-size'", "0 is not in the range x>=1"]),
-        (
-            [*prompt, "--max-new-tokens", "0"],
-            ["'--max-tokens' / '--max-new-tokens'", "0 is not in"],
-        ),
-        (
-            [*prompt, "--max-new-tokens", "128"],
-            ["--max-tokens 128", "max_position_embeddings=128", "lower"],
-        ),
+        ([*prompt, "--max-new-tokens", "0"], ["'--max-tokens' / '--max-new-tokens'", "0 is not in"]),
+        ([*prompt, "--max-new-tokens", "128"], ["--max-tokens 128", "max_position_embeddings=128", "lower"]),
         ([*prompt, "--top-p", "0.5"], ["--top-p 0.5", "temperature 0", "set --temperature"]),
         ([*prompt, "--temperature", "-1"], ["temperature=-1.0", "must be"]),
         ([*prompt, "--temperature", "1", "--top-k", "-2"], ["top_k=-2", "must be"]),

@@ -1,7 +1,5 @@
 """``generate --jsonl``: whatever stands in a line is that line's error, and no decoded line is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -24,17 +22,8 @@ def target(tmp_path_factory):
 
 
 def generate(target, *options):
-    options = [
-        "--target",
-        target,
-        "--drafter",
-        "ngram",
-        "--runtime",
-        "eager",
-        "--max-new-tokens",
-        "3",
-        *options,
-    ]
+    options = ["--target", target, "--drafter", "ngram", "--runtime", "eager", "--max-new-tokens", "3"]
+    options += [*options]
     return main(["generate", *options])
 
 
@@ -156,7 +145,27 @@ def test_a_line_of_a_batch_file_says_its_custom_id(target, monkeypatch, capsys):
     one, two, three = read(capsys.readouterr().out)
     assert [line["custom_id"] for line in (one, two, three)] == ["a", "b", "c"]
     assert one["text"] == two["text"] and one["messages"] == [{"role": "user", "content": "x"}]
-    assert "give exactly one of prompt" in three["error"]
+    assert "body has input" in three["error"]
+
+
+BATCH_ERRORS = {
+    '"prompt": "x", "body": {"max_tokens": 3}': "prompt beside body",
+    '"temperature": 1, "body": {"prompt": "x"}': "temperature beside body",
+    '"body": {"prompt": "x", "audio": {}}': "body has audio",
+    '"url": "/v1/completions", "body": {"prompt": "x"}': "pass --raw",
+    '"url": "/v1/embeddings", "body": {"prompt": "x"}': "must be /v1/chat/completions with messages",
+}
+
+
+@pytest.mark.parametrize("fields", BATCH_ERRORS)
+def test_what_a_batch_file_asks_for_is_followed_or_an_error(target, monkeypatch, capsys, fields):
+    assert decode(target, monkeypatch, [f'{{"custom_id": "a", {fields}}}'.encode()]) == 1
+    (bad,) = read(capsys.readouterr().out)
+    assert BATCH_ERRORS[fields] in bad["error"] and bad["custom_id"] == "a"
+    raw = b'{"url": "/v1/completions", "body": {"prompt": "x"}}'
+    assert decode(target, monkeypatch, [raw, b'{"prompt": "x"}'], "--raw") == 0
+    one, two = read(capsys.readouterr().out)
+    assert one["text"] == two["text"]
 
 
 OWN = [
@@ -181,7 +190,17 @@ def test_a_lines_own_option_is_the_commands_or_an_error(target, monkeypatch, cap
     assert read(capsys.readouterr().out)[0]["text"]
 
 
-@pytest.mark.parametrize("fields", ['"n": 2', '"tools": [{}]', '"response_format": {"type": "json_object"}'])
+NO_COMMANDS = ['"n": 2', '"tools": [{}]', '"response_format": {"type": "json_object"}']
+NO_COMMANDS += ['"guided_choice": ["a"]']
+NO_COMMANDS += [
+    '"guided_json": {}',
+    '"allowed_token_ids": [1]',
+    '"extra_body": {"top_k": 1}',
+    '"max_length": 9',
+]
+
+
+@pytest.mark.parametrize("fields", NO_COMMANDS)
 def test_an_option_that_no_command_has_is_a_lines_error(target, monkeypatch, capsys, fields):
     assert decode(target, monkeypatch, [f'{{"prompt": "x", {fields}}}'.encode()]) == 1
     (bad,) = read(capsys.readouterr().out)

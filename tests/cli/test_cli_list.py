@@ -1,7 +1,5 @@
 """``torch-dflash list``: a table, JSON, and what of it the hub's cache holds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Commands without a drafter, ``--quiet``, NO_COLOR, ``env`` and ``list --decodes``."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``torch-dflash train``: the whole chain on saved models, again without work, and its errors in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -271,10 +269,7 @@ def test_errors_are_one_line_and_status_2(world, tmp_path, capsys):
         (["train", "fits"], "no such command 'fits'"),
         (["train", "features", "--target", "t", "--out", "o", "--answers", "a", "--taps", "a,b"], "--taps"),
         (["train", "fit", "--target", "t", "--out", "o"], "--features"),
-        (
-            ["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--answers", "a"],
-            "were given",
-        ),
+        (["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--answers", "a"], "were given"),
         (["train", "fit", "--target", "t", "--out", "o", "--features", "f", "--epochs", "many"], "--epochs"),
         (["train", "evaluate", "--target", "t", "--prompts", "p"], "--drafter"),
     ],

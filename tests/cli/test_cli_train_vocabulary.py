@@ -1,7 +1,5 @@
 """``torch-dflash train vocabulary``: the drafter that it writes drafts frequent ids, and those alone."""
 
-from __future__ import annotations
-
 import torch
 from support.stages import train
 

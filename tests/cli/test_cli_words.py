@@ -1,7 +1,5 @@
 """The command line as it is typed: both spellings, mistyped words, help; none of it imports torch."""
 
-from __future__ import annotations
-
 import gc
 import shlex
 import subprocess
@@ -148,12 +146,9 @@ def test_a_group_alone_shows_its_commands(words, capsys):
 
 def test_a_shell_completes_options_and_choices():
     for words, found in (("generate --max", "--max-tokens"), ("generate --cache ", "paged"), ("tr", "train")):
-        done = python(
-            "from torch_dflash.cli import main\nmain()",
-            _TORCH_DFLASH_COMPLETE="bash_complete",
-            COMP_WORDS=f"torch-dflash {words}",
-            COMP_CWORD=str(len(words.split(" "))),
-        )
+        options = {"_TORCH_DFLASH_COMPLETE": "bash_complete", "COMP_WORDS": f"torch-dflash {words}"}
+        options |= {"COMP_CWORD": str(len(words.split(" ")))}
+        done = python("from torch_dflash.cli import main\nmain()", **options)
         assert f"plain,{found}" in done.stdout.split(), (done.stdout, done.stderr)
 
 
@@ -161,10 +156,7 @@ def test_a_shell_completes_options_and_choices():
     "words", ["generate --file ", "generate --model ", "doctor --json ", "list --cache-dir "]
 )
 def test_a_shell_completes_paths(words):
-    done = python(
-        "from torch_dflash.cli import main\nmain()",
-        _TORCH_DFLASH_COMPLETE="bash_complete",
-        COMP_WORDS=f"torch-dflash {words}",
-        COMP_CWORD=str(len(words.split(" "))),
-    )
+    options = {"_TORCH_DFLASH_COMPLETE": "bash_complete", "COMP_WORDS": f"torch-dflash {words}"}
+    options |= {"COMP_CWORD": str(len(words.split(" ")))}
+    done = python("from torch_dflash.cli import main\nmain()", **options)
     assert done.stdout.startswith("file,"), (done.stdout, done.stderr)

@@ -1,7 +1,5 @@
 """What figures say of the processor that they were taken on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

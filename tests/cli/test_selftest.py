@@ -1,7 +1,5 @@
 """``torch-dflash selftest``: passes on what is right, and names the check that what is broken fails."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout

@@ -1,7 +1,5 @@
 """Products in another type: the text is that of plain decoding in the same arithmetic."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +13,8 @@ from torch import nn
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.weights import layout
-from jax_bridge.weights.forms import FEW_ROWS, Cast, Quantized, Readable, name_of, plain, quantized
-from jax_bridge.weights.layout import Form, keep
+from jax_bridge.weights.formats import FEW_ROWS, Cast, Quantized, Readable, name_of, plain
+from jax_bridge.weights.layout import WeightLayout, keep
 from jax_bridge.weights.products import linear_jax
 
 PROMPTS = [[5, 17, 80, 33, 2, 9, 41], [3, 1, 4], list(range(1, 30))]
@@ -55,7 +53,7 @@ def test_a_type_that_is_slow_here_is_multiplied_in_float32(dtype, monkeypatch):
     assert texts == run(alone, PROMPTS, max_new_tokens=40)[0]
     assert stats.mean_acceptance_length > 1.2
     rows, weight = torch.randn(5, 40).to(dtype), torch.randn(24, 40).to(dtype)
-    kept = keep(weight, Form(Cast, torch.float32))
+    kept = keep(weight, WeightLayout(Cast, torch.float32))
     whole = linear_jax(jb.to_jax(rows), kept)
     np.testing.assert_array_equal(whole, linear_jax(jb.to_jax(rows), jb.to_jax(weight)))
     np.testing.assert_array_equal(whole[:1], linear_jax(jb.to_jax(rows[:1]), kept))
@@ -117,7 +115,7 @@ def by_hand(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_int8_is_by_row_of_both_sides():
-    kept = quantized(WEIGHT, None)
+    kept = Quantized.of(WEIGHT, None)
     wanted = by_hand(ROWS, WEIGHT)
     got = jb.to_torch(linear_jax(jb.to_jax(ROWS), kept)).double()
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
@@ -130,7 +128,7 @@ def test_int8_is_by_row_of_both_sides():
 
 @pytest.mark.parametrize("multiply", [linear_jax, jax.jit(linear_jax)], ids=["by itself", "compiled"])
 def test_a_row_does_not_depend_on_the_rows_beside_it(multiply):
-    kept = quantized(WEIGHT, None)
+    kept = Quantized.of(WEIGHT, None)
     rows = jb.to_jax(torch.randn(100, 3, 40))
     for three in rows:
         together = multiply(three, kept)
@@ -141,13 +139,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(multiply):
 @pytest.mark.parametrize("count", [0, 1, 2, 3, FEW_ROWS, FEW_ROWS + 1])
 def test_whichever_operand_leads_the_result_is_the_same(count):
     rows = jb.to_jax(torch.randn(count, 40))
-    led, usual = (jax.jit(linear_jax)(rows, quantized(WEIGHT, None, leads=leads)) for leads in (True, False))
+    led, usual = (
+        jax.jit(linear_jax)(rows, Quantized.of(WEIGHT, None, leads=leads)) for leads in (True, False)
+    )
     np.testing.assert_array_equal(led, usual)
 
 
 def test_few_rows_come_second_where_a_weight_leads():
     def compiled(count: int, leads: bool) -> str:
-        kept = quantized(WEIGHT, None, leads=leads)
+        kept = Quantized.of(WEIGHT, None, leads=leads)
         return jax.jit(linear_jax).lower(jnp.ones((count, 40)), kept).compile().as_text()
 
     assert all("s32[24,2]" in compiled(count, True) for count in (1, 2))  # else XLA has turned it back
@@ -155,14 +155,14 @@ def test_few_rows_come_second_where_a_weight_leads():
 
 
 def test_zeros_stay_zeros():
-    kept = quantized(torch.zeros(4, 8), None)
+    kept = Quantized.of(torch.zeros(4, 8), None)
     assert not np.asarray(linear_jax(jnp.zeros((2, 8)), kept)).any()
     assert not np.asarray(linear_jax(jnp.ones((1, 8)), kept)).any()
 
 
 def test_a_half_precision_table_is_read_bit_by_bit():
     table = torch.randn(50, 8).bfloat16()
-    kept = keep(table, Form(Readable))
+    kept = keep(table, WeightLayout(Readable))
     rows = kept.look_up(jnp.array([[3, 0], [49, 3]]))
     assert torch.equal(jb.to_torch(rows), table[torch.tensor([[3, 0], [49, 3]])])
 

@@ -1,7 +1,5 @@
 """Top-k, top-p and min-p keep the ids that transformers' own warpers keep; temperatures near 0 are greedy."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -19,23 +17,16 @@ from torch_dflash.state import Sampling
 ROWS, WIDTH, VOCAB = 6, 5, 61
 TEMPERATURE = [0.3, 0.7, 1.0, 1.5, 2.5, 0.9]
 # One value per row: off, nearly off, and binding harder and harder; the last row keeps the best id alone.
-VALUES = {
-    "top_k": [0, 60, 31, 12, 5, 1],
-    "top_p": [1.0, 0.999, 0.9, 0.6, 0.3, 0.01],
-    "min_p": [0.0, 0.001, 0.02, 0.1, 0.4, 1.0],
-}
+VALUES = {"top_k": [0, 60, 31, 12, 5, 1], "top_p": [1.0, 0.999, 0.9, 0.6, 0.3, 0.01]}
+VALUES |= {"min_p": [0.0, 0.001, 0.02, 0.1, 0.4, 1.0]}
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # All at once: in each of the first three rows another one decides, then they meet in other ways.
-TOGETHER = {
-    "top_k": [4, 40, 40, 12, 20, 6],
-    "top_p": [0.99, 0.6, 0.99, 0.8, 0.9, 0.95],
-    "min_p": [0.001, 0.001, 0.3, 0.05, 0.02, 0.1],
-}
+TOGETHER = {"top_k": [4, 40, 40, 12, 20, 6], "top_p": [0.99, 0.6, 0.99, 0.8, 0.9, 0.95]}
+TOGETHER |= {"min_p": [0.001, 0.001, 0.3, 0.05, 0.02, 0.1]}
 
 
 @pytest.fixture(params=["eager", "xla"])
 def on(request):
-    """Run a function of tensors on a runtime."""
     if request.param == "eager":
         return lambda function, *args: function(*args)
 

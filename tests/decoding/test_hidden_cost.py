@@ -1,7 +1,5 @@
 """After warm-up nothing compiles, the host reads once a chunk, buffers are reused, drafts cost the same."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import contextmanager
 

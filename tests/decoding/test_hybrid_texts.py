@@ -1,7 +1,5 @@
 """Targets with recurrent layers say their own text: chunks, ragged rows, trees, turns, files, runtimes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafters of every layout, loaded from files: the text is plain decoding's, and drafts are accepted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.layouts import LAYOUTS as ALL
@@ -33,7 +31,6 @@ RESUMED += [
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """(target, drafter) by layout."""
     kept = {}
     for name in LAYOUTS:
         target, own = pair(name)

@@ -1,7 +1,5 @@
 """A second turn appended to a state in mid-batch says and drafts what a fresh state would."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

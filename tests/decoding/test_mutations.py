@@ -4,8 +4,6 @@ Acceptance alone would not show it: several of these cost a real pair only 5-25 
 and this random pair gains or loses as chance will have it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Each convention of DFlash2 broken on purpose: the text stays right, hidden states or drafts show it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A plan's processors see, at each row of a block, the text that plain decoding would show them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.scripted import pad

@@ -1,7 +1,5 @@
 """A row given to another request: nothing of its old occupant is left, and its neighbours go on untouched."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +18,7 @@ from jax_bridge.programs.lower import lower, tracing
 from torch_dflash.cache.ring import RingLayer
 from torch_dflash.engine.batch import Generation
 from torch_dflash.requests.prompts import prompt_chunks
-from torch_dflash.requests.read import row_requests
+from torch_dflash.requests.request import row_requests
 from torch_dflash.rows import reset
 from torch_dflash.runtime import Rounds
 
@@ -61,7 +59,7 @@ def ask(engine, prompts):
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)], mask[row, : len(prompt)] = torch.tensor(prompt), 1
-    return engine.read(ids, mask, dict(OPTIONS))
+    return engine.read(ids, mask, OPTIONS).rows
 
 
 def reset_on(runtime, engine, params, state, rows, requests):
@@ -93,7 +91,7 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     if kind == "ring":
         assert any(isinstance(layer, RingLayer) for layer in state.proposer.layers)
     assert look(runtime, state).length.tolist() == [0, before[1]]
-    fresh = Generation(runtime, engine.plan, params, state, generation.scheduler, [NEXT, []])
+    fresh = Generation(runtime, engine.plan, params, state, generation.scheduler, [])
     for chunk in prompt_chunks([torch.tensor(NEXT).int().numpy(), torch.zeros(0).int().numpy()], 2, 64, 64):
         fresh.state = runtime.prefill(params, fresh.state, chunk)
     while not look(runtime, fresh.state).done.all():

@@ -1,7 +1,5 @@
 """Each processor does, at every row of a block, what transformers' own does to the text before that row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,7 +10,7 @@ from support.versions import BIASES_ZERO
 from transformers.generation import logits_process as theirs
 
 from torch_dflash.processors.interface import Text, process
-from torch_dflash.requests.rules import KINDS, PER_ROW, Batch, arranged, asked_processors
+from torch_dflash.requests.rules import KINDS, Batch, arranged, asked_processors, options_of_rules
 
 VOCAB, WIDTH, SLOTS = 9, 4, 24
 ids = st.integers(0, VOCAB - 1)
@@ -21,47 +19,42 @@ words = st.lists(ids, min_size=1, max_size=4)
 biased = words if BIASES_ZERO else st.lists(ids.filter(bool), min_size=1, max_size=4)
 number = st.floats(-4, 4, allow_nan=False).map(lambda value: round(value, 2))
 
+penalties, decays = (
+    st.sampled_from([0.5, 1.3, 4.0]),
+    st.tuples(st.integers(0, 6), st.sampled_from([0.9, 1.5])),
+)
+suppressed, begun = (st.lists(one, min_size=1, max_size=3) for one in (ids.filter(bool), ids))
+banned = st.lists(words.filter(lambda word: word != [0]), min_size=1, max_size=5)
+pairs = st.tuples(biased, number).map(list)
+biases = st.lists(pairs, min_size=1, max_size=5, unique_by=lambda pair: tuple(pair[0]))
+
+
+def of(kind, *more):
+    return lambda value, start, cap: kind(value, *more)
+
+
+def of_start(kind, *more):
+    return lambda value, start, cap: kind(value, *more, start)
+
+
 # Of each option: its values, and transformers' processor of a value, the prompt's length and the cap.
 OPTIONS = {
-    "sequence_bias": (
-        st.lists(
-            st.tuples(biased, number).map(list), min_size=1, max_size=5, unique_by=lambda p: tuple(p[0])
-        ),
-        lambda value, start, cap: theirs.SequenceBiasLogitsProcessor(value),
-    ),
-    "repetition_penalty": (
-        st.sampled_from([0.5, 1.3, 4.0]),
-        lambda value, start, cap: theirs.RepetitionPenaltyLogitsProcessor(value),
-    ),
-    "no_repeat_ngram_size": (
-        st.integers(1, 5),
-        lambda value, start, cap: theirs.NoRepeatNGramLogitsProcessor(value),
-    ),
-    "bad_words_ids": (
-        st.lists(words.filter(lambda word: word != [0]), min_size=1, max_size=5),
-        lambda value, start, cap: theirs.NoBadWordsLogitsProcessor(value, eos_token_id=0),
-    ),
+    "sequence_bias": (biases, of(theirs.SequenceBiasLogitsProcessor)),
+    "repetition_penalty": (penalties, of(theirs.RepetitionPenaltyLogitsProcessor)),
+    "no_repeat_ngram_size": (st.integers(1, 5), of(theirs.NoRepeatNGramLogitsProcessor)),
+    "bad_words_ids": (banned, of(theirs.NoBadWordsLogitsProcessor, 0)),
     "min_new_tokens": (
         st.integers(1, 8),
         lambda value, start, cap: theirs.MinNewTokensLengthLogitsProcessor(start, value, 0),
     ),
-    "min_length": (st.integers(1, 14), lambda value, start, cap: theirs.MinLengthLogitsProcessor(value, 0)),
+    "min_length": (st.integers(1, 14), of(theirs.MinLengthLogitsProcessor, 0)),
     "forced_eos_token_id": (
         ids,
         lambda value, start, cap: theirs.ForcedEOSTokenLogitsProcessor(start + cap, value),
     ),
-    "exponential_decay_length_penalty": (
-        st.tuples(st.integers(0, 6), st.sampled_from([0.9, 1.5])),
-        lambda value, start, cap: theirs.ExponentialDecayLengthPenalty(value, 0, start),
-    ),
-    "suppress_tokens": (
-        st.lists(ids.filter(bool), min_size=1, max_size=3),
-        lambda value, start, cap: theirs.SuppressTokensLogitsProcessor(value),
-    ),
-    "begin_suppress_tokens": (
-        st.lists(ids, min_size=1, max_size=3),
-        lambda value, start, cap: theirs.SuppressTokensAtBeginLogitsProcessor(value, start),
-    ),
+    "exponential_decay_length_penalty": (decays, of_start(theirs.ExponentialDecayLengthPenalty, 0)),
+    "suppress_tokens": (suppressed, of(theirs.SuppressTokensLogitsProcessor)),
+    "begin_suppress_tokens": (begun, of_start(theirs.SuppressTokensAtBeginLogitsProcessor)),
 }
 ONE = st.sampled_from(list(OPTIONS)).flatmap(lambda name: st.tuples(st.just(name), OPTIONS[name][0]))
 
@@ -78,9 +71,8 @@ def ours(options, prompts, blocks, cap, memory_takes=lambda count: count):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
         tokens[row, len(prompt) : len(prompt) + WIDTH] = torch.tensor(blocks[row])
     count = torch.tensor(starts, dtype=torch.int32)
-    read = [
-        kind.read(memory, tokens, memory_takes(count)) for kind, memory in zip(kinds, memories, strict=True)
-    ]
+    taken = memory_takes(count)
+    read = [kind.read(memory, tokens, taken) for kind, memory in zip(kinds, memories, strict=True)]
     length = count[:, None] + torch.arange(1, WIDTH + 1, dtype=torch.int32)
     logits = torch.randn(rows, WIDTH, VOCAB, generator=torch.Generator().manual_seed(sum(starts)))
     text = Text(tokens, length, torch.tensor(blocks, dtype=torch.int32))
@@ -147,7 +139,7 @@ def test_warpers_keep_what_transformers_keeps(name, value, warper):
 
 def test_a_row_asks_for_itself():
     values = {"repetition_penalty": [1.0, 4.0], "no_repeat_ngram_size": [2, 0], "min_new_tokens": [0, 3]}
-    assert values.keys() <= set(PER_ROW)
+    assert all(options_of_rules()[name].per_row for name in values)
     found, logits, *_ = ours(values, [[1, 2, 1], [3, 4, 3]], [[2, 1, 2, 1], [4, 3, 4, 3]], 6)
     alone = [
         ours({name: value[row] for name, value in values.items()}, [prompt], [block], 6)[0]

@@ -1,13 +1,11 @@
 """Whatever options a call has, its text is that of plain decoding; a processor that sees wrongly shows."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
 import torch
 from decoding.test_rule_kinds import OPTIONS, VOCAB
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.scripted import Scripted, pad
 from support.tabled import Tabled, with_path
@@ -90,6 +88,9 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
     seen, used = [], set()
 
     @settings(max_examples=examples)
+    @example(
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0}, {}, [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], {1}
+    )
     @given(
         RULES,
         st.one_of(st.just({}), SAMPLED),

@@ -1,7 +1,5 @@
 """The law of the sampled text is the target's own, whatever was drafted; and the noise behind it is noise."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 
@@ -48,14 +46,9 @@ BEFORE = {
     "bad_words_ids": theirs.NoBadWordsLogitsProcessor,
     "begin_suppress_tokens": lambda ids: theirs.SuppressTokensAtBeginLogitsProcessor(ids, len(PROMPT)),
 }
-AFTER = {
-    "top_k": theirs.TopKLogitsWarper,
-    "top_p": theirs.TopPLogitsWarper,
-    "min_p": theirs.MinPLogitsWarper,
-    "typical_p": theirs.TypicalLogitsWarper,
-    "epsilon_cutoff": theirs.EpsilonLogitsWarper,
-    "eta_cutoff": theirs.EtaLogitsWarper,
-}
+AFTER = {"top_k": theirs.TopKLogitsWarper, "top_p": theirs.TopPLogitsWarper, "min_p": theirs.MinPLogitsWarper}
+AFTER |= {"typical_p": theirs.TypicalLogitsWarper, "epsilon_cutoff": theirs.EpsilonLogitsWarper}
+AFTER |= {"eta_cutoff": theirs.EtaLogitsWarper}
 
 
 def new_counts(ids):
@@ -126,16 +119,9 @@ def sample(engine, rules="nothing", first_seed=0, calls=CALLS):
     ids = torch.tensor(PROMPT).expand(ROWS, -1).contiguous()
     texts, accepted, rounds = [], 0, 0
     for call in range(calls):
-        out = engine.generate(
-            ids,
-            torch.ones_like(ids),
-            max_new_tokens=4,
-            do_sample=True,
-            eos_token_id=None,
-            seed=first_seed + call * ROWS,
-            return_dict_in_generate=True,
-            **RULES[rules],
-        )
+        options = {"max_new_tokens": 4, "do_sample": True, "eos_token_id": None}
+        options |= {"seed": first_seed + call * ROWS, "return_dict_in_generate": True}
+        out = engine.generate(ids, torch.ones_like(ids), **RULES[rules], **options)
         texts.append(out.sequences[:, len(PROMPT) :])
         first = [lengths[0] for lengths in out.stats.acceptance_lengths]
         accepted, rounds = accepted + sum(first) - ROWS, rounds + ROWS * (WIDTH - 1)
@@ -230,10 +216,8 @@ def test_the_noise_is_gumbel():
         there = noise.narrow(dim, 1, noise.shape[dim] - 1)
         here = noise.narrow(dim, 0, noise.shape[dim] - 1)
         other = (dim + 1) % 3
-        slanted = (
-            there.narrow(other, 1, there.shape[other] - 1),
-            here.narrow(other, 0, here.shape[other] - 1),
-        )
+        some, most = here.shape[other] - 1, there.shape[other] - 1
+        slanted = there.narrow(other, 1, most), here.narrow(other, 0, some)
         for one, two in ((there, here), slanted):
             r = float(torch.corrcoef(torch.stack([one.flatten(), two.flatten()]))[0, 1])
             assert abs(r) < 4.5 / math.sqrt(one.numel())

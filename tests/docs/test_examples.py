@@ -1,7 +1,5 @@
 """The examples and the demo run; the real pair decodes as transformers does."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

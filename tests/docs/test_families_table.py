@@ -1,7 +1,5 @@
 """docs/results: no text of a family is another's, and the library knows what was tested."""
 
-from __future__ import annotations
-
 import json
 import runpy
 

@@ -1,7 +1,5 @@
 """Every table and figure of the pages is the one in its JSON: what `make figures` writes changes nothing."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import runpy

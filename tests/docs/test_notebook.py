@@ -1,7 +1,5 @@
 """The notebook runs from above to below, in a kernel of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 from pathlib import Path

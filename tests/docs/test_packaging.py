@@ -1,7 +1,5 @@
 """Builds hold what is imported and read, and nothing of a used checkout; bounds and addresses are stated."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The doctor names the convention by which a drafter learned, and leaves sound pairs alone."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -132,9 +130,7 @@ def test_a_head_and_an_embedding_of_its_own_draft_as_the_targets_do():
         check_judged(target, own)
 
 
-class FromTheAnchor(td.DFlashDraftModel):
-    """Its rows say what those behind them say of others: the anchor's the first draft."""
-
+class FromTheAnchor(td.DFlashDraftModel):  # the anchor's row says the first draft
     def block(self, noise, context, position, memory, blocks=1):
         rows = super().block(noise, context, position, memory, blocks)
         return rows.unflatten(1, (blocks, -1)).roll(-1, dims=2).flatten(1, 2)
@@ -173,10 +169,8 @@ def test_a_selector_chains_the_drafts_that_are_counted():
 def test_states_are_those_that_taps_read():
     target = make_target("llama")
     seen = []
-    hooks = [
-        layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
-        for layer in target.model.layers
-    ]
+    note = lambda module, inputs, output: seen.append(output)  # noqa: E731
+    hooks = [layer.register_forward_hook(note) for layer in target.model.layers]
     (one,) = record(target, [Text(torch.arange(3, 15), 4)])
     for hook in hooks:
         hook.remove()
@@ -188,13 +182,11 @@ def test_states_are_those_that_taps_read():
 def test_every_change_is_another_convention_and_its_fields_say_it():
     target = make_target("gpt_oss", tie_word_embeddings=False)
     windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
-    for more in (
-        {},
-        windows,
-        {"is_causal": True},
+    rope, chained = (
+        {"rope_type": "default", "rope_theta": 9.0},
         {"sample_from_anchor": True, "markov_rank": 4},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
-    ):
+    )
+    for more in ({}, windows, {"is_causal": True}, chained, {"rope_parameters": rope}):
         drafter = make_drafter(target, **more)
         own = Convention.of(drafter)
         every = changes(target, drafter, 100, [1, 2])
@@ -207,9 +199,8 @@ def test_every_change_is_another_convention_and_its_fields_say_it():
                 continue
             config = drafter.config.to_dict() | {"dflash_config": None} | change.fields
             again = type(drafter)(type(drafter.config)(**config))
-            assert (
-                change.kind != "row" or again.config.sample_from_anchor != drafter.config.sample_from_anchor
-            )
+            anchors = again.config.sample_from_anchor, drafter.config.sample_from_anchor
+            assert change.kind != "row" or anchors[0] != anchors[1]
             assert Convention.of(again) == other, (change.name, more)
 
 
@@ -295,9 +286,8 @@ def test_few_blocks_neither_name_a_change_nor_rule_it_out(pair_of_scores):
 def test_what_is_left_open_is_said_with_what_to_do(pair_of_scores):
     base, one = pair_of_scores(64, 3.24)
     assert weigh(base, [one], 64, 3).gain == pytest.approx(0.324 + 2 * 0.1)
-    two, better = (
-        pair_of_scores(64, score, made=one.changes * count)[1] for score, count in ((4, 2), (3.5, 1))
-    )
+    two = pair_of_scores(64, 4, made=one.changes * 2)[1]
+    better = pair_of_scores(64, 3.5, made=one.changes)[1]
     found = weigh(base, [two, one, better], 64, 3)
     assert found.doubts == (better.name, one.name, two.name) and found.gain == pytest.approx(0.35 + 0.2)
     for most, texts, words in (
@@ -361,10 +351,7 @@ def test_a_repair_is_read_again_where_the_field_stands_within_another(tmp_path, 
 def test_what_could_not_be_repaired_is_told_before_the_work(monkeypatch, capsys, tmp_path):
     make_drafter(make_target("llama")).save_pretrained(tmp_path)
 
-    def worked(*names, **options):
-        raise AssertionError("the pair was loaded")
-
-    monkeypatch.setattr(command, "load_pair", worked)
+    monkeypatch.setattr(command, "load_pair", lambda *names, **options: pytest.fail("the pair was loaded"))
     line = ["doctor", "--target", "demo", "--drafter", str(tmp_path), "--fix"]
     (tmp_path / "config.json.before").write_text("{}")
     assert main(line) == 2 and "move it away" in capsys.readouterr().err
@@ -382,10 +369,8 @@ def shell(judged, tmp_path, monkeypatch):
     """A directory with a drafter whose config is wrong, and the command's words for its pair."""
     case = judged.make_case("llama", 10, ("taps", "mask"), 100)
     case.drafter.save_pretrained(tmp_path / "drafter")
-    tokenizer = byte_tokenizer(TEMPLATE)
-    monkeypatch.setattr(
-        command, "load_pair", lambda *names, **more: Loaded(case.target, tokenizer, case.drafter)
-    )
+    pair = Loaded(case.target, byte_tokenizer(TEMPLATE), case.drafter)
+    monkeypatch.setattr(command, "load_pair", lambda *names, **more: pair)
     monkeypatch.setattr(answers, "answer", lambda *call: case.texts)
     monkeypatch.setattr(answers, "likely_masks", lambda *call: case.masks)
     return case, ["doctor", "--target", "demo", "--drafter", str(tmp_path / "drafter")]
@@ -423,22 +408,18 @@ def test_the_command_refuses_in_one_line(more, words, monkeypatch, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["doctor"],
-        ["train", "evaluate", "--prompts", "gsm8k.jsonl"],
-        ["train", "vocabulary", "--answers", "answers.jsonl", "--out", "out"],
-        ["train", "fit", "--answers", "answers.jsonl", "--out", "out"],
-    ],
-)
+ANSWERS = ["--answers", "answers.jsonl", "--out", "out"]
+LINES = [["doctor"], ["train", "evaluate", "--prompts", "gsm8k.jsonl"]]
+LINES += [["train", "vocabulary", *ANSWERS], ["train", "fit", *ANSWERS]]
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[1] if len(line) > 1 else line[0])
 def test_a_drafter_that_is_not_there_is_offered_what_is_taken(line, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(loading.TARGETS, "demo", lambda dtype: (make_target("llama"), None))
     Path("gsm8k.jsonl").write_text('{"prompt": "x"}\n')
-    Path("answers.jsonl").write_text(
-        '{"messages": [{"role": "user", "content": "x"}], "response": "y", "response_ids": [1, 2]}\n'
-    )
+    answer = {"messages": [{"role": "user", "content": "x"}], "response": "y", "response_ids": [1, 2]}
+    Path("answers.jsonl").write_text(json.dumps(answer) + "\n")
     name = "--start-from" if "fit" in line else "--drafter"
     assert main([*line, "--target", "demo", name, "/nowhere"]) == 2
     said = capsys.readouterr().err
@@ -469,10 +450,8 @@ def test_a_drafter_of_answers_without_thinking_is_told_so(judged, learned, kinds
         ids = [answers.encode_conversation(tokenizer, turn, {"enable_thinking": thinking}) for turn in turns]
         texts += answers.answer(target, ids, 32)
     judged._teach(target, drafter, texts, convention, 120, torch.Generator().manual_seed(1))
-    options = {"enable_thinking": True}
-    found = td.diagnose(
-        target, drafter.eval(), tokenizer, prompts, template_options=options, max_new_tokens=32, blocks=64
-    )
+    how = {"template_options": {"enable_thinking": True}, "max_new_tokens": 32, "blocks": 64}
+    found = td.diagnose(target, drafter.eval(), tokenizer, prompts, **how)
     wanted = [one.name for one in made] + ["enable_thinking=False"] * (learned == (False,))
     assert sorted(one.name for one in found.changes) == sorted(wanted), str(found)
     assert found.verdict == ("broken" if wanted else "healthy"), str(found)
@@ -480,18 +459,15 @@ def test_a_drafter_of_answers_without_thinking_is_told_so(judged, learned, kinds
 
 
 def test_the_other_way_of_asking_is_one_that_changes_prompts():
-    for template, options, other in (
-        (
-            "{% if enable_thinking is not defined or enable_thinking %}!{% endif %}",
-            {},
-            {"enable_thinking": False},
-        ),
-        ("{% if enable_thinking %}!{% endif %}", {}, {"enable_thinking": True}),
-        ("{% if thinking %}!{% endif %}", {"thinking": True}, {"thinking": False}),
-        ("", {}, {}),
-        ("{% if enable_thinking is defined %}{{ raise_exception('never') }}{% endif %}", {}, {}),
+    for condition, then, options, other in (
+        ("enable_thinking is not defined or enable_thinking", "!", {}, {"enable_thinking": False}),
+        ("enable_thinking", "!", {}, {"enable_thinking": True}),
+        ("thinking", "!", {"thinking": True}, {"thinking": False}),
+        ("false", "", {}, {}),
+        ("enable_thinking is defined", "{{ raise_exception('never') }}", {}, {}),
     ):
-        tokenizer = byte_tokenizer("{{ messages[0].content }}" + template)
+        template = "{{ messages[0].content }}{% if " + condition + " %}" + then + "{% endif %}"
+        tokenizer = byte_tokenizer(template)
 
         def ask(options, tokenizer=tokenizer):
             return answers.encoded(tokenizer, ["a"], options)

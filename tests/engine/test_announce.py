@@ -1,7 +1,5 @@
 """A program that compiles for long is in a bar at a terminal, else a line at each end; a quick one is not."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
@@ -120,10 +118,8 @@ with progress.announced("compiling rounds"):
     time.sleep(0.3)
 """
     said = python(code.replace("SILENCE", ""))
-    assert (said.stdout, said.stderr) == (
-        "",
-        "torch-dflash: compiling rounds ...\ntorch-dflash: compiling rounds: 0.3 s\n",
-    )
+    lines = "torch-dflash: compiling rounds ...\ntorch-dflash: compiling rounds: 0.3 s\n"
+    assert (said.stdout, said.stderr) == ("", lines)
     silenced = python(code.replace("SILENCE", "logging.getLogger('torch_dflash').setLevel('ERROR')"))
     assert (silenced.stdout, silenced.stderr) == ("", "")
 

@@ -1,17 +1,19 @@
 """Threads, failures, abandoned streams, changed weights, freed engines: what a long-lived process does."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import pytest
 import torch
 from support.scripted import own_text, pad, run
+from support.threads import in_threads
 from support.tiny import MASK, make_pair, ragged_prompts
+from transformers import PreTrainedModel
 
 import torch_dflash as td
 from torch_dflash.engine import registry as engine_cache
@@ -46,22 +48,15 @@ def test_four_threads_say_what_one_says(engine, pair):
     work = [[prompts(8)[i : i + 2] for i in range(0, 8, 2)][(t + i) % 4] for t in range(4) for i in range(3)]
     options = [{"do_sample": False}, {"do_sample": True, "temperature": 20.0, "top_k": 0, "seed": 4}]
     jobs = [(rows, options[(i // 3 + i) % 2]) for i, rows in enumerate(work)]
-    said, errors, gate = {}, [], threading.Barrier(4)
+    said, gate = {}, threading.Barrier(4)
 
     def speak(thread):
-        try:
-            gate.wait()
-            for i in range(3 * thread, 3 * thread + 3):
-                rows, how = jobs[i]
-                said[i] = run(engine, rows, max_new_tokens=NEW, **how)[0]
-        except Exception as error:  # a thread's own traceback would end nothing
-            errors.append(error)
+        gate.wait()
+        for i in range(3 * thread, 3 * thread + 3):
+            rows, how = jobs[i]
+            said[i] = run(engine, rows, max_new_tokens=NEW, **how)[0]
 
-    threads = [threading.Thread(target=speak, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    errors = in_threads(*[partial(speak, thread) for thread in range(4)])
     assert not errors and len(said) == len(jobs) == 12
     for i, (rows, how) in enumerate(jobs):
         alone = run(engine, rows, max_new_tokens=NEW, **how)[0]
@@ -126,17 +121,14 @@ def test_an_abandoned_stream_leaves_the_engine_usable(engine, pair):
 
 
 def test_a_streamer_that_fails_leaves_the_engine_usable(engine, pair):
-    class Failing:
-        def put(self, ids):
-            if ids.ndim == 1:
-                raise Broken
+    def put(ids):
+        if ids.ndim == 1:
+            raise Broken
 
-        def end(self):
-            raise AssertionError("a call that failed has no end")
-
+    ended = lambda: pytest.fail("a call that failed has no end")  # noqa: E731
     rows = prompts(1)
     with pytest.raises(Broken):
-        run(engine, rows, max_new_tokens=NEW, streamer=Failing())
+        run(engine, rows, max_new_tokens=NEW, streamer=SimpleNamespace(put=put, end=ended))
     assert run(engine, rows, max_new_tokens=NEW)[0] == [own_text(pair[0], rows[0], NEW)]
 
 
@@ -242,10 +234,8 @@ def test_the_users_models_stay_untouched(runtime):
     assert target.get_input_embeddings().weight.grad.abs().sum() > 0
     target.eval()
     text = own_text(target, ids[0].tolist(), 5)
-    assert (
-        td.generate(target, drafter, ids[:1], mask[:1], max_new_tokens=5, runtime="eager")[0, 9:].tolist()
-        == text
-    )
+    out = td.generate(target, drafter, ids[:1], mask[:1], max_new_tokens=5, runtime="eager")
+    assert out[0, 9:].tolist() == text
 
 
 def test_a_second_call_reuses_the_engine(pair, runtime):
@@ -262,13 +252,8 @@ def test_a_second_call_reuses_the_engine(pair, runtime):
 
 def test_torchs_seed_rules_where_none_is_given(engine, pair, runtime):
     ids = torch.tensor([[1, 2, 3, 4]])
-    options = {
-        "do_sample": True,
-        "temperature": 20.0,
-        "top_k": 0,
-        "max_new_tokens": NEW,
-        "eos_token_id": None,
-    }
+    options = {"do_sample": True, "temperature": 20.0, "top_k": 0, "max_new_tokens": NEW}
+    options |= {"eos_token_id": None}
 
     def front(**more):
         return td.generate(*pair, ids, runtime=runtime, **options, **more).tolist()
@@ -325,3 +310,33 @@ def test_new_weights_at_an_old_address_are_seen():
         target.lm_head.weight = torch.nn.Parameter(torch.from_numpy(memory))
         wanted = target.generate(ids, max_new_tokens=6, do_sample=False)
         assert torch.equal(engine.generate(ids, max_new_tokens=6, do_sample=False), wanted)
+
+
+IDS = torch.tensor([[5, 6, 7]])
+WORDS = {
+    "cuda:0": "Pass runtime='eager' to decode on the GPU.",
+    "xla:0": "keep the target on the CPU (target.to('cpu')), or load it with jax_bridge.load",
+}
+
+
+def heard(caplog):
+    """Without what another test's engine may still compile."""
+    return [line for line in caplog.messages if "compiling" not in line]
+
+
+@pytest.mark.parametrize("place", WORDS)
+def test_the_line_names_the_device_and_the_way_out(place, monkeypatch, caplog):
+    pair = make_pair("llama")
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda model: torch.device(place)))
+    td.compile(*pair, runtime="eager", max_length=64, verify=False)
+    assert not heard(caplog)
+    td.compile(*pair, max_length=64, verify=False)  # a twin would be made there
+    td.compile(*pair, max_length=128, verify=False)
+    (line,) = heard(caplog)
+    assert f"the target is on {place}; runtime='xla' copies its weights to JAX's default device" in line
+    assert WORDS[place] in line
+
+
+def test_nothing_is_said_of_the_cpu(caplog):
+    td.compile(*make_pair("llama"), max_length=64)
+    assert not heard(caplog)

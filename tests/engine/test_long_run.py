@@ -1,7 +1,5 @@
 """Two thousand rounds: the last cost what the first ones cost, and nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

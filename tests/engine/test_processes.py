@@ -1,7 +1,5 @@
 """Process boundaries: forks after JAX has started, workers that are spawned, copies."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Prompts are read in buckets: padding that costs more than one more pass is not computed."""
 
-from __future__ import annotations
-
 import pytest
 from support.scripted import own_text, run
 from support.tiny import make_pair

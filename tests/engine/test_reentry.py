@@ -1,7 +1,5 @@
 """User code that calls its engine: refused from inside of a step, served from outside."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -24,9 +22,7 @@ def target():
     return make_target("llama")
 
 
-class Calls:
-    """An engine whose user code calls what ``call`` is set to."""
-
+class Calls:  # an engine whose user code calls what ``call`` is set to
     def __init__(self, target, kind, runtime="eager"):
         self.call = lambda: None
         made = {"runtime": runtime} | SIZES

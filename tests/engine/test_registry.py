@@ -1,7 +1,5 @@
 """What `generate` keeps between calls: which calls share an engine, how many are kept, what is refused."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext
@@ -37,9 +35,8 @@ def pair():
 def used(monkeypatch):
     """The engine of each call of `generate`, in order."""
     engines, whole = [], generation.cached_engine
-    monkeypatch.setattr(
-        generation, "cached_engine", lambda *a, **k: engines.append(whole(*a, **k)) or engines[-1]
-    )
+    noted = lambda *a, **k: engines.append(whole(*a, **k)) or engines[-1]  # noqa: E731
+    monkeypatch.setattr(generation, "cached_engine", noted)
     return engines
 
 
@@ -126,9 +123,7 @@ def test_proposers_without_weights_are_known_by_value(pair, used):
     assert [engine.plan.block_size for engine in used] == [6, 6, 7, 6, 1, 6]
 
 
-class Keyed(td.Proposer):
-    """Drafts the anchor again; ``token``, if any, is a buffer of its own."""
-
+class Keyed(td.Proposer):  # drafts the anchor again; ``token``, if any, is a buffer of its own
     name, width = "keyed", 4
 
     def __init__(self, key, token=None):
@@ -167,13 +162,8 @@ def test_proposers_of_equal_keys_share_engines_unless_they_hold_tensors(pair, us
     target, own = pair[0], own_text(pair[0], PROMPT, NEW)
 
     def drafted(drafter):
-        options = {
-            "runtime": "eager",
-            "do_sample": False,
-            "eos_token_id": None,
-            "return_dict_in_generate": True,
-        }
-        out = td.generate(target, drafter, torch.tensor([PROMPT]), max_new_tokens=NEW, **options)
+        options = {"max_new_tokens": NEW, "runtime": "eager", "do_sample": False, "eos_token_id": None}
+        out = td.generate(target, drafter, torch.tensor([PROMPT]), **options, return_dict_in_generate=True)
         assert out.sequences[0, len(PROMPT) :].tolist() == own
         return out.stats.acceptance_lengths
 
@@ -187,7 +177,7 @@ def test_proposers_of_equal_keys_share_engines_unless_they_hold_tensors(pair, us
     assert used[-1] is used[-2]
 
 
-def test_a_row_that_ends_early_is_padded(pair):
+def test_a_row_that_ends_early_is_padded(pair, monkeypatch):
     target = pair[0]
     rows = [PROMPT, PROMPT[:4]]
     budgets = {"new": [2, NEW], "runtime": "eager"}
@@ -202,12 +192,8 @@ def test_a_row_that_ends_early_is_padded(pair):
     ):
         first, second = say(target, None, rows, **(budgets | options))
         assert first == own[0] + [pad_id] * (NEW - 2) and second == own[1]
-    target.generation_config.pad_token_id = 8
-    try:
-        first, _ = say(target, None, rows, **budgets)
-        assert first[2:] == [8] * (NEW - 2)
-    finally:
-        target.generation_config.pad_token_id = None
+    monkeypatch.setattr(target.generation_config, "pad_token_id", 8)
+    assert say(target, None, rows, **budgets)[0][2:] == [8] * (NEW - 2)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

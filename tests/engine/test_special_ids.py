@@ -53,11 +53,11 @@ def read(pair, ids, **options):
 def test_a_pad_that_ends_a_rows_text_is_no_padding_there(pair):
     ids = torch.tensor([[3, 4, 5], [9, 4, 5], [5, 4, 9]])
     rows = read(pair, ids, pad_token_id=5, eos_token_id=[[5], [9], [9]]).rows
-    assert [row.tolist() for row in rows] == [[3, 4, 5], [9, 4], [4, 9]]
+    assert [row.prompt.tolist() for row in rows] == [[3, 4, 5], [9, 4], [4, 9]]
     rows = read(pair, ids, pad_token_id=5, eos_token_id=[5, 9]).rows
-    assert [len(row) for row in rows] == [3, 3, 3]
+    assert [row.length for row in rows] == [3, 3, 3]
     rows = read(pair, ids, pad_token_id=5, eos_token_id=torch.tensor([6, 7])).rows
-    assert [len(row) for row in rows] == [2, 2, 2]
+    assert [row.length for row in rows] == [2, 2, 2]
 
 
 def test_rows_of_their_own_stop_ids_need_no_pad(pair):
@@ -65,7 +65,7 @@ def test_rows_of_their_own_stop_ids_need_no_pad(pair):
     for stops in ([[5], [9]], [[5], []], [[], [5]], [[5], 9], torch.tensor([[5], [9]]), np.array([[5], [9]])):
         request = read(pair, ids, eos_token_id=stops)
         rows = request.rows
-        assert [len(row) for row in rows] == [3, 3]
+        assert [row.length for row in rows] == [3, 3]
         assert request.pad_token_id == 5
 
 

@@ -1,7 +1,5 @@
 """State files that no engine wrote, threads that load while others decode, models cast in mid-generation."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -114,11 +112,12 @@ def test_counts_and_tokens_out_of_range_are_named(engine, saved, tmp_path, name,
 def test_whatever_an_engine_writes_it_loads(pair, tmp_path, drafter, cache):
     drafter = pair[1] if drafter == "dflash" else drafter
     engine = td.compile(pair[0], drafter, runtime="eager", max_length=40, batch_size=3, cache=cache)
-    for options in (
+    few, many, stops = (
         {"max_new_tokens": [1, 9]},
         {"max_new_tokens": 17},
-        {"eos_token_id": list(range(60))[::9]},
-    ):
+        {"eos_token_id": [*range(0, 60, 9)]},
+    )
+    for options in (few, many, stops):
         state = engine.start(*ragged_prompts(2), **({"max_new_tokens": 17, "eos_token_id": None} | options))
         for _ in range(20):
             td.save_state(state, tmp_path / "state", engine)
@@ -165,9 +164,8 @@ def test_a_model_cast_in_mid_generation_is_refused_by_name(runtime, cast):
     engine = make_engine(pair.values(), runtime)
     state = engine.start(*ragged_prompts(2), **OPTIONS)
     pair[cast].to(torch.bfloat16)
-    with refuses(
-        ValueError, f"made with a {cast} in torch.float32, which is in torch.bfloat16 now", "cast it"
-    ):
+    words = f"made with a {cast} in torch.float32, which is in torch.bfloat16 now", "cast it"
+    with refuses(ValueError, *words):
         engine.advance(state)
     if runtime == "eager" and cast == "target":
         text = own_text(pair["target"], PROMPT, 12)

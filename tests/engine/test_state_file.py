@@ -1,7 +1,5 @@
 """A generation that is written to a file goes on in another process, on the other runtime."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -53,9 +51,6 @@ def finish(engine, state) -> dict:
     }
 
 
-FOLDERS = (ROOT, ROOT / "tests", ROOT / "tests/engine")
-
-
 def finish_elsewhere(path, runtime, cache) -> dict:
     """A new process loads ``path`` on ``runtime``, whose engine reads at other times, and finishes."""
     code = (
@@ -64,15 +59,10 @@ def finish_elsewhere(path, runtime, cache) -> dict:
         "engine = t.make_engine(sys.argv[2], rounds_per_chunk=3, cache=sys.argv[3])\n"
         "print(json.dumps(t.finish(engine, td.load_state(sys.argv[1], engine))))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(path), runtime, cache],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/engine")))},
-        timeout=300,
-    )
+    folders = map(str, (ROOT, ROOT / "tests", ROOT / "tests/engine"))
+    options = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(folders)}, "cwd": ROOT, "timeout": 300}
+    command = [sys.executable, "-W", "error", "-c", code, str(path), runtime, cache]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -155,9 +145,8 @@ def test_a_state_of_another_plan_or_model_is_refused(saved):
     with pytest.raises(ValueError, match=r"holds .proposer.layers\[1\].key, which this engine's state lacks"):
         td.load_state(path, make_engine("eager", pair=(target, shallower)))
     other = models("qwen3")  # its heads are wider
-    with pytest.raises(
-        ValueError, match=r"cache\[0\].key is torch.float32 .*, this engine's is .*same target"
-    ):
+    words = r"cache\[0\].key is torch.float32 .*, this engine's is .*same target"
+    with pytest.raises(ValueError, match=words):
         td.load_state(path, make_engine("eager", pair=other))
 
 
@@ -280,9 +269,7 @@ def test_an_interrupted_write_leaves_what_was_there(eager, saved, tmp_path, monk
 
 @register_state
 @dataclass(frozen=True)
-class Extra:
-    """A part of a state that this library does not know, with a leaf that may be None."""
-
+class Extra:  # a part of a state that this library does not know, with a leaf that may be None
     table: torch.Tensor
     spare: torch.Tensor | None
 
@@ -290,11 +277,8 @@ class Extra:
 def test_any_registered_part_and_none_leaves_are_kept(eager, saved, tmp_path, monkeypatch):
     _, state = saved
     template = state_io.abstract_state(eager)
-    monkeypatch.setattr(
-        state_io,
-        "abstract_state",
-        lambda engine: replace(template, cache=(Extra(torch.empty(2, 3, device="meta"), None),)),
-    )
+    wider = replace(template, cache=(Extra(torch.empty(2, 3, device="meta"), None),))
+    monkeypatch.setattr(state_io, "abstract_state", lambda engine: wider)
     table = torch.arange(6.0).view(3, 2).T  # not contiguous
     td.save_state(replace(state, cache=(Extra(table, None),)), tmp_path / "state", eager)
     back = td.load_state(tmp_path / "state", eager).cache[0]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from support import ROOT
 from support.refusals import refuses
 from support.versions import COUNTS_PADDING, needs_native
 from transformers import (
@@ -96,9 +97,8 @@ def test_what_may_follow_beside_what_transformers_lists_behind_it(pair, batch, o
     expected = target.generate(**batch, **asked)
     block = td.dflash(drafter, runtime="eager")
     assert torch.equal(target.generate(**batch, **asked, custom_generate=block), expected)
-    with pytest.raises(
-        ValueError, match="PrefixConstrainedLogitsProcessor runs on the host.*runtime='eager'"
-    ):
+    words = "PrefixConstrainedLogitsProcessor runs on the host.*runtime='eager'"
+    with pytest.raises(ValueError, match=words):
         target.generate(**batch, **asked, custom_generate=td.dflash(drafter, runtime="xla"))
 
 
@@ -114,14 +114,9 @@ def test_custom_generate_is_greedy_where_do_sample_is_unset(pair, batch):
 def test_custom_generate_repeats_prompts(pair, batch):
     target, drafter = pair
     block, length = td.dflash(drafter, runtime="eager", seed=3), batch["input_ids"].shape[1]
-    out = target.generate(
-        **batch,
-        do_sample=True,
-        temperature=4.0,
-        num_return_sequences=3,
-        max_new_tokens=NEW,
-        custom_generate=block,
-    )
+    options = {"do_sample": True, "temperature": 4.0, "num_return_sequences": 3, "max_new_tokens": NEW}
+    options |= {"custom_generate": block}
+    out = target.generate(**batch, **options)
     assert torch.equal(out[:, :length], batch["input_ids"].repeat_interleave(3, dim=0))
     assert len({tuple(row) for row in out[:, length:].tolist()}) == 6  # rows do not share their noise
 
@@ -155,9 +150,7 @@ def test_custom_generate_agrees_with_transformers_own_dflash(pair, batch):
     assert torch.equal(native, ours)
 
 
-class Recorder:
-    """As transformers' streamers are called."""
-
+class Recorder:  # as transformers' streamers are called
     def __init__(self):
         self.puts, self.ended = [], False
 
@@ -190,9 +183,7 @@ def test_streamer_gets_the_prompt_then_new_tokens_as_they_come(pair, batch, thro
     assert [len(piece) for piece in fresh] == [1, *out.stats.acceptance_lengths[0]]
 
 
-class Letters:
-    """Enough of a tokenizer for transformers' text streamers."""
-
+class Letters:  # enough of a tokenizer for transformers' text streamers
     def decode(self, ids, **options):
         return "".join(chr(32 + int(token) % 94) for token in ids)
 
@@ -224,11 +215,8 @@ def test_stream_yields_what_generate_returns(pair, batch, runtime):
 def test_a_warm_engine_compiles_nothing_more(pair, batch):
     engine = td.compile(*pair, runtime="xla", max_length=64, batch_size=2).warmup()
     expected = pair[0].generate(**batch, max_new_tokens=NEW, do_sample=False)
-    calls = [
-        {},
-        {"do_sample": True, "temperature": [0.3, 1.7], "top_p": 0.9, "seed": 1},
-        {"eos_token_id": [1, 2, 3], "max_new_tokens": [2, 40]},
-    ]
+    calls = [{}, {"do_sample": True, "temperature": [0.3, 1.7], "top_p": 0.9, "seed": 1}]
+    calls += [{"eos_token_id": [1, 2, 3], "max_new_tokens": [2, 40]}]
     for asked in calls:
         options = {"max_new_tokens": NEW, "return_dict_in_generate": True} | asked
         assert engine.generate(**batch, **options).stats.compilations == 0
@@ -275,13 +263,8 @@ SMALL = {
     "intermediate_size": 48, "vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 SECTIONS = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
-IMAGES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "intermediate_size": 16,
-    "image_size": 28,
-    "patch_size": 14,
-}
+IMAGES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 16, "image_size": 28}
+IMAGES |= {"patch_size": 14}
 
 
 def multimodal(name):
@@ -305,3 +288,38 @@ def test_custom_generate_of_a_multimodal_model_that_is_given_text(batch, name):
     block = td.dflash(td.NGramProposer(4), runtime="eager")
     expected = target.generate(**batch, **options)
     assert torch.equal(target.generate(**batch, **options, custom_generate=block), expected)
+
+
+FOLDER = str(ROOT / "examples" / "in_a_repository")
+
+
+class Streamer:  # keeps what it is given
+    def __init__(self):
+        self.put_ids, self.ended = [], False
+
+    def put(self, ids):
+        self.put_ids += ids.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+def test_the_text_is_transformers_own(pair, batch):
+    target, drafter = pair
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    block = {"custom_generate": FOLDER, "trust_remote_code": True, "runtime": "eager"}
+    for options in ({}, {"repetition_penalty": 1.7}, {"eos_token_id": [10, 33], "min_new_tokens": 4}):
+        want = target.generate(**batch, **asked, **options)
+        for assistant in (drafter, None):
+            found = target.generate(**batch, **asked, **options, **block, assistant_model=assistant)
+            assert torch.equal(found, want)
+
+
+def test_a_streamer_and_a_dict_arrive(pair, batch):
+    target, drafter = pair
+    row, streamer = {name: value[:1] for name, value in batch.items()}, Streamer()
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    block = {"custom_generate": FOLDER, "trust_remote_code": True, "runtime": "eager"}
+    out = target.generate(**row, **asked, **block, assistant_model=drafter, streamer=streamer)
+    assert streamer.ended and streamer.put_ids == out.sequences[0].tolist()
+    assert out.stats.mean_acceptance_length > 1

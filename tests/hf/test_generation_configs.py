@@ -1,7 +1,5 @@
 """A model with the generation config of a much used one decodes with no option given."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -102,18 +100,10 @@ def test_no_option_is_needed(pair, prompts, runtime, monkeypatch):
     check(target, target, drafter, prompts, stops, runtime, monkeypatch)
 
 
-LOST = [
-    ("Qwen2.5", "temperature"),
-    ("Qwen2.5", "top_k"),
-    ("Qwen2.5", "top_p"),
-    ("Qwen2.5", "repetition_penalty"),
-    ("LFM2", "min_p"),
-    ("Llama 3", "max_length"),
-    ("Llama 3", "do_sample"),
-    ("suppress lists", "suppress_tokens"),
-    ("suppress lists", "begin_suppress_tokens"),
-    ("Phi-3 and 3.5", "eos_token_id"),
-]
+LOST = [("Qwen2.5", "temperature"), ("Qwen2.5", "top_k"), ("Qwen2.5", "top_p")]
+LOST += [("Qwen2.5", "repetition_penalty"), ("LFM2", "min_p"), ("Llama 3", "max_length")]
+LOST += [("Llama 3", "do_sample"), ("suppress lists", "suppress_tokens")]
+LOST += [("suppress lists", "begin_suppress_tokens"), ("Phi-3 and 3.5", "eos_token_id")]
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")

@@ -1,10 +1,7 @@
 """Grammars: the text is that of plain decoding under the same matcher, in blocks, through every door."""
 
-from __future__ import annotations
-
 import json
 import re
-from dataclasses import replace
 from functools import cache
 
 import llguidance.hf
@@ -22,9 +19,8 @@ from transformers import LogitsProcessorList
 
 import torch_dflash as td
 from torch_dflash.grammars.matcher import MatcherRow
-from torch_dflash.processors.grammars import GrammarTable, only
-from torch_dflash.requests.grammars import asked_grammars
-from torch_dflash.requests.request import Request
+from torch_dflash.processors.grammars import GrammarMatcher, GrammarTable, only
+from torch_dflash.processors.options import Batch
 
 NEW, STOP, VOCAB = 28, 0, 288  # the tokenizer has fewer ids than the model
 SCHEMA = {
@@ -47,13 +43,14 @@ def ids_of(belongs):
     return [token for token in range(len(TOKENIZER)) if belongs(TOKENIZER.decode([token]))]
 
 
+def regex(pattern, device=False):
+    return td.Grammar.regex(pattern, TOKENIZER, device=device)
+
+
 def make_grammar(kind):
-    return {
-        "json": lambda: td.Grammar.json_schema(SCHEMA, TOKENIZER),
-        "regex": lambda: td.Grammar.regex(PATTERN, TOKENIZER),
-        "table": lambda: td.Grammar.regex(PATTERN, TOKENIZER, device=True),
-        "lark": lambda: td.Grammar.lark(LARK, TOKENIZER),
-    }[kind]()
+    if kind in ("regex", "table"):
+        return regex(PATTERN, kind == "table")
+    return td.Grammar.lark(LARK, TOKENIZER) if kind == "lark" else td.Grammar.json_schema(SCHEMA, TOKENIZER)
 
 
 @cache
@@ -61,9 +58,7 @@ def read_tokenizer():
     return llguidance.hf.from_tokenizer(TOKENIZER)
 
 
-class Reference:
-    """As transformers' users write it: a matcher made anew for every row and token, with its own stop id."""
-
+class Reference:  # as transformers' users write it: a matcher made anew for every row and token
     def __init__(self, kind, starts):
         self.tokenizer = read_tokenizer()
         text = {"json": json.dumps(SCHEMA), "lark": LARK}.get(kind, PATTERN)
@@ -121,7 +116,7 @@ def copier(batch, answers, rows=4):
     """Drafts each row's own answer, every fourth token wrong: some are accepted, all rejected ones matter."""
     drafter = Scripted(rows, 96, width=6)
     texts = []
-    for ids, mask, answer in zip(batch["input_ids"], batch["attention_mask"], answers, strict=True):
+    for ids, mask, answer in zip(*batch.values(), answers, strict=True):
         wrong = [(token + 5) % 250 if at % 4 == 2 else token for at, token in enumerate(answer)]
         texts.append([*ids[mask.bool()].tolist(), *wrong])
     drafter.say(texts)
@@ -130,10 +125,7 @@ def copier(batch, answers, rows=4):
 
 def hidden(batch, answers):
     """Drafts trees that hold each row's own answer in a random branch."""
-    drafter, rows = (
-        Tabled(4, 96, rows=10, depth=5),
-        zip(batch["input_ids"], batch["attention_mask"], strict=True),
-    )
+    rows, drafter = zip(*batch.values(), strict=True), Tabled(4, 96, rows=10, depth=5)
     texts = [[*ids[mask.bool()].tolist(), *own] for (ids, mask), own in zip(rows, answers, strict=True)]
     drafter.fill(texts, with_path(9, 5, vocab=250))
     return drafter
@@ -204,20 +196,19 @@ def engine(pair):
 
 
 def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch, engine):
-    json_, regex, lark = map(make_grammar, ("json", "regex", "lark"))
+    json_, pattern, lark = map(make_grammar, ("json", "regex", "lark"))
     engine.generate(**batch, **asked({}))
     free = ours((pair[0], None), batch, None)[0]
-    for given in ([json_, None, regex], [None, lark, json_], lark, [make_grammar("table"), None, lark]):
+    for given in ([json_, None, pattern], [None, lark, json_], lark, [make_grammar("table"), None, lark]):
         options = asked({"return_dict_in_generate": True})
         out = engine.generate(**batch, grammar=given, **options)
         assert out.stats.compilations == 0
         for row, grammar in enumerate(given if isinstance(given, list) else [given] * 3):
-            kind = {json_: "json", regex: "regex", lark: "lark", None: None}.get(grammar, "table")
+            kind = {json_: "json", pattern: "regex", lark: "lark", None: None}.get(grammar, "table")
             assert out.new_tokens[row] == (theirs(pair[0], batch, kind)[row] if kind else free[row])
     with refuses(ValueError, "new token 0", "none was left", "suppress_tokens"):
-        engine.generate(
-            **batch, grammar=json_, suppress_tokens=ids_of(lambda text: text[:1] == "{"), **asked({})
-        )
+        braces = ids_of(lambda text: text[:1] == "{")
+        engine.generate(**batch, grammar=json_, suppress_tokens=braces, **asked({}))
     assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and it goes on
 
 
@@ -249,9 +240,8 @@ def test_sampled_text_is_plain_decodings(pair, batch):
 
 def test_the_law_of_samples_is_the_targets_among_what_is_allowed(pair):
     """A first token of three, and behind "e" one of two more or the end."""
-    grammar = td.Grammar.regex("(e(f|g)?|h)", TOKENIZER, device=True)
     rows, ids = 800, torch.tensor([[5, 6, 7]])
-    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "temperature": 8.0, "eos_token_id": STOP}
+    options = {"max_new_tokens": 3, "do_sample": True, "top_k": 0, "temperature": 8.0, "seed": 1}
     spelt = {letter: TOKENIZER(letter)["input_ids"][0] for letter in "efgh"}
     with torch.no_grad():
 
@@ -267,23 +257,13 @@ def test_the_law_of_samples_is_the_targets_among_what_is_allowed(pair):
     }
     drafter = Scripted(rows, 32, width=4)
     drafter.say([[5, 6, 7, spelt["e"], max(second, key=second.get), STOP]] * rows)
-    for given in (grammar, td.Grammar.regex("(e(f|g)?|h)", TOKENIZER)):
-        out = td.generate(
-            pair[0],
-            drafter,
-            ids.expand(rows, -1),
-            runtime="eager",
-            grammar=given,
-            seed=1,
-            pad_token_id=STOP,
-            return_dict_in_generate=True,
-            **options,
-        )
-        found = [tuple(row) for row in out.new_tokens]
+    for given in (regex("(e(f|g)?|h)", device) for device in (True, False)):
+        texts, stats = ours((pair[0], drafter), {"input_ids": ids.expand(rows, -1)}, given, **options)
+        found = [tuple(row) for row in texts]
         assert {*found} <= {*want}
         for text, share in want.items():
             assert abs(found.count(text) / rows - share) < 4 * (share * (1 - share) / rows) ** 0.5 + 1e-9
-    assert out.stats.mean_acceptance_length > 1.05
+    assert stats.mean_acceptance_length > 1.05
 
 
 def test_every_door_takes_a_grammar(pair, batch):
@@ -294,9 +274,8 @@ def test_every_door_takes_a_grammar(pair, batch):
     plain = {"runtime": "eager", "return_dict_in_generate": True}
     for given in ({"grammar": grammar}, {"response_format": form}):
         out = pair[0].generate(**batch, custom_generate=block, **asked(given))
-        assert [
-            new[: len(row)] for new, row in zip(out[:, ids.shape[1] :].tolist(), want, strict=True)
-        ] == want
+        new = out[:, ids.shape[1] :].tolist()
+        assert [text[: len(row)] for text, row in zip(new, want, strict=True)] == want
         named = given | ({"tokenizer": TOKENIZER} if "response_format" in given else {})
         assert td.generate(*pair, **batch, **asked(named), **plain).new_tokens == want
         engine = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=("grammar",))
@@ -314,13 +293,9 @@ def test_a_session_goes_on_under_another_grammar(pair):
     engine = td.compile(*pair, runtime="eager", max_length=96, processors=("grammar",))
     session, prompt = engine.session(), [1, 2, 3, 4, 5]
     for kind in ("json", "lark", "json"):
-        answer = [
-            t for gain in session.gains(prompt, grammar=make_grammar(kind), **asked({})) for t in gain.tokens
-        ]
-        row = {
-            "input_ids": torch.tensor([prompt]),
-            "attention_mask": torch.ones(1, len(prompt), dtype=torch.long),
-        }
+        gains = session.gains(prompt, grammar=make_grammar(kind), **asked({}))
+        answer, ids = [token for gain in gains for token in gain.tokens], torch.tensor([prompt])
+        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         assert answer == theirs(pair[0], row, kind)[0]
         assert session.stats.grammar_reads == session.stats.rounds + 1
         prompt = [*prompt, *answer, 9]
@@ -339,12 +314,12 @@ def test_answers_follow_from_the_tokens_alone():
             assert (row.allowed(answer, drafts, 9) == fresh().allowed(answer, drafts, 9)).all()
 
 
-@pytest.mark.parametrize(
-    "pattern", [PATTERN, '"([^"\\\\]|\\\\["n])*"', "yes|no|YES", "[^a]{2}", "(a|bc)+😀?"]
-)
+STRING = '"([^"\\\\]|\\\\["n])*"'
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, STRING, "yes|no|YES", "[^a]{2}", "(a|bc)+😀?"])
 def test_a_table_allows_what_the_matcher_allows(pattern):
-    table = td.Grammar.regex(pattern, TOKENIZER, device=True).row((STOP,), VOCAB)
-    matcher = td.Grammar.regex(pattern, TOKENIZER).row((STOP,), VOCAB)
+    table, matcher = (regex(pattern, device).row((STOP,), VOCAB) for device in (True, False))
     following, class_of, bits = table.arrays(VOCAB)
     generator = np.random.default_rng(0)
     for _ in range(12):
@@ -359,58 +334,46 @@ def test_a_table_allows_what_the_matcher_allows(pattern):
             state, text = following[state, class_of[token]], [*text, token]
 
 
-BROKEN = {
-    "the rejected draft is remembered": lambda go: (
-        lambda self, answer: go(self, [*self._taken, *answer][:40])
-    ),
-    "off by one": lambda go: lambda self, answer: go(self, answer[:-1]),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_matcher_that_is_elsewhere_is_caught(pair, batch, monkeypatch, how):
-    want = theirs(pair[0], batch, "json")
-    monkeypatch.setattr(MatcherRow, "_go_to", BROKEN[how](MatcherRow._go_to))
-    with pytest.raises(ValueError, match="row 0: token .* is not one that its grammar allows"):
-        assert ours((pair[0], copier(batch, want)), batch, make_grammar("json"))[0] != want
-
-
-def test_a_neighbours_history_is_caught(pair, batch, monkeypatch):
-    want = theirs(pair[0], batch, "json")
-    values = td.processors.GrammarMatcher.values
-
-    def neighbours(self, asked, starts):
+def neighbours(values):
+    def rolled(self, asked, starts):
         handles, starts = values(self, asked, starts)
         return handles.roll(1), starts.roll(1)
 
-    monkeypatch.setattr(td.processors.GrammarMatcher, "values", neighbours)
-    with pytest.raises(ValueError, match="is not one that its grammar allows"):
-        assert ours((pair[0], copier(batch, want)), batch, make_grammar("json"))[0] != want
+    return rolled
 
 
-def wrong_states(observe, change):
-    return lambda self, memory, ids, count: observe(self, memory, *change(ids, count))
+def in_states(change):
+    return lambda observe: lambda self, memory, ids, count: observe(self, memory, *change(ids, count))
 
 
-TABLES = {
-    "the rejected draft is remembered": lambda ids, count: (ids, torch.full_like(count, ids.shape[1])),
-    "off by one": lambda ids, count: (ids, (count - 1).clamp(min=0)),
-    "a neighbour's history": lambda ids, count: (ids.roll(1, 0), count.roll(1, 0)),
+def remembered(go):
+    return lambda self, answer: go(self, [*self._taken, *answer][:40])
+
+
+GO_TO, OBSERVE, REST = (MatcherRow, "_go_to"), (GrammarTable, "observe"), "the rejected draft is remembered"
+VALUES = td.processors.GrammarMatcher, "values"
+BROKEN = {  # by the kind of the grammar
+    ("json", REST): (GO_TO, remembered),
+    ("json", "off by one"): (GO_TO, lambda go: lambda self, answer: go(self, answer[:-1])),
+    ("json", "a neighbour"): (VALUES, neighbours),
+    ("table", REST): (OBSERVE, in_states(lambda ids, count: (ids, torch.full_like(count, ids.shape[1])))),
+    ("table", "off by one"): (OBSERVE, in_states(lambda ids, count: (ids, (count - 1).clamp(min=0)))),
+    ("table", "a neighbour"): (OBSERVE, in_states(lambda ids, count: (ids.roll(1, 0), count.roll(1, 0)))),
 }
 
 
-@pytest.mark.parametrize("how", TABLES)
-def test_a_table_in_a_wrong_state_is_caught(pair, batch, monkeypatch, how):
-    want = theirs(pair[0], batch, "table")
-    observe = GrammarTable.observe
-    monkeypatch.setattr(GrammarTable, "observe", wrong_states(observe, TABLES[how]))
-    with pytest.raises(ValueError, match="is not one that its grammar allows"):
-        assert ours((pair[0], copier(batch, want)), batch, make_grammar("table"))[0] != want
+@pytest.mark.parametrize(("kind", "how"), BROKEN)
+def test_a_grammar_that_is_elsewhere_is_caught(pair, batch, monkeypatch, kind, how):
+    want, ((owner, name), change) = theirs(pair[0], batch, kind), BROKEN[kind, how]
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    row = "row 0: token .*" if owner is MatcherRow else ""
+    with pytest.raises(ValueError, match=row + "is not one that its grammar allows"):
+        assert ours((pair[0], copier(batch, want)), batch, make_grammar(kind))[0] != want
 
 
 @pytest.mark.parametrize("device", [False, True])
 def test_an_end_that_is_allowed_early_is_caught(pair, batch, monkeypatch, device):
-    grammar = td.Grammar.regex("[0-9]{2,}", TOKENIZER, device=device)
+    grammar = regex("[0-9]{2,}", device)
     wish = td.BlockProcessor(lambda tokens, length, logits: logits + 99.0 * (torch.arange(VOCAB) == STOP))
     rows, _ = ours(pair, batch, grammar, processors=(wish,))
     assert all(row[2:] == [STOP] for row in rows)  # as soon as it may end, and no sooner
@@ -426,55 +389,49 @@ def test_a_tree_may_hold_ids_that_no_token_has(pair, batch):
     """A model's vocabulary is wider than its tokenizer's; the matcher does not know the rest."""
     target, _ = pair
     drafter = make_drafter(target, num_hidden_layers=1, target_layer_ids=[0, 1])
-    grammar = td.Grammar.regex("(a|b|[0-9])+(e(f|g)?|h)*", TOKENIZER)
+    grammar = regex("(a|b|[0-9])+(e(f|g)?|h)*")
     plain, _ = ours((target, None), batch, grammar)
     assert ours((target, td.TreeProposer(drafter, rows=16)), batch, grammar)[0] == plain
 
 
 @pytest.mark.parametrize("kind", ["regex", "table"])
 def test_an_error_names_the_row_of_the_call_where_a_replica_has_some_of_them(kind):
-    asked = asked_grammars([None, make_grammar(kind)], [(STOP,)] * 2, VOCAB)
-    request = replace(Request.greedy([np.ones(1, np.int32)] * 2, 4), processors=asked)
-    (grammar,) = request.part([1]).grammars
+    batch = Batch(1, [4] * 2, [(STOP,)] * 2, False, VOCAB)
+    asked = GrammarMatcher.asked({"grammar": [None, make_grammar(kind)]}, batch)
+    grammar = next(values[1] for _, values in asked if values[1] is not None)
     with refuses(ValueError, "row 1: token 0, new token 0"):
         grammar.check([STOP])
 
 
 def test_options_that_leave_no_token_are_an_error_and_no_other_text(pair, batch):
     for device in (False, True):
-        grammar = td.Grammar.regex("a[0-9]+", TOKENIZER, device=device)
         with refuses(ValueError, "new token 1", "none was left", "suppress_tokens"):
-            ours(pair, batch, grammar, suppress_tokens=ids_of(str.isdecimal))
+            ours(pair, batch, regex("a[0-9]+", device), suppress_tokens=ids_of(str.isdecimal))
 
 
 def test_what_is_no_grammar_is_refused_by_name(pair, batch):
-    grammar = make_grammar("json")
-    for make, words in {
-        lambda: td.Grammar.json_schema("{nope", TOKENIZER): ("schema='{nope'", "must be a JSON schema"),
-        lambda: td.Grammar.json_schema({"type": "nosuch"}, TOKENIZER): (
-            "json_schema",
-            "Invalid type: nosuch",
-        ),
-        lambda: td.Grammar.json_schema({"not": {}}, TOKENIZER): ('Unimplemented keys: ["not"]',),
-        lambda: td.Grammar.regex("([", TOKENIZER): ("Grammar.regex('([')", "unclosed character class"),
-        lambda: td.Grammar.regex("[^\\s\\S]", TOKENIZER): ("no token may come first",),
-        lambda: td.Grammar.regex("\\d+", TOKENIZER, device=True): (
-            "read it differently",
-            "[0-9]",
-            "device=False",
-        ),
-        lambda: td.Grammar.regex("[a-z]{600}", TOKENIZER, device=True): ("512 states", "device=False"),
-        lambda: td.Grammar.lark("start: nosuch", TOKENIZER): ("Grammar.lark", 'unknown name: "nosuch"'),
-        lambda: ours(pair, batch, "json"): ("grammar='json'", "td.Grammar.json_schema"),
-        lambda: ours(pair, batch, [grammar]): ("grammar has 1 entries for a batch of 3",),
-        lambda: ours(pair, batch, grammar, eos_token_id=None): ("eos_token_id=[]", "no way to end"),
-        lambda: ours(pair, batch, grammar, response_format={"type": "text"}): ("pass one of them",),
-        lambda: ours(pair, batch, None, response_format={"type": "text/csv"}): ("json_object", "json_schema"),
-        lambda: ours(pair, batch, None, response_format={"type": "json_object"}): ("pass tokenizer=",),
-        lambda: ours(pair, batch, None, response_format={"type": "json_schema"}, tokenizer=TOKENIZER): (
-            '"json_schema": {"schema": {...}}',
-        ),
-    }.items():
+    grammar, json_ = make_grammar("json"), lambda schema: td.Grammar.json_schema(schema, TOKENIZER)
+
+    def form(kind, **more):
+        return ours(pair, batch, None, response_format={"type": kind}, **more)
+
+    for make, words in (
+        (lambda: json_("{nope"), ["schema='{nope'", "must be a JSON schema"]),
+        (lambda: json_({"type": "nosuch"}), ["json_schema", "Invalid type: nosuch"]),
+        (lambda: json_({"not": {}}), ['Unimplemented keys: ["not"]']),
+        (lambda: regex("(["), ["Grammar.regex('([')", "unclosed character class"]),
+        (lambda: regex("[^\\s\\S]"), ["no token may come first"]),
+        (lambda: regex("\\d+", True), ["read it differently", "[0-9]", "device=False"]),
+        (lambda: regex("[a-z]{600}", True), ["512 states", "device=False"]),
+        (lambda: td.Grammar.lark("start: nosuch", TOKENIZER), ["Grammar.lark", 'unknown name: "nosuch"']),
+        (lambda: ours(pair, batch, "json"), ["grammar='json'", "td.Grammar.json_schema"]),
+        (lambda: ours(pair, batch, [grammar]), ["grammar has 1 entries for a batch of 3"]),
+        (lambda: ours(pair, batch, grammar, eos_token_id=None), ["eos_token_id=[]", "no way to end"]),
+        (lambda: ours(pair, batch, grammar, response_format={"type": "text"}), ["pass one of them"]),
+        (lambda: form("text/csv"), ["json_object", "json_schema"]),
+        (lambda: form("json_object"), ["pass tokenizer="]),
+        (lambda: form("json_schema", tokenizer=TOKENIZER), ['"json_schema": {"schema": {...}}']),
+    ):
         with refuses(ValueError, *words):
             make()
     with refuses(TypeError, "tokenizer=str", "fast tokenizer"):
@@ -486,12 +443,12 @@ def test_what_is_no_grammar_is_refused_by_name(pair, batch):
 
 def test_an_engine_says_what_it_was_compiled_without(pair, batch):
     engine = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=("grammar",))
-    with refuses(ValueError, "grammar was asked for", "td.processors.GrammarTable(", "vocab_size=288)"):
+    with refuses(ValueError, "compiled without grammar", "td.processors.GrammarTable(", "vocab_size=288)"):
         engine.generate(**batch, grammar=make_grammar("table"), **asked({}))
     with refuses(ValueError, "grammar", "a state that is handed out", "call generate"):
         engine.start(**batch, grammar=make_grammar("json"), **asked({}))
     bare = td.compile(*pair, runtime="eager", max_length=96, batch_size=3, processors=())
-    with refuses(ValueError, "grammar was asked for", "processors=('grammar',)"):
+    with refuses(ValueError, "compiled without grammar", "processors=('grammar',)"):
         bare.generate(**batch, grammar=make_grammar("json"), **asked({}))
 
 

@@ -1,6 +1,6 @@
 """Scores, logits and log-probabilities of new tokens: transformers' own, through every door and in blocks."""
 
-from __future__ import annotations
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 import torch_dflash as td
-from torch_dflash import decode, eager, record
-from torch_dflash.generation import read_call
+from torch_dflash import decode, eager, record, rows
+from torch_dflash.generation import prepare
 
 NEW = 16
 ALL = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
@@ -32,9 +32,8 @@ RULES = {
 
 
 def asked(options):
-    return (
-        {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | ALL | options
-    )
+    fixed = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return fixed | ALL | options
 
 
 def theirs(pair, row, options):
@@ -140,13 +139,9 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.95, "t
 def test_sampled_values_are_those_of_transformers_for_the_text(pair, batch, runtime):
     options = asked(SAMPLED | {"max_new_tokens": 6, "repetition_penalty": 1.2, "num_return_sequences": 2})
     out = td.generate(*pair, **batch, runtime=runtime, **options, **OWN)
-    warpers = [
-        logits_process.RepetitionPenaltyLogitsProcessor(1.2),
-        logits_process.TemperatureLogitsWarper(0.7),
-        logits_process.TopKLogitsWarper(12),
-        logits_process.TopPLogitsWarper(0.95),
-        logits_process.TypicalLogitsWarper(0.98),
-    ]
+    warpers = [logits_process.RepetitionPenaltyLogitsProcessor(1.2)]
+    warpers += [logits_process.TemperatureLogitsWarper(0.7), logits_process.TopKLogitsWarper(12)]
+    warpers += [logits_process.TopPLogitsWarper(0.95), logits_process.TypicalLogitsWarper(0.98)]
     texts = out.sequences.view(2, 2, -1)
     assert not torch.equal(texts[:, 0], texts[:, 1])
     for at, tokens in enumerate(out.new_tokens):
@@ -194,14 +189,15 @@ def test_pieces_of_a_stream_have_theirs(pair, batch, runtime):
 def test_stop_strings_cut_them_too(pair, batch):
     class StopRule:  # ends the first row behind its third new token, the second behind its sixth
         def ends(self, texts, since, record):
-            keep = [len(prompt) + new for prompt, new in zip(call.request.rows, (3, 6), strict=True)]
+            keep = [row.length + new for row, new in zip(call.request.rows, (3, 6), strict=True)]
             return [end if len(text) >= end else None for text, end in zip(texts, keep, strict=True)]
 
     options = asked(OWN) | {"rounds_per_chunk": 3}
     whole = td.generate(*pair, **batch, runtime="eager", **options)
-    call = read_call("generate", *pair, (*batch.values(), options), None, "eager")
-    call.request.stopping.append(StopRule())
-    out = call.engine().run(call.request, call.input_ids)
+    call = prepare("generate", *pair, *batch.values(), options | {"runtime": "eager"})
+    rule = StopRule()
+    rows = [replace(row, stopping=(rule,)) for row in call.request.rows]
+    out = call.engine().run(replace(call.request, rows=rows))
     assert list(map(len, out.new_tokens)) == [3, 6]
     for at, count in enumerate((3, 6)):
         close(out.logprobs[at, :count], whole.logprobs[at, :count])
@@ -307,9 +303,9 @@ def test_a_wrong_start_is_caught(pair, batch, monkeypatch):
 def test_a_reset_row_keeps_nothing(pair, batch):
     engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=2, outputs=("output_logprobs",))
     state = engine.start(**batch, max_new_tokens=4, do_sample=False)
-    idle = decode.RowRequests.idle(engine.plan)
+    idle = rows.RowRequests.idle(engine.plan)
     before = state.record["logprobs"].clone()
-    state = decode.reset(engine.pair, engine.tensors(), state, torch.tensor([True, False]), idle)
+    state = rows.reset(engine.pair, engine.tensors(), state, torch.tensor([True, False]), idle)
     assert before[0].any() and not state.record["logprobs"][0].any()
     assert torch.equal(state.record["logprobs"][1], before[1])
 

@@ -35,7 +35,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor 
 
 import torch_dflash as td
 from torch_dflash.integrations.prepared import read_processors
-from torch_dflash.integrations.prepared_rules import TransformersCall
+from torch_dflash.processors.options import TransformersCall
 
 NEW = 12
 WIDTH = 7
@@ -103,12 +103,8 @@ GREEDY = [
 
 @pytest.mark.parametrize("warpers", GREEDY, ids=lambda items: "+".join(type(item).__name__ for item in items))
 def test_warpers_of_the_users_that_leave_one_token(pair, batch, text, warpers):
-    options = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "logits_processor": LogitsProcessorList(warpers),
-    }
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    options |= {"logits_processor": LogitsProcessorList(warpers)}
     theirs, ours = both(pair, batch, **options)
     assert torch.equal(ours, text) and torch.equal(theirs, text)
 
@@ -155,13 +151,11 @@ def test_what_is_read_has_the_lists_own_law(warpers):
     assert torch.equal(law[0] == 0, law[1] == 0)
 
 
-class Quiet(TopKLogitsWarper):
-    """A subclass may do anything."""
+class Quiet(TopKLogitsWarper):  # a subclass may do anything
+    pass
 
 
-class Loud(LogitsProcessor):
-    """Reads how large scores are."""
-
+class Loud(LogitsProcessor):  # reads how large scores are
     def __call__(self, input_ids, scores):
         return torch.where(scores > -1.0, -50.0, scores)
 
@@ -174,11 +168,9 @@ class InBlocks(td.BlockProcessor):
     pass
 
 
+PADDED = ["counts their padding", "repetition_penalty"]
 UNREADABLE = [
-    (
-        [TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.5)],
-        ["TopPLogitsWarper(0.9) before Temp", "pass top_p"],
-    ),
+    ([TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.5)], ["TopPLogitsWarper(0.9) before Temp", "top_p"]),
     ([TopPLogitsWarper(0.9), TopKLogitsWarper(5)], ["TopPLogitsWarper(0.9) before TopKLogitsWarper(5)"]),
     ([TopPLogitsWarper(0.9), TopPLogitsWarper(0.8)], ["TopPLogitsWarper(0.9) before TopPLogitsWarper(0.8)"]),
     ([MinPLogitsWarper(0.5), TemperatureLogitsWarper(4.0)], ["MinPLogitsWarper(0.5)", "pass min_p"]),
@@ -189,26 +181,16 @@ UNREADABLE = [
     ([InBlocks(same), NoRepeatNGram(2)], ["logits_processor holds InBlocks before NoRepeat", "then warpers"]),
     ([TypicalLogitsWarper(0.5), TopKLogitsWarper(5)], ["TypicalLogitsWarper(0.5) before TopK", "typical_p"]),
     (
-        [
-            SuppressTokensLogitsProcessor([3]),
-            NoRepeatNGram(2),
-            NoRepeatNGram(3),
-        ],
-        ["NoRepeatNGramLogitsProcessor twice"],
+        [SuppressTokensLogitsProcessor([3]), NoRepeatNGram(2), NoRepeatNGram(3)],
+        ["NoRepeatNGramLogits", "twice"],
     ),
     (
         [ForcedBOSTokenLogitsProcessor(5), SequenceBiasLogitsProcessor([[[3], -1.0]])],
-        ["ForcedBOSTokenLogitsProcessor before Seq", "pass sequence_bias"],
+        ["ForcedBOS", " before Seq"],
     ),
     ([ExponentialDecayLengthPenalty((1, 1.5), 5, WIDTH)], ["another prompt", "exponential_decay"]),
-    (
-        [RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=3)],
-        ["counts their padding", "repetition_penalty"],
-    ),
-    (  # not the padding of these two rows
-        [ignoring([3, 1])],
-        ["counts their padding", "repetition_penalty"],
-    ),
+    ([RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=3)], PADDED),
+    ([ignoring([3, 1])], PADDED),  # not the padding of these two rows
     ([MinLengthLogitsProcessor(99, [5])], ["MinLengthLogitsProcessor for another", "min_length"]),
     ([ForcedEOSTokenLogitsProcessor(99, [5])], ["ForcedEOSTokenLogitsProcessor for another", "forced_eos"]),
     ([SuppressTokensAtBeginLogitsProcessor([3], 1)], ["for another prompt", "begin_suppress_tokens"]),
@@ -242,23 +224,17 @@ def test_criteria_that_a_round_cannot_honour(pair, batch):
         (EosTokenCriteria([-1]), ["eos_token_id holds -1", "None or []"]),
     ):
         with refuses(ValueError, *words):
-            pair[0].generate(
-                **batch,
-                max_new_tokens=3,
-                stopping_criteria=StoppingCriteriaList([criterion]),
-                custom_generate=block,
-            )
+            options = {"max_new_tokens": 3, "stopping_criteria": StoppingCriteriaList([criterion])}
+            options |= {"custom_generate": block}
+            pair[0].generate(**batch, **options)
     # transformers would make one list of them.
     with refuses(ValueError, "eos_token_id=[[5], [9]]", "torch_dflash.generate"):
         pair[0].generate(**batch, max_new_tokens=3, eos_token_id=[[5], [9]], custom_generate=block)
 
 
 def test_neutral_options_that_transformers_makes_a_processor_of(pair, batch, text):
-    for asked in (
-        {"renormalize_logits": True},
-        {"suppress_tokens": [], "begin_suppress_tokens": []},
-        {"min_new_tokens": 0, "eos_token_id": 96},
-    ):
+    none = {"suppress_tokens": [], "begin_suppress_tokens": []}
+    for asked in ({"renormalize_logits": True}, none, {"min_new_tokens": 0, "eos_token_id": 96}):
         theirs, ours = both(pair, batch, **asked)
         assert torch.equal(ours, theirs) and torch.equal(ours, text)
     target = copy.deepcopy(pair[0])
@@ -268,8 +244,8 @@ def test_neutral_options_that_transformers_makes_a_processor_of(pair, batch, tex
     assert torch.equal(target.generate(**batch, **options, custom_generate=block), text)
 
 
-class Shorter(MaxLengthCriteria):
-    """A subclass may do anything: it is asked for every token."""
+class Shorter(MaxLengthCriteria):  # a subclass may do anything: it is asked for every token
+    pass
 
 
 def test_other_criteria_of_transformers(pair, batch, text):
@@ -309,10 +285,7 @@ MIXED = [
 
 @pytest.mark.parametrize("items", MIXED, ids=lambda items: "+".join(type(item).__name__ for item in items))
 def test_what_reads_scores_is_asked_in_the_order_of_the_list(pair, batch, text, items):
-    row = {
-        "input_ids": batch["input_ids"][:1, -WIDTH:],
-        "attention_mask": batch["attention_mask"][:1, -WIDTH:],
-    }
+    row = {name: value[:1, -WIDTH:] for name, value in batch.items()}
     assert row["attention_mask"].all()
     theirs, ours = both(pair, row, logits_processor=LogitsProcessorList(items), eos_token_id=96)
     assert torch.equal(ours, theirs)
@@ -322,7 +295,4 @@ def test_lists_stand_for_what_is_asked_even_where_the_config_says_more(pair, bat
     # A caller of our own, with a config alone.
     config = GenerationConfig(max_length=text.shape[1], pad_token_id=0)
     block = td.dflash(pair[1], runtime="eager")
-    mask = batch["attention_mask"]
-    assert torch.equal(
-        block(pair[0], batch["input_ids"], generation_config=config, attention_mask=mask), text
-    )
+    assert torch.equal(block(pair[0], **batch, generation_config=config), text)

@@ -1,7 +1,5 @@
 """Penalties, bans, forced ids and ends as transformers knows them: its own text, through both doors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.refusals import refuses
@@ -46,6 +44,21 @@ def through_transformers(pair, batch, **options):
 @pytest.fixture(scope="module")
 def plain(pair, batch):
     return theirs(pair, batch)
+
+
+@pytest.fixture
+def config(pair, monkeypatch):
+    """The target's own config, of these fields."""
+    return lambda **fields: monkeypatch.setattr(pair[0], "generation_config", GenerationConfig(**fields))
+
+
+def in_both(pair, batch, option, make, **options):
+    """(output, the user's code) of transformers' loop and of ours, which have code of ``make`` each."""
+    kind, found = {"logits_processor": LogitsProcessorList, "stopping_criteria": StoppingCriteriaList}, []
+    for call in ({}, {"custom_generate": td.dflash(pair[1], runtime="eager")}):
+        listed = {option: kind[option]([code := make()])}
+        found.append((pair[0].generate(**batch, **asked(listed | options), **call), code))
+    return found
 
 
 def cases(plain):
@@ -112,33 +125,25 @@ def test_rows_that_do_not_see_the_drafts_before_them_show(pair, batch, monkeypat
     assert ours(pair, batch, **options)[0] != theirs(pair, batch, **options)
 
 
-def test_what_the_models_own_config_asks_for_works_unasked(pair, batch):
-    target = pair[0]
-    own = GenerationConfig(
-        repetition_penalty=1.4, suppress_tokens=[3, 5], eos_token_id=[88, 91], pad_token_id=0
-    )
-    before, target.generation_config = target.generation_config, own
-    try:
-        ids, mask = batch["input_ids"][:1, -3:], torch.ones(1, 3, dtype=torch.long)
-        want = target.generate(ids, attention_mask=mask, max_new_tokens=NEW)
-        assert torch.equal(td.generate(*pair, ids, mask, max_new_tokens=NEW, runtime="eager"), want)
-        engine = td.compile(*pair, runtime="eager", max_length=64)
-        assert torch.equal(engine.generate(ids, mask, max_new_tokens=NEW), want)
-        block = td.dflash(pair[1], runtime="eager")
-        assert torch.equal(
-            target.generate(ids, attention_mask=mask, max_new_tokens=NEW, custom_generate=block), want
-        )
-    finally:
-        target.generation_config = before
+def test_what_the_models_own_config_asks_for_works_unasked(pair, batch, config):
+    config(repetition_penalty=1.4, suppress_tokens=[3, 5], eos_token_id=[88, 91], pad_token_id=0)
+    ids, mask = batch["input_ids"][:1, -3:], torch.ones(1, 3, dtype=torch.long)
+    call = {"attention_mask": mask, "max_new_tokens": NEW}
+    want = pair[0].generate(ids, **call)
+    assert torch.equal(td.generate(*pair, ids, **call, runtime="eager"), want)
+    engine = td.compile(*pair, runtime="eager", max_length=64)
+    assert torch.equal(engine.generate(ids, **call), want)
+    block = td.dflash(pair[1], runtime="eager")
+    assert torch.equal(pair[0].generate(ids, **call, custom_generate=block), want)
 
 
 def test_an_engine_says_what_it_was_compiled_without(pair):
     ids = torch.tensor([[1, 2, 3]])
     engine = td.compile(*pair, runtime="eager", max_length=64, processors=("suppress_tokens",))
     engine.generate(ids, max_new_tokens=3, suppress_tokens=[4])
-    with refuses(ValueError, "repetition_penalty was asked for", "processors=('repetition_penalty',)"):
+    with refuses(ValueError, "compiled without repetition_penalty", "processors=('repetition_penalty',)"):
         engine.generate(ids, max_new_tokens=3, repetition_penalty=1.2)
-    with refuses(ValueError, "bad_words_ids or suppress_tokens", "Bans(entries=64, prefix=4)"):
+    with refuses(ValueError, "or suppress_tokens", "Bans(entries=64, prefix=4)"):
         engine.generate(ids, max_new_tokens=3, suppress_tokens=list(range(4, 40)), bad_words_ids=[[1, 2]])
 
 
@@ -172,9 +177,7 @@ def test_a_time_ends_all_rows(pair, batch, plain):
     assert ours(pair, batch, max_time=900.0)[0] == plain
 
 
-class Counted:
-    """Bans the id that it banned least, by a memory of its own: it must be asked once for each token."""
-
+class Counted:  # bans the id that it banned least: it must be asked once for each token
     def __init__(self):
         self.asked = []
 
@@ -183,19 +186,17 @@ class Counted:
         return scores.index_fill(1, scores.argmax(dim=1)[len(self.asked) % 2][None], -torch.inf)
 
 
+def assert_asked_alike(calls):
+    (want, theirs), (found, ours) = calls
+    assert torch.equal(found, want)
+    assert all(torch.equal(a, b) for a, b in zip(theirs.asked, ours.asked, strict=True))
+
+
 @pytest.mark.parametrize("masked", [0, 7])
 def test_a_users_processor_is_asked_what_transformers_asks(pair, batch, masked):
-    block, seen = td.dflash(pair[1], runtime="eager"), []
     ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, masked)  # which is no padding token
     assert (ids == masked).any()
-    batch = batch | {"input_ids": ids}
-    for call in ({}, {"custom_generate": block}):
-        processor = Counted()
-        options = asked({"logits_processor": LogitsProcessorList([processor])})
-        seen.append((pair[0].generate(**batch, **options, **call), processor.asked))
-    (want, asked_by_theirs), (found, asked_by_ours) = seen
-    assert torch.equal(found, want)
-    assert all(torch.equal(a, b) for a, b in zip(asked_by_theirs, asked_by_ours, strict=True))
+    assert_asked_alike(in_both(pair, batch | {"input_ids": ids}, "logits_processor", Counted))
 
 
 @pytest.mark.parametrize("worth, context", [(1, 512), (2048, 90)], ids=["padded", "beyond the context"])
@@ -208,13 +209,8 @@ def test_a_users_processor_is_asked_once_for_prompts_that_others_read_in_pieces(
     pieces, passes = [], engine.runtime.prefill
     engine.runtime.prefill = lambda *given: pieces.append(given[2]) or passes(*given)
     assert engine.generate(ids, mask, max_new_tokens=1, do_sample=False).shape == (2, 71) and len(pieces) > 1
-    seen = []
-    for call in ({}, {"custom_generate": td.dflash(None, runtime="eager")}):
-        options = asked({"logits_processor": LogitsProcessorList([processor := Counted()])})
-        seen.append((target.generate(ids, attention_mask=mask, **options, **call), processor.asked))
-    (want, asked_by_theirs), (found, asked_by_ours) = seen
-    assert torch.equal(found, want)
-    assert all(torch.equal(a, b) for a, b in zip(asked_by_theirs, asked_by_ours, strict=True))
+    batch = {"input_ids": ids, "attention_mask": mask}
+    assert_asked_alike(in_both((target, None), batch, "logits_processor", Counted))
 
 
 def test_a_pure_processor_runs_inside_of_blocks(pair, batch):
@@ -228,19 +224,15 @@ def test_a_pure_processor_runs_inside_of_blocks(pair, batch):
 
 
 def test_a_users_criterion_is_asked_what_transformers_asks(pair, batch):
-    block, seen = td.dflash(pair[1], runtime="eager"), []
-
     class Odd(stopping_criteria.StoppingCriteria):
         def __call__(self, ids, scores, **more):
             self.asked = [*getattr(self, "asked", []), ids.clone()]
             return torch.tensor([len(self.asked) >= 4, len(self.asked) >= 9])
 
-    for call in ({}, {"custom_generate": block}):
-        criterion = Odd()
-        # Without a stop id transformers goes on with rows that have ended.
-        options = asked({"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 96})
-        seen.append((pair[0].generate(**batch, **options, **call), len(criterion.asked)))
-    assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1] == 9
+    # Without a stop id transformers goes on with rows that have ended.
+    calls = in_both(pair, batch, "stopping_criteria", Odd, eos_token_id=96)
+    assert_asked_alike(calls)
+    assert len(calls[0][1].asked) == 9
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
@@ -267,7 +259,6 @@ def test_a_stop_string_may_begin_in_the_prompt_and_nowhere_else(pair, batch, run
     ids=str,
 )
 def test_a_users_criterion_gets_the_scores_so_far(pair, batch, given):
-    block, seen = td.dflash(pair[1], runtime="eager"), []
     if COUNTS_PADDING and "repetition_penalty" in given:
         batch = {name: value[:1] for name, value in batch.items()}
 
@@ -277,12 +268,10 @@ def test_a_users_criterion_gets_the_scores_so_far(pair, batch, given):
             self.asked = [*getattr(self, "asked", []), steps]
             return torch.full((len(ids),), scores is not None and len(scores) >= 5)
 
-    for call in ({}, {"custom_generate": block}):
-        criterion = Sure()
-        options = {"stopping_criteria": StoppingCriteriaList([criterion]), "eos_token_id": 96}
-        out = pair[0].generate(**batch, **asked(options | given), **call)
-        seen.append((out if isinstance(out, torch.Tensor) else out.sequences, criterion.asked))
-    (theirs_text, theirs_scores), (ours_text, ours_scores) = seen
+    texts = []
+    for out, criterion in in_both(pair, batch, "stopping_criteria", Sure, eos_token_id=96, **given):
+        texts.append((out if isinstance(out, torch.Tensor) else out.sequences, criterion.asked))
+    (theirs_text, theirs_scores), (ours_text, ours_scores) = texts
     assert torch.equal(theirs_text, ours_text) and len(theirs_scores) == len(ours_scores)
     for wanted, found in zip(theirs_scores, ours_scores, strict=True):
         assert (wanted is None) == (found is None)
@@ -290,59 +279,38 @@ def test_a_users_criterion_gets_the_scores_so_far(pair, batch, given):
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "answer", [lambda over: int(over), lambda over: torch.tensor([over])], ids=["0", "[0]"]
-)
+@pytest.mark.parametrize("answer", [int, lambda over: torch.tensor([over])], ids=["0", "[0]"])
 def test_a_criterion_may_answer_for_all_rows(pair, batch, answer):
-    criteria = StoppingCriteriaList(
-        [lambda ids, scores: answer(ids.shape[1] >= batch["input_ids"].shape[1] + 4)]
-    )
+    most = batch["input_ids"].shape[1] + 4
+    criteria = StoppingCriteriaList([lambda ids, scores: answer(ids.shape[1] >= most)])
     plain, block = through_transformers(pair, batch, stopping_criteria=criteria)
     assert torch.equal(block, plain) and plain.shape[1] == 4
 
 
-LENGTHS = [
-    {"min_new_tokens": 3, "min_length": 31},
-    {"min_new_tokens": 0, "min_length": 31},
-    {"min_length": 31},
-    {"min_length": 31, "min_new_tokens": 11},
-]
-
-
-@pytest.mark.parametrize("options", LENGTHS, ids=str)
-def test_a_number_of_new_tokens_replaces_that_of_all(pair, batch, options):
+@pytest.mark.parametrize("least", [{"min_new_tokens": new} for new in (3, 0, 11)] + [{}], ids=str)
+def test_a_number_of_new_tokens_replaces_that_of_all(pair, batch, least):
     row = {name: value[1:] for name, value in batch.items()}  # padded, which counts
-    options = options | {"eos_token_id": 33}
+    options = least | {"eos_token_id": 33, "min_length": 31}
     plain, block = through_transformers(pair, row, **options)
     assert torch.equal(block, plain)
     assert ours(pair, row, **options)[0] == [plain[0].tolist()]
 
 
-def test_the_models_own_least_length_gives_way_too(pair, batch):
+def test_the_models_own_least_length_gives_way_too(pair, batch, config):
     row = {name: value[1:] for name, value in batch.items()}
-    before = pair[0].generation_config
-    pair[0].generation_config = GenerationConfig(min_length=31, eos_token_id=33, pad_token_id=0)
-    try:
-        asked_for = {"max_new_tokens": NEW, "min_new_tokens": 2}
-        want = pair[0].generate(**row, **asked_for)
-        assert torch.equal(td.generate(*pair, **row, **asked_for, runtime="eager"), want)
-        block = td.dflash(pair[1], runtime="eager")
-        assert torch.equal(pair[0].generate(**row, **asked_for, custom_generate=block), want)
-        zero = {"max_new_tokens": NEW, "min_new_tokens": 0}
-        want = pair[0].generate(**row, **zero)
-        assert torch.equal(pair[0].generate(**row, **zero, custom_generate=block), want)
-    finally:
-        pair[0].generation_config = before
+    config(min_length=31, eos_token_id=33, pad_token_id=0)
+    block = td.dflash(pair[1], runtime="eager")
+    for least in (2, 0):
+        options = {"max_new_tokens": NEW, "min_new_tokens": least}
+        want = pair[0].generate(**row, **options)
+        assert torch.equal(pair[0].generate(**row, **options, custom_generate=block), want)
+        assert least == 0 or torch.equal(td.generate(*pair, **row, **options, runtime="eager"), want)
 
 
-def test_penalties_of_servers_are_no_field_of_a_config(pair, batch, plain):
-    before = pair[0].generation_config
-    pair[0].generation_config = GenerationConfig(presence_penalty=4.0, frequency_penalty=2.0)
-    try:
-        assert ours(pair, batch)[0] == plain  # as transformers, which keeps such fields and heeds none
-        assert ours(pair, batch, presence_penalty=4.0)[0] != plain
-    finally:
-        pair[0].generation_config = before
+def test_penalties_of_servers_are_no_field_of_a_config(pair, batch, plain, config):
+    config(presence_penalty=4.0, frequency_penalty=2.0)
+    assert ours(pair, batch)[0] == plain  # as transformers, which keeps such fields and heeds none
+    assert ours(pair, batch, presence_penalty=4.0)[0] != plain
 
 
 def test_a_kind_that_is_named_twice_is_applied_once(pair, batch):
@@ -409,34 +377,21 @@ def test_an_empty_processor_of_the_users_takes_the_place_of_an_option(pair, batc
     assert torch.equal(block, theirs_) and block[0].tolist() == plain[0]
 
 
-def test_more_texts_where_a_config_asks_for_them(pair, batch):
-    before = pair[0].generation_config
-    pair[0].generation_config = GenerationConfig(num_return_sequences=3, do_sample=True, pad_token_id=0)
-    try:
-        row = {name: value[:1] for name, value in batch.items()}
-        own = GenerationConfig(max_new_tokens=4)
-        assert td.generate(*pair, **row, generation_config=own, runtime="eager").shape[0] == 3
-        engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=3)
-        assert int((~engine.start(**row, max_new_tokens=4).done).sum()) == 3
-    finally:
-        pair[0].generation_config = before
+def test_more_texts_where_a_config_asks_for_them(pair, batch, config):
+    config(num_return_sequences=3, do_sample=True, pad_token_id=0)
+    row = {name: value[:1] for name, value in batch.items()}
+    own = GenerationConfig(max_new_tokens=4)
+    assert td.generate(*pair, **row, generation_config=own, runtime="eager").shape[0] == 3
+    engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=3)
+    assert int((~engine.start(**row, max_new_tokens=4).done).sum()) == 3
 
 
-def test_an_engine_serves_what_its_models_config_asks_for(pair, batch):
-    before = pair[0].generation_config
-    config = {
-        "bad_words_ids": [[0]],
-        "suppress_tokens": list(range(1, 29)),
-        "min_length": 30,
-        "pad_token_id": 0,
-    }
-    pair[0].generation_config = GenerationConfig(**config, eos_token_id=[*range(40, 47)])
-    try:
-        engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=2)
-        want = pair[0].generate(**batch, max_new_tokens=8)
-        assert torch.equal(engine.generate(**batch, max_new_tokens=8), want)
-    finally:
-        pair[0].generation_config = before
+def test_an_engine_serves_what_its_models_config_asks_for(pair, batch, config):
+    banned = {"bad_words_ids": [[0]], "suppress_tokens": list(range(1, 29))}
+    config(**banned, min_length=30, pad_token_id=0, eos_token_id=[*range(40, 47)])
+    engine = td.compile(*pair, runtime="eager", max_length=64, batch_size=2)
+    want = pair[0].generate(**batch, max_new_tokens=8)
+    assert torch.equal(engine.generate(**batch, max_new_tokens=8), want)
 
 
 def test_a_criterion_that_answers_nonsense_is_named(pair, batch):
@@ -480,26 +435,19 @@ def test_a_forced_first_token_moves_what_may_not_begin(pair):
 
 def test_of_ids_that_are_forced_those_that_are_suppressed_are_left_out(pair):
     """As transformers, whose bans come after what is forced; where none is left there is nothing to say."""
-    one = {"input_ids": torch.tensor([[5]]), "attention_mask": torch.ones(1, 1, dtype=torch.long)}
-    two = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+    one, two = (
+        {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        for ids in ([5], [5, 6])
+    )
+    begin = {"forced_bos_token_id": 3, "begin_suppress_tokens": [7]}
     for prompt, options in (
         (two, {"forced_eos_token_id": [7, 9], "suppress_tokens": [7]}),
         (two, {"forced_eos_token_id": [7, 9], "begin_suppress_tokens": [7], "max_new_tokens": 1}),
-        (
-            one,
-            {"forced_eos_token_id": 7, "begin_suppress_tokens": [7], "max_new_tokens": 1}
-            | {"forced_bos_token_id": 3},
-        ),
-        (
-            one,
-            {"forced_eos_token_id": [7, 9], "begin_suppress_tokens": [7], "max_new_tokens": 2}
-            | {"forced_bos_token_id": 3},
-        ),
+        (one, begin | {"forced_eos_token_id": 7, "max_new_tokens": 1}),
+        (one, begin | {"forced_eos_token_id": [7, 9], "max_new_tokens": 2}),
     ):
         plain, block = through_transformers(pair, prompt, **options)
         assert torch.equal(block, plain)
         assert ours(pair, prompt, **options)[0] == plain.tolist()
-    with refuses(
-        ValueError, "forced_eos_token_id and begin_suppress_tokens both hold 7", "leave it out of one"
-    ):
+    with refuses(ValueError, "forced_eos_token_id and begin_suppress_tokens both hold 7", "out of one"):
         ours(pair, two, forced_eos_token_id=[7, 9], begin_suppress_tokens=[9, 7], max_new_tokens=1)

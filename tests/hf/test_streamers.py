@@ -2,7 +2,11 @@
 
 import asyncio
 import copy
+import gc
 import threading
+import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ from transformers import (
 
 import torch_dflash as td
 from torch_dflash.integrations.streaming import streamer_of_caller
+from torch_dflash.pieces import _drafted
 
 NEW = 14
 PATIENCE = 20.0  # seconds
@@ -38,26 +43,29 @@ def ids():
     return tiny.ragged_prompts(2)[0][:1]
 
 
-class Letters:
-    """Enough of a tokenizer for transformers' text streamers."""
-
+class Letters:  # enough of a tokenizer for transformers' text streamers
     def decode(self, ids, **options):
         return "".join(chr(33 + int(token) % 94) for token in ids)
+
+
+def assert_printed(pair, ids, capsys, loop):
+    streamer = TextStreamer(Letters(), skip_prompt=True)
+    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": loop}
+    out = pair[0].generate(ids, **options, streamer=streamer)
+    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
 
 
 def calls(target, drafter, ids):
     """The ways to give a streamer, by name: each a function of the streamer."""
     options = {"max_new_tokens": NEW, "do_sample": False}
-    block = td.dflash(drafter, runtime="eager")
+    bound, block = partial(td.dflash, drafter, runtime="eager"), td.dflash(drafter, runtime="eager")
 
     def wrapper(model, *args, **kwargs):
         return block(model, *args, **kwargs)
 
     return {
         "generate": lambda s: td.generate(target, drafter, ids, **options, runtime="eager", streamer=s),
-        "bound": lambda s: target.generate(
-            ids, **options, custom_generate=td.dflash(drafter, runtime="eager", streamer=s)
-        ),
+        "bound": lambda s: target.generate(ids, **options, custom_generate=bound(streamer=s)),
         "passed": lambda s: target.generate(ids, **options, custom_generate=block, streamer=s),
         "wrapped": lambda s: target.generate(ids, **options, custom_generate=wrapper, streamer=s),
     }
@@ -129,13 +137,8 @@ def test_a_streamer_through_a_pipeline(pair, capsys):
 
 
 def test_a_calls_own_streamer_goes_before_the_bound_one(pair, ids, capsys):
-    class Unused:
-        def put(self, value=None):
-            raise AssertionError("the bound streamer was used")
-
-        end = put
-
-    block = td.dflash(pair[1], runtime="eager", streamer=Unused())
+    used = lambda *given: pytest.fail("the bound streamer was used")  # noqa: E731
+    block = td.dflash(pair[1], runtime="eager", streamer=SimpleNamespace(put=used, end=used))
     options = {"max_new_tokens": 3, "do_sample": False, "custom_generate": block}
     pair[0].generate(ids, **options, streamer=TextStreamer(Letters(), skip_prompt=True))
     assert len(capsys.readouterr().out) == 4
@@ -156,21 +159,16 @@ def test_what_is_no_streamer_for_this_call(pair, ids):
 
 
 def test_the_prompt_is_put_once(pair, ids):
-    class Seen:
-        def __init__(self):
-            self.puts, self.ended = [], 0
-
-        def put(self, value):
-            self.puts.append(value.flatten().tolist())
-
-        def end(self):
-            self.ended += 1
-
-    streamer, block = Seen(), td.dflash(pair[1], runtime="eager")
-    options = {"max_new_tokens": 9, "do_sample": False, "custom_generate": block}
+    puts, ended = [], []
+    put = lambda value: puts.append(value.flatten().tolist())  # noqa: E731
+    streamer = SimpleNamespace(put=put, end=lambda: ended.append(True))
+    options = {
+        "max_new_tokens": 9,
+        "do_sample": False,
+        "custom_generate": td.dflash(pair[1], runtime="eager"),
+    }
     out = pair[0].generate(ids, **options, streamer=streamer)
-    assert streamer.puts[0] == ids[0].tolist() and streamer.ended == 1
-    assert sum(streamer.puts, []) == out[0].tolist()
+    assert puts[0] == ids[0].tolist() and ended == [True] and sum(puts, []) == out[0].tolist()
     assert streamer_of_caller(pair[0]) is None
 
 
@@ -183,7 +181,6 @@ def test_a_callers_variable_of_that_name_is_not_taken(pair, ids):
 def test_a_streamer_is_of_one_generation_of_one_model(pair, ids, capsys):
     """What a custom generate asks other models, or asks once more, is not what its reader waits for."""
     other, drafter = tiny.make_pair(agree=2.5)
-    options = {"max_new_tokens": NEW, "do_sample": False}
     block = td.dflash(drafter, runtime="eager")
 
     def wrapper(model, input_ids, **given):
@@ -192,9 +189,7 @@ def test_a_streamer_is_of_one_generation_of_one_model(pair, ids, capsys):
         block(model, input_ids, generation_config=given["generation_config"])
         return out
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    out = pair[0].generate(ids, **options, custom_generate=wrapper, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, wrapper)
 
 
 def test_a_call_that_was_refused_has_not_taken_the_streamer(pair, ids, capsys):
@@ -205,10 +200,7 @@ def test_a_call_that_was_refused_has_not_taken_the_streamer(pair, ids, capsys):
             block(model, input_ids, **given | {"seed": "bad"})
         return block(model, input_ids, **given)
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": wrapper}
-    out = pair[0].generate(ids, **options, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, wrapper)
 
 
 def test_a_call_that_refuses_its_models_has_not_taken_the_streamer(pair, ids, capsys):
@@ -217,10 +209,7 @@ def test_a_call_that_refuses_its_models_has_not_taken_the_streamer(pair, ids, ca
             td.dflash(pair[1], runtime="xla")(model, input_ids, **given)
         return td.dflash(pair[1], runtime="eager")(model, input_ids, **given)
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": wrapper}
-    out = pair[0].generate(ids, **options, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, wrapper)
 
 
 def test_a_generate_that_was_wrapped_is_found(pair, ids, capsys, monkeypatch):
@@ -232,7 +221,106 @@ def test_a_generate_that_was_wrapped_is_found(pair, ids, capsys, monkeypatch):
             return deep(model, *args, depth=depth - 1, **more)
         return td.dflash(pair[1], runtime="eager")(model, *args, **more)
 
-    streamer = TextStreamer(Letters(), skip_prompt=True)
-    options = {"max_new_tokens": NEW, "do_sample": False, "custom_generate": deep}
-    out = pair[0].generate(ids, **options, streamer=streamer)
-    assert capsys.readouterr().out == Letters().decode(out[0, ids.shape[1] :]) + "\n"
+    assert_printed(pair, ids, capsys, deep)
+
+
+LONG = 20
+
+
+class Halves:  # even ids are first bytes of a character and odd ones second bytes: any cut may split one
+    def decode(self, ids, skip_special_tokens=True):
+        text = bytes(0xA0 + token // 2 % 32 if token % 2 else 0xC3 for token in ids)
+        return text.decode(errors="replace")
+
+
+def stream(pair, batch, **options):
+    """(the rows' tokens, their texts, which tokens were drafted, pieces) of a whole stream."""
+    asked = {"max_new_tokens": LONG, "do_sample": False, "eos_token_id": None, "tokenizer": Halves()}
+    asked |= options
+    pieces = list(td.stream(*pair, **batch, **asked))
+    rows = list(zip(*pieces, strict=True))
+    joined = [[token for piece in row for token in piece.tokens] for row in rows]
+    drafted = [[flag for piece in row for flag in piece.drafted] for row in rows]
+    return joined, ["".join(piece.text for piece in row) for row in rows], drafted, pieces
+
+
+@pytest.mark.parametrize("runtime, rounds", [("eager", 1), ("eager", 3), ("xla", 4)])
+def test_pieces_together_are_the_whole(pair, batch, runtime, rounds):
+    asked = {"max_new_tokens": [LONG, 7], "do_sample": False, "eos_token_id": None, "runtime": runtime}
+    whole = td.generate(*pair, **batch, return_dict_in_generate=True, **asked)
+    tokens, texts, drafted, pieces = stream(pair, batch, rounds_per_chunk=rounds, **asked)
+    assert tokens == whole.new_tokens
+    assert texts == [Halves().decode(row) for row in tokens]
+    assert any("\xe0" <= letter <= "\xff" for letter in texts[0])  # a whole character, of two tokens
+    assert [piece.done for piece in pieces[-1]] == [True, True] and len(pieces) > 2
+    assert not any(piece.done for piece in pieces[0])
+    # Of a pass all but the last token were drafted; where the cap cut one, that last token was not reached.
+    lengths, capped = whole.stats.acceptance_lengths, whole.stats.capped
+    wanted = [sum(row) - len(row) + cut for row, cut in zip(lengths, capped, strict=True)]
+    assert [sum(row) for row in drafted] == wanted
+    assert sum(map(sum, drafted)) > 0
+
+
+@pytest.mark.parametrize(
+    "rounds, count, expected",
+    [
+        ([], 1, [False]),
+        ([3, 1], 4, [True, True, False, False]),
+        ([2], 3, [False, True, False]),  # the prompt's pass and a round in one read
+        ([4, 4], 5, [True, True, True, False, True]),  # cut in the second round
+        ([2], 0, []),
+    ],
+)
+def test_what_was_drafted(rounds, count, expected):
+    assert _drafted(rounds, count) == expected
+
+
+def test_plain_decoding_drafts_nothing(pair, batch):
+    tokens, _, drafted, _ = stream((pair[0], None), batch, runtime="eager")
+    assert tokens == stream(pair, batch, runtime="eager")[0] and not any(map(any, drafted))
+
+
+def closed(pieces):
+    next(pieces), next(pieces)
+    pieces.close()
+
+
+def left(pieces, error=None):
+    for number, _ in enumerate(pieces):
+        if number == 1 and error:
+            raise error
+        if number == 1:
+            break
+
+
+def failed(pieces):
+    with pytest.raises(KeyError):
+        left(pieces, KeyError("the consumer's own"))
+
+
+@pytest.mark.parametrize(
+    "runtime, stop", [("eager", closed), ("eager", left), ("eager", failed), ("xla", left)]
+)
+def test_an_abandoned_stream_frees_its_state(pair, batch, monkeypatch, runtime, stop):
+    states = []
+    step = td.engine.batch.Generation.step
+
+    def watched(self, *given):
+        progress = step(self, *given)
+        states.append([weakref.ref(leaf) for leaf in (self, self.state.tokens, self.state.length)])
+        return progress
+
+    monkeypatch.setattr(td.engine.batch.Generation, "step", watched)
+    asked = {"max_new_tokens": [LONG, 7], "do_sample": False, "eos_token_id": None, "tokenizer": Halves()}
+    rounds = 1 if runtime == "eager" else 4
+    pieces = td.stream(*pair, **batch, **asked, runtime=runtime, rounds_per_chunk=rounds)
+    stop(pieces)
+    assert len(states) == 2
+    del pieces
+    gc.collect()
+    assert not any(leaf() is not None for leaf in states[-1])
+
+
+def test_a_batch_without_a_tokenizer_has_no_text(pair):
+    (piece,), *_ = td.stream(*pair, torch.tensor([[1, 2, 3]]), max_new_tokens=2, runtime="eager")
+    assert piece.text == "" and len(piece.tokens) == 1

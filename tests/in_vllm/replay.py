@@ -6,9 +6,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import torch_dflash as td
 
 
-class Replay:
-    """Drafts and logits of a pair in float32, whole texts at a time."""
-
+class Replay:  # drafts and logits of a pair in float32, whole texts at a time
     def __init__(self, target, drafter):
         self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.drafter = td.load_drafter(drafter, dtype=torch.float32).eval()

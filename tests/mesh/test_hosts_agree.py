@@ -1,7 +1,5 @@
 """What processes tell each other, held by two threads: who is right, who is late, who is silent."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -24,9 +22,7 @@ from torch_dflash.engine.hosts import READ, packed, read_alike, read_together, u
 from torch_dflash.requests.request import UNSET
 
 
-class Shelf:
-    """In the place of `jax_bridge.hosts.store.Store`: one dictionary of all."""
-
+class Shelf:  # in the place of `jax_bridge.hosts.store.Store`: one dictionary of all
     def __init__(self, process: int, kept: dict, change: threading.Condition):
         self.process, self.count, self._kept, self._change = process, 2, kept, change
         self.answers = True
@@ -52,11 +48,8 @@ class Shelf:
         return self.wait(key, seconds)
 
     def entries(self, folder):
-        return {
-            int(key.rpartition("/")[2]): self._kept[key]
-            for key in [*self._kept]
-            if key.rpartition("/")[0] == folder
-        }
+        found = {key: key.rpartition("/") for key in [*self._kept]}
+        return {int(name): self._kept[key] for key, (of, _, name) in found.items() if of == folder}
 
     def drop(self, key):
         for other in [one for one in self._kept if one == key or one.startswith(f"{key}/")]:
@@ -93,20 +86,31 @@ def both(shelves, call):
         return list(pool.map(one, (0, 1)))
 
 
+GIVEN = torch.ones(1, 1), None, {}
+
+
+def readings(shelves, read, given=GIVEN, found=lambda found: {}):
+    """What each of two threads gets of one `read_together`; ``read`` has the rank before the request."""
+
+    def call(rank, this):
+        own = given(rank) if callable(given) else given
+        return read_together(this, "generate", {}, own, lambda *request: read(rank, *request), found)
+
+    return both(shelves, call)
+
+
 def test_what_process_0_is_given_counts(shelves):
     seeds, tokenizers = [], [object(), object()]
 
-    def call(rank, this):
+    def read(rank, ids, mask, options):
+        seeds.append(options["seed"])
+        return ids.tolist(), mask, options["tokenizer"], options["temperature"]
 
-        def read(ids, mask, options):
-            seeds.append(options["seed"])
-            return ids.tolist(), mask, options["tokenizer"], options["temperature"]
-
+    def given(rank):
         options = {"tokenizer": tokenizers[rank], "temperature": [0.5 + rank]}
-        given = torch.full((1 + rank, 3), rank), None, options
-        return read_together(this, "generate", {"the plan": "a"}, given, read, lambda found: {})
+        return torch.full((1 + rank, 3), rank), None, options
 
-    ours, theirs = both(shelves, call)
+    ours, theirs = readings(shelves, read, given)
     assert ours == ([[0, 0, 0]], None, tokenizers[0], [0.5])
     assert theirs == ([[0, 0, 0]], None, tokenizers[1], [0.5])
     assert seeds[0] == seeds[1]
@@ -126,17 +130,11 @@ def test_what_differs_is_named_in_both(shelves, what, words):
 
 
 def test_what_one_process_refuses_is_known_to_the_other(shelves):
-    def call(rank, this):
-        def read(ids, mask, options):
-            if rank:
-                raise ValueError("top_k=-1")
-            return ids
+    def read(rank, *given):
+        if rank:
+            raise ValueError("top_k=-1")
 
-        return read_together(
-            this, "generate", {}, (torch.ones(1, 1), None, {}), read, lambda found: {READ: "a request"}
-        )
-
-    for said in both(shelves, call):
+    for said in readings(shelves, read, found=lambda found: {READ: "a request"}):
         assert "what it reads is ValueError: top_k=-1 there, a request in process 0" in str(said)
 
 
@@ -148,9 +146,7 @@ def test_an_error_is_named_before_what_is_not_said_for_it(shelves, failing):
                 raise OSError("no such folder")
             return "a checkpoint"
 
-        return read_alike(
-            this, "jb.load", read, lambda found: {"the mesh": "[0, 1]", "the checkpoint": found}
-        )
+        return read_alike(this, "jb.load", read, lambda found: {"the mesh": "[0]", "the checkpoint": found})
 
     said = both(shelves, call)
     there, here = ("OSError: no such folder", "no error")[:: 1 if failing else -1]
@@ -161,12 +157,7 @@ def test_an_error_is_named_before_what_is_not_said_for_it(shelves, failing):
     "prompts", [torch.ones(1, 3, device="meta"), np.array([["a"]]), torch.ones(1, 3) * 1j]
 )
 def test_prompts_that_cannot_be_sent_are_refused_in_both(shelves, prompts):
-    def call(rank, this):
-        return read_together(
-            this, "generate", {}, (prompts, None, {}), lambda *given: given, lambda found: {}
-        )
-
-    for said in both(shelves, call):
+    for said in readings(shelves, lambda *given: given, (prompts, None, {})):
         assert "what it reads is not said there, " in str(said) and "in process 0" in str(said)
 
 
@@ -176,23 +167,16 @@ def test_what_one_cannot_unpack_is_known_to_the_other(shelves, monkeypatch):
             raise TypeError("of another kind")
         return unpacked(sent, own)
 
-    def call(rank, this):
-        given = None, None, {"rank": rank}
-        return read_together(this, "generate", {}, given, lambda *given: given, lambda found: {})
-
     monkeypatch.setattr("torch_dflash.engine.hosts.unpacked", unpack)
-    for said in both(shelves, call):
+    for said in readings(shelves, lambda *given: given, lambda rank: (None, None, {"rank": rank})):
         assert "what it reads is TypeError: of another kind there, no error in process 0" in str(said)
 
 
 def test_what_both_refuse_is_each_ones_own_error(shelves):
-    def call(rank, this):
-        def read(ids, mask, options):
-            raise ValueError("top_k=-1")
+    def read(*given):
+        raise ValueError("top_k=-1")
 
-        return read_together(this, "generate", {}, (torch.ones(1, 1), None, {}), read, dict)
-
-    assert [str(said) for said in both(shelves, call)] == ["top_k=-1"] * 2
+    assert [str(said) for said in readings(shelves, read)] == ["top_k=-1"] * 2
 
 
 def test_who_does_not_come_is_named_and_left(shelves):
@@ -216,12 +200,8 @@ def interrupt(*given):
 def test_an_interrupt_while_others_are_waited_for_ends_all(shelves, monkeypatch, step):
     put = shelves[0].put
     monkeypatch.setattr(shelves[0], "meet", lambda *given: None)
-    broken = (
-        interrupt
-        if step != "put"
-        else lambda key, *given: (interrupt if "calls" in key else put)(key, *given)
-    )
-    monkeypatch.setattr(shelves[0], step, broken)
+    of_calls = lambda key, *given: (interrupt if "calls" in key else put)(key, *given)  # noqa: E731
+    monkeypatch.setattr(shelves[0], step, of_calls if step == "put" else interrupt)
     this = Hosts(shelves[0], Watch(shelves[0]))
     this._calls = 1
     with pytest.raises(KeyboardInterrupt):
@@ -236,27 +216,24 @@ def test_an_interrupt_while_it_is_asked_who_has_failed_ends_all(shelves, monkeyp
     assert shelves[0]._kept["told/1"].startswith("process 0 left generate: JaxRuntimeError")
 
 
-def test_a_second_interrupt_does_not_keep_the_first_from_the_others(shelves, monkeypatch):
-    seen, put = Watch(shelves[0]), shelves[0].put
-    monkeypatch.setattr(shelves[0], "put", interrupt)
-    with pytest.raises(KeyboardInterrupt), Hosts(shelves[0], seen).leaving("generate"):
-        interrupt()
-    assert not any(key.startswith("told/") for key in shelves[0]._kept)
-    monkeypatch.setattr(shelves[0], "put", put)
-    seen.leave("its program", KeyboardInterrupt())  # as Python ends
-    assert shelves[0]._kept["told/1"] == "process 0 left generate: KeyboardInterrupt"
-
-
 def test_what_was_not_told_is_told_as_python_ends(shelves, monkeypatch):
-    seen, put = Watch(shelves[0]), shelves[0].put
-    monkeypatch.setattr(shelves[0], "put", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        seen.leave("generate", ValueError("no"))
-    monkeypatch.setattr(shelves[0], "put", put)
-    monkeypatch.setattr(watch.os, "_exit", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        seen._at_exit()
-    assert shelves[0]._kept["told/1"] == "process 0 left generate: ValueError: no"
+    """A second interrupt kept the first from the others, or the error of a call."""
+    for error, told in ((None, "KeyboardInterrupt"), (ValueError("no"), "ValueError: no")):
+        seen, put = Watch(shelves[0]), shelves[0].put
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(shelves[0], "put", interrupt)
+            if error is None:
+                with Hosts(shelves[0], seen).leaving("generate"):
+                    interrupt()
+            seen.leave("generate", error)
+        assert not any(key.startswith("told/") for key in shelves[0]._kept)
+        if error is None:
+            seen.leave("its program", KeyboardInterrupt())
+        else:
+            monkeypatch.setattr(watch.os, "_exit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                seen._at_exit()
+        assert shelves[0].put == put and shelves[0]._kept.pop("told/1") == f"process 0 left generate: {told}"
 
 
 def test_another_thread_is_refused(shelves):
@@ -361,9 +338,7 @@ def test_a_process_that_has_ended_is_missed_in_a_call_alone(shelves, monkeypatch
     assert judged(shelves, monkeypatch, over, beats=50) == []
 
 
-class Fleeting(list):
-    """Calls that end as soon as somebody has seen that there are some."""
-
+class Fleeting(list):  # calls that end as soon as somebody has seen that there are some
     def __bool__(self):
         found = len(self) > 0
         self.clear()

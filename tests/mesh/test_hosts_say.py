@@ -1,7 +1,5 @@
 """What one process of a mesh tells the others of itself, in each call: its weights, its state, its mesh."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -15,18 +13,16 @@ from support.tiny import make_drafter, make_target
 import jax_bridge as jb
 import jax_bridge.mesh.shape as shape
 import torch_dflash as td
-from jax_bridge.devices.samples import fingerprint_of
+from jax_bridge.devices.samples import checksum
 from jax_bridge.hosts.hosts import Hosts
 from torch_dflash.engine.hosts import said_of
-from torch_dflash.generation import read_call
+from torch_dflash.generation import prepare
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 ASKED = {"max_new_tokens": 4, "eos_token_id": None}
 
 
-class Alone:
-    """In the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is said."""
-
+class Alone:  # in the place of `jax_bridge.hosts.hosts.Hosts`: keeps what is said
     first = True
 
     def __init__(self):
@@ -59,13 +55,11 @@ class Alone:
         return SimpleNamespace(go=lambda: True, stop=lambda: True)
 
     def said(self, what, field):
-        """What calls of one kind have said, in their order."""
         return [said[field] for one, said in self.heard if one == what and field in said]
 
 
 @pytest.fixture(scope="module")
 def models():
-    """A target, and another one of its config."""
     target = make_target("llama")
     other = copy.deepcopy(target)
     with torch.no_grad():
@@ -76,16 +70,14 @@ def models():
 @pytest.fixture
 def hosts(monkeypatch):
     alone = Alone()
-    for module in ("engine.engine", "generation"):
+    for module in ("engine.replicas", "generation"):
         monkeypatch.setattr(f"torch_dflash.{module}.hosts_of", lambda runtime, mesh, replicas: alone)
-    monkeypatch.setattr(
-        "torch_dflash.eager.EagerRuntime.fingerprint", lambda self, found: fingerprint_of(found)
-    )
+    monkeypatch.setattr("torch_dflash.eager.EagerRuntime.fingerprint", lambda self, found: checksum(found))
     return alone
 
 
-def engine_of(target):
-    return td.compile(target, None, runtime="eager", max_length=32, verify=False)
+def engine_of(target, **more):
+    return td.compile(target, None, runtime="eager", max_length=32, verify=False, **more)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +111,56 @@ def test_a_call_of_a_state_says_which(models, hosts, tmp_path):
         assert len(set(found)) == 4 and (what == "advance" or found[4] == found[0]), what
 
 
-def test_a_file_that_one_process_has_not_is_known_to_the_others(models, hosts, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        td.load_state(tmp_path / "none", engine_of(models[0]))
-    (said,) = hosts.said("load_state", "what it reads")
-    assert said.startswith("FileNotFoundError: ")
+def of_a_class_of_its_own(weight):
+    return torch.nn.Parameter(weight.detach().as_subclass(type("Other", (torch.Tensor,), {})))
+
+
+def of_another_shape(weight):
+    return torch.nn.Parameter(torch.zeros(7, 7))
+
+
+def with_weight(make, call):
+    """A call of an engine whose model has another output matrix since it was compiled."""
+
+    def run(model, folder):
+        engine = engine_of(model := copy.deepcopy(model))
+        model.lm_head.weight = make(model.lm_head.weight)
+        call(engine)
+
+    return run
+
+
+def saved_into(model, folder):
+    engine = engine_of(model)
+    td.save_state(engine.start(IDS, **ASKED), folder, engine)
+
+
+def generate(engine, ids=IDS, **more):
+    return engine.generate(ids, **ASKED, **more)
+
+
+def stream_two(model, folder):
+    td.generate(model, None, TWO, runtime="eager", verify=False, streamer=STREAMER, **ASKED)
+
+
+STREAMER, TWO = SimpleNamespace(put=print, end=print), IDS.repeat(2, 1)
+NO, MISSING = "ValueError: ", "FileNotFoundError: "
+FAILING = [
+    ("load_state", MISSING, "none", lambda model, at: td.load_state(at / "none", engine_of(model))),
+    ("save_state", NO, "directory", saved_into),
+    ("generate", NO, "cannot be traced", with_weight(of_another_shape, generate)),
+    ("warmup", NO, "cannot be traced", with_weight(of_another_shape, lambda engine: engine.warmup())),
+    ("generate", NO, "cannot read", with_weight(of_a_class_of_its_own, generate)),
+    ("generate", NO, "streamer", stream_two),
+    ("generate", NO, "streamer", lambda m, at: generate(engine_of(m, batch_size=2), TWO, streamer=STREAMER)),
+]
+
+
+@pytest.mark.parametrize(("what", "said", "words", "call"), FAILING, ids=lambda value: None)
+def test_what_one_process_refuses_is_known_to_the_others(models, hosts, tmp_path, what, said, words, call):
+    with pytest.raises((OSError, ValueError), match=words):
+        call(models[0], tmp_path)
+    assert hosts.said(what, "what it reads")[-1].startswith(said)
 
 
 def test_what_jb_load_has_read_is_said(models, hosts, monkeypatch, tmp_path):
@@ -140,14 +177,6 @@ def test_what_jb_load_has_read_is_said(models, hosts, monkeypatch, tmp_path):
     with pytest.raises(OSError, match="none"):
         jb.load(tmp_path / "none")
     assert hosts.said("jb.load", "what it reads")[-1].startswith("FileNotFoundError: ")
-
-
-def test_a_path_that_is_a_directory_in_one_process_is_known_to_the_others(models, hosts, tmp_path):
-    engine = engine_of(models[0])
-    state = engine.start(IDS, **ASKED)
-    with pytest.raises(ValueError, match="directory"):
-        td.save_state(state, tmp_path, engine)
-    assert hosts.said("save_state", "what it reads")[-1].startswith("ValueError: ")
 
 
 def test_weights_that_cannot_be_taken_in_end_all(models, hosts, monkeypatch, tmp_path):
@@ -179,7 +208,7 @@ def test_an_interrupt_while_a_call_is_read_ends_all(models, hosts, monkeypatch):
     def interrupt(*given):
         raise KeyboardInterrupt
 
-    for module, name in (("engine", "read_request"), ("together", "packed")):
+    for module, name in (("engine", "read_request"), ("hosts", "packed")):
         hosts.heard.clear()
         monkeypatch.setattr(f"torch_dflash.engine.{module}.{name}", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -203,29 +232,9 @@ def test_a_mesh_is_compared_by_its_devices_however_it_is_named(models, hosts):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
     for one in (1, mesh):
         options = ASKED | {"mesh": one, "seed": 0, "verify": False, "return_dict_in_generate": True}
-        read_call("generate", models[0], None, (IDS, None, options), None, "xla")
+        prepare("generate", models[0], None, IDS, None, options)
     first, other = hosts.said("generate", "what it reads")
     assert first == other
-
-
-def test_a_model_that_was_changed_is_known_to_the_others(models, hosts):
-    engine = engine_of(model := copy.deepcopy(models[0]))
-    model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 7))
-    for what, call in (("generate", lambda: engine.generate(IDS, **ASKED)), ("warmup", engine.warmup)):
-        with pytest.raises(ValueError, match="cannot be traced"):
-            call()
-        assert hosts.said(what, "what it reads")[-1].startswith("ValueError: ")
-
-
-def test_a_weight_of_a_class_of_its_own_is_known_to_the_others(models, hosts):
-    class Other(torch.Tensor):
-        """Looks like an ordinary one."""
-
-    engine = engine_of(model := copy.deepcopy(models[0]))
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().as_subclass(Other))
-    with pytest.raises(ValueError, match="cannot read"):
-        engine.generate(IDS, **ASKED)
-    assert hosts.said("generate", "what it reads")[-1].startswith("ValueError: ")
 
 
 def test_a_streamer_that_fails_at_the_prompt_ends_all(models, hosts):
@@ -235,19 +244,6 @@ def test_a_streamer_that_fails_at_the_prompt_ends_all(models, hosts):
     with pytest.raises(ValueError, match="of mine"):
         engine_of(models[0]).generate(IDS, streamer=SimpleNamespace(put=fail, end=fail), **ASKED)
     assert hosts.heard[-1] == ("in generate", {})
-
-
-@pytest.mark.parametrize("door", ["engine", "td"])
-def test_a_streamer_that_one_process_may_not_have_is_known_to_the_others(models, hosts, door):
-    asked = ASKED | {"streamer": SimpleNamespace(put=print, end=print)}
-    two = IDS.repeat(2, 1)
-    with pytest.raises(ValueError, match="streamer"):
-        if door == "td":
-            td.generate(models[0], None, two, runtime="eager", verify=False, **asked)
-        else:
-            engine = td.compile(models[0], None, runtime="eager", max_length=32, batch_size=2, verify=False)
-            engine.generate(two, **asked)
-    assert hosts.said("generate", "what it reads")[-1].startswith("ValueError: streamer")
 
 
 def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
@@ -263,36 +259,25 @@ def test_the_order_of_devices_is_said(models, hosts, monkeypatch):
     assert hosts.said("warmup", "the mesh") == ["[0, 1]"]
 
 
-class Odd:
-    """Python shows its address."""
+class Odd:  # Python shows its address
+    pass
 
 
-def test_what_is_said_of_a_config_holds_no_number_of_this_process_alone(models):
+@pytest.mark.parametrize("values", [(Odd(), Odd(), torch.float16), ([{8, 0}], [{0, 8}], [{0, 9}])])
+def test_what_is_said_of_a_config_is_the_same_in_each_process(models, values):
+    """No number of a process, and not its order of a set; Qwen3.5's config has one."""
     model, said = copy.deepcopy(models[0]), []
-    for value in (Odd(), Odd(), torch.float16):
+    for value in values:
         model.config.extra = value
         said.append(said_of(Alone(), None, model, None)["the target"])
     assert said[0] == said[1] != said[2]
 
 
-def test_what_is_said_of_a_config_does_not_hang_on_the_order_of_a_set(models):
-    """Python's is another in each process; Qwen3.5's config has one."""
-    model, said = copy.deepcopy(models[0]), []
-    for value in ({8, 0}, {0, 8}, {0, 9}):
-        model.config.extra = [value]
-        said.append(said_of(Alone(), None, model, None)["the target"])
-    assert [*{8, 0}] != [*{0, 8}] and said[0] == said[1] != said[2]
-
-
 def test_what_is_made_of_a_drafter_is_said(models):
     target, drafter = models[0], make_drafter(models[0])
-    forms = [
-        drafter,
-        *(td.Union(td.NGramProposer(width), drafter, rows=8) for width in (4, 4, 6)),
-        td.Union(td.NGramProposer(4), drafter),
-        td.TreeProposer(drafter, rows=8),
-        td.TreeProposer(drafter, rows=16),
-    ]
+    forms = [drafter, *(td.Union(td.NGramProposer(width), drafter, rows=8) for width in (4, 4, 6))]
+    forms += [td.Union(td.NGramProposer(4), drafter), td.TreeProposer(drafter, rows=8)]
+    forms += [td.TreeProposer(drafter, rows=16)]
     said = [said_of(Alone(), None, target, form)["the drafter"] for form in forms]
     assert said[1] == said[2] and len(set(said)) == len(forms) - 1
 

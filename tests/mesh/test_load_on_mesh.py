@@ -1,7 +1,5 @@
 """A checkpoint straight onto a mesh: each part is read once, and nothing else; the text is the same."""
 
-from __future__ import annotations
-
 import pytest
 from support.families import MORE
 from support.hybrids import BEFORE, KINDS
@@ -12,7 +10,7 @@ from support.tiny import BASE
 LOAD = """
 import jax, numpy as np, torch
 import jax_bridge as jb, torch_dflash as td
-from jax_bridge.forms import unwrap
+from jax_bridge.weights.formats import unwrap
 from support.slices import make_sliceable, prompts
 from torch_dflash.storage.weight_files import Stored
 folder = "FOLDER"

@@ -1,7 +1,5 @@
 """Recurrent layers cut by heads: four devices say what one says, and hold the same states."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -11,9 +9,9 @@ from support.hybrids import BEFORE, SLICEABLE, make_hybrid
 from support.refusals import refuses
 from support.slices import Case, make_sliceable, run_cases, run_on_four
 
-from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, InBlocks, Way, chip_by_chip, rows_of_chip
+from jax_bridge.mesh.cut import BLOCKS, COLUMN, ROW, InBlocks, Partition, chip_by_chip, rows_of_chip
 from jax_bridge.mesh.refusals import check_family
-from jax_bridge.mesh.rules import ways_of_target
+from jax_bridge.mesh.rules import partitions_of_target
 from jax_bridge.mesh.shape import ALL
 
 pytestmark = pytest.mark.skipif(BEFORE, reason="recurrent layers of this transformers are refused by name")
@@ -28,7 +26,7 @@ MIXERS = {"qwen3_5": APART, "qwen3_5_moe": APART, "qwen3_next": TOGETHER, "qwen3
 
 @pytest.mark.parametrize("family", SLICEABLE)
 def test_each_weight_of_a_recurrent_layer_lies_where_it_should(family):
-    ways = ways_of_target(make_sliceable(family, "2x2", "plain")[0], FOUR)
+    ways = partitions_of_target(make_sliceable(family, "2x2", "plain")[0], FOUR)
     own = {name.split("linear_attn.")[-1]: way for name, way in ways.items() if "linear_attn" in name}
     assert {name: (way.spec, way.kind) for name, way in own.items() if way.spec != P()} == MIXERS[family]
     blocks = {way.blocks for way in own.values() if way.kind == BLOCKS}
@@ -38,7 +36,7 @@ def test_each_weight_of_a_recurrent_layer_lies_where_it_should(family):
 
 
 def test_a_chip_has_matching_rows_of_each_block():
-    rows, way = jax.numpy.arange(2 * 20.0).reshape(20, 2), Way(FOUR, P(ALL), BLOCKS, (4, 4, 12))
+    rows, way = jax.numpy.arange(2 * 20.0).reshape(20, 2), Partition(FOUR, P(ALL), BLOCKS, (4, 4, 12))
     stored = chip_by_chip(rows, way)
     for chip in range(4):
         part = slice(5 * chip, 5 * chip + 5)
@@ -58,7 +56,7 @@ def test_a_weight_that_no_rule_knows_is_refused():
 SAME = """
 import torch
 import jax_bridge as jb, torch_dflash as td
-from jax_bridge.forms import unwrap
+from jax_bridge.weights.formats import unwrap
 from support.slices import make_sliceable, prompts
 target, drafter = make_sliceable("qwen3_5", "2x2", "v1")
 target.save_pretrained("FOLDER")

@@ -1,6 +1,4 @@
-"""Where each weight lies: transformers' plans, ours beside them, and what does not divide."""
-
-from __future__ import annotations
+"""Where each weight lies on a slice, and the best of logits that lie in parts."""
 
 import jax
 import numpy as np
@@ -10,12 +8,13 @@ from jax.sharding import PartitionSpec as P
 from support.families import MORE
 from support.hybrids import KINDS, make_hybrid
 from support.refusals import refuses
+from support.slices import run_on_four
 from support.tiny import BASE, FAMILIES, make_drafter
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.mesh.cut import COLUMN, EXPERTS, GATHER, ROW
-from jax_bridge.mesh.rules import ways_of_drafter, ways_of_target
+from jax_bridge.mesh.rules import partitions_of_drafter, partitions_of_target
 from jax_bridge.mesh.shape import ALL, KV, Heads, are_cut, devices_of, slice_mesh
 from jax_bridge.programs.lower import Programs
 
@@ -37,24 +36,17 @@ def found(ways) -> dict:
     return {name: (way.spec, way.kind) for name, way in named.items() if way.spec != P()}
 
 
-LAYER = {
-    "self_attn.q_proj.weight": (P(ALL), COLUMN),
-    "self_attn.k_proj.weight": (P(KV), COLUMN),
-    "self_attn.v_proj.weight": (P(KV), COLUMN),
-    "self_attn.o_proj.weight": (P(None, ALL), ROW),
-}
-MLP = {
-    "mlp.gate_proj.weight": (P(ALL), COLUMN),
-    "mlp.up_proj.weight": (P(ALL), COLUMN),
-    "mlp.down_proj.weight": (P(None, ALL), ROW),
-}
+LAYER = {"self_attn.q_proj.weight": (P(ALL), COLUMN), "self_attn.k_proj.weight": (P(KV), COLUMN)}
+LAYER |= {"self_attn.v_proj.weight": (P(KV), COLUMN), "self_attn.o_proj.weight": (P(None, ALL), ROW)}
+MLP = {"mlp.gate_proj.weight": (P(ALL), COLUMN), "mlp.up_proj.weight": (P(ALL), COLUMN)}
+MLP |= {"mlp.down_proj.weight": (P(None, ALL), ROW)}
 BIASES = {f"self_attn.{part}_proj.bias": (P(KV if part in "kv" else ALL), None) for part in "qkv"}
 TABLES = {"model.embed_tokens.weight": (P(ALL), COLUMN), "lm_head.weight": (P(ALL), COLUMN)}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_each_weight_of_a_target_lies_where_it_should(family):
-    ways = found(ways_of_target(target_of(family, num_hidden_layers=1), mesh_of(2, 2)))
+    ways = found(partitions_of_target(target_of(family, num_hidden_layers=1), mesh_of(2, 2)))
     wanted = LAYER | TABLES
     if family == "qwen3":  # tied
         wanted = LAYER | {"model.embed_tokens.weight": (P(ALL), COLUMN)}
@@ -73,7 +65,7 @@ def test_each_weight_of_a_target_lies_where_it_should(family):
 def test_each_weight_of_a_drafter_lies_where_it_should():
     second = {"selector_rank": 12, "selector_top_k": 4, "conv_group_size": 8}
     drafter = make_drafter(target_of("qwen3"), vocab_size=100, num_hidden_layers=1, **second)
-    ways = found(ways_of_drafter(drafter, mesh_of(2, 2)))
+    ways = found(partitions_of_drafter(drafter, mesh_of(2, 2)))
     codebooks = {
         f"candidate_selector.{name}": (P(ALL), COLUMN) for name in drafter.candidate_selector.lookups
     }
@@ -82,9 +74,9 @@ def test_each_weight_of_a_drafter_lies_where_it_should():
 
 def test_what_does_not_divide_stays_whole():
     odd = target_of("qwen3", vocab_size=97, intermediate_size=50, num_hidden_layers=1)
-    ways = found(ways_of_target(odd, mesh_of(2, 2)))
+    ways = found(partitions_of_target(odd, mesh_of(2, 2)))
     assert ways == LAYER
-    ways = found(ways_of_target(target_of("qwen2", num_attention_heads=6), mesh_of(1, 4)))
+    ways = found(partitions_of_target(target_of("qwen2", num_attention_heads=6), mesh_of(1, 4)))
     assert not [name for name in ways if "self_attn" in name] and set(MLP) <= set(ways)
 
 
@@ -169,3 +161,60 @@ def pair(mesh, family="qwen3", drafter=None, **options):
 def test_what_was_not_tried_on_a_mesh_is_refused(given, words):
     with refuses(ValueError, *words):
         pair(Mesh(np.array(jax.devices()[:1] * 2), ("model",)), **given)
+
+
+BEST = """
+import types, torch
+import jax, jax.numpy as jnp, numpy as np
+import jax_bridge.mesh.best as best
+from jax_bridge.mesh.current import Slice
+from jax_bridge.mesh.shape import Heads, slice_mesh
+own = Slice(slice_mesh(jax.devices(), Heads(4, 2)), frozenset(), frozenset({40}))
+rows = np.random.default_rng(0).integers(0, 6, (64, 40)).astype(np.float32)  # many equal, on several chips
+rows[1], rows[2], rows[3, 17:] = -np.inf, 0.0, 9.0
+unordered = rows.copy()
+unordered[4, [13, 31]], unordered[5, 39] = np.nan, np.nan
+def wrong():
+    "What differs from the whole."
+    one = np.asarray(jax.jit(lambda x: best.argmax_on_slice(own, x))(unordered))
+    kept = np.asarray(jax.jit(lambda x: best.argmax_on_slice(own, x, keepdim=True))(unordered))
+    names = [f"argmax {row}" for row in range(64) if one[row] != unordered[row].argmax()]
+    names += [] if np.array_equal(kept[:, 0], one) else ["keepdim"]
+    for count in (1, 25):  # a chip has ten
+        found = jax.jit(lambda x: best.topk_on_slice(own, x, count))(rows)
+        same = map(np.array_equal, found, jax.lax.top_k(rows, count))
+        names += [f"{part} of {count}" for part, is_same in zip(("values", "places"), same) if not is_same]
+    names += ["likeliest"] if unlikely() else []
+    return names
+def unlikely():
+    "Whether the likeliest are others than those of the whole."
+    from torch_dflash.ops.spread import likeliest
+    logits, scale = rows.copy(), np.asarray([1.0, 0.7, 2.5, 1e-30] * 16, np.float32)[:, None]
+    logits[1, 0], logits[4, 10:] = 1.0, -np.inf  # on three chips no other entry
+    logits[5, 3] = 3e38
+    found = jax.jit(lambda x, s: best.likeliest_on_slice(own, x, s, 12))(logits, scale)
+    wanted = likeliest.plain(*map(torch.from_numpy, (logits, scale)), 12)
+    same = [np.allclose(found[at], wanted[at].numpy(), atol=1e-6) for at in (0, 2)]
+    return not all(same) or not np.array_equal(found[1], jax.lax.top_k(logits, 12)[1])  # torch's ties differ
+assert wrong() == [], wrong()
+def exchange(argmax):
+    best.jnp = types.SimpleNamespace(**vars(jnp) | {"argmax": argmax})
+    return wrong()
+last = lambda x, **options: x.shape[-1] - 1 - jnp.argmax(x[..., ::-1], **options)
+assert "argmax 2" in (found := exchange(last)) and "argmax 1" in found, found
+number = lambda x, **options: jnp.argmax(jnp.where(jnp.isnan(x), -jnp.inf, x), **options)
+assert (found := exchange(number)) == ["argmax 4", "argmax 5"], found
+assert exchange(jnp.argmax) == []
+finite, best._finite = best._finite, lambda top: top  # a chip with no entry but -inf
+assert (found := wrong()) == ["likeliest"], found
+best._finite = finite
+gathered = best._of_all_chips
+best._of_all_chips = lambda *parts: [one[..., ::-1] for one in gathered(*parts)]  # in another order
+assert {"argmax 2", "places of 25"} <= set(found := wrong()) and "values of 25" not in found, found
+print("checked")
+"""
+
+
+@pytest.mark.heavy
+def test_parts_have_the_best_of_the_whole_and_another_order_is_seen():
+    assert run_on_four(["-c", BEST]).strip().endswith("checked")

@@ -1,7 +1,5 @@
 """Networks of other vendors: transformers' own class, vendors' formulas written out, each broken."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -113,10 +111,7 @@ def hand_gap(drafter, whole):
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [
-        ("laguna", ["g_proj", "norms_context", "aux_hidden_norms"]),
-        ("mimo", ["attention_sink_bias"]),
-    ],
+    [("laguna", ["g_proj", "norms_context", "aux_hidden_norms"]), ("mimo", ["attention_sink_bias"])],
 )
 def test_gates_norms_and_sinks_are_the_vendors(name, parts, tmp_path):
     publish(tmp_path, name, pair(name)[1])
@@ -162,14 +157,9 @@ def wrong_embedding(self, ids, embed, dtype):
     return self.embed_tokens(ids.clamp(max=MASK - 1) + 1).to(dtype)
 
 
-BROKEN = [
-    ("speculators", "choose", without_d2t),
-    ("speculators", "choose", absolute_d2t),
-    ("speculators", "choose", next_d2t),
-    ("speculators", "logits", targets_head),
-    ("speculators", "embed", wrong_embedding),
-    ("mimo", "embed", targets_embedding),
-]
+BROKEN = [("speculators", "choose", without_d2t), ("speculators", "choose", absolute_d2t)]
+BROKEN += [("speculators", "choose", next_d2t), ("speculators", "logits", targets_head)]
+BROKEN += [("speculators", "embed", wrong_embedding), ("mimo", "embed", targets_embedding)]
 
 
 @pytest.mark.parametrize(("name", "method", "broken"), BROKEN)

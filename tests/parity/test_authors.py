@@ -1,7 +1,5 @@
 """Every round's hidden states against the authors' code, transformers' own loop and the pure-JAX drafter."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import dflash.model as authors
@@ -115,7 +113,7 @@ def test_transformers_own_loop_equals_ours_in_every_round(case, name):
 @pytest.mark.parametrize("name", ["everything", "dflash2, everything"])
 def test_the_jax_drafter_equals_both_on_real_features(case, name):
     built = case(name)
-    params, config = jax_bridge.reference.load(built.folder)
+    params, config = jax_bridge.reference.load_drafter(built.folder)
     run, kept, found = engine_runs(built)[1], None, {}
     for given in run.passes[:3]:  # every round compiles anew
         hidden, kept = jax_bridge.reference.forward(params, config, *map(to_jax, given), kept)

@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 import jax_bridge.reference
-from jax_bridge.reference import default_taps, forward, load, logits, noise_embeddings
+from jax_bridge.reference import default_taps, forward, load_drafter, logits, noise_embeddings
 from jax_bridge.reference.config import LayerMask, read_config
 from jax_bridge.reference.rope import read_rope
 
@@ -147,7 +147,7 @@ def test_every_round_equals_the_authors_code(tmp_path, name):
     model = build(tmp_path, **CASES[name])
     # Every head count compiles anew: two rounds are enough where only that differs.
     rounds = ROUNDS[:2] if "num_key_value_heads" in CASES[name] else ROUNDS
-    worst, cache, their_cache = replay(model, *load(tmp_path), rounds)
+    worst, cache, their_cache = replay(model, *load_drafter(tmp_path), rounds)
     assert worst < 1e-5
     for (keys, values), layer in zip(cache, their_cache.layers, strict=True):
         assert keys.shape == (BATCH, model.config.num_key_value_heads, sum(rounds), 16)
@@ -171,7 +171,7 @@ def test_it_shares_no_code_with_what_it_is_compared_to():
 
 def test_the_comparison_sees_each_wrong_convention(tmp_path):
     model = build(tmp_path, **window(MIXED, 5, rope_parameters=YARN))
-    params, config = load(tmp_path)
+    params, config = load_drafter(tmp_path)
     right = config.masks[0]
     wrong = {
         "causal": LayerMask(False, right.window),
@@ -193,9 +193,9 @@ def test_bf16_shards_and_casting(tmp_path):
     model = build(tmp_path / "one", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 1
-    params, config = load(tmp_path / "one")
-    sharded, _ = load(tmp_path / "many")
-    wide, _ = load(tmp_path / "one", dtype=jnp.float32)
+    params, config = load_drafter(tmp_path / "one")
+    sharded, _ = load_drafter(tmp_path / "many")
+    wide, _ = load_drafter(tmp_path / "one", dtype=jnp.float32)
     for name, weight in model.named_parameters():
         assert params[name].dtype == sharded[name].dtype == jnp.bfloat16
         expected = weight.detach().float().numpy()
@@ -209,7 +209,7 @@ def test_bf16_shards_and_casting(tmp_path):
 
 def test_forward_jits_with_the_config_as_a_static(tmp_path):
     build(tmp_path, **window(MIXED, 5))
-    params, config = load(tmp_path)
+    params, config = load_drafter(tmp_path)
     noise, context, positions = map(jnp.asarray, inputs(4, 0, 0))
     eager, _ = forward(params, config, noise, context, positions)
     jitted, cache = jax.jit(forward, static_argnums=1)(params, config, noise, context, positions)
@@ -227,7 +227,7 @@ def test_embeddings_and_logits(tmp_path):
     }
     nested = {"block_size": WIDTH, "mask_token_id": 63, "target_layer_ids": TAPS, **switches}
     model = build(tmp_path, dflash_config=nested)
-    _, config = load(tmp_path)
+    _, config = load_drafter(tmp_path)
     target = torch.nn.Module()
     target.get_input_embeddings = lambda: embed
     embed, head = torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB, bias=False)
@@ -244,10 +244,6 @@ def test_embeddings_and_logits(tmp_path):
         2,
         4,
     )
-    with pytest.raises(ValueError, match="mask_token_id is 63"):
-        noise_embeddings(config, jnp.ones((63, HIDDEN)), jnp.array([1]))
-    with pytest.raises(ValueError, match="width is 0"):
-        noise_embeddings(config, jnp.ones((VOCAB, HIDDEN)), jnp.array([1]), width=0)
 
 
 def test_layer_kinds_follow_from_depth_when_not_listed(tmp_path):
@@ -255,7 +251,7 @@ def test_layer_kinds_follow_from_depth_when_not_listed(tmp_path):
     depth = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     expected = build(tmp_path / "listed", **depth).config.layer_types
     derived = read_config(raw_config(tmp_path, layer_types=None, **depth))
-    assert derived == load(tmp_path / "listed")[1]
+    assert derived == load_drafter(tmp_path / "listed")[1]
     assert [mask.window is not None for mask in derived.masks] == [False, True, True]
     assert expected == ["full_attention", "sliding_attention", "sliding_attention"]
     off = {**depth, "use_sliding_window": False}
@@ -312,63 +308,22 @@ def test_fields_at_top_level_read_the_same(tmp_path):
     assert read_config(bare).block_size == 16
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dflash_config": None}, "mask_token_id is missing"),
-        ({"head_dim": None}, "head_dim is missing"),
-        ({"num_target_layers": None, "dflash_config": {}}, "num_target_layers is missing"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4"),
-        ({"head_dim": 15}, "head_dim is 15"),
-        ({"layer_types": MIXED[:2]}, "layer_types has 2 entries"),
-        ({"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
-        (window(SLIDING, 0), "sliding_window is 0"),
-        ({"layer_types": SLIDING}, "sliding_window is None"),
-        ({"dflash_config": {"block_size": 1, "mask_token_id": 1}}, "block_size is 1"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
-        ({"rope_parameters": {"full_attention": {}}}, "nested per layer type"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ],
-)
-def test_configs_refused_by_field_name(tmp_path, changes, message):
+def test_what_would_be_wrong_without_an_error_is_refused(tmp_path):
     build(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        read_config(raw_config(tmp_path, **changes))
-
-
-def test_checkpoints_refused_by_tensor_name(tmp_path):
-    build(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    vector = torch.ones(HIDDEN)
-
-    def refuses(message, saved):
-        save_file(saved, file)
-        with pytest.raises(ValueError, match=message):
-            load(tmp_path)
-
-    refuses("unexpected.*attention_conv", {**tensors, "layers.0.attention_conv.base_kernel": vector})
-    refuses("unexpected.*lm_head", {**tensors, "lm_head.weight": vector})
-    refuses("missing.*fc.weight", {k: v for k, v in tensors.items() if k != "fc.weight"})
-    refuses("norm.weight has shape", {**tensors, "norm.weight": torch.ones(HIDDEN + 1)})
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match="model.safetensors"):
-        load(tmp_path)
-
-
-def test_inputs_refused_by_argument_name(tmp_path):
-    build(tmp_path)
-    params, config = load(tmp_path)
-    noise, context, positions = map(jnp.asarray, inputs(4, 0, 0))
-    bad = {
-        "noise_embeds has shape": (noise[..., 1:], context, positions),
-        "context_hidden_states has shape": (noise, context[..., 1:], positions),
-        "position_ids has shape": (noise, context, positions[:, 1:]),
-        "noise_embeds is bfloat16": (noise.astype(jnp.bfloat16), context, positions),
-        "cache has 0 layers": (noise, context, positions, []),
-    }
-    for message, arguments in bad.items():
-        with pytest.raises(ValueError, match=message):
-            forward(params, config, *arguments)
+    for changes, error in (
+        ({"dflash_config": None}, KeyError),
+        ({"rope_parameters": {"rope_type": "yarn"}}, KeyError),
+        ({"layer_types": ["chunked_attention"] * 3}, KeyError),
+        ({"hidden_act": "gelu"}, ValueError),
+        ({"sample_from_anchor": True}, ValueError),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ValueError),
+        ({"rope_parameters": {"full_attention": {}}}, ValueError),
+        ({"partial_rotary_factor": 0.5}, ValueError),
+    ):
+        with pytest.raises(error):
+            read_config(raw_config(tmp_path, **changes))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for saved in ({**tensors, "lm_head.weight": torch.ones(4)}, {**tensors, "norm.weight": torch.ones(4)}):
+        save_file(saved, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="tensors do not fit"):
+            load_drafter(tmp_path)

@@ -1,7 +1,5 @@
 """The pure-JAX target and loop against the lowered ones: taps, logits, drafts, tokens, acceptance."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import partial
@@ -32,7 +30,7 @@ from torch_dflash.state import DecodeState, Sampling
 @pytest.fixture(scope="module")
 def found(pair) -> list[authors.Run]:
     """The reference's rounds on every prompt, recorded as `authors.engine_runs` does."""
-    look = jax.jit(lambda weights, state: loop.draft(pair.models, weights, state)[:2])
+    look = jax.jit(lambda weights, state: loop.draft_block(pair.models, weights, state)[:2])
     state = loop.start(pair.models, pair.weights, PROMPTS, authors.NEW)
     runs = [authors.Run() for _ in PROMPTS]
     while not state.done.all():
@@ -90,7 +88,7 @@ def test_the_comparison_sees_each_wrong_convention(pair, lowered, monkeypatch):
         models = loop.Models(target, drafter)
         state = loop.start(models, pair.weights, PROMPTS, 4)
         # A function of this call: a rule changed below must not meet what was traced before.
-        hidden = jax.jit(lambda weights, state: loop.draft(models, weights, state).hidden)
+        hidden = jax.jit(lambda weights, state: loop.draft_block(models, weights, state).hidden)
         rows = zip(hidden(pair.weights, state), lowered, PROMPTS, strict=True)
         return max(
             float(np.abs(row[1:] - run.hidden[len(prompt)].numpy()).max()) for row, run, prompt in rows
@@ -162,10 +160,6 @@ def test_decode_stops_where_ours_does(pair, lowered):
     for row, text in enumerate(texts):
         assert text == expected[row][: len(text)] and not any(expected[row][len(text) :])
     assert accepted == [list(lengths) for lengths in stats.acceptance_lengths]
-    with pytest.raises(ValueError, match="prompts has lengths"):
-        loop.decode(pair.models, pair.weights, [[1], []], 4)
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        loop.decode(pair.models, pair.weights, PROMPTS, 0)
 
 
 TARGETS = {
@@ -220,39 +214,15 @@ def test_taps_logits_and_cache_of_the_target(tmp_path, name):
             np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=bound, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "gpt_oss"}, "model_type is 'gpt_oss'; this reference has llama, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"use_sliding_window": True}, "sliding windows"),
-        ({"layer_types": ["sliding_attention"] * 4}, "sliding windows"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4"),
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
-    ],
-)
-def test_target_configs_refused_by_field_name(pair, tmp_path, changes, message):
-    pair.target.config.save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert read_target_config(raw) == pair.models.target
-    with pytest.raises(ValueError, match=message):
-        read_target_config(raw | changes)
-
-
-def test_target_checkpoints_refused_by_tensor_name(pair, tmp_path):
+def test_a_tied_head_is_used_once(pair, tmp_path):
     pair.target.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    tied = pair.models.target.tie_word_embeddings
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding.clone()}, file)
-    assert ("lm_head.weight" in load_target(tmp_path)[0]) is not tied  # stored twice, used once
-    save_file({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}, file)
-    with pytest.raises(ValueError, match="missing.*model.norm.weight.*tie_word_embeddings"):
-        load_target(tmp_path)
-    with pytest.raises(ValueError, match=r"taps is \[4\]"):
-        cache = empty_cache(pair.models.target, 1, 8, jnp.float32)
-        ids = jnp.zeros((1, 2), jnp.int32)
-        forward_target(pair.weights.target, pair.models.target, ids, ids[:, 0], cache, (4,))
+    assert ("lm_head.weight" in load_target(tmp_path)[0]) is not pair.models.target.tie_word_embeddings
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert read_target_config(raw) == pair.models.target
+    for changes in ({"model_type": "gpt_oss"}, {"layer_types": ["sliding_attention"] * 4}):
+        with pytest.raises(ValueError):
+            read_target_config(raw | changes)

@@ -1,7 +1,5 @@
 """The paged cache of the XLA runtime against a pure-JAX one: tokens, acceptance lengths, what pages hold."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from support.states import look
 import torch_dflash as td
 from jax_bridge.reference import empty_pages, loop
 from torch_dflash.requests.prompts import prompt_chunks
-from torch_dflash.requests.read import row_requests
+from torch_dflash.requests.request import row_requests
 
 ROWS, PAGE, CHUNK = len(PROMPTS), 16, 16
 
@@ -56,9 +54,9 @@ def ours(engine, table: np.ndarray) -> Run:
     options = {"max_new_tokens": authors.NEW, "do_sample": False, "eos_token_id": None}
     request = engine.read(*pad(PROMPTS), options)
     params = steps.refresh(engine.tensors())
-    state = steps.begin(params, row_requests(request, engine.plan))
+    state = steps.begin(params, row_requests(request.rows, engine.plan))
     state = steps.assign(state, table, done)
-    for chunk in prompt_chunks(request.rows, ROWS, CHUNK, engine.plan.slots):
+    for chunk in prompt_chunks([row.prompt for row in request.rows], ROWS, CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     while not look(steps, state).done.all():
         state = steps.advance(params, state)
@@ -147,18 +145,3 @@ def test_a_table_that_changes_under_a_generation_is_noticed(pair, engine, table,
         state = pair.step(pair.weights, state)
     broken = seen(state, [layer.pool for layer in state.target])
     assert gap(broken, wanted, table, rows=[0]) > 1e-3 and gap(broken, wanted, table, rows=[1, 2]) < EXACT
-
-
-def test_pages_are_refused_by_name(pair, table):
-    target = pair.models.target
-    with pytest.raises(ValueError, match=r"table names pages 1 to .*; the pool has 0 to 5"):
-        empty_pages(target, table, 6, PAGE, jnp.float32)
-    with pytest.raises(ValueError, match=r"table has shape \(\d+,\)"):
-        empty_pages(target, table[0], 99, PAGE, jnp.float32)
-    for given, message in (
-        (table[:2], "cache has 2 rows of"),
-        (table[:, :2], f"cache has {ROWS} rows of 32 slots; these prompts .* need {ROWS} of at least"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cache = empty_pages(target, given, 99, PAGE, jnp.float32)
-            loop.start(pair.models, pair.weights, PROMPTS, authors.NEW, cache=cache)

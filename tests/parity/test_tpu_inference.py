@@ -3,8 +3,6 @@
 Only the function's own module is loaded: the package as a whole wants vLLM and another jax.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -25,9 +23,7 @@ MODULE = "tpu_inference.layers.common.dflash_attention_interface"
 METADATA = "tpu_inference.layers.common.attention_metadata"
 
 
-class Metadata(NamedTuple):
-    """The two fields of its attention metadata that the function reads."""
-
+class Metadata(NamedTuple):  # the two fields of its attention metadata that the function reads
     query_start_loc: Any
     request_distribution: Any = None
 

@@ -1,7 +1,5 @@
 """Fields and tensors of the wrong type, in every layout: refused by name, value and fix, and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A config.json with absurd fields: refused by name, before anything is built or allocated."""
 
-from __future__ import annotations
-
 import json
 import signal
 from contextlib import contextmanager
@@ -107,13 +105,7 @@ def test_sizes_go_by_the_names_of_the_class(tmp_path):
 @pytest.mark.parametrize(
     "name", ["/tmp/outside.safetensors", "../outside.safetensors", "a/../../b", "C:\\b", "\\b"]
 )
-@pytest.mark.parametrize(
-    "load",
-    [
-        jb.load,
-        td.DFlashDraftModel.from_pretrained,
-    ],
-)
+@pytest.mark.parametrize("load", [jb.load, td.DFlashDraftModel.from_pretrained])
 def test_an_index_that_leaves_the_checkpoint_is_refused(tmp_path, load, name):
     if load is jb.load:
         make_target("llama").save_pretrained(tmp_path)
@@ -233,13 +225,8 @@ def test_a_rope_inside_of_a_model_of_several_parts_is_seen(text, request):
 
 
 def test_a_target_that_projects_its_embedding_takes_no_drafter():
-    shape = {
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 4,
-        "vocab_size": 97,
-    }
+    shape = {"hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 4}
+    shape |= {"vocab_size": 97}
     target = AutoModelForCausalLM.from_config(OPTConfig(**shape, word_embed_proj_dim=16))
     for width in (16, 32):
         config = td.DFlashConfig(

@@ -1,7 +1,5 @@
 """DFlash2 drafters from files: the published layout, whichever class is asked, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 
@@ -116,11 +114,7 @@ def test_an_untrained_one_drafts_as_v1_would():
 
 @pytest.mark.parametrize(
     ("runtime", "options"),
-    [
-        ("eager", {}),
-        pytest.param("xla", {}, marks=pytest.mark.heavy),
-        ("xla", {"quantize": "int8"}),
-    ],
+    [("eager", {}), pytest.param("xla", {}, marks=pytest.mark.heavy), ("xla", {"quantize": "int8"})],
 )
 def test_half_precision_and_int8_read_the_codebooks(runtime, options):
     target, drafter = make_pair("qwen3", agree=8.0, **SECOND)
@@ -135,13 +129,9 @@ def test_half_precision_and_int8_read_the_codebooks(runtime, options):
 def test_transformers_own_loop_is_refused():
     target, drafter = make_pair("qwen3", **SECOND)
     with pytest.raises(ValueError, match="speculation_type='dflash' with a DFlash2.*custom_generate"):
-        target.generate(
-            torch.tensor([[1, 2, 3]]),
-            max_new_tokens=8,
-            do_sample=False,
-            assistant_model=drafter,
-            speculation_type="dflash",
-        )
+        options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": drafter}
+        options |= {"speculation_type": "dflash"}
+        target.generate(torch.tensor([[1, 2, 3]]), **options)
     own = target.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
     block = td.dflash(randomise(drafter, 3), runtime="eager")
     ours = target.generate(

@@ -1,7 +1,5 @@
 """A drafter's weights in shards, subfolders and beside an index, compared with its config before loading."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

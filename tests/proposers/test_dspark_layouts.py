@@ -4,8 +4,6 @@ The definition is written down here once more, row by row and without this packa
 of the context through each layer's own projections, no mask within a block, and a draft of every row.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A drafter goes to the hub with a card, and comes back from any place in a repository, offline too."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +22,7 @@ def drafter():
     return make_drafter(make_target("qwen3"))
 
 
-class Hub:
-    """What the hub's API was asked for."""
-
+class Hub:  # what the hub's API was asked for
     def __init__(self, there=()):
         self.there, self.calls, self.files = there, [], {}
 
@@ -53,12 +49,8 @@ class Hub:
 def test_what_is_pushed_loads_again_and_has_a_card(drafter, monkeypatch, tmp_path):
     there = Hub()
     monkeypatch.setattr(hub, "HfApi", there)
-    said = {
-        "target": "some/target",
-        "license": "apache-2.0",
-        "acceptance": {"gsm8k": 3.14159},
-        "tags": ["tiny"],
-    }
+    said = {"target": "some/target", "license": "apache-2.0", "acceptance": {"gsm8k": 3.14159}}
+    said |= {"tags": ["tiny"]}
     call = {"token": "secret", "private": True, "revision": "v2", "create_pr": False, "commit_message": "why"}
     assert drafter.push_to_hub("me/mine", **said, **call) == "commit"
     assert there.calls[0] == ("api", {"token": "secret", "library_name": "torch-dflash"})

@@ -1,7 +1,5 @@
 """A drafter with a smaller vocabulary drafts what the whole one would, had its head these rows alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.layouts import SECOND, said_ids

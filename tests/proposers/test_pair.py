@@ -1,7 +1,5 @@
 """A drafter that is loaded for a target: what does not fit is refused before any weight is read."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

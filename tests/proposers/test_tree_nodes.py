@@ -1,7 +1,5 @@
 """Scored nodes: the best of them, joined and in preorder, against trees of paths by hand."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -144,9 +142,7 @@ def test_lookup_is_as_likely_as_its_match_is_long():
     assert narrow.tokens[0].tolist() == [9]
 
 
-class Known(Proposer):
-    """A branch of three, and another first token that is likelier than the branch's second."""
-
+class Known(Proposer):  # A branch of three, and another first token that is likelier than the branch's second
     name, width = "known", 8
 
     def nodes(self, pstate, anchor, length, embed, head, asked):
@@ -164,9 +160,7 @@ def test_a_narrower_round_takes_the_best_nodes_not_the_first_of_the_preorder():
     assert (narrow.tokens.tolist(), narrow.parent.tolist()) == ([[5, 8]], [[-1, -1]])
 
 
-class Odd(Known):
-    """Nodes with one thing wrong."""
-
+class Odd(Known):  # nodes with one thing wrong
     def __init__(self, **change):
         super().__init__()
         self.change = change

@@ -1,7 +1,5 @@
 """What the authors' loop, transformers' own loop and ours draft in each round, recorded to be compared."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ from support.scripted import pad
 from support.states import look
 from support.tiny import MASK, make_pair, randomise
 from torch_dflash.requests.prompts import prompt_chunks
-from torch_dflash.requests.read import row_requests
+from torch_dflash.requests.request import row_requests
 
 NEW = 26
 CHUNK = 16
@@ -65,9 +63,7 @@ CASES = {
 }
 
 
-class Pass(NamedTuple):
-    """One draft pass of one row as its network saw it, batch dimension kept."""
-
+class Pass(NamedTuple):  # one draft pass of one row as its network saw it, batch dimension kept
     noise: torch.Tensor
     context: torch.Tensor
     position: torch.Tensor
@@ -92,9 +88,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in PROMPTS]
 
 
-class Case:
-    """A pair, the authors' drafter read from what ours saved, and the authors' runs on every prompt."""
-
+class Case:  # a pair, the authors' drafter read from what ours saved, and the authors' runs on every prompt
     def __init__(self, folder, family: str, overrides: dict):
         self.target, self.drafter = make_pair(family, agree=8.0, **overrides)
         randomise(self.drafter, seed=1, gain=1.2)  # so that its own rounding does not grow beyond EXACT
@@ -166,15 +160,10 @@ def native_run(case: Case, prompt: list[int], new: int) -> Run:
     hook = case.drafter.register_forward_hook(record, with_kwargs=True)
     try:
         ids = torch.tensor([prompt])
-        out = case.target.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            assistant_model=case.drafter,
-            speculation_type="dflash",
-            pad_token_id=0,
-        )
+        options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
+        options |= {"do_sample": False, "assistant_model": case.drafter, "speculation_type": "dflash"}
+        options |= {"pad_token_id": 0}
+        out = case.target.generate(**options)
     finally:
         hook.remove()
     run.text = out[0, len(prompt) :].tolist()
@@ -188,10 +177,7 @@ def replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
     for noise, context, position in run.passes:
         start = int(position[0, -noise.shape[1]])
         out = case.drafter(
-            noise_embeds=noise,
-            context_hidden_states=context,
-            position_ids=position,
-            past_key_values=cache,
+            noise_embeds=noise, context_hidden_states=context, position_ids=position, past_key_values=cache
         )
         authors._crop_to(cache, start)
         found[start] = out.last_hidden_state[0, 1:]
@@ -242,21 +228,12 @@ def _lowered(engine):
 
 def make_engine(case: Case, runtime: str):
     """An engine for all prompts as one ragged batch, that reads after every round."""
-    return td.compile(
-        case.target,
-        case.drafter,
-        runtime=runtime,
-        batch_size=len(PROMPTS),
-        max_length=96,
-        rounds_per_chunk=1,
-        prefill_chunk_size=CHUNK,
-        filters=False,
-    )
+    options = {"runtime": runtime, "batch_size": len(PROMPTS), "max_length": 96, "rounds_per_chunk": 1}
+    options |= {"prefill_chunk_size": CHUNK, "filters": False}
+    return td.compile(case.target, case.drafter, **options)
 
 
-class Features:
-    """Per row, the target features the proposer was given since they were last taken."""
-
+class Features:  # per row, the target features the proposer was given since they were last taken
     def __init__(self, proposer, rows: int):
         self.rows = [[] for _ in range(rows)]
         for name in ("ingest", "observe"):
@@ -282,12 +259,12 @@ def engine_runs(case: Case, runtime: str = "eager", new: int = NEW) -> list[Run]
     engine = make_engine(case, runtime)
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
     request = engine.read(*pad(prompts()), options)
-    rows = request.rows
+    rows = [row.prompt for row in request.rows]
     tensors, steps = engine.tensors(), engine.runtime
     lowered = _lowered(engine) if runtime == "xla" else None
     features = None if lowered else Features(engine.pair.proposer, len(rows))
     params = steps.refresh(tensors)
-    state = steps.begin(params, row_requests(request, engine.plan))
+    state = steps.begin(params, row_requests(request.rows, engine.plan))
     for chunk in prompt_chunks(rows, len(rows), CHUNK, engine.plan.slots):
         state = steps.prefill(params, state, chunk)
     runs = [Run() for _ in rows]

@@ -1,14 +1,9 @@
 """Blocks of a training batch."""
 
-from __future__ import annotations
-
 import torch
 
 from support.tiny import VOCAB
-from torch_dflash.train.fit.blocks import (
-    Batch,
-    draw_anchors,
-)
+from torch_dflash.train.fit.blocks import Batch, draw_anchors
 
 LENGTHS = (23, 31)
 

@@ -1,7 +1,5 @@
 """A tiny pair's configs without weights, for commands that need no more."""
 
-from __future__ import annotations
-
 import torch_dflash as td
 from support.tiny import BASE, FAMILIES, MASK
 
@@ -14,7 +12,6 @@ DRAFTER = {
 
 
 def write_configs(tmp_path):
-    """A tiny pair's configs, alone in their directories."""
     _, config, extra = FAMILIES["qwen3"]
     config(**(BASE | extra)).save_pretrained(tmp_path / "target")
     td.DFlashConfig(**DRAFTER, architectures=["DFlashDraftModel"]).save_pretrained(tmp_path / "drafter")

@@ -1,7 +1,5 @@
 """The ways from transformers into block decoding, each a function of a pair, its inputs and its options."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -32,12 +30,10 @@ def pair_of(family: str) -> tuple[Any, Any]:
 
 
 def generate(pair, inputs, **options):
-    """``td.generate``."""
     return td.generate(*pair, **inputs, **({"runtime": "eager"} | options))
 
 
 def custom_generate(pair, inputs, runtime="eager", **options):
-    """``target.generate(custom_generate=td.dflash(drafter))``."""
     return pair[0].generate(**inputs, **options, custom_generate=td.dflash(pair[1], runtime=runtime))
 
 
@@ -48,7 +44,6 @@ def folder(pair, inputs, **options):
 
 
 def compiled(pair, inputs, runtime="eager", **options):
-    """``td.compile(target, drafter).generate``."""
     rules = tuple(name for name in options if name in KINDS)
     told = tuple(name for name in ("output_scores", "output_logits") if options.get(name))
     shape = {"max_length": 64, "batch_size": len(inputs["input_ids"])}
@@ -63,7 +58,6 @@ def native(pair, inputs, **options):
 
 
 def spec_generate(pair, inputs, max_new_tokens, eos_token_id=None, **options):
-    """``drafter.spec_generate``, z-lab's call; rows without padding."""
     asked = {"runtime": "eager"} | {name: value for name, value in options.items() if name != "do_sample"}
     return pair[1].spec_generate(pair[0], inputs["input_ids"], max_new_tokens, eos_token_id, **asked)
 

@@ -1,7 +1,5 @@
 """Mixtures of experts as transformers' decorator makes them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,9 +14,7 @@ INNER = 10
 CHOSEN = 4
 
 
-class Experts(nn.Module):
-    """What transformers' decorator makes of an experts class; the flags as its arguments."""
-
+class Experts(nn.Module):  # what transformers' decorator makes of an experts class; the flags as arguments
     _is_expert_parallel = False
     _apply_gate = _default_apply_gate
 
@@ -38,7 +34,6 @@ class Experts(nn.Module):
 
 
 def routed(rows, seed=0):
-    """Rows, their experts and weights as a router gives them."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(rows, COUNT, generator=generator)
     weights, index = scores.softmax(dim=-1).topk(CHOSEN, dim=-1)

@@ -1,7 +1,5 @@
 """Which cases `make test` leaves out: each is a further one of what another case shows, or takes long."""
 
-from __future__ import annotations
-
 import re
 
 from support import ROOT

@@ -1,7 +1,5 @@
 """What each of two processes does: ``python -m support.host_scenarios RANK PORT NAME ...``."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any
@@ -19,7 +17,6 @@ ASKED = {"max_new_tokens": 30, "eos_token_id": None}
 
 
 def say(*words: Any) -> None:
-    """A line on stdout, at once."""
     print(*words, flush=True)
 
 
@@ -29,7 +26,6 @@ def other_prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_target(layers: int = 1) -> Any:
-    """A target alone, which compiles fast."""
     return make_sliceable("llama", "2x2", "plain")[0]
 
 
@@ -97,7 +93,6 @@ def doors(rank: int, folder: str) -> None:
 
 
 def refusals(rank: int, engine: Any, given: Any) -> None:
-    """What is refused, in both processes; both go on."""
     ids, mask = given
     for words, call in (
         ("max_time", lambda: engine.generate(ids, mask, **ASKED, max_time=3.0)),
@@ -114,13 +109,10 @@ def refusals(rank: int, engine: Any, given: Any) -> None:
 
 
 def small() -> tuple[Any, Any]:
-    """A pair that drafts, for what does not decode."""
     return make_sliceable("qwen3", "2x2", "v1")
 
 
-class Slow:
-    """A streamer that says when a chunk has come; ``then`` is done at the second."""
-
+class Slow:  # a streamer that says when a chunk has come; ``then`` is done at the second
     def __init__(self, then: Any = None):
         self.then, self.chunks = then, 0
 
@@ -136,49 +128,19 @@ class Slow:
 
 
 def long_call(then: Any = None) -> None:
-    """A generation of many chunks."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=512, rounds_per_chunk=1)
     engine.generate(prompts()[0][:1], streamer=Slow(then), max_new_tokens=450, eos_token_id=None)
 
 
 def lasting(rank: int) -> None:
-    """Until something happens."""
     long_call()
 
 
 def raising(rank: int, who: str) -> None:
-    """A user's own code fails in one process."""
-
     def fail():
         raise ValueError("a streamer of mine")
 
     long_call(fail if rank == int(who) else None)
-
-
-def sleeping(rank: int) -> None:
-    """One process lives, and never comes back."""
-    import jax_bridge.hosts.watch as watch
-
-    watch.LATE = SILENT
-    long_call((lambda: time.sleep(3600)) if rank else None)
-
-
-def caught(rank: int) -> None:
-    """As `raising`, and its process goes on without the engine."""
-    engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)
-
-    def fail():
-        raise KeyboardInterrupt
-
-    call = {"max_new_tokens": 200, "eos_token_id": None}
-    try:
-        engine.generate(prompts()[0][:1], streamer=Slow(fail if rank else None), **call)
-    except KeyboardInterrupt:
-        say("interrupted")
-    try:
-        engine.generate(prompts()[0][:1], **call)
-    except RuntimeError as error:
-        say(error)
 
 
 def leaving(rank: int, how: str) -> None:
@@ -192,7 +154,6 @@ def leaving(rank: int, how: str) -> None:
 
 
 def streams(rank: int) -> None:
-    """One process leaves a stream that the other goes on with."""
     engine = td.compile(plain_target(), None, mesh="auto", max_length=256, rounds_per_chunk=1)
     for chunk, _ in enumerate(engine.stream(prompts()[0][:1], max_new_tokens=200, eos_token_id=None)):
         if rank and chunk == 3:
@@ -222,40 +183,15 @@ def differing(rank: int, what: str) -> None:
             target.model.layers[1].mlp.up_proj.weight *= 1.5
     length = 128 if what == "plan" and rank else 64
     engine = td.compile(target, None, mesh="auto", max_length=length)
-    options = {"max_new_tokens": 5, "eos_token_id": None}
     try:
-        if what == "call" and rank:
-            engine.start(prompts()[0][:1], **options)
-        elif what in ("engine", "state"):
-            mix(rank, what, engine, options)
-        elif what == "defaults":
-            target.generation_config.eos_token_id = 3 + rank
-            engine.generate(prompts()[0][:1], max_new_tokens=5)
-        else:
-            engine.generate(prompts()[0][:1], **options)
+        engine.generate(prompts()[0][:1], max_new_tokens=5, eos_token_id=None)
     except RuntimeError as error:
         say(error)
     else:
         raise AssertionError("nothing was said")
 
 
-def mix(rank: int, what: str, engine: Any, options: dict[str, Any]) -> None:
-    """Of two engines of one config, or of two states, each process goes on with another."""
-    other = plain_target()
-    with torch.no_grad():
-        other.model.layers[1].mlp.up_proj.weight *= 1.5
-    engines = engine, td.compile(other, None, mesh="auto", max_length=64)
-    ids = prompts()[0][:1]
-    if what == "engine":
-        texts = [one.generate(ids, **options) for one in engines]
-        assert not torch.equal(*texts)
-        engines[rank].generate(ids, **options)
-    else:
-        engine.advance([engine.start(one, **options) for one in (ids, ids.flip(1))][rank])
-
-
 def drifting(rank: int) -> None:
-    """One process holds another text than the other."""
     import torch_dflash.engine.hosts as together
     from torch_dflash.runtime import Progress
 
@@ -272,7 +208,6 @@ def drifting(rank: int) -> None:
 
 
 def main() -> None:
-    """Join, and run a scenario."""
     import jax_bridge.hosts.watch as watch
 
     rank, port, name, *arguments = sys.argv[1:]

@@ -1,7 +1,5 @@
 """Two processes with two CPU devices each, joined by `jax.distributed`. Run as a module, once in each."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -21,17 +19,13 @@ SILENT = 8
 """In the place of `jax_bridge.hosts.watch.SILENT`, in beats of a second."""
 
 
-class Ended(NamedTuple):
-    """How a process ended: its exit status, negative for a signal, and what it printed."""
-
+class Ended(NamedTuple):  # how a process ended: its exit status, negative for a signal, and what it printed
     status: int
     out: str
     err: str
 
 
-class Two:
-    """The two processes that run ``scenario`` of `support.host_scenarios`."""
-
+class Two:  # the two processes that run ``scenario`` of `support.host_scenarios`
     def __init__(self, folder: Path, scenario: str, *arguments: str):
         with socket.socket() as free:
             free.bind(("localhost", 0))
@@ -47,7 +41,7 @@ class Two:
                     subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, cwd=ROOT)
                 )
 
-    def __enter__(self) -> Two:
+    def __enter__(self) -> "Two":
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -56,11 +50,9 @@ class Two:
             process.wait()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        """Send a signal to one of them."""
         self._processes[rank].send_signal(number)
 
     def until(self, said: str, seconds: float = 900) -> None:
-        """Wait until both have printed ``said``."""
         for _ in range(int(seconds / PAUSE)):
             if all(said in out.read_text() for out, _ in self._files):
                 return
@@ -70,7 +62,6 @@ class Two:
         raise AssertionError([self.told(rank) for rank in (0, 1)])
 
     def end(self, rank: int, seconds: float = 900) -> Ended:
-        """Wait until one has ended."""
         for _ in range(int(seconds / PAUSE)):  # time in which all are stopped does not count
             if (status := self._processes[rank].poll()) is not None:
                 return Ended(status, *self.told(rank))

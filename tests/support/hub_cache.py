@@ -1,7 +1,5 @@
 """A hub cache as huggingface_hub keeps it, with tiny models under published ids."""
 
-from __future__ import annotations
-
 import json
 
 from support.tiny import make_drafter, make_target
@@ -10,9 +8,7 @@ from support.tokenizers import TEMPLATE, byte_tokenizer
 REVISION = "0" * 39 + "1"
 
 
-class HubCache:
-    """``folder(id)`` is what a repository's only revision holds."""
-
+class HubCache:  # ``folder(id)`` is what a repository's only revision holds
     def __init__(self, root):
         self.root = root
         self.target = make_target("qwen3", vocab_size=257, eos_token_id=0)

@@ -1,7 +1,5 @@
 """Tiny random targets with recurrent layers, one for each kind of state, and how far a walk is off."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest
@@ -19,13 +17,8 @@ from torch_dflash.verify.check import collect_tensors
 
 BEFORE = Version(hf.__version__) < Version("5.24")
 """Recurrent layers of this transformers are refused by name."""
-DELTA = {
-    "head_dim": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+DELTA = {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2}
+DELTA |= {"linear_num_value_heads": 4}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
 ATTENDS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 KINDS = {

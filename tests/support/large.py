@@ -1,7 +1,5 @@
 """`benchmarks/large_pairs.py`: targets that do not fit on a chip, cut to two layers."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Drafters of every layout as they are published, at reduced size, and what z-lab would write for each."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """A torch function as XLA computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax
@@ -12,5 +10,4 @@ from jax_bridge._torchax import call_torch
 
 
 def lowered(function: Callable, rows: torch.Tensor) -> torch.Tensor:
-    """``function(rows)`` as one compiled program."""
     return jb.to_torch(jax.jit(lambda rows: call_torch(function, rows))(jb.to_jax(rows)))

@@ -1,7 +1,5 @@
 """Decoding in other processes, for `tests/engine/test_processes.py`."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -49,7 +47,6 @@ def in_a_fork(calls) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print what forked children and a spawned one say, as JSON."""
     target = make_target("llama")
     before = in_a_fork({"generate": lambda: _generate(target, runtime="eager")})  # JAX has not started
 

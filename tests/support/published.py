@@ -1,7 +1,5 @@
 """Drafter directories as they are published."""
 
-from __future__ import annotations
-
 import json
 
 import torch
@@ -57,12 +55,8 @@ def tensors_for(config, seed=0):
         config.get("dflash_config", {}).get("target_layer_ids") or config.get("target_layer_ids") or [1, 1]
     )
     shapes = {"fc": (hidden, taps * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
-    kinds = {
-        "q_proj": (heads, hidden),
-        "k_proj": (kv, hidden),
-        "v_proj": (kv, hidden),
-        "o_proj": (hidden, heads),
-    }
+    kinds = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+    kinds |= {"o_proj": (hidden, heads)}
     kinds |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     kinds |= {"q_norm": (config["head_dim"],), "k_norm": (config["head_dim"],)}
     for index in range(config["num_hidden_layers"]):
@@ -103,14 +97,8 @@ def draft(drafter, seed=5):
         return drafter.float()(noise, context, position).last_hidden_state
 
 
-FIELDS = {
-    "mask_token_id": 95,
-    "target_layer_ids": [1, 3],
-    "input_embedding_scale": 5.5,
-    "output_multiplier": 0.25,
-    "final_logit_softcapping": 20.0,
-    "block_size": 4,
-}
+FIELDS = {"mask_token_id": 95, "target_layer_ids": [1, 3], "input_embedding_scale": 5.5}
+FIELDS |= {"output_multiplier": 0.25, "final_logit_softcapping": 20.0, "block_size": 4}
 
 
 LAYER = [

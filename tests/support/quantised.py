@@ -1,7 +1,5 @@
 """Small checkpoints with quantised weights in the fields that are published."""
 
-from __future__ import annotations
-
 import json
 
 import torch

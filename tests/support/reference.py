@@ -1,13 +1,11 @@
 """A pair, and what the pure-JAX reference reads of it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
 import torch
 
-from jax_bridge.reference import load, load_target, loop
+from jax_bridge.reference import load_drafter, load_target, loop
 from support import authors
 from support.tiny import correlate, make_drafter, make_target, randomise
 
@@ -17,19 +15,11 @@ EXACT = 1e-5
 PROMPTS = authors.prompts()
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
-class Pair:
-    """A pair of models, and what the reference read from the files they were saved to."""
-
+class Pair:  # a pair of models, and what the reference read from the files they were saved to
     def __init__(self, folder, family, overrides):
         self.target = soften(make_target(family))
         self.drafter = make_drafter(self.target, **overrides)
@@ -37,8 +27,8 @@ class Pair:
         soften(randomise(self.drafter, seed=1, gain=0.7))
         self.target.save_pretrained(folder / "target")
         self.drafter.save_pretrained(folder / "drafter")
-        target, drafter = load_target(folder / "target"), load(folder / "drafter")
-        self.weights = loop.Weights(target[0], drafter[0])
+        target, drafter = load_target(folder / "target"), load_drafter(folder / "drafter")
+        self.weights = loop.PairParams(target[0], drafter[0])
         self.models = loop.Models(target[1], drafter[1])
         self.step = jax.jit(partial(loop.decode_round, self.models))
 

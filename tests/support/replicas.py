@@ -1,7 +1,5 @@
 """Replicas on four CPU devices beside one engine. Run as a module, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter
@@ -36,7 +34,6 @@ class Case(NamedTuple):
 
 
 def ragged(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts of different lengths, padded on the left."""
     generator = torch.Generator().manual_seed(rows)
     ids, mask = torch.randint(1, 96, (rows, 15), generator=generator), torch.ones(rows, 15, dtype=torch.long)
     for row in range(rows):
@@ -107,7 +104,6 @@ class counted:  # noqa: N801 - reads as a function
 
 
 def weight_devices(engine: Any) -> set[int]:
-    """Where its weights lie."""
     import jax
 
     leaves = jax.tree.leaves(engine._params())
@@ -137,7 +133,6 @@ def exchanged(front: Any) -> list[str]:
 
 
 def on_one_device(front: Any) -> None:
-    """Have every replica decode on the first one's device."""
     for engine in front.engines[1:]:
         engine.runtime._settle(front.runtime._place)
 
@@ -146,7 +141,6 @@ BREAKS = {"one device": on_one_device}
 
 
 def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
-    """`compare` of each case, in a process with four CPU devices."""
     return json.loads(run_on_four(["-m", "support.replicas"], json.dumps(cases)).splitlines()[-1])
 
 

@@ -1,7 +1,5 @@
 """A generation that is saved on one runtime and goes on in another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch_dflash as td

@@ -1,7 +1,5 @@
 """A proposer that drafts what a test tells it to, and the target's own text to compare with."""
 
-from __future__ import annotations
-
 import torch
 
 from torch_dflash.decode import Pair
@@ -57,14 +55,9 @@ def run(engine, prompts: list[list[int]], side: str = "left", **options):
 def own_text(target, prompt: list[int], new: int, eos=None) -> list[int]:
     """What the target itself says greedily: transformers' `generate` on one row without padding."""
     ids = torch.tensor([prompt])
-    out = target.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=list(eos) if eos else None,
-        pad_token_id=0,
-    )
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": new}
+    options |= {"do_sample": False, "eos_token_id": list(eos) if eos else None, "pad_token_id": 0}
+    out = target.generate(**options)
     return out[0, len(prompt) :].tolist()
 
 
@@ -77,14 +70,15 @@ def logits_in_block(engine, tokens: list[int], start: int, width: int, at: int) 
 
     Everything before ``start`` is in the cache. Runs on the engine's own runtime.
     """
-    from torch_dflash.requests.read import read_request, row_requests
+    from torch_dflash.requests.read import read_request
+    from torch_dflash.requests.request import row_requests
 
     target, size = engine._models.target, engine.plan.batch_size
     options = {"max_new_tokens": 1, "seed": 0, "eos_token_id": None, "do_sample": False}
     request = read_request(target, torch.tensor([tokens[: at + 1]]), None, options)
     runtime = engine.runtime
     params = runtime.refresh(engine.tensors())
-    state = runtime.begin(params, row_requests(request, engine.plan))
+    state = runtime.begin(params, row_requests(request.rows, engine.plan))
     for done in range(0, start, engine.options.prefill_chunk_size):
         piece = tokens[done : min(done + engine.options.prefill_chunk_size, start)]
         ids = torch.zeros(size, engine.options.prefill_chunk_size, dtype=torch.int32)

@@ -1,7 +1,5 @@
 """Code run in a fresh interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,11 +9,7 @@ from support import ROOT
 
 def python(code, **environment):
     """Run ``code`` in a fresh interpreter; warnings are errors there too."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")} | environment,
-        timeout=120,
-    )
+    options = {"capture_output": True, "text": True, "cwd": ROOT}
+    options |= {"env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")} | environment}
+    options |= {"timeout": 120}
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], **options)

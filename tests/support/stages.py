@@ -1,7 +1,5 @@
 """The stages of training, small and eager."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors import safe_open

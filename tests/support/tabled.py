@@ -1,7 +1,5 @@
 """A proposer that drafts the trees of a table, by the anchor's position; and random trees."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
@@ -11,9 +9,7 @@ from torch_dflash.proposers.base import Proposer
 from torch_dflash.state import Draft
 
 
-class Tabled(Proposer):
-    """Drafts row b's tree at position p from tables [B, S, N], which tests rewrite in place."""
-
+class Tabled(Proposer):  # drafts row b's tree at position p from tables [B, S, N], rewritten in place
     name = "tabled"
 
     def __init__(self, batch_size: int, slots: int, rows: int, depth: int):

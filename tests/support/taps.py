@@ -1,7 +1,5 @@
 """What the layers of a target give: as it is tapped here, and as transformers hands it out."""
 
-from __future__ import annotations
-
 import runpy
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ ROWS = 9
 
 
 def build(case, seed=0):
-    """The tiny random model of a case of `benchmarks/family_configs.py`."""
     torch.manual_seed(seed)
     target = randomise(CONFIGS["build"](case), seed)
     if case == "gemma2":

@@ -1,7 +1,5 @@
 """Jobs run at once."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -14,20 +14,8 @@ from torch_dflash.selftest.pairs import (
     randomise,
 )
 
-__all__ = [
-    "BASE",
-    "FAMILIES",
-    "MASK",
-    "VOCAB",
-    "YARN",
-    "correlate",
-    "make_drafter",
-    "make_pair",
-    "make_target",
-    "ragged_prompts",
-    "randomise",
-    "small_pair",
-]
+__all__ = ["BASE", "FAMILIES", "MASK", "VOCAB", "YARN", "correlate", "make_drafter", "make_pair"]
+__all__ += ["make_target", "ragged_prompts", "randomise", "small_pair"]
 
 
 def small_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafter):

@@ -1,7 +1,5 @@
 """A tokenizer of bytes, one of letters, and one of numbers."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import BatchEncoding, PreTrainedTokenizerFast
@@ -33,9 +31,7 @@ def byte_tokenizer(template=None, merges=()):
     return tokenizer
 
 
-class NumberTokenizer:
-    """Enough of a tokenizer for pages and the demo: a prompt of four ids in, numbers out."""
-
+class NumberTokenizer:  # enough of a tokenizer for pages and the demo: a prompt of four ids in, numbers out
     eos_token_id, chat_template = None, "four ids of each message"
 
     def __init__(self, vocab_size: int):

@@ -3,8 +3,6 @@
 The fixtures are of the session: answers, features and the overfit drafter are made once for all tests.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
@@ -38,9 +36,7 @@ TEXTS = ("alpha", "be", "gamma ray", "delta 4", "e", "zeta zeta", "eta?", "theta
 
 
 @dataclass(frozen=True)
-class World:
-    """The saved target, and what the stages made of its prompts."""
-
+class World:  # the saved target, and what the stages made of its prompts
     folder: Path
     target: Any
     tokenizer: Any
@@ -65,9 +61,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Overfit:
-    """The drafter trained on all but the held-out answer, and its fit's directory."""
-
+class Overfit:  # the drafter trained on all but the held-out answer, and its fit's directory
     drafter: Any
     directory: Path
     exported: Path
@@ -76,23 +70,14 @@ class Overfit:
 
 
 def shape(**changes) -> DrafterShape:
-    """A drafter of one narrow layer."""
     options = {"mask_token_id": MASK, "layers": 1, "block_size": WIDTH, "taps": Layers((0, 2))}
     return DrafterShape(**options | changes)
 
 
 def options(**changes) -> FitOptions:
     """A short fit: one batch an epoch, no checkpoint before the end."""
-    settings = {
-        "epochs": 4,
-        "batch_size": 8,
-        "held_out": 1,
-        "anchors": 32,
-        "learning_rate": 5e-3,
-        "log_steps": 1,
-        "evaluate_minutes": math.inf,
-        "checkpoint_minutes": math.inf,
-    }
+    settings = {"epochs": 4, "batch_size": 8, "held_out": 1, "anchors": 32, "learning_rate": 5e-3}
+    settings |= {"log_steps": 1, "evaluate_minutes": math.inf, "checkpoint_minutes": math.inf}
     return FitOptions(**settings | changes)
 
 

@@ -1,7 +1,5 @@
 """What older versions of transformers do otherwise, by what they can do and not by their numbers."""
 
-from __future__ import annotations
-
 from inspect import signature
 
 import pytest

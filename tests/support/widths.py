@@ -1,7 +1,5 @@
 """Rounds whose widths a test prescribes."""
 
-from __future__ import annotations
-
 from itertools import cycle
 
 from torch_dflash.engine.engine import Engine
@@ -9,9 +7,7 @@ from torch_dflash.engine.width import Pace, Widths
 from torch_dflash.runtime import Rounds
 
 
-class Mixed(Widths):
-    """Rounds of the widths ``order``, one a chunk, over and over; ``used`` are those so far."""
-
+class Mixed(Widths):  # rounds of the widths ``order``, one a chunk, over and over; ``used`` are those so far
     def __init__(self, widths: tuple[int, ...], order: tuple[int, ...]):
         super().__init__(widths, 1)
         self.used: list[int] = []

@@ -1,101 +1,72 @@
-"""What a target's forward keeps for itself: made anew in each pass, and no reason to refuse the target."""
+"""What a target keeps for itself, shares with others, or does in some passes: no reason to refuse it."""
 
-from __future__ import annotations
+import functools
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from support.altered import altered, llama, tiny
 from support.scripted import own_text, run
-from support.tiny import BASE, randomise
+from support.tiny import BASE
 
 import torch_dflash as td
 from torch_dflash.cache.view import CACHE
 from torch_dflash.targets.hooks import forgetting
+from torch_dflash.verify import check
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-class KeepsATensor(transformers.LlamaForCausalLM):
-    """Its forward makes a table once, and keeps it."""
-
-    table = None
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        embeds = self.get_input_embeddings()(input_ids)
-        if self.table is None:
-            self.table = torch.ones(embeds.shape[-1], device=embeds.device)
-        return super().forward(inputs_embeds=embeds * self.table, position_ids=position_ids, **more)
+def compiled(target, runtime="eager", **more) -> td.Engine:
+    return td.compile(target, None, runtime=runtime, max_length=64, **more)
 
 
-def test_a_tensor_that_a_forward_keeps_is_made_in_each_program():
-    target = randomise(KeepsATensor(transformers.LlamaConfig(**BASE)), 0)
-    wanted = own_text(target, PROMPT, 8)
-    for runtime in ("eager", "xla"):
-        engine = td.compile(target, None, runtime=runtime, max_length=64)
-        for _ in range(2):
-            assert run(engine, [PROMPT], max_new_tokens=8)[0] == [wanted]
+def text(engine: td.Engine) -> list[int]:
+    return run(engine, [PROMPT], max_new_tokens=8)[0][0]
 
 
-class KeepsItsFirstRow(KeepsATensor):
-    """What it keeps depends on the call, so that a compiled program would keep another."""
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        if self.table is None:
-            self.table = 1 + self.get_input_embeddings()(input_ids)[0, 0].detach()
-        return super().forward(input_ids, position_ids=position_ids, **more)
+def rounded(embeds, *kinds):
+    for kind in kinds:
+        embeds = ((embeds + 100).to(kind) - 100).to(embeds.dtype)
+    return embeds
 
 
-@pytest.mark.parametrize("runtime", ["eager", "xla"])
-def test_a_kept_tensor_that_depends_on_the_call_is_refused(runtime):
-    target = randomise(KeepsItsFirstRow(transformers.LlamaConfig(**BASE)), 0)
-    with pytest.raises(ValueError, match="a tiny random twin"):
-        td.compile(target, None, runtime=runtime, max_length=64)
+def with_a_tensor(model, embeds, ids, seen):
+    if model.table is None:
+        model.table = torch.ones(embeds.shape[-1], device=embeds.device)
+    return embeds * model.table
 
 
-class Memo:
-    """An object in which a forward keeps things."""
+def with_its_first_row(model, embeds, ids, seen):
+    """A compiled program would keep another."""
+    if model.table is None:
+        model.table = 1 + embeds[0, 0].detach()
+    return embeds * model.table
 
 
-class KeepsInside(transformers.LlamaForCausalLM):
-    """Its forward keeps tensors in a dict, a list and an object; what is in a dict in a dict, too."""
-
-    def __init__(self, config, deep=1):
-        super().__init__(config)
-        self.memo, self.rows, self.held = {"inner": {}}, [], Memo()
-        for _ in range(deep):
-            self.memo = {"inner": self.memo}
-        self.deep = deep
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        embeds = self.get_input_embeddings()(input_ids)
-        table = torch.full((embeds.shape[-1],), 1.1, device=embeds.device)
-        memo = self.memo
-        for _ in range(self.deep + 1):
-            memo = memo["inner"]
-        memo.setdefault("table", table)
-        self.held.table = getattr(self.held, "table", table)
-        self.rows = [*self.rows, table][:1]
-        scale = memo["table"] * self.held.table * self.rows[0]
-        return super().forward(inputs_embeds=embeds * scale, position_ids=position_ids, **more)
+def nested(model, deep=1):
+    model.memo, model.rows, model.held, model.deep = {"inner": {}}, [], SimpleNamespace(), deep
+    for _ in range(deep):
+        model.memo = {"inner": model.memo}
 
 
-@pytest.mark.parametrize("runtime", ["eager", "xla"])
-def test_tensors_kept_in_collections_and_objects_are_made_in_each_program(runtime):
-    target = randomise(KeepsInside(transformers.LlamaConfig(**BASE)), 0)
-    engine = td.compile(target, None, runtime=runtime, max_length=64)
-    texts = [run(engine, [PROMPT], max_new_tokens=8)[0] for _ in range(2)]
-    assert texts == [[own_text(target, PROMPT, 8)]] * 2
+def with_tensors_inside(model, embeds, ids, seen):
+    """Of a dict in a dict, a list and an object."""
+    table = torch.full((embeds.shape[-1],), 1.1, device=embeds.device)
+    memo = model.memo
+    for _ in range(model.deep + 1):
+        memo = memo["inner"]
+    memo.setdefault("table", table)
+    model.held.table = getattr(model.held, "table", table)
+    model.rows = [*model.rows, table][:1]
+    return embeds * memo["table"] * model.held.table * model.rows[0]
 
 
-def test_a_tensor_kept_deeper_is_refused_by_name():
-    target = randomise(KeepsInside(transformers.LlamaConfig(**BASE), deep=6), 0)
-    with pytest.raises(ValueError, match="cannot be lowered.*runtime='eager'"):
-        run(td.compile(target, None, max_length=64, verify=False), [PROMPT], max_new_tokens=8)
-
-
-class Mixes(transformers.LlamaForCausalLM):
-    """Reads hidden states, for which transformers hangs hooks into its modules."""
-
+class Mixes(transformers.LlamaForCausalLM):  # transformers hangs hooks in for its hidden states
     def forward(self, input_ids=None, position_ids=None, use_cache=None, **more):
         asked = {CACHE: more.get(CACHE), "use_cache": use_cache, "output_hidden_states": True}
         mask = more.get("attention_mask")
@@ -105,57 +76,49 @@ class Mixes(transformers.LlamaForCausalLM):
         return kind(None, logits, getattr(out, CACHE))
 
 
-@pytest.mark.parametrize("runtime", ["eager", "xla"])
-def test_hooks_for_hidden_states_do_not_pile_up(runtime):
-    target = randomise(Mixes(transformers.LlamaConfig(**BASE)), 0)
-    engine = td.compile(target, None, runtime=runtime, max_length=64)
-    for _ in range(2):
-        assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
-        assert len(engine.pair.target.model.model.layers[0]._forward_hooks) <= 1
+class FrozenTable(torch.nn.Module):  # an embedding that is not trained: its table is a buffer
+    def __init__(self, count: int, size: int):
+        super().__init__()
+        self.register_buffer("weight", torch.randn(count, size))
+
+    def forward(self, ids):
+        return torch.nn.functional.embedding(ids, self.weight)
 
 
-class Settings(transformers.LlamaForCausalLM):
-    """Keeps a setting beside a counter and a type that it fills in."""
+def frozen(model):
+    torch.manual_seed(0)
+    model.model.embed_tokens = FrozenTable(model.config.vocab_size, model.config.hidden_size)
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.state, self.memo = {"shift": 0.5, "steps": 0}, None
+
+class RefusesDoubles(transformers.LlamaForCausalLM):
+    def to(self, *args, **named):
+        if torch.float64 in args:
+            raise TypeError("no double precision here")
+        return super().to(*args, **named)
 
     def forward(self, input_ids=None, position_ids=None, **more):
-        self.state["steps"] += input_ids.shape[1] == 1
-        if self.memo is None:
-            self.memo = {"kind": torch.float32, "shift": 0.25}
-        embeds = self.get_input_embeddings()(input_ids) + self.state["shift"] + self.memo["shift"]
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+        return super().forward(input_ids, position_ids=position_ids, **more)
 
 
-@pytest.mark.parametrize("name", ["state", "memo"])
-def test_a_setting_beside_what_varies_is_followed(name):
-    target = randomise(Settings(transformers.LlamaConfig(**BASE)), 0)
-    engine = td.compile(target, None, runtime="eager", max_length=64)
-    for _ in range(2):
-        assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
-    getattr(target, name)["shift"] = -3.0
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+class Mode(Enum):
+    PLAIN = "plain"
 
 
-def test_what_a_trace_leaves_is_taken_back():
-    root = torch.nn.Linear(2, 2)
-    root.size, root.names, root.rows = 3, {"a": [1, 2]}, [4]
-    names, rows = root.names, root.rows
-    with forgetting(root):
-        root.late, root.size, root.names["c"] = torch.ones(1), 5, torch.ones(1)
-        root.rows.append(torch.ones(1))
-        root.register_forward_hook(print)
-        del root.in_features
-    assert (root.size, root.names, root.rows, root.in_features) == (3, {"a": [1, 2]}, [4], 2)
-    assert root.names is names and root.rows is rows
-    assert not hasattr(root, "late") and not root._forward_hooks
+def counters(model):
+    model.counts, model.lengths = {Mode.PLAIN: 0}, []
 
 
-class Notes(transformers.LlamaForCausalLM):
-    """Its forward notes how it was called, as many do, and reads none of it."""
+def counted(model, embeds, ids, seen):
+    """Records of passes without a cache, and a counter in its class that begins in a later pass."""
+    if seen is None:
+        model.counts[Mode.PLAIN] += 1
+        model.lengths.append(len(model.lengths))
+    elif seen > 0:
+        type(model).steps = getattr(type(model), "steps", 0) + 1
+    return embeds
 
+
+class Notes(transformers.LlamaForCausalLM):  # notes how it was called, as many do, and reads none of it
     def __init__(self, config):
         super().__init__(config)
         self.prefills, self.steps, self.kind = 0, 0, self.lm_head.weight.dtype
@@ -177,137 +140,241 @@ class Notes(transformers.LlamaForCausalLM):
         return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+KEPT = {"tensor": altered("KeepsATensor", with_a_tensor, table=None)}
+KEPT |= {"tensors inside": altered("KeepsInside", with_tensors_inside, nested), "hooks": Mixes}
+KEPT |= {"buffer": llama("Frozen", frozen), "notes": Notes, "no doubles": RefusesDoubles}
+KEPT |= {"counters": altered("Counts", counted, counters)}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "kind"),
+    [("eager", kind) for kind in KEPT if kind != "buffer"] + [("xla", kind) for kind in [*KEPT][:5]],
+)
+def test_what_a_forward_keeps_is_made_anew_in_each_program(runtime, kind):
+    target = tiny(KEPT[kind])
+    wanted, engine = own_text(target, PROMPT, 8), compiled(target, runtime)
+    for _ in range(2):
+        assert text(engine) == wanted
+        assert len(engine.pair.target.model.model.layers[0]._forward_hooks) <= 1
+        target(torch.tensor([PROMPT]), use_cache=False)
+    if kind == "counters":
+        assert text(compiled(target)) == wanted
+
+
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
-def test_notes_of_a_call_are_let_be(runtime, dtype):
-    target = randomise(Notes(transformers.LlamaConfig(**BASE)), 0).to(dtype)
+def test_a_kept_tensor_that_depends_on_the_call_is_refused(runtime):
+    with pytest.raises(ValueError, match="a tiny random twin"):
+        compiled(tiny(altered("KeepsItsFirstRow", with_its_first_row, table=None)), runtime)
+
+
+def test_a_tensor_kept_deeper_is_refused_by_name():
+    target = tiny(altered("KeepsDeep", with_tensors_inside, functools.partial(nested, deep=6)))
+    with pytest.raises(ValueError, match="cannot be lowered.*runtime='eager'"):
+        text(compiled(target, "xla", verify=False))
+
+
+def settings(model):
+    """A setting beside a counter, and one beside a type that it fills in."""
+    model.state, model.memo = {"shift": 0.5, "steps": 0}, None
+
+
+def set_by(model, embeds, ids, seen):
+    model.state["steps"] += ids.shape[1] == 1
+    if model.memo is None:
+        model.memo = {"kind": torch.float32, "shift": 0.25}
+    return embeds + model.state["shift"] + model.memo["shift"]
+
+
+def grown(model, embeds, ids, seen):
+    """Scales from its longest pass on, as some do beyond the length that they were trained with."""
+    model.scale = 3.0 if ids.shape[1] > 60 else model.scale
+    return embeds + (model.scale - 1)
+
+
+def noted_uncached(model, embeds, ids, seen):
+    """Passes without a cache leave an entry beside a setting."""
+    if seen is None:
+        model.info["uncached"] = True
+    return embeds + model.info["shift"]
+
+
+def kinds(model):
+    model.kind = model.lm_head.weight.dtype
+    model.inside = {"kinds": (model.kind, torch.float32)}
+
+
+def of_kinds(model, embeds, ids, seen):
+    """Rounded to types that it noted as it was built, in its class and in its config."""
+    return rounded(embeds, model.kind, model.compute, model.config.narrow, *model.inside["kinds"])
+
+
+Kinds = altered("Kinds", of_kinds, kinds, compute=torch.float32)
+Grows = altered("Grows", grown, lambda model: setattr(model, "scale", 1.0))
+NotesUncached = altered("Uncached", noted_uncached, lambda model: setattr(model, "info", {"shift": 0.0}))
+Settings = altered("Settings", set_by, settings)
+NARROW = torch.bfloat16
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "a dict": (Settings, lambda target: target.state.update(shift=-3.0)),
+    "a dict that it fills": (Settings, lambda target: target.memo.update(shift=-3.0)),
+    "a long pass": (Grows, lambda target: target(torch.zeros(1, 64, dtype=torch.long))),
+    "a scale": (Grows, lambda target: setattr(target, "scale", -3.0)),
+    "a late entry": (NotesUncached, lambda target: target.info.update(shift=-3.0, uncached=True)),
+    "a type": (Kinds, lambda target: setattr(target, "kind", NARROW)),
+    "a type of the class": (Kinds, lambda target: setattr(target, "compute", NARROW)),
+    "a type of the config": (Kinds, lambda target: setattr(target.config, "narrow", NARROW)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_while_an_engine_uses_it_is_followed(change):
+    kind, do = CHANGES[change]
+    target = tiny(kind, narrow=torch.float32)
+    engine = compiled(target, verify=kind is not NotesUncached)
+    assert text(engine) == text(engine) == own_text(target, PROMPT, 8)
+    do(target)
+    assert text(engine) == own_text(target, PROMPT, 8)
+    if kind is Grows:
+        assert text(compiled(target)) == own_text(target, PROMPT, 8)
+
+
+def test_what_a_trace_leaves_is_taken_back():
+    root = torch.nn.Linear(2, 2)
+    root.size, root.names, root.rows = 3, {"a": [1, 2]}, [4]
+    names, rows = root.names, root.rows
+    with forgetting(root):
+        root.late, root.size, root.names["c"] = torch.ones(1), 5, torch.ones(1)
+        root.rows.append(torch.ones(1))
+        root.register_forward_hook(print)
+        del root.in_features
+    assert (root.size, root.names, root.rows, root.in_features) == (3, {"a": [1, 2]}, [4], 2)
+    assert root.names is names and root.rows is rows
+    assert not hasattr(root, "late") and not root._forward_hooks
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_notes_in_half_precision_are_let_be(runtime):
+    target = tiny(Notes).to(torch.bfloat16)
     ids = torch.tensor([PROMPT])
     target.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    engine = td.compile(target, None, runtime=runtime, max_length=64)
-    first, _ = run(engine, [PROMPT], max_new_tokens=8)
+    engine = compiled(target, runtime)
+    first = text(engine)
     target(ids)
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == first
-    if dtype == torch.float32:
-        assert first == [own_text(target, PROMPT, 8)]
-
-
-class Kinds(transformers.LlamaForCausalLM):
-    """Rounds embeddings to types that it noted as it was built, in its class and in its config."""
-
-    compute = torch.float32
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.kind = self.lm_head.weight.dtype
-        self.inside = {"kinds": (self.kind, torch.float32)}
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        embeds = self.get_input_embeddings()(input_ids)
-        for kind in (self.kind, self.compute, self.config.narrow, *self.inside["kinds"]):
-            embeds = ((embeds + 100).to(kind) - 100).to(embeds.dtype)
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
-
-
-@pytest.mark.parametrize("place", ["kind", "compute", "config.narrow"])
-def test_a_type_that_is_changed_while_an_engine_uses_it_is_followed(place):
-    target = randomise(Kinds(transformers.LlamaConfig(**BASE, narrow=torch.float32)), 0)
-    engine = td.compile(target, None, runtime="eager", max_length=64)
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
-    *holder, name = place.split(".")
-    setattr(target.config if holder else target, name, torch.bfloat16)
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+    assert text(engine) == first
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 def test_a_type_noted_as_the_model_was_loaded_is_honoured(tmp_path, runtime):
-    randomise(Kinds(transformers.LlamaConfig(**BASE)), 0).save_pretrained(tmp_path)
+    tiny(Kinds).save_pretrained(tmp_path)
     config = transformers.LlamaConfig(**BASE, narrow=torch.float32)
     target = Kinds.from_pretrained(tmp_path, config=config, dtype=torch.bfloat16)
     assert target.kind is torch.bfloat16
-    engine = td.compile(target, None, runtime=runtime, max_length=64)
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
+    assert text(compiled(target, runtime)) == own_text(target, PROMPT, 8)
 
 
-class FrozenTable(torch.nn.Module):
-    """An embedding that is not trained: its table is a buffer."""
-
-    def __init__(self, count: int, size: int):
-        super().__init__()
-        self.register_buffer("weight", torch.randn(count, size))
-
-    def forward(self, ids):
-        return torch.nn.functional.embedding(ids, self.weight)
-
-
-class Frozen(transformers.LlamaForCausalLM):
-    """Has such an embedding."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.embed_tokens = FrozenTable(config.vocab_size, config.hidden_size)
-
-
-def test_an_embedding_may_be_no_parameter():
-    torch.manual_seed(0)
-    target = Frozen(transformers.LlamaConfig(**BASE)).eval()
-    engine = td.compile(target, None, runtime="xla", max_length=64)
-    assert run(engine, [PROMPT], max_new_tokens=8)[0] == [own_text(target, PROMPT, 8)]
-
-
-class Ordinary(transformers.LlamaForCausalLM):
+def ordinary(model):
     """What ordinary classes note: types beside other things, one object for all layers, flags, counters."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        kind, where = self.lm_head.weight.dtype, self.lm_head.weight.device
-        self.context = {"dtype": kind, "shift": None, "scale": 1.0, "functions": torch.nn.functional}
-        self.factory = {"device": where, "dtype": kind, "pair": (kind, 1)}
-        self.state, self.memo = {"dtype": kind, "steps": 0}, {"ready": False, "table": None}
-        for layer in self.model.layers:
-            layer.mlp.context = self.context
-        self.steps = 0
-
-    def forward(self, input_ids=None, position_ids=None, **more):
-        embeds = self.get_input_embeddings()(input_ids)
-        self.steps += 1
-        self.state["steps"] += 1
-        self.last = {
-            "device": str(input_ids.device),
-            "cache": type(more.get(CACHE)).__name__,
-            "given": len(more),
-        }
-        self.context["scale"] = 0.5
-        if not self.memo["ready"]:
-            self.memo.update(table=torch.full((embeds.shape[-1],), 1.1, device=embeds.device), ready=True)
-        if self.context["shift"] is None and self.model.layers[0].mlp.context["scale"] == 0.5:
-            embeds = embeds * -0.5 + 0.7
-        embeds = embeds * self.memo["table"].to(embeds.dtype)
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
+    kind, where = model.lm_head.weight.dtype, model.lm_head.weight.device
+    model.context = {"dtype": kind, "shift": None, "scale": 1.0, "functions": torch.nn.functional}
+    model.factory = {"device": where, "dtype": kind, "pair": (kind, 1)}
+    model.state, model.memo = {"dtype": kind, "steps": 0}, {"ready": False, "table": None}
+    for layer in model.model.layers:
+        layer.mlp.context = model.context
+    model.steps = 0
 
 
-class Narrow(Ordinary):
+def of_ordinary(model, embeds, ids, seen):
+    model.steps += 1
+    model.state["steps"] += 1
+    model.last = {"device": str(ids.device), "cache": type(seen).__name__}
+    model.context["scale"] = 0.5
+    if not model.memo["ready"]:
+        model.memo.update(table=torch.full((embeds.shape[-1],), 1.1, device=embeds.device), ready=True)
+    if model.context["shift"] is None and model.model.layers[0].mlp.context["scale"] == 0.5:
+        embeds = embeds * -0.5 + 0.7
+    return embeds * model.memo["table"].to(embeds.dtype)
+
+
+def of_narrow(model, embeds, ids, seen):
     """Refuses the type in which further forwards are tried."""
+    assert model.lm_head.weight.dtype == torch.float32
+    return of_ordinary(model, embeds, ids, seen)
 
-    def forward(self, input_ids=None, position_ids=None, **more):
-        assert self.lm_head.weight.dtype == torch.float32
-        return super().forward(input_ids, position_ids=position_ids, **more)
+
+Ordinary = altered("Ordinary", of_ordinary, ordinary)
 
 
 def test_counters_of_a_class_that_fails_otherwise_are_let_be():
-    target = randomise(Narrow(transformers.LlamaConfig(**BASE)), 0)
+    target = tiny(altered("Narrow", of_narrow, ordinary))
     for _ in range(2):
-        engine = td.compile(target, None, runtime="eager", max_length=64)
-        assert run(engine, [PROMPT], max_new_tokens=6)[0] == [own_text(target, PROMPT, 6)]
+        assert text(compiled(target)) == own_text(target, PROMPT, 8)
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 @pytest.mark.parametrize("live_first", [False, True])
 def test_ordinary_notes_are_no_reason_to_refuse(kind, live_first, tmp_path):
-    randomise(Ordinary(transformers.LlamaConfig(**BASE)), 0).save_pretrained(tmp_path)
+    tiny(Ordinary).save_pretrained(tmp_path)
     target = Ordinary.from_pretrained(tmp_path, dtype=getattr(torch, kind))
     if live_first:
         own_text(target, PROMPT, 4)
     for _ in range(2):
-        engine = td.compile(target, None, runtime="eager", max_length=64)
+        engine = compiled(target)
         for _ in range(2):
-            assert run(engine, [PROMPT], max_new_tokens=6)[0] == [own_text(target, PROMPT, 6)]
+            assert text(engine) == own_text(target, PROMPT, 8)
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:  # a type that models of it share
+    dtype: torch.dtype
+
+
+@functools.cache
+def policy_for(dtype: torch.dtype) -> Policy:
+    return Policy(dtype)
+
+
+def interned(model):
+    model.policy = policy_for(model.lm_head.weight.dtype)
+
+
+Interned = altered("Interned", lambda model, embeds, ids, seen: rounded(embeds, model.policy.dtype), interned)
+
+
+def test_what_other_models_share_is_not_written(tmp_path):
+    other = tiny(Interned)
+    other.save_pretrained(tmp_path)
+    before = own_text(other, PROMPT, 8)
+    target = Interned.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert text(compiled(target)) == own_text(target, PROMPT, 8)
+    assert policy_for(torch.float32).dtype == torch.float32
+    assert own_text(other, PROMPT, 8) == before == own_text(tiny(Interned), PROMPT, 8)
+
+
+def test_a_constructor_may_compile_a_pair():
+    helper = []
+    target = tiny(llama("BuildsAnother", lambda model: [compiled(one) for one in helper]))
+    helper.append(tiny(RefusesDoubles))
+    assert compiled(target, verify=False).plan.capacity == 64
+
+
+def test_an_engine_makes_no_pass_that_is_longer_than_its_twins():
+    lengths = []
+
+    def noted(model, embeds, ids, seen):
+        lengths.append(ids.shape[1])
+        return embeds
+
+    compiled(tiny(altered("Longest", noted)), verify=False)
+    assert max(lengths) < 16
+
+
+def test_a_trial_that_did_not_end_says_nothing(monkeypatch):
+    target = tiny(altered("Singles", lambda model, embeds, ids, seen: embeds + 0.5 * (ids.shape[1] == 1)))
+
+    def stop(*args, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(check, "compare", stop)
+        compiled(target)
+    with pytest.raises(ValueError, match="tiny random twin"):
+        compiled(target)

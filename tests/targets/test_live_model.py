@@ -1,7 +1,5 @@
 """What is decoded is what the live model computes: adapters, hooks, patches, quantised layers, changes."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc
@@ -43,13 +41,19 @@ PEFTS = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 CHANGED = "was changed since this engine was built"
 
 
+def eager(target, drafter=None, **options):
+    return td.compile(target, drafter, runtime="eager", max_length=64, **options)
+
+
+def own_of(model) -> list[int]:
+    return own_text(model, PROMPT, NEW)
+
+
 def text_of(engine) -> list[int]:
     return run(engine, [PROMPT], max_new_tokens=NEW)[0][0]
 
 
 class Wide(nn.Module):
-    """A user's own layer around one of the model's."""
-
     def __init__(self, inner, gain=1.3):
         super().__init__()
         self.inner, self.gain = inner, nn.Parameter(torch.full((inner.out_features,), gain))
@@ -59,7 +63,6 @@ class Wide(nn.Module):
 
 
 def steer(target, layer=1, by=3.0):
-    """A steering vector in a closure."""
     vector = by * torch.randn(target.config.hidden_size, generator=torch.Generator().manual_seed(1))
 
     def add(module, args, out):
@@ -110,24 +113,18 @@ def in_an_attribute(target):
     mlp.register_forward_hook(lambda module, args, out: out + module.shift)
 
 
-CHANGES = {
-    "vector": steer,
-    "module": replaced,
-    "attribute": scaled,
-    "method": bound,
-    "closure": closed_over,
-    "tensor": in_an_attribute,
-}
+CHANGES = {"vector": steer, "module": replaced, "attribute": scaled, "method": bound, "closure": closed_over}
+CHANGES |= {"tensor": in_an_attribute}
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 @pytest.mark.parametrize("names", ["vector", "module", "attribute", "method", "closure", "tensor", "many"])
 def test_a_changed_model_decodes_to_its_own_text(names, runtime):
     target = make_target("llama")
-    plain = own_text(target, PROMPT, NEW)
+    plain = own_of(target)
     for name in CHANGES if names == "many" else [names]:
         CHANGES[name](target)
-    wanted = own_text(target, PROMPT, NEW)
+    wanted = own_of(target)
     assert wanted != plain
     assert text_of(td.compile(target, td.NGramProposer(), runtime=runtime, max_length=64)) == wanted
 
@@ -145,9 +142,7 @@ def from_the_right(module, args, out):
     return out * torch.arange(out.shape[1], 0, -1)[:, None]
 
 
-class Counting(nn.Module):
-    """Keeps state from call to call."""
-
+class Counting(nn.Module):  # keeps state from call to call
     def __init__(self, inner):
         super().__init__()
         self.inner, self.calls = inner, 0
@@ -163,8 +158,8 @@ def test_a_hook_that_looks_beyond_its_own_position_is_refused(hook, drafter):
     target = make_target("llama")
     target.model.layers[1].register_forward_hook(hook)
     with refuses(ValueError, "LlamaForCausalLM", "logits differ by", "use its own generate"):
-        td.compile(target, drafter, runtime="eager", max_length=64)
-    td.compile(target, drafter, runtime="eager", max_length=64, verify=False)
+        eager(target, drafter)
+    eager(target, drafter, verify=False)
 
 
 def in_steps_alone(module, args, out):
@@ -176,9 +171,7 @@ def in_the_prompt_alone(module, args, out):
     return out * 3 if out.shape[1] > 1 else out
 
 
-class Steered(transformers.LlamaForCausalLM):
-    """A class that does more once an attribute is set, which no twin of the class has."""
-
+class Steered(transformers.LlamaForCausalLM):  # does more once an attribute is set, which no twin has
     steer = None
 
     def forward(self, input_ids=None, position_ids=None, **more):
@@ -188,9 +181,7 @@ class Steered(transformers.LlamaForCausalLM):
         return out
 
 
-class Suppressing(transformers.LlamaForCausalLM):
-    """A class whose `generate` does more than its forward."""
-
+class Suppressing(transformers.LlamaForCausalLM):  # a class whose `generate` does more than its forward
     def _get_logits_processor(self, *args, **more):
         found = super()._get_logits_processor(*args, **more)
         found.append(transformers.SuppressTokensLogitsProcessor(list(range(40))))
@@ -231,20 +222,60 @@ def suppressing_behind_a_hook(monkeypatch):
     return target
 
 
-LIVE_ALONE = {
-    "steps alone": (hooked(in_steps_alone), "tells single tokens from prompts"),
-    "the prompt alone": (hooked(in_the_prompt_alone), "tells single tokens from prompts"),
-    "an attribute": (set_later, "looks at other positions"),
-    "a later layer": (beyond_the_twins_layers, "looks at other positions"),
-    "generate": (suppressing_behind_a_hook, "it changes logits"),
+def attention_patched(monkeypatch):
+    whole = modeling_llama.eager_attention_forward
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *args, **more: whole(*args, **more))
+    return make_target("llama")
+
+
+def counting(monkeypatch):
+    target = make_target("llama")
+    target.model.layers[1].mlp = Counting(target.model.layers[1].mlp)
+    return target
+
+
+def an_alora(monkeypatch):
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "alora_invocation_tokens": [4, 1]}
+    return peft.get_peft_model(make_target("llama"), peft.LoraConfig(**options))
+
+
+def a_learned_prompt(monkeypatch):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(make_target("llama"), config)
+
+
+def a_generate_of_its_own(monkeypatch):
+    target = make_target("llama")
+    target.prepare_inputs_for_generation, target.generate = functools.partial(print), lambda *args: None
+    return target
+
+
+STEPS, PLACES, OWN = "tells single tokens from prompts", "looks at other positions", "its own generate"
+REFUSED = {
+    "steps alone": (hooked(in_steps_alone), [STEPS, OWN]),
+    "the prompt alone": (hooked(in_the_prompt_alone), [STEPS, OWN]),
+    "an attribute": (set_later, [PLACES, OWN]),
+    "a later layer": (beyond_the_twins_layers, [PLACES, OWN]),
+    "generate": (suppressing_behind_a_hook, ["it changes logits", OWN]),
+    "attention": (
+        attention_patched,
+        ["modeling_llama.eager_attention_forward", "put transformers' own back"],
+    ),
+    "state between calls": (counting, ["LlamaForCausalLM", "logits differ by"]),
+    "aLoRA": (an_alora, ["LlamaForCausalLM", "'default', an aLoRA", "delete the adapter"]),
+    "a learned prompt": (a_learned_prompt, ["PromptTuningConfig", "before the prompt", OWN]),
+    "own generate": (a_generate_of_its_own, ["LlamaForCausalLM carries a replaced", "delete it"]),
 }
 
 
-@pytest.mark.parametrize("kind", LIVE_ALONE)
-def test_what_no_forward_of_a_twin_shows_is_refused(kind, monkeypatch):
-    make, words = LIVE_ALONE[kind]
-    with refuses(ValueError, words, "its own generate"):
-        td.compile(make(monkeypatch), td.NGramProposer(4), runtime="eager", max_length=64)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_no_block_computes_are_refused(kind, monkeypatch):
+    make, words = REFUSED[kind]
+    with refuses(ValueError, *words):
+        eager(make(monkeypatch), td.NGramProposer(4))
 
 
 def test_a_verdict_is_not_that_of_a_hook_before_it_changed():
@@ -255,23 +286,13 @@ def test_a_verdict_is_not_that_of_a_hook_before_it_changed():
         return out * 2 if next(get.args[0]) == "all" else last_alone(module, args, out)
 
     target.model.layers[1].mlp.register_forward_hook(hook)
-    td.compile(target, None, runtime="eager", max_length=64)
+    eager(target)
     modes[1] = "last"
     with refuses(ValueError, "looks at other positions"):
-        td.compile(target, None, runtime="eager", max_length=64)
+        eager(target)
 
 
-def test_attention_that_was_patched_is_refused(monkeypatch):
-    whole = modeling_llama.eager_attention_forward
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", lambda *args, **more: whole(*args, **more))
-    target = make_target("llama")
-    with refuses(ValueError, "modeling_llama.eager_attention_forward", "put transformers' own back"):
-        td.compile(target, None, runtime="eager", max_length=64)
-
-
-class Merged(nn.Module):
-    """Multiplies its weights once, until it is trained again."""
-
+class Merged(nn.Module):  # multiplies its weights once, until it is trained again
     def __init__(self, inner):
         super().__init__()
         self.inner, self.turn, self.whole = inner, nn.Parameter(torch.eye(inner.out_features)), None
@@ -293,17 +314,15 @@ def test_a_weight_that_a_module_multiplies_once_is_multiplied_in_every_request(r
         layer.mlp.down_proj = Merged(layer.mlp.down_proj)
     engine = td.compile(target.eval(), None, runtime=runtime, max_length=64)
     before = text_of(engine)
-    assert before == own_text(target, PROMPT, NEW)
+    assert before == own_of(target)
     target.train()
     with torch.no_grad():
         for layer in target.model.layers:
             layer.mlp.down_proj.turn.mul_(-3)
-    assert text_of(engine) == own_text(target.eval(), PROMPT, NEW) != before
+    assert text_of(engine) == own_of(target.eval()) != before
 
 
-class Published(nn.Module):
-    """Rotary embeddings as modelling files of older releases have them."""
-
+class Published(nn.Module):  # rotary embeddings as modelling files of older releases have them
     def __init__(self, frequencies):
         super().__init__()
         self.register_buffer("inv_freq", frequencies, persistent=False)
@@ -320,7 +339,7 @@ def test_a_forward_may_turn_autocast_off_and_not_on(runtime):
     target = make_target("llama")
     target.model.rotary_emb = Published(target.model.rotary_emb.inv_freq.clone())
     engine = td.compile(target, None, runtime=runtime, max_length=64)
-    wanted = own_text(target, PROMPT, NEW)
+    wanted = own_of(target)
     assert text_of(engine) == wanted
     target.forward = torch.autocast("cpu", dtype=torch.bfloat16)(target.forward)  # as accelerate prepares
     with refuses(ValueError, "turns torch.autocast on", "unwrap_model"):
@@ -333,7 +352,7 @@ def test_weights_that_a_hook_closes_over_are_refused_on_xla_by_name():
     target = make_target("llama")
     beside = nn.Linear(target.config.hidden_size, target.config.hidden_size)
     target.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + beside(out))
-    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == own_text(target, PROMPT, NEW)
+    assert text_of(eager(target)) == own_of(target)
     with refuses(ValueError, "reads a Parameter", "closure", "runtime='eager'"):
         text_of(td.compile(target, td.NGramProposer(), max_length=64))
 
@@ -341,34 +360,25 @@ def test_weights_that_a_hook_closes_over_are_refused_on_xla_by_name():
 def test_layers_that_were_removed_are_named():
     target = make_target("llama")
     target.model.layers = target.model.layers[:2]
-    with refuses(
-        ValueError, "layers [2, 3]", "num_hidden_layers=2 in its config, if the others were removed"
-    ):
-        td.compile(target, None, runtime="eager", max_length=64)
+    with refuses(ValueError, "layers [2, 3]", "num_hidden_layers=2 in its config, if the others"):
+        eager(target)
     target.config.num_hidden_layers = 2
-    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == own_text(target, PROMPT, NEW)
+    assert text_of(eager(target)) == own_of(target)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")
 def test_what_only_gradients_read_makes_no_copy_anew(caplog):
     target = make_target("llama")
-    engine = td.compile(target, None, runtime="eager", max_length=64)
+    engine = eager(target)
     pair = engine.pair
-    for change in (
-        target.gradient_checkpointing_enable,
-        target.gradient_checkpointing_disable,
-        target.enable_input_require_grads,
-        target.train,
-        target.eval,
-    ):
+    changes = [target.gradient_checkpointing_enable, target.gradient_checkpointing_disable]
+    for change in [*changes, target.enable_input_require_grads, target.train, target.eval]:
         change()
         text_of(engine)
         assert engine.pair is pair and CHANGED not in caplog.text
 
 
-class Captures:
-    """Keeps the outputs that it sees, as those who look at activations do."""
-
+class Captures:  # keeps the outputs that it sees, as those who look at activations do
     def __init__(self):
         self.seen, self.count = [], 0
 
@@ -379,16 +389,7 @@ class Captures:
         self.count += 1
 
 
-def in_a_closure():
-    seen = {}
-    return seen, lambda module, args, out: seen.update(last=out)
-
-
-SEEN, CALLS = [], 0
-
-
-def in_a_global(module, args, out):
-    SEEN.append(out)
+SEEN, CALLS, UPDATED = [], 0, {}
 
 
 def counted_in_a_global(module, args, out):
@@ -396,21 +397,28 @@ def counted_in_a_global(module, args, out):
     CALLS += 1
 
 
-@pytest.mark.parametrize("kind", ["list", "count", "closure", "global list", "global count"])
+def in_a_closure(captures):
+    seen = captures.seen
+    return lambda module, args, out: seen.append(out)
+
+
+KEEPS = {
+    "list": lambda captures: captures.add,
+    "count": lambda captures: captures.number,
+    "closure": in_a_closure,
+    "global list": lambda captures: lambda module, args, out: SEEN.append(out),
+    "global dict": lambda captures: lambda module, args, out: UPDATED.update(last=out),
+    "global count": lambda captures: counted_in_a_global,
+}
+
+
+@pytest.mark.parametrize("kind", KEEPS)
 def test_a_hook_that_keeps_what_it_sees_is_refused_and_keeps_nothing_of_ours(kind):
     target, captures = make_target("llama"), Captures()
-    seen, in_closure = in_a_closure()
-    held, hook = {
-        "list": (captures.seen, captures.add),
-        "count": (captures.seen, captures.number),
-        "closure": (seen, in_closure),
-        "global list": (SEEN, in_a_global),
-        "global count": (SEEN, counted_in_a_global),
-    }[kind]
-    target.model.layers[1].register_forward_hook(hook)
+    target.model.layers[1].register_forward_hook(KEEPS[kind](captures))
     with refuses(ValueError, "LlamaForCausalLM.model.layers.1 carries", "keeps something", "remove the hook"):
-        td.compile(target, None, runtime="eager", max_length=64)
-    assert not held and captures.count == CALLS == 0
+        eager(target)
+    assert not captures.seen and not SEEN and not UPDATED and captures.count == CALLS == 0
 
 
 LOG = logging.getLogger("a hook's")
@@ -420,15 +428,15 @@ def test_a_hook_that_logs_keeps_nothing(caplog):
     """Loggers note levels and other loggers as they are asked."""
     target = make_target("llama")
     target.model.layers[1].register_forward_hook(lambda *given: LOG.debug("runs"))
-    engine = td.compile(target, None, runtime="eager", max_length=64)
+    engine = eager(target)
     for number in range(2):
         logging.getLogger(f"another {number}").debug("")
         text_of(engine)
         assert CHANGED not in caplog.text
 
 
-class Linear8bitLt(nn.Linear):
-    """Named as bitsandbytes' own."""
+class Linear8bitLt(nn.Linear):  # named as bitsandbytes' own
+    pass
 
 
 class Around(nn.Module):
@@ -440,40 +448,33 @@ class Around(nn.Module):
         return self.inner(ids)
 
 
+def scripted(target):
+    target.model.layers[0].mlp = torch.jit.trace(target.model.layers[0].mlp, torch.ones(1, 2, 32))
+
+
 PARTS = {
-    "8 bits": (
-        lambda t: setattr(t.model.layers[0].mlp, "up_proj", Linear8bitLt(32, 64)),
-        "load_in_4bit=True",
+    "load_in_4bit=True": lambda t: setattr(t.model.layers[0].mlp, "up_proj", Linear8bitLt(32, 64)),
+    "property weight": lambda t: t.set_input_embeddings(Around(t.get_input_embeddings())),
+    "TorchScript": scripted,
+    "0.self_attn.q_proj is a Linear of quantize_dynamic, which is not decoded here; pass the model": (
+        lambda t: torch.ao.quantization.quantize_dynamic(t, {nn.Linear}, inplace=True)
     ),
-    "an embedding": (lambda t: t.set_input_embeddings(Around(t.get_input_embeddings())), "property weight"),
-    "a script": (
-        lambda t: setattr(
-            t.model.layers[0], "mlp", torch.jit.trace(t.model.layers[0].mlp, torch.ones(1, 2, 32))
-        ),
-        "TorchScript",
+    "model.norm keeps its weights in a mappingproxy": (
+        lambda t: vars(t.model.norm).update(_parameters=MappingProxyType(t.model.norm._parameters))
     ),
-    "dynamic": (
-        lambda t: torch.ao.quantization.quantize_dynamic(t, {nn.Linear}, inplace=True),
-        "0.self_attn.q_proj is a Linear of quantize_dynamic, which is not decoded here; pass the model",
-    ),
-    "a cache": (
-        lambda t: vars(t.model.norm).update(_parameters=MappingProxyType(t.model.norm._parameters)),
-        "model.norm keeps its weights in a mappingproxy",
-    ),
-    "a method": (
-        lambda t: vars(t).update(quantization_method=QuantizationMethod.COMPRESSED_TENSORS),
-        "has layers of compressed-tensors, not decoded here; load it with",
+    "has layers of compressed-tensors, not decoded here; load it with": (
+        lambda t: vars(t).update(quantization_method=QuantizationMethod.COMPRESSED_TENSORS)
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", PARTS)
-def test_parts_that_cannot_be_bound_are_named(part):
-    target, (change, words) = make_target("llama"), PARTS[part]
-    change(target)
+@pytest.mark.parametrize("words", PARTS)
+def test_parts_that_cannot_be_bound_are_named(words):
+    target = make_target("llama")
+    PARTS[words](target)
     with refuses(ValueError, "LlamaForCausalLM", words):
-        td.compile(target, None, runtime="eager", max_length=64)
+        eager(target)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -483,12 +484,12 @@ def test_a_quantised_model_decodes_once_it_is_loaded_as_the_refusal_says(tmp_pat
     target.config.quantization_config = config
     way = "quantization_config=FineGrainedFP8Config(dequantize=True)"
     with refuses(ValueError, "Qwen3ForCausalLM has layers of fp8, not decoded here", way):
-        td.compile(target, None, runtime="eager", max_length=64)
+        eager(target)
     config = transformers.FineGrainedFP8Config(dequantize=True)
     folder = publish("fp8", tmp_path)
     kind, exact = transformers.Qwen3ForCausalLM, torch.float32
     target = kind.from_pretrained(folder, quantization_config=config, dtype=exact)
-    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == own_of(target)
+    assert text_of(eager(target)) == own_of(target)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -498,29 +499,13 @@ def test_a_sharded_model_decodes_once_its_weights_are_gathered():
         mesh = init_device_mesh("cpu", (1,))  # torchax hides what torch would ask for a default one
         sharded = fully_shard(make_target("llama", num_hidden_layers=2), mesh=mesh)
         with refuses(ValueError, "LlamaForCausalLM.model.embed_tokens.weight is a DTensor", "full_tensor()"):
-            td.compile(sharded, None, runtime="eager", max_length=64)
+            eager(sharded)
         whole = make_target("llama", 1, num_hidden_layers=2)
         whole.load_state_dict({name: part.full_tensor() for name, part in sharded.state_dict().items()})
     finally:
         torch.distributed.destroy_process_group()
     wanted = own_of(make_target("llama", num_hidden_layers=2))
-    assert text_of(td.compile(whole, None, runtime="eager", max_length=64)) == wanted
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_alora_is_refused_by_name():
-    peft = pytest.importorskip("peft")
-    options = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "alora_invocation_tokens": [4, 1]}
-    model = peft.get_peft_model(make_target("llama"), peft.LoraConfig(**options))
-    with refuses(ValueError, "LlamaForCausalLM", "'default', an aLoRA", "delete the adapter"):
-        td.compile(model, None, runtime="eager", max_length=64)
-
-
-def test_state_that_a_module_keeps_from_call_to_call_is_refused():
-    target = make_target("llama")
-    target.model.layers[1].mlp = Counting(target.model.layers[1].mlp)
-    with refuses(ValueError, "LlamaForCausalLM", "logits differ by"):
-        td.compile(target, None, runtime="eager", max_length=64)
+    assert text_of(eager(whole)) == wanted
 
 
 def adapted(vocab_size=VOCAB, **more):
@@ -531,10 +516,6 @@ def adapted(vocab_size=VOCAB, **more):
     model = peft.get_peft_model(target, peft.LoraConfig(**(options | more)))
     model.add_adapter("b", peft.LoraConfig(**options))
     return model.eval()
-
-
-def own_of(model) -> list[int]:
-    return own_text(model, PROMPT, NEW)
 
 
 @pytest.mark.filterwarnings(PEFTS)
@@ -571,9 +552,7 @@ def test_every_door_takes_an_adapted_model():
     assert td.check(model).holds
 
 
-class Noisy(nn.Module):
-    """Another in training, by no dropout of torch's."""
-
+class Noisy(nn.Module):  # another in training, by no dropout of torch's
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -582,42 +561,44 @@ class Noisy(nn.Module):
         return self.inner(rows) * (1 - 3 * self.training)
 
 
+class PutsBack(Noisy):
+    """Evaluates what it wraps, and leaves the mode as it was."""
+
+    def forward(self, rows):
+        was = self.training
+        self.eval()
+        out = self.inner(rows)
+        self.train(was)
+        return out
+
+
 @pytest.mark.filterwarnings(PEFTS)
-@pytest.mark.parametrize("kind", ["an adapter's dropout", "a module's own"])
+@pytest.mark.parametrize("kind", ["an adapter's dropout", Noisy, PutsBack])
 def test_a_model_in_training_mode_decodes_as_in_evaluation_mode(kind):
-    if kind == "a module's own":
+    if isinstance(kind, type):
         model: nn.Module = make_target("llama", num_hidden_layers=2)
-        model.model.layers[1].mlp = Noisy(model.model.layers[1].mlp)
+        model.model.layers[1].mlp = kind(model.model.layers[1].mlp)
     else:
         model = adapted(lora_dropout=0.5)
-    wanted = own_text(model.eval(), PROMPT, NEW)
+    wanted = own_of(model.eval())
     model.train()
     modes = [part.training for part in model.modules()]
-    assert text_of(td.compile(model, td.NGramProposer(4), runtime="eager", max_length=64)) == wanted
+    assert text_of(eager(model, td.NGramProposer(4))) == wanted
     assert modes == [part.training for part in model.modules()] and "training" not in vars(nn.Module)
-
-
-@pytest.mark.filterwarnings(PEFTS)
-def test_a_learned_prompt_is_refused_by_name():
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(make_target("llama"), config)
-    with refuses(ValueError, "PromptTuningConfig", "before the prompt", "its own generate"):
-        td.generate(model, None, torch.tensor([PROMPT]), max_new_tokens=3, runtime="eager")
 
 
 def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
     target = make_target("llama")
-    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
-    plain = own_text(target, PROMPT, NEW)
+    engine = eager(target, td.NGramProposer())
+    plain = own_of(target)
     assert text_of(engine) == plain
     handle, vector = steer(target)
-    steered = own_text(target, PROMPT, NEW)
+    steered = own_of(target)
     assert text_of(engine) == steered != plain
     built = engine.pair
     assert text_of(engine) == steered and engine.pair is built  # nothing is copied twice
     vector.mul_(-1)
-    assert text_of(engine) == own_text(target, PROMPT, NEW) and engine.pair is not built
+    assert text_of(engine) == own_of(target) and engine.pair is not built
     handle.remove()
     assert text_of(engine) == plain
     assert sum(CHANGED in line for line in caplog.messages) == 2  # the copy without a hook was kept
@@ -626,35 +607,13 @@ def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
 GAIN = 1.0
 
 
-def test_what_a_patch_of_a_class_reads_is_looked_at(monkeypatch):
-    target, whole, held = make_target("llama"), modeling_llama.LlamaMLP.forward, {"by": 1.0}
-    linear = nn.Linear.forward
-    monkeypatch.setattr(
-        modeling_llama.LlamaMLP, "forward", lambda self, rows: whole(self, rows) * held["by"] * GAIN
-    )
-    for change in (
-        lambda: held.update(by=2.0),
-        lambda: monkeypatch.setitem(globals(), "GAIN", 3.0),
-        lambda: monkeypatch.setattr(nn.Linear, "forward", lambda self, rows: linear(self, rows) * 2),
-    ):
-        guard = Guard(target)
-        target(torch.tensor([PROMPT]))
-        assert guard.holds()
-        change()
-        assert not guard.holds()
-
-
-class Scale(nn.Module):
-    """A module that is no part of the model."""
-
+class Scale(nn.Module):  # a module that is no part of the model
     def __init__(self, size):
         super().__init__()
         self.by, self.gain = 2.0, nn.Parameter(torch.ones(size))
 
 
 class Shared:
-    """Settings in a class."""
-
     gain = 1.0
 
 
@@ -663,59 +622,57 @@ shared.GAIN = 1.0
 
 
 class Switch:
-    """What a hook's object holds."""
-
     def __init__(self, scale):
         self.scale, self.settings = scale, {"vector": torch.ones(scale.gain.shape), "array": np.ones(3)}
         self.args, self.table = argparse.Namespace(gain=1.0), {1: {"gain": 1.0}}
 
     def hook(self, module, args, out):
-        gain = self.args.gain * self.table[1]["gain"] * Shared.gain * shared.GAIN
+        gain = self.args.gain * self.table[1]["gain"] * Shared.gain * shared.GAIN * GAIN
         return out * self.scale.by * self.scale.gain * self.settings["vector"] * gain
 
 
+def linear_patch(switch, patch):
+    forward = nn.Linear.forward
+    patch.setattr(nn.Linear, "forward", lambda self, rows: forward(self, rows) * 2)
+
+
 REACHED = {
-    "a number": lambda switch, target: setattr(switch.scale, "by", 3.0),
-    "a weight": lambda switch, target: switch.scale.gain.data.mul_(3),
-    "another weight": lambda switch, target: setattr(
-        switch.scale, "gain", nn.Parameter(switch.scale.gain * 3)
-    ),
-    "a vector": lambda switch, target: switch.settings["vector"].numpy().__imul__(3),
-    "an array": lambda switch, target: switch.settings["array"].__imul__(3),
-    "a hook": lambda switch, target: switch.scale.register_forward_hook(lambda module, args, out: out * 2),
-    "an object": lambda switch, target: setattr(switch, "scale", Scale(target.config.hidden_size * 1)),
-    "a namespace": lambda switch, target: setattr(switch.args, "gain", 2.0),
-    "an inner dict": lambda switch, target: switch.table[1].update(gain=2.0),
-    "a class": lambda switch, target: setattr(Shared, "gain", Shared.gain + 1),
-    "a module": lambda switch, target: setattr(shared, "GAIN", shared.GAIN + 1),
+    "a number": lambda switch, patch: setattr(switch.scale, "by", 3.0),
+    "a weight": lambda switch, patch: switch.scale.gain.data.mul_(3),
+    "another weight": lambda switch, patch: setattr(switch.scale, "gain", nn.Parameter(torch.ones(32) * 3)),
+    "a vector": lambda switch, patch: switch.settings["vector"].numpy().__imul__(3),
+    "an array": lambda switch, patch: switch.settings["array"].__imul__(3),
+    "a hook": lambda switch, patch: switch.scale.register_forward_hook(lambda module, args, out: out * 2),
+    "an object": lambda switch, patch: setattr(switch, "scale", Scale(32)),
+    "a namespace": lambda switch, patch: setattr(switch.args, "gain", 2.0),
+    "an inner dict": lambda switch, patch: switch.table[1].update(gain=2.0),
+    "a class": lambda switch, patch: setattr(Shared, "gain", Shared.gain + 1),
+    "a module": lambda switch, patch: setattr(shared, "GAIN", shared.GAIN + 1),
+    "a global": lambda switch, patch: patch.setitem(globals(), "GAIN", 3.0),
+    "a class of torch": linear_patch,
 }
 
 
-@pytest.mark.parametrize("by_closure", [True, False])
+@pytest.mark.parametrize("way", ["a method", "a closure", "a patch of a class"])
 @pytest.mark.parametrize("change", REACHED)
-def test_what_a_hook_reaches_is_looked_at(change, by_closure):
+def test_what_a_hook_reaches_is_looked_at(change, way, monkeypatch):
     """A program holds it as a constant."""
-    target = make_target("llama")
+    target, whole = make_target("llama"), modeling_llama.LlamaMLP.forward
     switch = Switch(Scale(target.config.hidden_size))
-    hook = (lambda *given: switch.hook(*given)) if by_closure else switch.hook
-    target.model.layers[1].mlp.register_forward_hook(hook)
+    if way == "a patch of a class":
+        patched = lambda self, rows: switch.hook(self, (rows,), whole(self, rows))  # noqa: E731
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", patched)
+    else:
+        hook = switch.hook if way == "a method" else lambda *given: switch.hook(*given)
+        target.model.layers[1].mlp.register_forward_hook(hook)
     guard = Guard(target)
     target(torch.tensor([PROMPT]))
     assert guard.holds() and guard.holds()
-    REACHED[change](switch, target)
+    REACHED[change](switch, monkeypatch)
     assert not guard.holds()
 
 
-class Louder(modeling_llama.LlamaMLP):
-    """A class that an instance may be given."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Steers(nn.Module):
-    """A module beside the model, one of whose methods is a hook."""
-
+class Steers(nn.Module):  # a module beside the model, one of whose methods is a hook
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -724,39 +681,21 @@ class Steers(nn.Module):
         return out * self.scale
 
 
-def doubled(module, args, out):
-    return out * 2
-
-
-def test_kinds_of_hooks_classes_and_modules_beside_the_model_are_followed():
+def test_weights_of_a_module_beside_the_model_are_followed():
     target, steers = make_target("llama"), Steers()
-    mlp = target.model.layers[1].mlp
-    mlp.register_forward_pre_hook(lambda module, args: None)
     target.model.layers[0].mlp.register_forward_hook(steers.hook)
-    engine = td.compile(target, None, runtime="eager", max_length=64)
-    for change in (
-        lambda: mlp.register_forward_hook(functools.wraps(modeling_llama.rotate_half)(doubled)),
-        lambda: setattr(target.model.layers[2].mlp, "__class__", Louder),
-        lambda: steers.scale.data.fill_(-3.0),
-    ):
-        before = text_of(engine)
-        change()
-        assert text_of(engine) == own_text(target, PROMPT, NEW) != before
+    before = text_of(engine := eager(target))
+    steers.scale.data.fill_(-3.0)
+    assert text_of(engine) == own_of(target) != before
 
 
 def test_a_hook_removed_while_an_engine_is_built_is_no_part_of_it(monkeypatch):
     target = make_target("llama")
-    wanted = own_text(target, PROMPT, NEW)
+    wanted = own_of(target)
     handle, _ = steer(target)
     trace = engine_module.Target
-
-    def removing(model):
-        copied = trace(model)
-        handle.remove()
-        return copied
-
-    monkeypatch.setattr(engine_module, "Target", removing)
-    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == wanted
+    monkeypatch.setattr(engine_module, "Target", lambda model: [trace(model), handle.remove()][0])
+    assert text_of(eager(target)) == wanted
 
 
 @pytest.mark.slow
@@ -766,41 +705,30 @@ def test_a_program_follows_a_module_that_a_hook_reaches():
     target.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * switch.scale.by)
     engine = td.compile(target, None, max_length=64)
     first = text_of(engine)
-    assert first == own_text(target, PROMPT, NEW)
+    assert first == own_of(target)
     switch.scale.by = -3.0
-    assert text_of(engine) == own_text(target, PROMPT, NEW) != first
+    assert text_of(engine) == own_of(target) != first
 
 
-def file_patch(monkeypatch, target):
-    """As Liger-Kernel patches a modelling file."""
-    rotate = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *a: rotate(q * 1.5, k, *a))
+class Louder(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
-def class_patch(monkeypatch, target):
-    whole = modeling_llama.LlamaMLP.forward
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, rows: whole(self, rows) * 2)
+def with_hook(monkeypatch, target):
+    """Wrapped as another function."""
+    doubled = functools.wraps(modeling_llama.rotate_half)(lambda module, args, out: out * 2)
+    target.model.layers[1].mlp.register_forward_hook(doubled)
 
 
-def helper_patch(monkeypatch, target):
-    """A function behind a function of the file."""
-    monkeypatch.setattr(modeling_llama, "rotate_half", lambda rows: rows)
+def scaled_by(kind, name, change):
+    """A patch of ``name`` in ``kind`` around the one that is there."""
 
+    def patch(monkeypatch, target):
+        whole = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *given: change(whole, *given))
 
-def edited_attribute(monkeypatch, target):
-    target.model.layers[0].self_attn.scaling *= 5
-
-
-def edited_config(monkeypatch, target):
-    target.config.mlp_gain = 3.0
-
-
-def other_child(monkeypatch, target):
-    target.model.layers[2].mlp.act_fn = nn.Tanh()
-
-
-def new_bias(monkeypatch, target):
-    target.lm_head.bias = nn.Parameter(torch.linspace(-9, 9, target.config.vocab_size))
+    return patch
 
 
 def fewer_layers(monkeypatch, target):
@@ -808,44 +736,47 @@ def fewer_layers(monkeypatch, target):
     target.config.num_hidden_layers = 3
 
 
-class ReadsConfig(transformers.LlamaForCausalLM):
-    """Reads its config as it runs."""
-
+class ReadsConfig(transformers.LlamaForCausalLM):  # reads its config as it runs
     def forward(self, input_ids=None, position_ids=None, **more):
         embeds = self.get_input_embeddings()(input_ids) * getattr(self.config, "mlp_gain", 1.0)
         return super().forward(inputs_embeds=embeds, position_ids=position_ids, **more)
 
 
-PATCHES = [
-    file_patch,
-    class_patch,
-    helper_patch,
-    edited_attribute,
-    edited_config,
-    other_child,
-    new_bias,
-    fewer_layers,
-]
+MLP = modeling_llama.LlamaMLP
+PATCHES = {
+    # as Liger-Kernel patches a modelling file
+    "file": scaled_by(modeling_llama, "apply_rotary_pos_emb", lambda own, q, k, *a: own(q * 1.5, k, *a)),
+    "class": scaled_by(MLP, "forward", lambda own, module, rows: own(module, rows) * 2),
+    "function behind one of the file": scaled_by(modeling_llama, "rotate_half", lambda own, rows: rows),
+    "attribute": lambda patch, t: setattr(t.model.layers[0].self_attn, "scaling", 5.0),
+    "config": lambda patch, t: setattr(t.config, "mlp_gain", 3.0),
+    "child": lambda patch, t: setattr(t.model.layers[2].mlp, "act_fn", nn.Tanh()),
+    "bias": lambda patch, t: setattr(t.lm_head, "bias", nn.Parameter(torch.linspace(-9, 9, VOCAB))),
+    "layers": fewer_layers,
+    "hook": with_hook,
+    "hook of inputs": lambda patch, t: t.model.layers[1].mlp.register_forward_pre_hook(lambda m, x: x[0] * 2),
+    "class of a module": lambda patch, t: setattr(t.model.layers[2].mlp, "__class__", Louder),
+}
 
 
 @pytest.mark.parametrize("change", PATCHES)
 def test_every_change_is_followed_once(change, monkeypatch, caplog):
-    kind = ReadsConfig if change is edited_config else transformers.LlamaForCausalLM
+    kind = ReadsConfig if change == "config" else transformers.LlamaForCausalLM
     target = randomise(kind(transformers.LlamaConfig(**BASE)), 0)
-    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
+    engine = eager(target, td.NGramProposer())
     plain = text_of(engine)
-    assert plain == own_text(target, PROMPT, NEW)
-    change(monkeypatch, target)
-    wanted = own_text(target, PROMPT, NEW)
+    assert plain == own_of(target)
+    PATCHES[change](monkeypatch, target)
+    wanted = own_of(target)
     assert text_of(engine) == text_of(engine) == wanted != plain
     assert sum(CHANGED in line for line in caplog.messages) == 1
-    assert text_of(td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)) == wanted
+    assert text_of(eager(target, td.NGramProposer())) == wanted
 
 
 def test_what_a_model_goes_through_is_no_change(tmp_path, caplog):
     target = make_target("qwen3")
     ids = torch.tensor([PROMPT])
-    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
+    engine = eager(target, td.NGramProposer())
     text_of(engine)
     built = engine.pair
     target.train()
@@ -862,14 +793,14 @@ def test_what_a_model_goes_through_is_no_change(tmp_path, caplog):
     target(ids, output_hidden_states=True)  # transformers hangs hooks in
     with torch.no_grad():
         target.lm_head.weight.mul_(-1)  # weights are read in every call
-    assert text_of(engine) == own_text(target, PROMPT, NEW) and engine.pair is built
+    assert text_of(engine) == own_of(target) and engine.pair is built
     assert not [line for line in caplog.messages if CHANGED in line]
 
 
 def test_a_drafter_is_followed_too():
     target = make_target("qwen3")
     drafter = make_drafter(target)
-    engine = td.compile(target, drafter, runtime="eager", max_length=64)
+    engine = eager(target, drafter)
     wanted = text_of(engine)
     before = engine.pair
     drafter.layers[0].self_attn.scale *= 2
@@ -879,7 +810,7 @@ def test_a_drafter_is_followed_too():
 
 def test_a_session_begins_anew_when_the_model_was_changed():
     target = make_target("llama")
-    session = td.compile(target, None, runtime="eager", max_length=64).session()
+    session = eager(target).session()
 
     def text(prompt):
         found = session.gains(prompt, max_new_tokens=NEW, eos_token_id=None, do_sample=False)
@@ -893,7 +824,7 @@ def test_a_session_begins_anew_when_the_model_was_changed():
 
 def test_a_change_that_is_refused_and_undone_leaves_the_engine_as_it_was():
     target = make_target("llama")
-    engine = td.compile(target, None, runtime="eager", max_length=64)
+    engine = eager(target)
     wanted, built = text_of(engine), engine.pair
     handle = target.model.layers[1].register_forward_hook(last_alone)
     for _ in range(2):
@@ -905,7 +836,7 @@ def test_a_change_that_is_refused_and_undone_leaves_the_engine_as_it_was():
 
 def test_refresh_asks_the_guard():
     target = make_target("llama")
-    engine = td.compile(target, None, runtime="eager", max_length=64)
+    engine = eager(target)
     before = engine.pair
     engine.refresh()
     assert engine.pair is before
@@ -920,22 +851,12 @@ def test_accelerates_offloading_is_refused_by_name():
     target = make_target("llama")
     add_hook_to_module(target.model.layers[0], AlignDevicesHook())
     with refuses(ValueError, "model.layers.0", "AlignDevicesHook", "remove_hook_from_module"):
-        td.compile(target, None, runtime="eager", max_length=64)
+        eager(target)
     remove_hook_from_module(target, recurse=True)
-    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == own_text(target, PROMPT, NEW)
+    assert text_of(eager(target)) == own_of(target)
 
 
-def test_a_replaced_part_of_generate_is_refused():
-    target = make_target("llama")
-    target.prepare_inputs_for_generation = functools.partial(print)
-    target.generate = lambda *args: None
-    with refuses(ValueError, "LlamaForCausalLM carries a replaced", "delete it"):
-        td.compile(target, None, runtime="eager", max_length=64)
-
-
-class Holds:
-    """An object that does not copy, of which a model may hold one."""
-
+class Holds:  # an object that does not copy, of which a model may hold one
     def __init__(self):
         self.lock = __import__("threading").Lock()
 
@@ -943,21 +864,19 @@ class Holds:
 def test_what_does_not_copy_is_shared():
     target = make_target("llama")
     target.helper, target.model.functions = Holds(), {"functional": nn.functional}
-    engine = td.compile(target, None, runtime="eager", max_length=64)
-    assert text_of(engine) == own_text(target, PROMPT, NEW)
+    engine = eager(target)
+    assert text_of(engine) == own_of(target)
     assert engine.pair.target.model.helper.lock is target.helper.lock
 
 
 def test_a_compiled_module_stays_usable():
     target = make_target("llama")
-    wanted = own_text(target, PROMPT, NEW)
+    wanted = own_of(target)
     target.model.layers[0].compile(backend="eager")
-    assert text_of(td.compile(target, None, runtime="eager", max_length=64)) == wanted
+    assert text_of(eager(target)) == wanted
 
 
-class Knows:
-    """Its hook's object knows the model, as those of libraries that steer do."""
-
+class Knows:  # its hook's object knows the model, as those of libraries that steer do
     def __init__(self, target):
         self.target = target
         target.model.layers[1].mlp.register_forward_hook(self.hook)
@@ -993,7 +912,7 @@ def quantised(name, folder):
     packing = [module for module in target.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
     if any(module.support_avx512bf16_for_cpu for module in packing):
         with refuses(ValueError, "bitsandbytes", "support_avx512bf16_for_cpu=False"):
-            td.compile(target, None, runtime="eager", max_length=64)
+            eager(target)
     for module in packing:
         module.support_avx512bf16_for_cpu = False
     return target
@@ -1007,8 +926,8 @@ def test_quantised_layers_decode_eagerly_and_xla_names_them(name, tmp_path):
         tmp_path
     )
     target = quantised(name, tmp_path)
-    engine = td.compile(target, td.NGramProposer(), runtime="eager", max_length=64)
-    assert text_of(engine) == own_text(target, PROMPT, NEW)
+    engine = eager(target, td.NGramProposer())
+    assert text_of(engine) == own_of(target)
     with refuses(ValueError, "which runtime='xla' cannot read", "runtime='eager'", "dequantise"):
         text_of(td.compile(target, td.NGramProposer(), max_length=64, verify=False))
 
@@ -1019,30 +938,33 @@ def diagnosed(model, drafter, ids, options):
 
 
 def chatted(model, drafter, ids, options):
-    engine = td.compile(model, drafter, runtime="eager", max_length=64)
-    td.Chat(engine, byte_tokenizer(TEMPLATE), max_new_tokens=3)([{"role": "user", "content": "a"}])
+    td.Chat(eager(model, drafter), byte_tokenizer(TEMPLATE), max_new_tokens=3)(
+        [{"role": "user", "content": "a"}]
+    )
 
 
 def extracted(model, drafter, ids, options):
     FeatureExtractor(model.get_base_model(), (0, 1), torch.float32, "eager")(ids.tolist())
 
 
+def streamed(model, drafter, ids, options):
+    list(td.stream(model, drafter, ids, runtime="eager", **options))
+
+
+def piped(model, drafter, ids, options):
+    through_pipeline((model, drafter), {"input_ids": ids}, max_new_tokens=3, do_sample=False)
+
+
+def custom(model, drafter, ids, options):
+    model.generate(input_ids=ids, custom_generate=td.dflash(drafter, runtime="eager"), **options)
+
+
 DOORS = {
-    "generate": lambda model, drafter, ids, options: td.generate(
-        model, drafter, ids, runtime="eager", **options
-    ),
-    "custom_generate": lambda model, drafter, ids, options: model.generate(
-        input_ids=ids, custom_generate=td.dflash(drafter, runtime="eager"), **options
-    ),
-    "compile": lambda model, drafter, ids, options: td.compile(
-        model, drafter, runtime="eager", max_length=64
-    ).generate(ids, **options),
-    "stream": lambda model, drafter, ids, options: list(
-        td.stream(model, drafter, ids, runtime="eager", **options)
-    ),
-    "pipeline": lambda model, drafter, ids, options: through_pipeline(
-        (model, drafter), {"input_ids": ids}, max_new_tokens=3, do_sample=False
-    ),
+    "generate": lambda model, drafter, ids, more: td.generate(model, drafter, ids, runtime="eager", **more),
+    "custom_generate": custom,
+    "compile": lambda model, drafter, ids, options: eager(model, drafter).generate(ids, **options),
+    "stream": streamed,
+    "pipeline": piped,
     "Chat": chatted,
     "check": lambda model, drafter, ids, options: td.check(model),
     "diagnose": diagnosed,
@@ -1071,7 +993,7 @@ def test_another_thread_never_sees_a_call_in_the_users_model(door, training, cap
     options |= {"eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad():
         logits = model(ids).logits
-    beside_it = td.compile(model, None, runtime="eager", max_length=64, verify=False)
+    beside_it = eager(model, verify=False)
     text, pair = text_of(beside_it), beside_it.pair
     model.train(training)
     shown, looks = seen_in(model), []

@@ -3,8 +3,6 @@
 Held against forwards without a cache. What is broken on purpose must be seen: a text alone may stay right.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """A tap is the output of a layer's block, wherever blocks lie: transformers' ``hidden_states[tap + 1]``."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial
@@ -11,8 +9,9 @@ import pytest
 import torch
 import transformers as hf
 from support import ROOT
+from support.families import MORE
 from support.taps import CONFIGS, build, drafter_for, gap
-from support.tiny import BASE, correlate, make_target, randomise
+from support.tiny import BASE, correlate, make_drafter, make_target, randomise
 from torch import nn
 
 import torch_dflash as td
@@ -30,6 +29,8 @@ EQUAL = [
     for name, one in RESULTS.items()
     if any(run["outcome"] in ("equal", "tie") for run in one["runs"].values())
 ]
+
+
 # Where layers lie, and what follows the last of them.
 LAYOUTS = {
     "gpt2": ("transformer.h.3", "transformer.ln_f"),
@@ -113,9 +114,7 @@ def test_features_for_training_are_the_taps():
         torch.testing.assert_close(eager[row, : len(ids)], compiled[row, : len(ids)], rtol=1e-4, atol=1e-4)
 
 
-class Doubling(nn.ModuleList):
-    """Layers that are given twice what the one before them gave."""
-
+class Doubling(nn.ModuleList):  # layers that are given twice what the one before them gave
     def __getitem__(self, at):
         return [partial(self.doubled, layer) for layer in list(self)[at]]
 
@@ -124,17 +123,13 @@ class Doubling(nn.ModuleList):
         return layer(hidden * 2, **more)
 
 
-class Between(hf.LlamaModel):
-    """Something happens to a state between two blocks, and stands in no block's output."""
-
+class Between(hf.LlamaModel):  # something happens between two blocks, and stands in no block's output
     def __init__(self, config):
         super().__init__(config)
         self.layers = Doubling(list(self.layers))
 
 
-class Pairs(nn.Module):
-    """Two layers in one module."""
-
+class Pairs(nn.Module):  # two layers in one module
     def __init__(self, layers):
         super().__init__()
         self.inner = nn.ModuleList(layers)
@@ -232,3 +227,15 @@ def test_a_drafter_with_taps_is_lossless_in_a_program(case):
 @pytest.mark.parametrize("cache", ["static", "paged"])
 def test_a_drafter_with_taps_is_lossless_in_every_program(case, cache):
     same_text(case, runtime="xla", cache=cache)
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_greedy_text_equals_transformers(family):
+    cls, config, extra = MORE[family]
+    torch.manual_seed(0)
+    target = randomise(cls(config(**(BASE | extra))), 0)
+    ids = torch.randint(0, 96, (1, 11), generator=torch.Generator().manual_seed(1))
+    wanted = target.generate(ids, max_new_tokens=24, do_sample=False)
+    for drafter in (make_drafter(target), td.NGramProposer(5)):
+        got = td.generate(target, drafter, ids, max_new_tokens=24, do_sample=False, runtime="eager")
+        assert torch.equal(got, wanted)

@@ -1,7 +1,5 @@
 """Models that also read images decode text; images, and what stands for them, are refused by name."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -11,14 +9,18 @@ from safetensors.torch import load_file, save_file
 from support.refusals import refuses
 from support.taps import build, drafter_for
 from transformers import AutoModelForImageTextToText
+from transformers.models.llama import modeling_llama
 
 import jax_bridge as jb
 import torch_dflash as td
 from jax_bridge.aot.compile import abstract_pair
 from jax_bridge.aot.floor import floor_of
-from jax_bridge.weights.forms import unwrap
+from jax_bridge.weights.formats import unwrap
 from torch_dflash.requests.prompts import media_tokens
 from torch_dflash.targets.auto import auto_class
+from torch_dflash.targets.experts import EXPERTS
+from torch_dflash.targets.skeleton import build_skeleton, configs_of
+from torch_dflash.verify.twin import build_twin
 
 IMAGE = 94  # every id of the tiny configs that stands for an image, a video or sound
 PROMPT = torch.tensor([[5, 8, 13, 21, 34, 55]])
@@ -41,15 +43,17 @@ def named(target):
     return {name.replace("_index", "_id") for _, name in media_tokens(target.config)}
 
 
-def test_numbers_of_images_groups_in_a_mask_are_those_of_text():
-    """On meta tensors gemma-4-12B's mask has none of its own."""
-    target = build("gemma4_unified")
-    ids = torch.tensor([[5, 8, 13, 21, 34, 55], [0, 0, 89, 3, 7, 7]])
-    mask = (ids > 0).long()
-    wanted = target.generate(ids, attention_mask=mask, **GREEDY)
-    for drafter in (td.NGramProposer(4), drafter_for(target)):
-        got = td.generate(target, drafter, ids, attention_mask=mask, runtime="eager", **GREEDY)
-        assert torch.equal(got, wanted)
+@pytest.mark.parametrize("door", [td.check, lambda one: td.generate(one, None, PROMPT, runtime="eager")])
+def test_segments_in_a_mask_are_no_images_groups(monkeypatch, door):
+    create = modeling_llama.create_causal_mask
+
+    def packed(**given):
+        own = torch.arange(4096, device=given["inputs_embeds"].device)[None] // 64
+        return create(**given, and_mask_function=lambda b, h, query, key: own[0, query] == own[0, key])
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", packed)
+    with refuses(ValueError, "mask"):
+        door(build("llama"))
 
 
 @pytest.mark.parametrize("case", FIELDS)
@@ -107,7 +111,8 @@ def test_a_mask_with_numbers_of_image_groups_is_that_of_text():
     target = build("gemma4_unified")  # each layer's mask asks for them, and for text all are -1
     ids, options = torch.cat([PROMPT, torch.tensor([[0, 0, 89, 3, 7, 7]])]), GREEDY | {"max_new_tokens": 24}
     wanted = target.generate(ids, attention_mask=(mask := ids.gt(0).long()), **options)
-    for drafts in (td.NGramProposer(), td.TreeProposer(drafter_for(target), rows=8)):
+    drafter = drafter_for(target)
+    for drafts in (td.NGramProposer(4), drafter, td.TreeProposer(drafter, rows=8)):
         got = td.generate(target, drafts, ids, attention_mask=mask, runtime="eager", **options)
         assert torch.equal(got, wanted)
     text = target.config.get_text_config()
@@ -180,6 +185,37 @@ def test_classes_of_images_and_text_are_found_by_the_config():
     target = build("mistral3")
     assert auto_class(target.config) is AutoModelForImageTextToText
     assert type(auto_class(target.config).from_config(target.config)) is type(target)
-    assert (
-        auto_class(build("gemma3").config) is not AutoModelForImageTextToText
-    )  # a causal LM to transformers
+    # A causal LM to transformers.
+    assert auto_class(build("gemma3").config) is not AutoModelForImageTextToText
+
+
+@pytest.mark.parametrize("case", ["kimi_k25", "mistral3:mistral4"])
+def test_experts_are_swapped_where_the_class_of_the_wrapper_has_none(case):
+    target = build(case)
+    assert not type(target)._can_set_experts_implementation()
+    assert {config._experts_implementation for config in configs_of(build_skeleton(target))} == {EXPERTS}
+
+
+def test_a_wrapper_without_experts_keeps_its_configs():
+    found = {config._experts_implementation for config in configs_of(build_skeleton(build("llava")))}
+    assert EXPERTS not in found
+
+
+@pytest.mark.parametrize("case", ["mistral4", "deepseek_v3"])
+def test_a_twin_of_latent_attention_turns_the_rope_of_its_keys(case):
+    """The rope of Mistral-4 turns half of ``head_dim``, that of DeepSeek-V3 all of it."""
+    twin = build_twin(build(case))
+    with torch.no_grad():
+        logits = twin(torch.arange(8)[None]).logits
+    assert logits.shape[:2] == (1, 8)
+
+
+@pytest.mark.parametrize("case", ["kimi_k25", "mistral4"])
+def test_a_latent_target_with_experts_decodes_to_its_own_text(case):
+    target = build(case)
+    ids, mask = torch.randint(3, 80, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    theirs = target.generate(ids, attention_mask=mask, **options)
+    ours = td.generate(target, td.NGramProposer(4), ids, mask, runtime="eager", **options)
+    assert torch.equal(ours, theirs)

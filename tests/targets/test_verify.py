@@ -1,7 +1,5 @@
 """A class that nobody has tested is tried on a tiny random twin, and refused where the two part."""
 
-from __future__ import annotations
-
 import functools
 import runpy
 import time
@@ -10,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from support import ROOT
+from support.altered import altered, llama
 from support.tiny import BASE, FAMILIES, make_pair, make_target, randomise
 from transformers.generation import GenerationMixin
 from transformers.models.llama import modeling_llama
@@ -23,61 +22,68 @@ from torch_dflash.verify import check, twin
 FAMILY_CONFIGS = runpy.run_path(str(ROOT / "benchmarks/family_configs.py"))
 
 
-class Shifted(hf.LlamaForCausalLM):
-    """Mixes each token's embedding with the one before it: nothing that a layer hands over shows it."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        embeds = self.get_input_embeddings()(input_ids)
-        before = torch.cat([torch.zeros_like(embeds[:, :1]), embeds[:, :-1]], dim=1)
-        return super().forward(inputs_embeds=embeds + 0.5 * before, position_ids=position_ids, **kwargs)
+PLAN = td.DecodePlan(batch_size=1, capacity=64, block_size=4, verify_width=4)
+IDS = torch.tensor([[3, 4, 5]])
+TWIN = "tiny random twin"
 
 
-class OnlyLate(hf.LlamaForCausalLM):
-    """As `Shifted`, but the token counts that lies beyond the edge of a window."""
+def rolled(name, when):
+    """A Llama that says something else ``when(rows of a pass, logits to keep, whether it has a cache)``."""
 
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        embeds = self.get_input_embeddings()(input_ids)
-        before = torch.roll(embeds, 7, dims=1)
-        before[:, :7] = 0
-        return super().forward(inputs_embeds=embeds + 0.5 * before, position_ids=position_ids, **kwargs)
+    def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
+        given = {"input_ids": input_ids, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
+        out = hf.LlamaForCausalLM.forward(self, **given, **kwargs)
+        if when(input_ids.shape[1], logits_to_keep, kwargs.get(CACHE) is not None):
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
 
-
-class Steep(LlamaAttention):
-    """Sharpens its attention with the length of what it is given."""
-
-    def forward(self, hidden_states, *args, **kwargs):
-        return super().forward(hidden_states * (1 + 0.1 * hidden_states.shape[1]), *args, **kwargs)
+    return llama(name, forward=forward)
 
 
-class Prepared(hf.LlamaForCausalLM):
-    """Its forward is Llama's; its generate moves the positions."""
+def before(embeds, by=1):
+    """The embeddings of ``by`` tokens before: nothing that a layer hands over shows them."""
+    return torch.cat([torch.zeros_like(embeds[:, :by]), embeds[:, :-by]], dim=1)
 
+
+def attending(name, scale):
+    """A Llama whose attention reads its rows times ``scale(their number, config)``."""
+
+    class Scaled(LlamaAttention):
+        def forward(self, hidden_states, *args, **kwargs):
+            by = scale(hidden_states.shape[1], self.config)
+            return super().forward(hidden_states * by, *args, **kwargs)
+
+    def build(model):
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn = Scaled(model.config, index)
+
+    return llama(name, build)
+
+
+class Prepared(hf.LlamaForCausalLM):  # its forward is Llama's; its generate moves the positions
     def prepare_inputs_for_generation(self, *args, **kwargs):
         prepared = super().prepare_inputs_for_generation(*args, **kwargs)
         prepared["position_ids"] = prepared["position_ids"] * 3 + 5
         return prepared
 
 
-class Processed(hf.LlamaForCausalLM):
-    """Its generate never says an even token."""
-
-    def _get_logits_processor(self, *args, **kwargs):
-        even = torch.arange(0, self.config.vocab_size, 2).tolist()
-        return hf.LogitsProcessorList([hf.SuppressTokensLogitsProcessor(even, device="cpu")])
+def even_suppressed(model, found=()):
+    """Processors of a generate that never says an even token."""
+    even = torch.arange(0, model.config.vocab_size, 2).tolist()
+    return hf.LogitsProcessorList([*found, hf.SuppressTokensLogitsProcessor(even, device="cpu")])
 
 
-class Warped(hf.LlamaForCausalLM):
-    """Halves the temperature that it is given."""
+Processed = llama("Processed", _get_logits_processor=lambda self, *args, **kwargs: even_suppressed(self))
 
+
+class Warped(hf.LlamaForCausalLM):  # halves the temperature that it is given
     def _get_logits_processor(self, generation_config, *args, **kwargs):
         found = super()._get_logits_processor(generation_config, *args, **kwargs)
         sampled = generation_config.do_sample
         return hf.LogitsProcessorList([*found, *([hf.TemperatureLogitsWarper(0.5)] if sampled else [])])
 
 
-class OwnConfig(hf.PretrainedConfig):
-    """A config as remote code brings it: its fields are its author's alone."""
-
+class OwnConfig(hf.PretrainedConfig):  # a config as remote code brings it: its fields are its author's alone
     model_type = "own"
 
     def __init__(self, reach=6, **fields):
@@ -85,13 +91,7 @@ class OwnConfig(hf.PretrainedConfig):
         self.reach = reach
 
 
-class OwnModel(hf.LlamaForCausalLM):
-    config_class = OwnConfig
-
-
-class Called:
-    """Stands for a function, as decorators of libraries do."""
-
+class Called:  # stands for a function, as decorators of libraries do
     def __init__(self, function):
         self.function = function
 
@@ -102,144 +102,57 @@ class Called:
         return self.function(*args, **kwargs)
 
 
-class Padded(hf.LlamaForCausalLM):
-    """Built with a padding id, whose embedding torch fills in place while it builds."""
-
-
-class Filled(hf.LlamaForCausalLM):
-    """Mixes tokens by a buffer that a fresh model has as zeros."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("mix", torch.zeros(config.hidden_size))
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        embeds = self.get_input_embeddings()(input_ids)
-        before = torch.cat([torch.zeros_like(embeds[:, :1]), embeds[:, :-1]], dim=1)
-        return super().forward(inputs_embeds=embeds + self.mix * before, position_ids=position_ids, **kwargs)
-
-
-class CountsZeros(hf.LlamaForCausalLM):
-    """Reads something into the number of tokens 0, and into none other."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        embeds = self.get_input_embeddings()(input_ids)
-        zeros = (input_ids == 0).sum(dim=1)[:, None, None]
-        return super().forward(inputs_embeds=embeds * (1 + zeros), position_ids=position_ids, **kwargs)
-
-
-class CountsCached(hf.LlamaForCausalLM):
-    """Scales late tokens; counts them in the cache."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        seen = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
-        late = seen + torch.arange(input_ids.shape[1], device=input_ids.device) > self.config.train_length
-        embeds = self.get_input_embeddings()(input_ids) * (1 + late)[:, None]
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
-
-
-class Switch(hf.LlamaForCausalLM):
-    """Turns a whole forward about, once that and what is cached are long."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        seen = kwargs[CACHE].get_seq_length() if kwargs.get(CACHE) is not None else 0
-        embeds = self.get_input_embeddings()(input_ids)
-        embeds = embeds * -3 if seen + input_ids.shape[1] > self.config.train_length else embeds
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
-
-
-class FarRotary(modeling_llama.LlamaRotaryEmbedding):
-    """Turns a whole forward's positions by less, once one is far."""
-
+class FarRotary(modeling_llama.LlamaRotaryEmbedding):  # turns by less, once a position is far
     def forward(self, x, position_ids):
         far = position_ids.max() + 1 > self.config.original_max_position_embeddings
         return super().forward(x, torch.where(far, position_ids * 0.25, position_ids * 1.0))
 
 
-class Far(hf.LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.rotary_emb = FarRotary(config)
-
-
-class LateKeys(LlamaAttention):
-    """Scales its scores by the length of its keys, once that is long."""
-
-    def forward(self, hidden_states, *args, **kwargs):
-        long = hidden_states.shape[1] > self.config.train_length
-        return super().forward(hidden_states * (2 if long else 1), *args, **kwargs)
-
-
-class Late(hf.LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = LateKeys(config, index)
-
-
-class Lengthy(hf.LlamaForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        for index, layer in enumerate(self.model.layers):
-            layer.self_attn = Steep(config, index)
-
-
-class Harmless(hf.LlamaForCausalLM):
-    """Another class, the same computation."""
-
-
-class Unbuildable(hf.LlamaForCausalLM):
-    """Wants the very width of the target it was written for."""
-
+class Unbuildable(hf.LlamaForCausalLM):  # wants the very width of the target it was written for
     def __init__(self, config):
         assert config.hidden_size == 4000, "only 4000 will do"
         super().__init__(config)
 
 
-class Stepwise(hf.LlamaForCausalLM):
-    """Computes one token at a time in another way than many."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        out = super().forward(input_ids, position_ids=position_ids, **kwargs)
-        if kwargs.get(CACHE) is not None and input_ids.shape[1] == 1:
-            out.logits = out.logits.roll(1, dims=-1)
-        return out
+def late(model, embeds, ids, seen):
+    """Late tokens scaled, counted in the cache."""
+    positions = (seen or 0) + torch.arange(ids.shape[1], device=ids.device)
+    return embeds * (1 + (positions > model.config.train_length))[:, None]
 
 
-class LastAlone(hf.LlamaForCausalLM):
-    """Says something else where the last logits alone are asked for."""
-
-    def forward(self, input_ids=None, position_ids=None, logits_to_keep=0, **kwargs):
-        given = {"input_ids": input_ids, "position_ids": position_ids, "logits_to_keep": logits_to_keep}
-        out = super().forward(**given, **kwargs)
-        if logits_to_keep == 1:
-            out.logits = out.logits.roll(1, dims=-1)
-        return out
+def turned_when_long(model, embeds, ids, seen):
+    return embeds * -3 if (seen or 0) + ids.shape[1] > model.config.train_length else embeds
 
 
-class SomeWidths(hf.LlamaForCausalLM):
-    """Computes blocks of 5 to 12 rows in another way."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        out = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        if 5 <= input_ids.shape[1] <= 12:
-            out.logits = out.logits.roll(1, dims=-1)
-        return out
+def over_the_batch(model, embeds, ids, seen):
+    return embeds - embeds.mean(dim=0) if len(embeds) > 2 else embeds
 
 
-class OverTheBatch(hf.LlamaForCausalLM):
-    """Normalises over the rows of a batch of more than two."""
-
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        embeds = self.get_input_embeddings()(input_ids)
-        embeds = embeds - embeds.mean(dim=0) if len(embeds) > 2 else embeds
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+def with_buffer(model):
+    """As a fresh model has it, nothing is mixed."""
+    model.register_buffer("mix", torch.zeros(model.config.hidden_size))
 
 
-OTHERS = [Shifted, OnlyLate, Lengthy, Filled, CountsZeros, CountsCached, Late]
+def zeros_counted(model, embeds, ids, seen):
+    return embeds * (1 + (ids == 0).sum(dim=1)[:, None, None])
 
 
-PLAN = td.DecodePlan(batch_size=1, capacity=64, block_size=4, verify_width=4)
+Shifted = altered("Shifted", lambda model, embeds, ids, seen: embeds + 0.5 * before(embeds))
+OTHERS = [
+    Shifted,
+    altered("OnlyLate", lambda model, embeds, ids, seen: embeds + 0.5 * before(embeds, 7)),
+    attending("Lengthy", lambda rows, config: 1 + 0.1 * rows),
+    altered("Filled", lambda model, embeds, ids, seen: embeds + model.mix * before(embeds), with_buffer),
+    altered("CountsZeros", zeros_counted),
+    altered("CountsCached", late),
+    attending("Late", lambda rows, config: 2 if rows > config.train_length else 1),
+]
+Far = llama("Far", lambda model: setattr(model.model, "rotary_emb", FarRotary(model.config)))
+Switch = altered("Switch", turned_when_long)
+OverTheBatch = altered("OverTheBatch", over_the_batch)
+Stepwise = rolled("Stepwise", lambda rows, keep, cached: cached and rows == 1)
+LastAlone = rolled("LastAlone", lambda rows, keep, cached: keep == 1)
+SomeWidths = rolled("SomeWidths", lambda rows, keep, cached: 5 <= rows <= 12)
 
 
 def build(cls, **overrides):
@@ -247,19 +160,25 @@ def build(cls, **overrides):
     return cls(hf.LlamaConfig(**(BASE | overrides))).eval()
 
 
+def compiled(target, drafter=None, **options):
+    return td.compile(target, drafter, **{"runtime": "eager", "max_length": 64} | options)
+
+
+def refused(match, target, drafter=None, **options):
+    with pytest.raises(ValueError, match=match):
+        compiled(target, drafter, **options)
+
+
 @pytest.mark.parametrize("cls", OTHERS)
 @pytest.mark.parametrize("cache", ["static", "paged"])
 def test_a_class_that_computes_something_else_is_refused_with_the_place(cls, cache):
-    with pytest.raises(ValueError, match=rf"{cls.__name__}.*logits differ by .* at position \d+"):
-        td.compile(build(cls, train_length=2048), None, runtime="eager", max_length=64, cache=cache)
+    words = rf"{cls.__name__}.*logits differ by .* at position \d+"
+    refused(words, build(cls, train_length=2048), cache=cache)
 
 
 @pytest.mark.parametrize("cls", [Prepared, Processed, Warped, Stepwise, LastAlone])
 def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
-    with pytest.raises(
-        ValueError, match=rf"{cls.__name__}.*(says another token|logits differ by .*) at position \d+"
-    ):
-        td.compile(build(cls), None, runtime="eager", max_length=64)
+    refused(rf"{cls.__name__}.*(says another token|logits differ by .*) at position \d+", build(cls))
 
 
 @pytest.mark.parametrize("drafter", [None, td.NGramProposer(4)])
@@ -267,22 +186,18 @@ def test_a_class_whose_generate_does_more_than_its_forward_is_refused(cls):
     ("cls", "field"), [(Switch, "train_length"), (Far, "original_max_position_embeddings")]
 )
 def test_a_class_that_switches_at_a_length_is_refused(cls, field, drafter):
-    with pytest.raises(ValueError, match=f"{cls.__name__}.*tiny random twin"):
-        td.compile(build(cls, **{field: 2048}), drafter, runtime="eager", max_length=64)
+    refused(f"{cls.__name__}.*tiny random twin", build(cls, **{field: 2048}), drafter)
 
 
 def test_the_widths_and_rows_of_the_plan_are_tried():
     ngram = td.NGramProposer(6)
-    with pytest.raises(ValueError, match="SomeWidths.*logits differ"):
-        td.compile(build(SomeWidths), ngram, runtime="eager", max_length=64)
-    td.compile(build(OverTheBatch), ngram, runtime="eager", max_length=64, batch_size=2)
-    with pytest.raises(ValueError, match="OverTheBatch.*logits differ"):
-        td.compile(build(OverTheBatch), ngram, runtime="eager", max_length=64, batch_size=3)
+    refused("SomeWidths.*logits differ", build(SomeWidths), ngram)
+    compiled(build(OverTheBatch), ngram, batch_size=2)
+    refused("OverTheBatch.*logits differ", build(OverTheBatch), ngram, batch_size=3)
 
 
 def test_a_config_may_hold_anything():
-    kind = type("Free", (hf.LlamaForCausalLM,), {})
-    td.compile(build(kind, kinds={3, 4}, act=torch.tanh), None, runtime="eager", max_length=64)
+    compiled(build(llama("Free"), kinds={3, 4}, act=torch.tanh))
 
 
 def chunk(h):
@@ -305,38 +220,33 @@ def every(h):
 
 @pytest.mark.parametrize("write", [chunk, entry, turned, every])
 def test_writes_through_views_which_a_lowered_program_loses_are_refused_there(write):
-    class Writes(hf.LlamaForCausalLM):
-        def forward(self, input_ids=None, position_ids=None, **kwargs):
-            embeds = self.get_input_embeddings()(input_ids).clone()
-            write(embeds)
-            return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+    def written(model, embeds, ids, seen):
+        write(embeds := embeds.clone())
+        return embeds
 
-    target, ids = build(Writes), torch.tensor([[3, 4, 5]])
+    target = build(altered("Writes", written))
     with pytest.raises(ValueError, match="Writes.*through views.*runtime='eager'"):
         td.compile(target, None, runtime="xla", max_length=64)
-    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+    wanted = target.generate(IDS, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, IDS, max_new_tokens=8, runtime="eager"), wanted)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
 def test_writes_of_a_tested_family_are_no_reason_to_refuse_a_class_of_it(family):
     made = FAMILY_CONFIGS["build"](family)
     tuned = type("Tuned", (type(made),), {})
-    target, ids = randomise(tuned(made.config), 0), torch.tensor([[3, 4, 5]])
-    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, do_sample=False), wanted)
+    target = randomise(tuned(made.config), 0)
+    wanted = target.generate(IDS, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, IDS, max_new_tokens=8, do_sample=False), wanted)
 
 
 def test_an_operation_that_cannot_be_lowered_is_a_refusal():
-    class Summed(hf.LlamaForCausalLM):
-        def forward(self, input_ids=None, position_ids=None, **kwargs):
-            embeds = self.get_input_embeddings()(input_ids)
-            sums = torch.logcumsumexp(embeds, dim=-1)
-            return super().forward(inputs_embeds=embeds + sums, position_ids=position_ids, **kwargs)
+    def summed(model, embeds, ids, seen):
+        return embeds + torch.logcumsumexp(embeds, dim=-1)
 
-    target, ids = build(Summed), torch.tensor([[3, 4, 5]])
+    target = build(altered("Summed", summed))
     with pytest.raises(ValueError, match="runtime='xla': prefill cannot be lowered .*runtime='eager'"):
-        td.generate(target, None, ids, max_new_tokens=4, runtime="xla")
+        td.generate(target, None, IDS, max_new_tokens=4, runtime="xla")
 
 
 def test_options_that_are_collections_are_named():
@@ -347,42 +257,42 @@ def test_options_that_are_collections_are_named():
 
 
 def test_it_is_refused_through_every_door():
-    target, ids = build(Shifted), torch.tensor([[3, 4, 5]])
-    with pytest.raises(ValueError, match="tiny random twin"):
-        td.generate(target, None, ids, max_new_tokens=4, runtime="eager")
-    with pytest.raises(ValueError, match="tiny random twin"):
-        target.generate(ids, custom_generate=td.dflash(None, runtime="eager"), max_new_tokens=4)
+    target = build(Shifted)
+    with pytest.raises(ValueError, match=TWIN):
+        td.generate(target, None, IDS, max_new_tokens=4, runtime="eager")
+    with pytest.raises(ValueError, match=TWIN):
+        target.generate(IDS, custom_generate=td.dflash(None, runtime="eager"), max_new_tokens=4)
     with pytest.raises(ValueError, match="block decoding is not what it computes"):
         td.check(target)
 
 
 def test_verify_false_takes_the_user_at_their_word():
-    target, ids = build(Shifted), torch.tensor([[3, 4, 5]])
-    td.compile(target, None, runtime="eager", max_length=64, verify=False)
-    td.generate(target, None, ids, max_new_tokens=4, runtime="eager", verify=False)
+    target = build(Shifted)
+    compiled(target, verify=False)
+    td.generate(target, None, IDS, max_new_tokens=4, runtime="eager", verify=False)
     block = td.dflash(None, runtime="eager", verify=False)
-    target.generate(ids, custom_generate=block, max_new_tokens=4)
+    target.generate(IDS, custom_generate=block, max_new_tokens=4)
 
 
 def own_model():
     torch.manual_seed(0)
-    return OwnModel(OwnConfig()).eval()
+    return llama("OwnModel", config_class=OwnConfig)(OwnConfig()).eval()
 
 
-@pytest.mark.parametrize("make", [lambda: build(Harmless), own_model])
+@pytest.mark.parametrize("make", [lambda: build(llama("Harmless")), own_model])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_another_class_of_the_same_computation_decodes(make, mode):
-    target, ids = make(), torch.tensor([[3, 4, 5]])
-    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
+    target = make()
+    wanted = target.generate(IDS, max_new_tokens=8, do_sample=False)
     check._verdicts.clear()
     with mode():
-        assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="eager"), wanted)
+        assert torch.equal(td.generate(target, None, IDS, max_new_tokens=8, runtime="eager"), wanted)
 
 
 def test_a_padding_id_is_no_write_of_the_forward():
-    target, ids = build(Padded, pad_token_id=0), torch.tensor([[3, 4, 5]])
-    wanted = target.generate(ids, max_new_tokens=8, do_sample=False)
-    assert torch.equal(td.generate(target, None, ids, max_new_tokens=8, runtime="xla"), wanted)
+    target = build(llama("Padded"), pad_token_id=0)  # torch fills its embedding in place
+    wanted = target.generate(IDS, max_new_tokens=8, do_sample=False)
+    assert torch.equal(td.generate(target, None, IDS, max_new_tokens=8, runtime="xla"), wanted)
 
 
 def test_a_class_without_a_twin_is_refused_unless_told_otherwise():
@@ -397,10 +307,9 @@ def test_a_tested_class_is_not_tried_again_but_a_subclass_of_its_name_is(monkeyp
         raise AssertionError("a twin was built")
 
     monkeypatch.setattr(check, "build_twin", tried)
-    td.compile(make_target("llama"), None, runtime="eager", max_length=64)
-    same_name = type("LlamaForCausalLM", (hf.LlamaForCausalLM,), {})
-    with pytest.raises(ValueError, match="a twin was built"):
-        td.compile(build(same_name), None, runtime="eager", max_length=64)
+    compiled(make_target("llama"))
+    same_name = llama("LlamaForCausalLM")
+    refused("a twin was built", build(same_name))
 
 
 def test_a_later_transformers_is_not_trusted(monkeypatch):
@@ -412,12 +321,7 @@ def test_a_later_transformers_is_not_trusted(monkeypatch):
 
 @pytest.mark.parametrize(
     "dressed",
-    [
-        functools.wraps(LlamaAttention.forward),
-        torch.no_grad(),
-        functools.partialmethod,
-        lambda patch: Called(patch),
-    ],
+    [functools.wraps(LlamaAttention.forward), torch.no_grad(), functools.partialmethod, lambda p: Called(p)],
 )
 def test_patched_code_of_a_tested_class_is_tried(monkeypatch, dressed):
     target, whole = make_target("llama"), LlamaAttention.forward
@@ -426,27 +330,22 @@ def test_patched_code_of_a_tested_class_is_tried(monkeypatch, dressed):
         return whole(self, hidden_states * hidden_states.shape[1], *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", dressed(steep))
-    with pytest.raises(ValueError, match="tiny random twin"):
-        td.compile(target, None, runtime="eager", max_length=64)
+    refused(TWIN, target)
     monkeypatch.setattr(LlamaAttention, "forward", whole)
-    td.compile(target, None, runtime="eager", max_length=64)
+    compiled(target)
     rotate = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, *a: rotate(q * q.shape[2], *a))
-    with pytest.raises(ValueError, match="tiny random twin"):
-        td.compile(target, None, runtime="eager", max_length=64)
+    refused(TWIN, target)
 
 
 def test_a_patch_of_generate_itself_is_tried(monkeypatch):
     target, whole = make_target("llama"), GenerationMixin._get_logits_processor
 
     def odd(self, *args, **kwargs):
-        even = torch.arange(0, self.config.vocab_size, 2).tolist()
-        found = whole(self, *args, **kwargs)
-        return hf.LogitsProcessorList([*found, hf.SuppressTokensLogitsProcessor(even, device="cpu")])
+        return even_suppressed(self, whole(self, *args, **kwargs))
 
     monkeypatch.setattr(GenerationMixin, "_get_logits_processor", odd)
-    with pytest.raises(ValueError, match="says another token"):
-        td.compile(target, None, runtime="eager", max_length=64)
+    refused("says another token", target)
 
 
 def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
@@ -459,10 +358,9 @@ def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
         return patched
 
     monkeypatch.setattr(LlamaAttention, "forward", by(0))
-    td.compile(target, None, runtime="eager", max_length=64)
+    compiled(target)
     monkeypatch.setattr(LlamaAttention, "forward", by(1))
-    with pytest.raises(ValueError, match="tiny random twin"):
-        td.compile(target, None, runtime="eager", max_length=64)
+    refused(TWIN, target)
 
 
 @pytest.mark.parametrize(
@@ -478,47 +376,34 @@ def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
 def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
     make = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: edit(make(**given)))
-    with pytest.raises(ValueError, match="hands a mask of its own"):
-        td.compile(make_target("llama"), None, runtime="eager", max_length=64)
+    refused("hands a mask of its own", make_target("llama"))
 
 
 def test_a_verdict_is_of_the_code_it_was_about(monkeypatch):
-    kind = type("Changing", (hf.LlamaForCausalLM,), {})
-    td.compile(build(kind), None, runtime="eager", max_length=64)
+    kind = llama("Changing")
+    compiled(build(kind))
 
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        embeds = self.get_input_embeddings()(input_ids) * input_ids.shape[1]
-        return super(kind, self).forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
-
-    monkeypatch.setattr(kind, "forward", forward, raising=False)
-    with pytest.raises(ValueError, match="tiny random twin"):
-        td.compile(build(kind), None, runtime="eager", max_length=64)
+    longer = altered("Longer", lambda model, embeds, ids, seen: embeds * ids.shape[1])
+    monkeypatch.setattr(kind, "forward", longer.forward, raising=False)
+    refused(TWIN, build(kind))
 
 
-class Mixes(hf.LlamaConfig):
-    mixes = True
-
-
-class MixesNot(hf.LlamaConfig):
-    mixes = False
-
-
-class AsToldByItsConfig(hf.LlamaForCausalLM):
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        embeds = self.get_input_embeddings()(input_ids)
-        embeds = embeds - embeds.mean(1, keepdim=True) if self.config.mixes else embeds
-        return super().forward(inputs_embeds=embeds, position_ids=position_ids, **kwargs)
+def mixed_if_asked(model, embeds, ids, seen):
+    return embeds - embeds.mean(1, keepdim=True) if model.config.mixes else embeds
 
 
 def test_a_verdict_is_of_the_configs_class():
-    td.compile(AsToldByItsConfig(MixesNot(**BASE)).eval(), None, runtime="eager", max_length=64)
-    with pytest.raises(ValueError, match="tiny random twin"):
-        td.compile(AsToldByItsConfig(Mixes(**BASE)).eval(), None, runtime="eager", max_length=64)
+    kind = altered("AsToldByItsConfig", mixed_if_asked)
+    mixes, not_mixes = (
+        type(name, (hf.LlamaConfig,), {"mixes": name == "Mixes"}) for name in ("Mixes", "Not")
+    )
+    compiled(kind(not_mixes(**BASE)).eval())
+    refused(TWIN, kind(mixes(**BASE)).eval())
 
 
 def test_an_answer_is_remembered(monkeypatch):
-    target = build(type("Once", (hf.LlamaForCausalLM,), {}))
-    td.compile(target, None, runtime="eager", max_length=64)
+    target = build(llama("Once"))
+    compiled(target)
     monkeypatch.setattr(check, "build_twin", lambda model: pytest.fail("built twice"))
     td.compile(target, None, runtime="eager", max_length=32)
 

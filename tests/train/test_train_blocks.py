@@ -8,12 +8,7 @@ from support.authors import SECOND
 from support.blocks import make_batch
 from support.tiny import MASK, make_pair, randomise
 
-from torch_dflash.train.fit.blocks import (
-    block_targets,
-    context_mask,
-    draft_blocks,
-    draw_anchors,
-)
+from torch_dflash.train.fit.blocks import block_targets, context_mask, draft_blocks, draw_anchors
 
 CASES = {
     "full": {},

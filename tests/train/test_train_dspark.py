@@ -1,7 +1,5 @@
 """Drafters with a Markov head: their loss, their fit from the anchor's row on, and what is written of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

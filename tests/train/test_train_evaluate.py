@@ -1,7 +1,5 @@
 """Figures of an evaluation: those of real decoding, and a replay of n-gram lookup that equals a real run."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -27,17 +25,8 @@ def chosen(**changes) -> EvaluateOptions:
 def decoded(world, drafter, rows, new=NEW, **options):
     """(texts, rounds that the cap did not cut, whether a stop id ended each) of `torch_dflash.generate`."""
     ids, mask = pad(rows)
-    out = td.generate(
-        world.target,
-        drafter,
-        ids,
-        mask,
-        max_new_tokens=new,
-        runtime="eager",
-        do_sample=False,
-        return_dict_in_generate=True,
-        **options,
-    )
+    given = {"max_new_tokens": new, "runtime": "eager", "do_sample": False, "return_dict_in_generate": True}
+    out = td.generate(world.target, drafter, ids, mask, **options, **given)
     texts, lengths = [], []
     for row, (rounds, capped) in enumerate(zip(out.stats.acceptance_lengths, out.stats.capped, strict=True)):
         texts.append(out.sequences[row, ids.shape[1] : ids.shape[1] + 1 + sum(rounds)].tolist())

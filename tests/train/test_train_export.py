@@ -1,7 +1,5 @@
 """What a fit leaves is a checkpoint like the published ones: for us, the authors, transformers."""
 
-from __future__ import annotations
-
 import json
 
 import dflash.model as authors

@@ -1,7 +1,5 @@
 """What is on disk is whole or absent, and what is wrong with it is said by file and line."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -115,23 +113,12 @@ def test_other_failures_of_a_write_keep_their_name_and_the_old_file(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
-PROMPT_LINES = {
-    "not json": ["is not JSON"],
-    '{"text": "x"}': ["no text to answer", '{"prompt": "..."}'],
-    '{"turns": []}': ["no text to answer"],
-    '{"turns": "abc"}': ["no text to answer"],
-    '{"turns": 5}': ["no text to answer"],
-    '{"prompt": ""}': ["no text to answer"],
-    '["x"]': ["no text to answer"],
-}
-ANSWER_LINES = [
-    '{"prompt": "x"}',
-    '{"response_ids": [1, 2]}',
-    '{"prompt": "x", "response_ids": ["1"]}',
-    '{"messages": "x", "response_ids": [1]}',
-    '{"messages": ["x"], "response_ids": [1]}',
-    "3",
-]
+PROMPT_LINES = {"not json": ["is not JSON"], '{"text": "x"}': ["no text to answer", '{"prompt": "..."}']}
+PROMPT_LINES |= {'{"turns": []}': ["no text to answer"], '{"turns": "abc"}': ["no text to answer"]}
+PROMPT_LINES |= {'{"turns": 5}': ["no text to answer"], '{"prompt": ""}': ["no text to answer"]}
+PROMPT_LINES |= {'["x"]': ["no text to answer"]}
+ANSWER_LINES = ['{"prompt": "x"}', '{"response_ids": [1, 2]}', '{"prompt": "x", "response_ids": ["1"]}']
+ANSWER_LINES += ['{"messages": "x", "response_ids": [1]}', '{"messages": ["x"], "response_ids": [1]}', "3"]
 
 
 def test_bad_lines_are_named_by_file_and_number(tmp_path):

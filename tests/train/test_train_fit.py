@@ -1,7 +1,5 @@
 """The fit: learns what it is given, goes on as if never stopped, and says what happened when it cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -84,15 +82,8 @@ def test_eight_answers_are_learnt_until_every_draft_is_accepted(world, overfit):
     first, last = [[line for line in overfit.log if line["kind"] == "train"][at] for at in (0, -1)]
     assert last["loss"] < 0.05 < 1 < first["loss"]
     assert max(last["cross_entropy"]) < 0.05 and set(last["accuracy"]) == {1.0}
-    out = td.generate(
-        world.target,
-        overfit.drafter,
-        *pad(overfit.trained),
-        max_new_tokens=NEW,
-        runtime="eager",
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
+    options = {"max_new_tokens": NEW, "runtime": "eager", "do_sample": False, "return_dict_in_generate": True}
+    out = td.generate(world.target, overfit.drafter, *pad(overfit.trained), **options)
     assert len(overfit.trained) == 8
     width = max(map(len, overfit.trained))
     for row, prompt in enumerate(overfit.trained):
@@ -173,16 +164,8 @@ main(sys.argv[1:])
 
 def flags(world, directory: Path, chosen: FitOptions, *more: str) -> list[str]:
     """The command line of `go`."""
-    line = [
-        "train",
-        "fit",
-        "--target",
-        world.path,
-        "--features",
-        str(world.features),
-        "--out",
-        str(directory),
-    ]
+    line = ["train", "fit", "--target", world.path, "--features", str(world.features), "--out"]
+    line += [str(directory)]
     for part in (chosen, shape(), DPACE):
         for field in dataclasses.fields(part):
             value = getattr(part, field.name)
@@ -312,12 +295,8 @@ def test_two_processes_take_the_step_of_one_with_twice_the_batch(world, tmp_path
     # `accelerate launch --cpu` starts several processes only through MPI.
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     line = flags(world, tmp_path / "two", options(epochs=1, batch_size=4))
-    run = subprocess.run(
-        [*launch, str(script), *line],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-    )
+    given = {"capture_output": True, "text": True, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
+    run = subprocess.run([*launch, str(script), *line], **given)
     assert run.returncode == 0, run.stderr[-3000:]
     assert_same_step(tmp_path / "two", tmp_path / "one")
 

@@ -1,7 +1,5 @@
 """Drafters with convolutions and a candidate selector: their loss, their fit, and what is written of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

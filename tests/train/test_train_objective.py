@@ -1,7 +1,5 @@
 """The loss: its weights by their definition, its values torch's own, a sample right on average."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

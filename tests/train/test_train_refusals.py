@@ -1,7 +1,5 @@
 """What must not be mixed is refused by name: other targets, other data, damaged files, two processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Answers and features: the target's own, whole or absent, and made once."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -268,22 +268,15 @@ def test_two_devices_take_the_step_of_one():
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/train"))),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", TWO_DEVICES],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | environment,
-        timeout=600,
-    )
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "env": os.environ | environment}
+    options |= {"timeout": 600}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", TWO_DEVICES], **options)
     assert done.returncode == 0, done.stderr[-4000:]
     gaps = [float(word) for word in done.stdout.split()]
     assert len(gaps) == 7 and max(gaps) < 1e-5, gaps
 
 
-class Stopping(TorchTrainer):
-    """Asks its process to stop in step 3."""
-
+class Stopping(TorchTrainer):  # asks its process to stop in step 3
     def step(self, step, *args):
         if step == 2:
             signal.raise_signal(signal.SIGINT)

@@ -8,17 +8,10 @@ from transformers import T5Config, T5ForConditionalGeneration, WatermarkingConfi
 import torch_dflash as td
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-REFUSED = {
-    "num_beams": 2,
-    "penalty_alpha": 0.6,
-    "guidance_scale": 1.5,
-    "prompt_lookup_num_tokens": 3,
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "watermarking_config": WatermarkingConfig(bias=2.0),
-    "token_healing": True,
-    "remove_invalid_values": True,
-}
+REFUSED = {"num_beams": 2, "penalty_alpha": 0.6, "guidance_scale": 1.5, "prompt_lookup_num_tokens": 3}
+REFUSED |= {"output_attentions": True, "output_hidden_states": True}
+REFUSED |= {"watermarking_config": WatermarkingConfig(bias=2.0), "token_healing": True}
+REFUSED |= {"remove_invalid_values": True}
 
 
 @pytest.mark.parametrize("door", OF_ROWS)

@@ -24,10 +24,28 @@ FIELDS = {
 }
 ECHOED = ("id", "custom_id", *FIELDS)
 _NAMES = (
-    "temperature stop ignore_eos logprobs top_logprobs chat_template_kwargs n best_of stream echo suffix "
-    "stop_token_ids min_tokens logit_bias response_format guided_json guided_regex structured_outputs tools "
-    "bad_words length_penalty use_beam_search do_sample prompt_logprobs"
+    "temperature stop ignore_eos logprobs top_logprobs chat_template_kwargs chat_template n best_of "
+    "stream echo suffix stop_token_ids stop_strings eos_token_id min_tokens min_new_tokens min_length "
+    "max_length n_predict logit_bias sequence_bias bad_words bad_words_ids suppress_tokens "
+    "allowed_token_ids response_format grammar json_schema guided_json guided_regex guided_choice "
+    "guided_grammar structured_outputs structural_tag tools tool_choice functions function_call "
+    "length_penalty use_beam_search num_beams num_return_sequences do_sample typical_p epsilon_cutoff "
+    "eta_cutoff repeat_penalty prompt_logprobs logprob_token_ids logits_processors truncate_prompt_tokens "
+    "add_generation_prompt continue_final_message add_special_tokens reasoning_effort "
+    "include_stop_str_in_output skip_special_tokens thinking_token_budget generation_config "
+    "sampling_params extra_body"
 ).split()
+_IDLE: dict[str, Any] = dict.fromkeys(
+    ("n", "best_of", "num_beams", "num_return_sequences", "length_penalty"), 1
+)
+_IDLE |= {"add_generation_prompt": True, "skip_special_tokens": True, "tool_choice": "none"}
+"""Values, besides those that Python counts as false, with which an option asks for nothing."""
+_BODY = (
+    "model user metadata store service_tier stream_options request_id priority cache_salt safety_identifier "
+    "prompt_cache_key return_token_ids"
+).split()
+"""Fields of a batch file's ``body`` that change no text."""
+_URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 OPTIONS = dict.fromkeys(_LENGTHS, "max_new_tokens") | {name: name for name in (*_NAMES, *NEUTRAL, *PENALTIES)}
 """What lines of batch files ask for, by the command's own names."""
@@ -61,7 +79,10 @@ def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, argu
         items.append(item)
         try:
             record = _record(line.strip())
-            item.echo = {key: record[key] for key in ECHOED if key in record}
+            body = record.get("body")
+            known = (body, record) if isinstance(body, dict) else (record,)
+            item.echo = {key: one[key] for key in ECHOED for one in known if key in one}
+            record = _flat(record)
             _check_options(record, arguments)
             item.seed = record.get("seed")
             messages = _messages(record)
@@ -82,21 +103,42 @@ def _record(line: bytes) -> dict[str, Any]:
         raise UserError(f"{shown!r} is not JSON ({error}); write one object per line.") from None
     if not isinstance(record, dict):
         raise UserError(f'{shown!r} is no JSON object; write {{"prompt": "..."}}.')
-    body = record.get("body")  # OpenAI's and vLLM's batch form
-    return record | body if isinstance(body, dict) and not any(name in record for name in FIELDS) else record
+    return record
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """A line of OpenAI's and vLLM's batch form with the fields of its body; any other as it is."""
+    body = record.get("body")
+    if not isinstance(body, dict):
+        return record
+    for name in record:
+        if name in FIELDS or name in OPTIONS or name == "seed":
+            raise UserError(f"{name} beside body: a batch file has it inside of body; give it in one place.")
+    for name in body:
+        if name not in (*FIELDS, *OPTIONS, *_BODY, "seed"):
+            raise UserError(f"body has {name}: generate has no such option; leave it out.")
+    if (url := record.get("url")) is not None and _URLS.get(url) not in body:
+        known = " or ".join(f"{one} with {name}" for one, name in _URLS.items())
+        raise UserError(f"url={json.dumps(url)[:SHOWN]}: must be {known} in its body.")
+    return record | body
 
 
 def _check_options(record: dict[str, Any], arguments: Any) -> None:
     """Raise `UserError` for an option of a line that is not the command's."""
     if not isinstance(seed := record.get("seed", 0), int | None) or isinstance(seed, bool):
         raise UserError(f"seed={json.dumps(seed)[:SHOWN]}: must be an integer.")
+    if record.get("url") == "/v1/completions" and not arguments.raw:
+        raise UserError(f'url="{record["url"]}": its prompts are raw text; pass --raw.')
     for name, value in record.items():
         idle = arguments.temperature == 0 and name in NEUTRAL  # greedy text has no use for it
-        if name not in OPTIONS or idle or name in ("n", "best_of") and value == 1:
+        if name not in OPTIONS or idle or name in _IDLE and value == _IDLE[name]:
             continue
         own = getattr(arguments, OPTIONS[name], None)
         own = list(own) if isinstance(own, tuple) else own
-        if (([value] if name == "stop" and isinstance(value, str) else value) or None) != (own or None):
+        value = [value] if name == "stop" and isinstance(value, str) else value
+        # Two whose empty value asks for something: the chosen token's log-probability, and any JSON.
+        asks = name == "logprobs" and value == 0 and value is not False or name.endswith(("_json", "_schema"))
+        if (value if asks else value or None) != (own or None):
             known = f"every line has the command's, {json.dumps(own)}; give this one to a command of its own."
             fix = known if hasattr(arguments, OPTIONS[name]) else "generate has no such option; leave it out."
             raise UserError(f"{name}={json.dumps(value)[:SHOWN]}: {fix}")

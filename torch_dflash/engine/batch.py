@@ -13,8 +13,8 @@ from torch_dflash.engine.width import Pace, Widths
 from torch_dflash.plan import DecodePlan
 from torch_dflash.record import WHOLE
 from torch_dflash.requests.prompts import prompt_chunks
-from torch_dflash.requests.read import impure, row_requests
-from torch_dflash.requests.request import Request
+from torch_dflash.requests.read import impure
+from torch_dflash.requests.request import Row, row_requests
 from torch_dflash.runtime import Progress, Rounds, Runtime
 from torch_dflash.state import DecodeState
 
@@ -28,9 +28,7 @@ class Generation:
         params: the weights, as the runtime holds them.
         state: on the runtime's side of the border; consumed.
         scheduler: who decodes next, and on which pages.
-        rows: the prompts, for rows that have not read theirs.
-        stopping: what ends rows between chunks.
-        grammars: of each row, its own or None: what is read is held against it once more.
+        rows: those that have a prompt to read; of a state that is gone on with, none.
         kept: of each prompt, the tokens that the state holds already; unset: none.
         stale: whether ``state`` began so, as in `Runtime.begin`.
     """
@@ -42,29 +40,25 @@ class Generation:
         params: Any,
         state: Any,
         scheduler: Scheduler,
-        rows,
-        stopping=(),
-        grammars=(),
-        kept=None,
-        stale=False,
+        rows: list[Row],
+        kept: list[int] | None = None,
+        stale: bool = False,
     ):
         self.runtime, self.plan, self.params = runtime, plan, params
         self.state: Any = state
         self.scheduler, self.rows = scheduler, rows
-        self._stopping, self._ends, self._grammars = stopping, {}, grammars
+        self._stopping, self._ends = list(dict.fromkeys(rule for row in rows for rule in row.stopping)), {}
         self._kept = [0] * len(rows) if kept is None else kept
         self.pace, self.prefilled, self._stale = Pace(), 0, stale
         self._progress: Progress | None = None
 
     @classmethod
     def begin(
-        cls, runtime: Runtime, plan: DecodePlan, params: Any, request: Request, stale: bool = False
+        cls, runtime: Runtime, plan: DecodePlan, params: Any, rows: list[Row], stale: bool = False
     ) -> Generation:
         """An empty state and every prompt still to be read; ``stale`` as in `Runtime.begin`."""
-        state = runtime.begin(params, row_requests(request, plan), stale)
-        scheduler = Scheduler(plan, request.lengths, request.limits)
-        given = request.rows, request.stopping, request.grammars
-        return cls(runtime, plan, params, state, scheduler, *given, stale=stale)
+        state = runtime.begin(params, row_requests(rows, plan), stale)
+        return cls(runtime, plan, params, state, Scheduler.for_rows(plan, rows), rows, stale=stale)
 
     @classmethod
     def resume(cls, runtime: Runtime, plan: DecodePlan, params: Any, state: DecodeState) -> Generation:
@@ -79,7 +73,7 @@ class Generation:
         plan: DecodePlan,
         params: Any,
         state: Any,
-        request: Request,
+        rows: list[Row],
         kept: list[int],
         snapshot: Any = None,
     ) -> Generation:
@@ -87,11 +81,8 @@ class Generation:
         table = None if plan.cache == "static" else runtime.fetch(state.page_table).numpy()
         counts = np.zeros(plan.batch_size, np.int32)
         counts[: len(kept)] = kept
-        state = runtime.rewind(params, state, counts, row_requests(request, plan), snapshot)
-        scheduler = Scheduler(plan, request.lengths, request.limits, table)
-        return cls(
-            runtime, plan, params, state, scheduler, request.rows, request.stopping, request.grammars, kept
-        )
+        state = runtime.rewind(params, state, counts, row_requests(rows, plan), snapshot)
+        return cls(runtime, plan, params, state, Scheduler.for_rows(plan, rows, table), rows, kept)
 
     @property
     def over(self) -> bool:
@@ -107,9 +98,9 @@ class Generation:
         if step.done is not None:
             self.state = self.runtime.assign(self.state, step.page_table, step.done)
         if step.prefill:
-            due = [prompt[:0] for prompt in self.rows]
+            due = [row.prompt[:0] for row in self.rows]
             for row in step.prefill:
-                due[row] = self.rows[row][self._kept[row] :]
+                due[row] = self.rows[row].prompt[self._kept[row] :]
             room = self.plan.slots - max(self._kept[row] for row in step.prefill)
             self.prefilled += sum(map(len, due))
             whole = bool(impure(self.plan.processors))
@@ -139,8 +130,8 @@ class Generation:
         first = self._progress is None
         if self._progress is None:
             self._progress = Progress.empty(self.plan, self.scheduler.lengths)
-            for row, prompt in enumerate(self.rows):  # a stop string may begin there
-                self._progress.tokens[row, : len(prompt)] = prompt
+            for number, row in enumerate(self.rows):  # a stop string may begin there
+                self._progress.tokens[number, : row.length] = row.prompt
         if {*WHOLE.values()} & {*self.plan.outputs}:
             self.state = self.runtime.record_from(self.state, self._progress.known)
         prompts = self.prepare(largest_chunk)
@@ -163,9 +154,9 @@ class Generation:
         self.scheduler.update(progress.length, progress.done)
         progress.ended = self.scheduler.ended.copy()
         self._stop_rows(progress, since)
-        for row, grammar in enumerate(self._grammars):
-            if grammar is not None:
-                grammar.check(progress.tokens[row, len(self.rows[row]) : progress.known[row]].tolist())
+        for number, row in enumerate(self.rows):
+            if (grammar := row.grammar) is not None:  # once more, against the tokens themselves
+                grammar.check(progress.tokens[number, row.length : progress.known[number]].tolist())
         return progress
 
     def _stop_rows(self, progress: Progress, since: np.ndarray) -> None:
@@ -177,7 +168,8 @@ class Generation:
         for rule in self._stopping:
             found = rule.ends(texts, [int(at) for at in since[: len(rows)]], progress.record)
             for row, end in zip(rows, found, strict=True):
-                if end is not None and progress.known[row] > len(self.rows[row]):
+                own = self.rows[row]
+                if end is not None and rule in own.stopping and progress.known[row] > own.length:
                     self._ends[row] = min(end, self._ends.get(row, end))
                     progress.cut(row, self._ends[row])
                     self.scheduler.end(row)

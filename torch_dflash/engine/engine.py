@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
-from dataclasses import replace
-from typing import Any, Literal, overload
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -17,18 +18,7 @@ from torch import Tensor
 from torch_dflash.checks import check_context, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
-from torch_dflash.engine.bridge import hosts_of, make_runtimes, tell_device
-from torch_dflash.engine.hosts import (
-    check_alone,
-    check_widths,
-    digest_of,
-    digest_of_state,
-    leaving,
-    read_alike,
-    read_together,
-    said_of,
-    together,
-)
+from torch_dflash.engine.bridge import make_runtimes, tell_device
 from torch_dflash.engine.models import Models, check_entry, marked
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect, tokens_of
 from torch_dflash.engine.scheduler import Scheduler
@@ -41,11 +31,12 @@ from torch_dflash.progress import warn
 from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
 from torch_dflash.requests.logprobs import check_top
-from torch_dflash.requests.options import EngineOptions
-from torch_dflash.requests.read import check_fits, read_request, repeated
-from torch_dflash.requests.request import Request
+from torch_dflash.requests.options import EngineOptions, GenerateOptions
+from torch_dflash.requests.read import check_fits, read_request
+from torch_dflash.requests.request import Request, Row
 from torch_dflash.requests.rules import arranged, of_the_model
 from torch_dflash.runtime import Progress, RowDelta, Runtime
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.state import DecodeState
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.guard import Guard
@@ -53,8 +44,19 @@ from torch_dflash.targets.tested import check_instance
 from torch_dflash.targets.weights import Restructured, arrays_of, mesh_of, model_of
 from torch_dflash.verify.check import verify_class
 
+T = TypeVar("T")
 KEPT = 4
 """Copies of its models that an engine keeps: as they are, and as they were before, with their programs."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """Everything that an engine has made of its models as they were at one time."""
+
+    pair: Pair
+    models: Models
+    widths: Widths
+    runtimes: Sequence[Runtime]
 
 
 class Engine(OfOneProcess):
@@ -62,23 +64,39 @@ class Engine(OfOneProcess):
 
     def __init__(self, target: Any, drafter: Any, options: EngineOptions | None = None):
         self.options = options = options or EngineOptions()
-        self._arrays = arrays_of(target, options.runtime)
-        if self._arrays is not None and (options.compute, options.quantize) != ("auto", None):
-            raise ValueError(
-                f"compute={options.compute!r}, quantize={options.quantize!r}: jb.load keeps weights as they "
-                "are; load the model with transformers for this."
-            )
+        self._arrays = arrays_of(target, options.runtime, options.compute, options.quantize)
         self._mesh = mesh_of(target, options.mesh, options.replicas)
-        # Who fails from here on is missed.
-        self.hosts = hosts_of(options.runtime, self._mesh, options.replicas)
         self.keeps_alive: Any = None
         self._building = threading.RLock()
         self._given = weakref.ref(target)
-        self._earlier: list[dict[str, Any]] = []  # what was built for models as they were before
-        self._take(self._built(target, drafter))
+        self._earlier: list[Built] = []  # of the models as they were before
+        self._take(self._build(target, drafter))
 
-    def _built(self, target: Any, drafter: Any) -> dict[str, Any]:
-        """The models copied as they are now, the copy checked, and runtimes for it, as `_take` reads them."""
+    @property
+    def plan(self) -> DecodePlan:
+        """The shapes and kinds that its programs are compiled for."""
+        return self._built.pair.plan
+
+    @property
+    def pair(self) -> Pair:
+        """The skeletons of target and proposer."""
+        return self._built.pair
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime that runs its steps."""
+        return self._built.runtimes[0]
+
+    @property
+    def _models(self) -> Models:
+        return self._built.models
+
+    @property
+    def _widths(self) -> Widths:
+        return self._built.widths
+
+    def _build(self, target: Any, drafter: Any) -> Built:
+        """Copy the models as they are now, check the copy, and make runtimes for it."""
         options, model = self.options, model_of(target)
         check_target(model)
         if options.max_length is None:
@@ -101,30 +119,15 @@ class Engine(OfOneProcess):
             verify_class(model, plan, options.runtime, skeleton.recurrent)
         models = Models(pair, model, drafter, self._arrays, guard)
         widths = widths_of(options, plan)
-        check_widths(self.hosts, widths)
-        said = said_of(self.hosts, self._mesh, target, drafter, options, plan)
         runtimes = make_runtimes(options, pair, widths, model.dtype, self._mesh, models.tensors())
-        return {
-            "plan": plan,
-            "pair": pair,
-            "_models": models,
-            "_widths": widths,
-            "_said": said,
-            "_runtimes": runtimes,
-        }
+        return Built(pair, models, widths, runtimes)
 
-    def _take(self, built: dict[str, Any]) -> None:
-        """Go on with what `_built` made; what was used before lets go of its weights."""
+    def _take(self, built: Built) -> None:
+        """Go on with ``built``; the one before lets go of its weights."""
         for one in self._earlier[:1]:
-            for runtime in one["_runtimes"]:
+            for runtime in one.runtimes:
                 runtime.release()
-        self.plan: DecodePlan = built["plan"]
-        self.pair: Pair = built["pair"]
-        self._models: Models = built["_models"]
-        self._widths: Widths = built["_widths"]
-        self._said: dict[str, str] = built["_said"]
-        self._runtimes: list[Runtime] = built["_runtimes"]
-        self.runtime = self._runtimes[0]
+        self._built = built
         self._earlier = [built, *(one for one in self._earlier if one is not built)][:KEPT]
 
     def follow(self) -> None:
@@ -138,13 +141,13 @@ class Engine(OfOneProcess):
 
     def _rebuild(self) -> None:
         for built in self._earlier[1:]:
-            if built["_models"].hold():  # an adapter that was switched back
+            if built.models.hold():  # an adapter that was switched back
                 return self._take(built)
         target, drafter = self._given() or self._models.target, self._models.drafter
-        done = "its programs compile anew" if self.options.runtime == "xla" else "it is copied anew"
-        name = type(self._models.target).__name__
+        name, compiles = type(self._models.target).__name__, RUNTIMES[self.options.runtime].compiles
+        done = "its programs compile anew" if compiles else "it is copied anew"
         warn(f"{name} or its drafter was changed since this engine was built; {done}.")
-        return self._take(self._built(target, self.pair.proposer if drafter is None else drafter))
+        return self._take(self._build(target, self.pair.proposer if drafter is None else drafter))
 
     def tensors(self) -> dict[str, Any]:
         """The live weights, or a loaded target's arrays, by the pair's names. Changes are seen."""
@@ -179,7 +182,7 @@ class Engine(OfOneProcess):
             width *= 2
         self.follow()
         self.meet("warmup")
-        with leaving(self.hosts, "warmup"):
+        with self.shared("warmup"):
             params = self._params()
             self.runtime.warmup(params, buckets, progress)
             if not self._widths.measured:
@@ -194,7 +197,7 @@ class Engine(OfOneProcess):
         *,
         streamer: Any = None,
         return_dict_in_generate: Literal[True],
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateOutput: ...
     @overload
     def generate(
@@ -204,7 +207,7 @@ class Engine(OfOneProcess):
         *,
         streamer: Any = None,
         return_dict_in_generate: Literal[False] = False,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> torch.LongTensor: ...
     @overload
     def generate(
@@ -214,7 +217,7 @@ class Engine(OfOneProcess):
         *,
         streamer: Any = None,
         return_dict_in_generate: bool,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> torch.LongTensor | GenerateOutput: ...
     def generate(
         self,
@@ -226,22 +229,21 @@ class Engine(OfOneProcess):
         **options: Any,
     ) -> torch.LongTensor | GenerateOutput:
         """Decode a batch; arguments and result as in `torch_dflash.generate`."""
-        options["return_dict_in_generate"] = return_dict_in_generate
-        request, input_ids = self._read("generate", input_ids, attention_mask, options, streamer)
-        output = self.run(request, input_ids, streamer)
+        asked = options | {"return_dict_in_generate": return_dict_in_generate}
+        output = self.run(self._read("generate", input_ids, attention_mask, asked, streamer), streamer)
         return output if return_dict_in_generate else output.sequences
 
-    def run(self, request: Request, input_ids: Tensor, streamer=None) -> GenerateOutput:
+    def run(self, request: Request, streamer=None) -> GenerateOutput:
         """Decode a request that `read`, of this engine or of another for the same target, has read."""
         started = time.perf_counter()
         compiled = self.runtime.compilations
         self._check(request)
         times, gained = [], Deltas(request.lengths)
-        with leaving(self.hosts, "generate"):
+        with self.shared("generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
             if streamer is not None:
-                streamer.put(input_ids.cpu())
-            generation = self._begin(request, params)
+                streamer.put(request.input_ids.cpu())
+            generation = self._begin(request.rows, params)
             for progress in self._steps(generation):
                 times.append(time.perf_counter() - started)
                 if streamer is not None and (tokens := gained.by(progress)[0].tokens):
@@ -249,39 +251,38 @@ class Engine(OfOneProcess):
         if streamer is not None:
             streamer.end()
         compiled = self.runtime.compilations - compiled
-        return collect(input_ids, request, progress, times, compiled, generation.prefilled)
+        return collect(request, progress, times, compiled, generation.prefilled)
 
     def stream(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
-        options["return_dict_in_generate"] = False
-        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, options)[0]))
+        asked = options | {"return_dict_in_generate": False}
+        return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, asked)))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """What each row of a request that was read gains, chunk by chunk."""
-        with leaving(self.hosts, "stream"):
-            steps = self._steps(self._begin(request, self._params()), streamed=True)
+        with self.shared("stream"):
+            steps = self._steps(self._begin(request.rows, self._params()), streamed=True)
         with closing(steps):  # at once, though a traceback holds it
             yield from map(Deltas(request.lengths).by, steps)
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
         check_entry(self.pair, self.options.runtime)
-        check_alone(self.hosts, "a session")
-        read = lambda *given: self._read("session", *given)[0]  # noqa: E731
+        read = partial(self._read, "session")
         return Session(lambda: (self.runtime, self.pair), read, self._params, self._steps)
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
-        options["return_dict_in_generate"] = False
-        request, _ = self._read("start", input_ids, attention_mask, options)
-        if request.stopping:
+        asked = options | {"return_dict_in_generate": False}
+        rows = self._read("start", input_ids, attention_mask, asked).rows
+        if any(row.stopping for row in rows):
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
             )
-        if any(request.grammars):
+        if any(row.grammar for row in rows):
             raise ValueError(
                 "grammar: it ends with its call, which a state that is handed out outlives; call generate."
             )
@@ -290,15 +291,15 @@ class Engine(OfOneProcess):
                 f"outputs={self.plan.outputs}: logits are kept from one read to the next, and a state that "
                 "is handed out is not read; compile an engine without them."
             )
-        due = Scheduler(self.plan, request.lengths, request.limits).next_step().prefill
-        if len(due) < len(request.rows):
+        due = Scheduler.for_rows(self.plan, rows).next_step().prefill
+        if len(due) < len(rows):
             raise ValueError(
-                f"pool_pages={self.plan.pool_pages}: pages for {len(due)} of {len(request.rows)} rows at "
+                f"pool_pages={self.plan.pool_pages}: pages for {len(due)} of {len(rows)} rows at "
                 "once; compile with more, or call generate, where rows wait for each other."
             )
-        with leaving(self.hosts, "start"):
+        with self.shared("start"):
             params = self._params()
-            generation = self._begin(request, params, stale=False)
+            generation = self._begin(rows, params, stale=False)
             generation.prepare(self.options.prefill_chunk_size)
             return self.runtime.export_state(params, generation.state)
 
@@ -309,7 +310,7 @@ class Engine(OfOneProcess):
             ValueError: ``state`` is of another plan or proposer, or consumed. TypeError: across the border.
         """
         self.meet("advance", state)
-        with leaving(self.hosts, "advance"):
+        with self.shared("advance"):
             params = self._params()
             state, turn = self.runtime.import_state(params, state), self._widths.settled()
             if self.plan.cache == "static":
@@ -319,7 +320,7 @@ class Engine(OfOneProcess):
             generation.advance(turn)
             return self.runtime.export_state(params, generation.state)
 
-    def read(self, input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> Request:
+    def read(self, input_ids: Any, attention_mask: Any, options: Mapping[str, Any]) -> Request:
         """A call's arguments as a request that this engine can serve.
 
         Raises:
@@ -338,17 +339,16 @@ class Engine(OfOneProcess):
         check_fits(request, self.plan)
 
     def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
-        """``read()``, with every process of the mesh in the same call, of the same ``state``.
+        """``read()``, in the call ``what`` of ``state``; several processes do it together."""
+        return read()
 
-        Raises:
-            RuntimeError: they are in another, of another engine, or one did not come.
-        """
-        said = lambda _: self._said | self.bits() | digest_of_state(self.runtime, state)  # noqa: E731
-        return read_alike(self.hosts, what, read, said)
+    def alike(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
+        """``read()``; an engine of several processes compares its ``digest``."""
+        return read()
 
-    def bits(self) -> dict[str, str]:
-        """What processes compare of the live weights: a loaded target's are known by its checkpoint."""
-        return {"their bits": self.runtime.fingerprint(self._live())}
+    def shared(self, what: str) -> AbstractContextManager[None]:
+        """While open, an engine of several processes ends all of them if this one fails."""
+        return nullcontext()
 
     def _processors(self, model: Any, vocab_size: int) -> tuple[Processor, ...]:
         """Those that the options name; if they leave them open, what the model's own config asks for."""
@@ -364,31 +364,24 @@ class Engine(OfOneProcess):
         return self.tensors()
 
     def _read(
-        self, what: str, input_ids: Any, attention_mask: Any, options: dict[str, Any], streamer: Any = None
-    ) -> tuple[Request, Tensor]:
-        """As `read`, ``num_return_sequences`` heeded: the request, and the prompts as they are repeated."""
-
-        def read(input_ids: Any, attention_mask: Any, options: dict[str, Any]) -> tuple[Request, Tensor]:
-            input_ids, attention_mask = repeated(self._models.target, input_ids, attention_mask, options)
-            request = self.read(input_ids, attention_mask, options)
-            check_streamer(streamer, len(request.rows))
-            return request, input_ids
-
+        self, what: str, input_ids: Any, attention_mask: Any, options: Mapping[str, Any], streamer: Any = None
+    ) -> Request:
+        """As `read`, for the call ``what``."""
         check_entry(self.pair, self.options.runtime)
-        digest = lambda found: digest_of(found[0]) | self.bits()  # noqa: E731
-        return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
+        request = self.read(input_ids, attention_mask, options)
+        check_streamer(streamer, len(request.rows))
+        return request
 
-    def _begin(self, request: Request, params: Any, stale: bool = True) -> Generation:
-        return Generation.begin(self.runtime, self.plan, params, request, stale)
+    def _begin(self, rows: list[Row], params: Any, stale: bool = True) -> Generation:
+        return Generation.begin(self.runtime, self.plan, params, rows, stale)
 
     def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
-        steps = marked(self.pair, generation.steps(self.options.prefill_chunk_size, self._widths))
-        return together(self.hosts, steps, lambda: generation.over, streamed)
+        return marked(self.pair, generation.steps(self.options.prefill_chunk_size, self._widths))
 
     def _measure_widths(self, params: Any) -> None:
         """Run every width on a text of no meaning, whatever it loses, so that no request has to try them."""
-        request = Request.greedy([np.zeros(1, np.int32)] * self.plan.batch_size, self.plan.capacity - 1)
-        generation = self._begin(request, params)
+        row = Row(np.zeros(1, np.int32), self.plan.capacity - 1)
+        generation = self._begin([row] * self.plan.batch_size, params)
         generation.pace = Pace(ahead=UNLIMITED)
         for _ in self._steps(generation):
             if self._widths.measured:

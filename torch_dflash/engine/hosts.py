@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pprint import pformat
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +21,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import GenerationConfig
 
-from torch_dflash.engine.width import Widths
+from torch_dflash.engine.batch import Generation
+from torch_dflash.engine.bridge import Hosts
+from torch_dflash.engine.engine import Built, Engine
+from torch_dflash.engine.models import check_entry
+from torch_dflash.engine.session import Session
 from torch_dflash.proposers.composed import inner_of, recipe_of
+from torch_dflash.requests.options import EngineOptions
 from torch_dflash.requests.request import UNSET, Request
 from torch_dflash.requests.row_values import drawn_seed
 from torch_dflash.requests.stopping import Deadline
@@ -38,53 +44,11 @@ _NUMBER = re.compile(r" at 0x[0-9a-f]+")
 """How Python shows an object: by an address of this process's own."""
 
 
-@runtime_checkable
-class Hosts(Protocol):
-    """This process among the others of a mesh."""
-
-    @property
-    def first(self) -> bool:
-        """Whether what this process is given counts."""
-        ...
-
-    def order(self, mesh: Any) -> str:
-        """The devices of ``mesh`` in their order."""
-        ...
-
-    def agree(self, what: str, said: dict[str, str], given: bytes | None = None) -> bytes:
-        """Meet the others in the call ``what``, and return what process 0 was ``given``.
-
-        Raises:
-            RuntimeError: something that is ``said`` differs, in all of them; or one did not come.
-        """
-        ...
-
-    def leaving(self, what: str) -> AbstractContextManager[None]:
-        """While open, the others end if this process fails."""
-        ...
-
-    def leave(self, what: str, error: BaseException) -> None:
-        """Have the others end, for this process will not do its part of ``what``."""
-        ...
-
-    def resting(self, what: str) -> AbstractContextManager[None]:
-        """While open, a user's code has the turn in ``what``, and needs nobody."""
-        ...
-
-    def step(self) -> None:
-        """Begin what all have to take part in: one that does not is missed."""
-        ...
-
-    def lead(self) -> Any:
-        """Of a stream, what decides how far it goes: ``go()`` and ``stop()``."""
-        ...
-
-
 def read_together(
-    hosts: Hosts | None,
+    hosts: Hosts,
     what: str,
     said: dict[str, str],
-    given: tuple[Any, Any, dict[str, Any]],
+    given: tuple[Any, Any, Mapping[str, Any]],
     read: Callable[..., T],
     digest: Callable[[T], dict[str, str]],
 ) -> T:
@@ -97,27 +61,21 @@ def read_together(
     Raises:
         RuntimeError: the processes differ. Whatever ``read`` does, in all of them.
     """
-    if hosts is None:
-        return read(*given)
     input_ids, attention_mask, options = given
     if options.get("seed") is None:
-        options["seed"] = drawn_seed()
+        given = input_ids, attention_mask, {**options, "seed": drawn_seed()}
     with _telling(hosts, what):
         own = packed(given) if hosts.first else None
     sent = hosts.agree(what, said, own)
     return read_alike(hosts, what, lambda: read(*unpacked(sent, given)), digest)
 
 
-def read_alike(
-    hosts: Hosts | None, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]
-) -> T:
+def read_alike(hosts: Hosts, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
     """``read()``, of which the ``digest`` has to be the same in all processes.
 
     Raises:
         RuntimeError: the processes differ. Whatever ``read`` and ``digest`` do, in all of them.
     """
-    if hosts is None:
-        return read()
     with _telling(hosts, what):
         found = read()
         said = {READ: "no error"} | digest(found)
@@ -138,10 +96,8 @@ def _telling(hosts: Hosts, what: str) -> Iterator[None]:
         raise
 
 
-def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
+def said_of(hosts: Hosts, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
     """What has to be the same in all processes before a call, weights apart: devices, models, an engine."""
-    if hosts is None:
-        return {}
     said = {"the mesh": hosts.order(mesh)}
     for name, given in (("the target", target), ("the drafter", drafter)):
         one = inner_of(given)
@@ -161,16 +117,18 @@ def digest_of(request: Request, *more: Any) -> dict[str, str]:
     Raises:
         ValueError: each process would end the text by a clock of its own.
     """
-    if any(isinstance(halt, Deadline) for halt in request.stopping):
+    if any(isinstance(rule, Deadline) for row in request.rows for rule in row.stopping):
         raise ValueError(
             "max_time with a mesh of several processes: each has a clock of its own; leave it out, or pass "
             "max_new_tokens."
         )
-    named = {option.name: getattr(request, option.name) for option in fields(request)}
-    named["stopping"] = [(type(one).__name__, getattr(one, "strings", None)) for one in request.stopping]
-    named["rows"] = [row.tolist() for row in request.rows]
-    asked = f"a request of {request.lengths} and {request.max_new_tokens} tokens"
-    return {READ: f"{asked}, {_crc((named, more))}"}
+    said: list[Any] = [request.pad_token_id]
+    for row in request.rows:
+        stopping = [(type(rule).__name__, getattr(rule, "strings", None)) for rule in row.stopping]
+        known: Any = {"prompt": row.prompt.tolist(), "stopping": stopping}
+        said.append(replace(row, **known))
+    asked = f"a request of {request.lengths} and {[row.max_new_tokens for row in request.rows]} tokens"
+    return {READ: f"{asked}, {_crc((said, more))}"}
 
 
 def digest_of_state(runtime: Runtime, state: DecodeState | None) -> dict[str, str]:
@@ -185,26 +143,8 @@ def digest_of_state(runtime: Runtime, state: DecodeState | None) -> dict[str, st
     return {"the state": _crc([leaf.numpy().tobytes() for leaf in leaves])}
 
 
-def check_alone(hosts: Hosts | None, what: str) -> None:
-    """Raise ``ValueError`` for what several processes do not do together."""
-    if hosts is not None:
-        raise ValueError(
-            f"{what} with a mesh of several processes: what it keeps is each one's own; call generate with "
-            "the whole text, or decode on the devices of one process."
-        )
-
-
-def check_widths(hosts: Hosts | None, widths: Widths) -> None:
-    """Raise ``ValueError`` for a width of rounds that each of several processes would choose by its clock."""
-    if hosts is not None and len(widths.widths) > 1:
-        raise ValueError(
-            "verify_width='auto' with a mesh of several processes: each would choose by its own clock; pass "
-            "a number of rows, or leave it out."
-        )
-
-
 def together(
-    hosts: Hosts | None, steps: Iterator[Progress], over: Callable[[], bool], streamed: bool
+    hosts: Hosts, steps: Iterator[Progress], over: Callable[[], bool], streamed: bool
 ) -> Generator[Progress, None, None]:
     """``steps`` of a generation, done by all processes at once.
 
@@ -212,9 +152,6 @@ def together(
         over: whether the last step was the last.
         streamed: whether it may be left before: all leave it where process 0 does.
     """
-    if hosts is None:
-        yield from steps
-        return
     lead = hosts.lead() if streamed else None
     with hosts.leaving("a generation"):
         count = 0
@@ -233,11 +170,6 @@ def together(
                 return
             if not over():  # whoever leaves a stream at its end has not asked for more
                 hosts.step()
-
-
-def leaving(hosts: Hosts | None, what: str) -> AbstractContextManager[None]:
-    """While open, the others end if this process fails in ``what``."""
-    return nullcontext() if hosts is None else hosts.leaving(what)
 
 
 def _texts(progress: Progress) -> list[Any]:
@@ -307,3 +239,63 @@ def _read(sent: Any, own: Any) -> Any:
         owns = own if isinstance(own, dict) else {}
         return _KINDS[kind]((name, _read(one, owns.get(name))) for name, one in names)
     return _KINDS[kind](found)
+
+
+class HostsEngine(Engine):
+    """An `Engine` on a mesh of several processes: each makes the same calls, and process 0's arguments count.
+
+    Args:
+        hosts: this process among the others. The rest as of `Engine`.
+    """
+
+    def __init__(self, target: Any, drafter: Any, options: EngineOptions, hosts: Hosts):
+        self.hosts = hosts
+        super().__init__(target, drafter, options)
+
+    def _build(self, target: Any, drafter: Any) -> Built:
+        if self.options.verify_width == "auto":
+            raise ValueError(
+                "verify_width='auto' with a mesh of several processes: each would choose by its own clock; "
+                "pass a number of rows, or leave it out."
+            )
+        built = super()._build(target, drafter)
+        self._said = said_of(self.hosts, self._mesh, target, drafter, self.options, built.pair.plan)
+        return built
+
+    def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
+        """``read()``, with every process of the mesh in the same call, of the same ``state``.
+
+        Raises:
+            RuntimeError: they are in another, of another engine, or one did not come.
+        """
+        said = lambda _: self._said | self.bits() | digest_of_state(self.runtime, state)  # noqa: E731
+        return read_alike(self.hosts, what, read, said)
+
+    def bits(self) -> dict[str, str]:
+        """What processes compare of the live weights: a loaded target's are known by its checkpoint."""
+        return {"their bits": self.runtime.fingerprint(self._live())}
+
+    def alike(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:
+        """``read()``, whose ``digest`` has to be the same in all processes."""
+        return read_alike(self.hosts, what, read, digest)
+
+    def shared(self, what: str) -> AbstractContextManager[None]:
+        """While open, the others end if this process fails in ``what``."""
+        return self.hosts.leaving(what)
+
+    def session(self) -> Session:
+        raise ValueError(
+            "a session with a mesh of several processes: what it keeps is each one's own; call generate with "
+            "the whole text, or decode on the devices of one process."
+        )
+
+    def _read(
+        self, what: str, input_ids: Any, attention_mask: Any, options: Mapping[str, Any], streamer: Any = None
+    ) -> Request:
+        read = partial(super()._read, what, streamer=streamer)
+        check_entry(self.pair, self.options.runtime)
+        digest = lambda found: digest_of(found) | self.bits()  # noqa: E731
+        return read_together(self.hosts, what, self._said, (input_ids, attention_mask, options), read, digest)
+
+    def _steps(self, generation: Generation, streamed: bool = False) -> Generator[Progress, None, None]:
+        return together(self.hosts, super()._steps(generation), lambda: generation.over, streamed)

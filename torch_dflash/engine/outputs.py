@@ -99,18 +99,14 @@ class GenerateOutput(GenerateDecoderOnlyOutput):
 
 
 def collect(
-    input_ids: Tensor,
-    request: Request,
-    progress: Progress,
-    read_at: list[float],
-    compilations: int,
-    prefilled: int,
+    request: Request, progress: Progress, read_at: list[float], compilations: int, prefilled: int
 ) -> GenerateOutput:
-    """Rounds the last host read into an output; arguments as in `stats_of`."""
+    """The output of the last host read; arguments as in `stats_of`."""
     stats = stats_of(request, progress, read_at, compilations, prefilled)
-    sequences = join_rows(input_ids, request.lengths, progress, request.pad_token_id)
-    told = fields_of(request.logit_outputs, progress, request.lengths, input_ids.device)
-    return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats, **told)
+    lengths, input_ids = request.lengths, request.input_ids
+    sequences = join_rows(input_ids, lengths, progress, request.pad_token_id)
+    fields = fields_of(request.logprobs, progress, lengths, input_ids.device)
+    return GenerateOutput(sequences=cast(LongTensor, sequences), stats=stats, **fields)
 
 
 def stats_of(
@@ -140,7 +136,7 @@ def stats_of(
         host_reads=len(read_at),
         prefilled=prefilled,
         widths=dict(sorted((+progress.widths).items())),
-        grammar_reads=max((grammar.reads for grammar in request.grammars if grammar), default=0),
+        grammar_reads=max((row.grammar.reads for row in request.rows if row.grammar), default=0),
     )
 
 

@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dflash.engine.bridge import hosts_of
 from torch_dflash.engine.call import Call, Part
 from torch_dflash.engine.desk import Desk, Group
-from torch_dflash.engine.engine import Engine
+from torch_dflash.engine.engine import Built, Engine
+from torch_dflash.engine.hosts import HostsEngine
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, Share, collect
 from torch_dflash.engine.session import Session
 from torch_dflash.progress import lasting
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.requests.read import check_each_fits
 from torch_dflash.requests.request import Request
-from torch_dflash.runtime import RowDelta, Runtime
+from torch_dflash.runtime import RowDelta
 from torch_dflash.state import DecodeState
+from torch_dflash.targets.weights import mesh_of
 
 
 class Replicas(Engine):
@@ -41,9 +44,9 @@ class Replicas(Engine):
         super().__init__(target, drafter, options)
         self._desk = Desk(len(self.engines), self.plan.batch_size)
 
-    def _take(self, built: dict[str, Any]) -> None:
+    def _take(self, built: Built) -> None:
         super()._take(built)
-        self.engines = [_alike(self, runtime) for runtime in self._runtimes]
+        self.engines = [_alike(self, replace(built, runtimes=[runtime])) for runtime in built.runtimes]
 
     def warmup(self, progress: bool | None = None) -> Replicas:
         """As `Engine.warmup`, for all replicas: XLA compiles for each device anew, all but the first at once.
@@ -62,13 +65,13 @@ class Replicas(Engine):
                     bar.update()
         return self
 
-    def run(self, request: Request, input_ids: Tensor, streamer=None) -> GenerateOutput:
+    def run(self, request: Request, streamer=None) -> GenerateOutput:
         """Decode a request that was read; an error of one replica ends it, when the others have stopped."""
         started = time.perf_counter()
         self._check(request)
         call = self._call(request)
         if streamer is not None:
-            streamer.put(input_ids.cpu())
+            streamer.put(request.input_ids.cpu())
         try:
             self._begin_all(self._desk.queue(call))
             for gains in call.gains():
@@ -79,7 +82,7 @@ class Replicas(Engine):
             call.rest()
         if streamer is not None:
             streamer.end()
-        return _collect(input_ids, call, started, len(self.engines))
+        return _collect(call, started, len(self.engines))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """What each row gains, one read of one replica after another; the others' rows gain nothing then.
@@ -155,9 +158,9 @@ class Replicas(Engine):
         replica, call, rows = group
         if call.stopped:
             return None
-        engine, request, read_at = self.engines[replica], call.request.part(rows), []
-        compiled, gained = engine.runtime.compilations, Deltas(request.lengths)
-        generation = engine._begin(request, call.params[replica])
+        engine, own, read_at = self.engines[replica], [call.request.rows[row] for row in rows], []
+        compiled, gained = engine.runtime.compilations, Deltas([row.length for row in own])
+        generation = engine._begin(own, call.params[replica])
         for progress in engine._steps(generation):
             if call.stopped:
                 return None
@@ -168,14 +171,17 @@ class Replicas(Engine):
 
 
 def engine_of(target: Any, drafter: Any, options: EngineOptions) -> Engine:
-    """An engine, or the front of as many replicas as the options ask for."""
+    """The engine that the options ask for: of several processes, of replicas, or one."""
+    hosts = hosts_of(options.runtime, mesh_of(target, options.mesh, options.replicas), options.replicas)
+    if hosts is not None:
+        return HostsEngine(target, drafter, options, hosts)
     return (Engine if options.replicas == 1 else Replicas)(target, drafter, options)
 
 
-def _alike(engine: Engine, runtime: Runtime) -> Engine:
+def _alike(engine: Engine, built: Built) -> Engine:
     """An engine of the same pair and models on another runtime."""
     other = Engine.__new__(Engine)
-    vars(other).update(vars(engine) | {"runtime": runtime})
+    vars(other).update(vars(engine) | {"_built": built})
     return other
 
 
@@ -183,13 +189,13 @@ def _nothing(done: bool, logprobs: bool, top: bool) -> RowDelta:
     return RowDelta([], [], done, [] if logprobs else None, [] if top else None)
 
 
-def _collect(input_ids: Tensor, call: Call, started: float, replicas: int) -> GenerateOutput:
+def _collect(call: Call, started: float, replicas: int) -> GenerateOutput:
     """The parts as one output, as if one engine had decoded all rows."""
     read_at = sorted(at - started for part in call.parts for at in part.read_at)
     compiled, prefilled = (
         sum(getattr(part, name) for part in call.parts) for name in ("compilations", "prefilled")
     )
-    output = collect(input_ids, call.request, call.progress(), read_at, compiled, prefilled)
+    output = collect(call.request, call.progress(), read_at, compiled, prefilled)
     assert output.stats is not None
     lengths, shares = output.stats.acceptance_lengths, [Share(0, 0)] * replicas
     for part in call.parts:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_dflash.engine.engine import Engine
-from torch_dflash.engine.hosts import leaving, read_alike
 from torch_dflash.engine.pages import check_table
 from torch_dflash.plan import DecodePlan
 from torch_dflash.rows import RowRequests, begin
@@ -45,7 +44,7 @@ def save_state(state: DecodeState, path: str | os.PathLike[str], engine: Engine)
         RuntimeError: another process of the mesh makes another call, or of another state.
     """
     file = engine.meet("save_state", state, lambda: _file_at(path))
-    with leaving(engine.hosts, "save_state"):
+    with engine.shared("save_state"):
         leaves, _ = pytree.tree_flatten_with_path(engine.runtime.fetch(state))
     tensors = {pytree.keystr(name): leaf.contiguous() for name, leaf in leaves if leaf is not None}
     check_leaves(tensors, expected_leaves(engine), "the state")
@@ -78,8 +77,8 @@ def load_state(path: str | os.PathLike[str], engine: Engine) -> DecodeState:
         RuntimeError: another process of the mesh has another file.
     """
     digest = lambda found: {"the state": found[1]}  # noqa: E731
-    state, _ = read_alike(engine.hosts, "load_state", lambda: _load(_file_at(path), engine), digest)
-    with leaving(engine.hosts, "load_state"):
+    state, _ = engine.alike("load_state", lambda: _load(_file_at(path), engine), digest)
+    with engine.shared("load_state"):
         return engine.place(state)
 
 

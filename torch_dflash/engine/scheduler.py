@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_dflash.engine.pages import PageAllocator
 from torch_dflash.plan import DecodePlan
+from torch_dflash.requests.request import Row
 
 READ = ("length", "limit", "page_table", "done", "tokens", "stop_ids")
 """Of a `DecodeState`, what `Scheduler.of` needs on the host: kilobytes, and no cache."""
@@ -46,6 +47,11 @@ class Scheduler:
         self._allocator = None
         if plan.cache == "paged":
             self._allocator = PageAllocator(plan, [limit + plan.gain for limit in limits], page_table)
+
+    @classmethod
+    def for_rows(cls, plan: DecodePlan, rows: list[Row], page_table: np.ndarray | None = None) -> Scheduler:
+        """Of rows whose prompts are still to be read."""
+        return cls(plan, [row.length for row in rows], [row.limit for row in rows], page_table)
 
     @classmethod
     def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Scheduler:

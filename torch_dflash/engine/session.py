@@ -18,7 +18,7 @@ from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.outputs import DecodeStats, Deltas, stats_of
 from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.requests.logprobs import check_streamed
-from torch_dflash.requests.request import Request
+from torch_dflash.requests.request import Request, Row
 from torch_dflash.rows import earliest, snapshot_of
 from torch_dflash.runtime import Progress, RowDelta, Runtime
 
@@ -77,7 +77,7 @@ class Session(OfOneProcess):
         """
         ids = torch.tensor([prompt])
         request = self._read(ids, torch.ones_like(ids), options | {"return_dict_in_generate": True})
-        check_streamed(request.logit_outputs)
+        check_streamed(request.logprobs)
         if len(request.rows) != 1:
             raise ValueError(f"num_return_sequences={len(request.rows)}: one text goes on; call generate.")
         return self._run(request, settled)
@@ -86,7 +86,7 @@ class Session(OfOneProcess):
         self._current = current = object()
         started, compiled = time.perf_counter(), self._runtime.compilations
         generation, prefilled = self._begin(request, settled)
-        prompt, times = request.rows[0], []
+        prompt, times = request.rows[0].prompt, []
         gained = Deltas(request.lengths)
         steps = self._steps(generation)
         while True:
@@ -112,16 +112,17 @@ class Session(OfOneProcess):
             self._weights = []
         if not _unchanged(self._weights, params):
             self._state, self._weights = None, [_mark(leaf) for leaf in params.values()]
-        prompt = request.rows[0]
+        row = request.rows[0]
+        prompt = row.prompt
         (kept, snapshot), read = self._place(prompt), 0
         settled = min(settled, len(prompt) - 1)
         if self._forgets and kept < settled:
-            part = self._go_on(params, replace(request, rows=[prompt[:settled]], stopping=[]), kept, snapshot)
+            part = self._go_on(params, replace(row, prompt=prompt[:settled], stopping=()), kept, snapshot)
             next(self._steps(part))  # which reads the prompt alone
             taken = self._runtime.fetch(snapshot_of(self._pair, part.state))
             self._snapshots = [*self._snapshots, (settled, taken)][-SNAPSHOTS:]
             self._state, kept, snapshot, read = part.state, settled, None, part.prefilled
-        return self._go_on(params, request, kept, snapshot), read
+        return self._go_on(params, row, kept, snapshot), read
 
     def _place(self, prompt: np.ndarray) -> tuple[int, Any]:
         """How many tokens of ``prompt`` need not be read again, and the snapshot to go on from."""
@@ -138,15 +139,15 @@ class Session(OfOneProcess):
             return common, None
         return self._snapshots[-1] if self._snapshots else (0, None)
 
-    def _go_on(self, params: Any, request: Request, kept: int, snapshot: Any) -> Generation:
+    def _go_on(self, params: Any, row: Row, kept: int, snapshot: Any) -> Generation:
         state, self._state = self._state, None  # freed, or consumed
         plan = self._pair.plan
         if kept == 0:
             del state
-            return Generation.begin(self._runtime, plan, params, request)
+            return Generation.begin(self._runtime, plan, params, [row])
         if snapshot is not None:
             snapshot = pytree.tree_map(torch.clone, snapshot)
-        return Generation.go_on(self._runtime, plan, params, state, request, [kept], snapshot)
+        return Generation.go_on(self._runtime, plan, params, state, [row], [kept], snapshot)
 
 
 def _mark(weight: Any) -> Any:

@@ -6,16 +6,18 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from torch_dflash.runtime_kinds import RUNTIMES
+
 
 def check_process(runtime: Any) -> None:
     """Raise ``RuntimeError`` where ``runtime`` needs JAX, and this process was forked after JAX had started.
 
     A fork copies none of JAX's threads, so the first program would wait for ever.
     """
-    if _forked and runtime == "xla":
+    if _forked and runtime in RUNTIMES and RUNTIMES[runtime].needs_jax:
         raise RuntimeError(
-            "runtime='xla': this process was forked after JAX had started, and a fork copies none of JAX's "
-            "threads: a program would wait for ever. Start the process by spawn "
+            f"runtime={runtime!r}: this process was forked after JAX had started, and a fork copies none of "
+            "JAX's threads: a program would wait for ever. Start the process by spawn "
             '(multiprocessing.get_context("spawn"), or "forkserver"); or pass runtime=\'eager\', after '
             "torch.set_num_threads(1), for torch's own threads are not copied either."
         )

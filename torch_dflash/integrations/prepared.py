@@ -1,4 +1,4 @@
-"""What transformers prepared for a custom generate, read back into the options that it stands for.
+"""Reads transformers' prepared lists back: processors and criteria as the options that they stand for.
 
 transformers builds processors and criteria from the options and puts the user's own among them: a criterion
 in the place of its own of that type, a warper before its own. So the lists say what is asked for.
@@ -13,37 +13,29 @@ from typing import Any
 from transformers.generation import logits_process as processors_of
 from transformers.generation import stopping_criteria as criteria_of
 
-from torch_dflash.integrations.prepared_rules import RULES, TransformersCall, read_rules
 from torch_dflash.processors.custom import BlockProcessor, HostProcessor
+from torch_dflash.processors.options import Option, TransformersCall, Twin
+from torch_dflash.requests.request import SAMPLING
+from torch_dflash.requests.rules import options_of_rules
 
-# By exact type: a subclass may do anything. The order is that in which a round applies them.
-_WARPERS: dict[type, str] = {
-    processors_of.TemperatureLogitsWarper: "temperature",
-    processors_of.TopKLogitsWarper: "top_k",
-    processors_of.TopPLogitsWarper: "top_p",
-    processors_of.MinPLogitsWarper: "min_p",
-    processors_of.TypicalLogitsWarper: "typical_p",
-    processors_of.EpsilonLogitsWarper: "epsilon_cutoff",
-    processors_of.EtaLogitsWarper: "eta_cutoff",
-}
-_VALUE = {"typical_p": "mass", "epsilon_cutoff": "epsilon", "eta_cutoff": "epsilon"}
-OF_SAMPLES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-OF_SAMPLES |= {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+# By exact type: a subclass may do anything. Both in the order in which a round applies them.
+_TWINS = [
+    (option, option.twin) for option in (*SAMPLING.values(), *options_of_rules().values()) if option.twin
+]
+_RULES: dict[type, Option] = {twin.kind: option for option, twin in _TWINS if not option.samples}
+_WARPERS: dict[type, Option] = {twin.kind: option for option, twin in _TWINS if option.samples}
+OFF: dict[str, Any] = {option.name: option.off for option in _RULES.values()}
+"""Options of rules, and what leaves each out whatever the model's own config says."""
+OF_SAMPLES: dict[str, Any] = {option.name: option.off for option in _WARPERS.values()}
 """Options of sampling, and what leaves each out."""
-_FIRST = ("temperature", "top_k", "top_p", "min_p")
-# What may follow what and still have the effect of that order. Top-k keeps the same tokens at any temperature
-# and after min-p, and min-p compares with the best token alone; top-p weighs all that is left.
-_AFTER = {
-    "temperature": ("temperature", "top_k"),
-    "top_k": ("temperature", "top_k", "min_p"),
-    "top_p": ("temperature", "top_k"),
-    "min_p": _FIRST,
-    "typical_p": _FIRST,
-    "epsilon_cutoff": (*_FIRST, "typical_p"),
-    "eta_cutoff": (*_FIRST, "typical_p", "epsilon_cutoff"),
-}
-# They ask how large a score is, and of which sign.
-_OF_SIZES = (processors_of.RepetitionPenaltyLogitsProcessor, processors_of.ExponentialDecayLengthPenalty)
+_ORDER = list(_RULES)
+
+
+def _twin(item: Any) -> Twin:
+    """The counterpart of one of transformers' own."""
+    twin = (_RULES | _WARPERS)[type(item)].twin
+    assert twin is not None
+    return twin
 
 
 def read_processors(processors: Iterable[Any], call: TransformersCall) -> tuple[dict[str, Any], list[Any]]:
@@ -55,7 +47,7 @@ def read_processors(processors: Iterable[Any], call: TransformersCall) -> tuple[
         ValueError: a processor that is set up as no option could, or in an order that an option cannot have.
     """
     effective = _effective(list(processors), call.width)
-    kinds = [0 if type(item) in RULES else 2 if type(item) in _WARPERS else 1 for item in effective]
+    kinds = [0 if type(item) in _RULES else 2 if type(item) in _WARPERS else 1 for item in effective]
     start = next((place for place, kind in enumerate(kinds) if kind != 0), len(kinds))
     end = next((place + 1 for place, kind in reversed([*enumerate(kinds)]) if kind != 2), 0)
     rules, own, warpers = effective[:start], effective[start:end], effective[end:]
@@ -67,31 +59,70 @@ def read_processors(processors: Iterable[Any], call: TransformersCall) -> tuple[
             f"logits_processor holds {early} before {late}: penalties, bans and forced ids come first, then "
             "processors of your own, then warpers; leave one of the two out."
         )
-    return read_rules(rules, call) | _read_warpers(warpers), own
+    return _read_rules(rules, call) | _read_warpers(warpers, call), own
 
 
-def _read_warpers(warpers: list[Any]) -> dict[str, Any]:
+def _read_rules(items: list[Any], call: TransformersCall) -> dict[str, Any]:
+    """Options with the effect of ``items``, penalties, bans and forced ids, in their order.
+
+    Raises:
+        ValueError: one is set up as no option could, stands twice, or in an order that changes what it does.
+    """
+    asked: dict[str, Any] = {}
+    done: list[Any] = []
+    for item in items:
+        option, twin, name = _RULES[type(item)].name, _twin(item), type(item).__name__
+        if not twin.holds(item, call):
+            raise ValueError(f"logits_processor holds {name} {twin.otherwise.format(option)}")
+        if option in asked:
+            raise ValueError(f"logits_processor holds {name} twice; pass one of it.")
+        for earlier in done:
+            if _ORDER.index(type(earlier)) > _ORDER.index(type(item)) and not _commute(earlier, item):
+                raise ValueError(
+                    f"logits_processor holds {type(earlier).__name__} before {name}; block decoding applies "
+                    f"them in transformers' order: pass {option} as an option."
+                )
+        asked |= {option: twin.value(item, call)}
+        done.append(item)
+    if "min_length" not in asked:
+        return asked
+    # Both apply, and as options the one would replace the other.
+    least = max(asked["min_length"] - call.width, asked.get("min_new_tokens", 0), 0)
+    return {name: value for name, value in asked.items() if name != "min_length"} | {"min_new_tokens": least}
+
+
+def _commute(earlier: Any, item: Any) -> bool:
+    """Whether two processors have the same effect in either order: bans do with what forces no token."""
+    if _twin(earlier).forces:  # its token is refused among the suppressed ones
+        return isinstance(
+            item,
+            processors_of.SuppressTokensLogitsProcessor | processors_of.SuppressTokensAtBeginLogitsProcessor,
+        )
+    return _twin(earlier).ban or _twin(item).ban
+
+
+def _read_warpers(warpers: list[Any], call: TransformersCall) -> dict[str, Any]:
     asked: dict[str, Any] = dict(OF_SAMPLES)
     seen: list[tuple[str, str]] = []
     for item in warpers:
-        name = _WARPERS[type(item)]
-        value = getattr(item, _VALUE.get(name, name))
+        name, twin = _WARPERS[type(item)].name, _twin(item)
+        value = twin.value(item, call)
         shown = f"{type(item).__name__}({value!r})"
         _check_plain(item, name)
         for earlier, text in seen:
-            if earlier not in _AFTER[name]:
+            if earlier not in twin.after:
                 raise ValueError(
                     f"logits_processor holds {text} before {shown}; block decoding applies "
                     f"{', '.join(OF_SAMPLES)}, in this order, one of each: remove it and pass {earlier} "
                     "as an option."
                 )
         seen.append((name, shown))
+        known = asked[name]
         if name == "temperature":
-            asked[name] *= value
+            value = known * value
         elif name == "top_k":
-            asked[name] = min(asked[name] or value, value)
-        else:
-            asked[name] = max(asked[name], value) if name == "min_p" else value
+            value = min(known or value, value)
+        asked |= {name: max(known, value) if name == "min_p" else value}
     return asked
 
 
@@ -107,7 +138,7 @@ def check_scores(processors: Iterable[Any], config: Any) -> None:
             )
 
 
-def read_criteria(criteria: Iterable[Any]) -> tuple[list[int], list[int] | None, list[Any]]:
+def read_prepared_criteria(criteria: Iterable[Any]) -> tuple[list[int], list[int] | None, list[Any]]:
     """The lengths of which the least ends all rows, the ids that end a row (None: nothing says), the others.
 
     Raises:
@@ -134,7 +165,7 @@ def _effective(processors: list[Any], width: int) -> list[Any]:
     found: list[Any] = []
     for item in reversed(processors):
         if type(item) is processors_of.LogitNormalization:  # adds one number to all logits
-            useful = any(type(later) in _OF_SIZES or _is_own(later) for later in found)
+            useful = any(_is_own(later) or _twin(later).sizes for later in found)
         else:
             useful = not _without_effect(item, width)
         found = [item, *found] if useful else found
@@ -142,7 +173,7 @@ def _effective(processors: list[Any], width: int) -> list[Any]:
 
 
 def _is_own(item: Any) -> bool:
-    return type(item) not in RULES and type(item) not in _WARPERS
+    return type(item) not in _RULES and type(item) not in _WARPERS
 
 
 def _is_on_host(item: Any) -> bool:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.generation import generate
-from torch_dflash.integrations.prepared import OF_SAMPLES
-from torch_dflash.integrations.prepared_rules import OFF
+from torch_dflash.integrations.prepared import OF_SAMPLES, OFF
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 
 # Nothing of the target's ``generation_config`` counts, as there.

@@ -12,19 +12,25 @@ from transformers import ForcedBOSTokenLogitsProcessor, GenerationConfig, PreTra
 from torch_dflash.checks import check_blocks
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.generation import generate
-from torch_dflash.integrations.prepared import OF_SAMPLES, check_scores, read_criteria, read_processors
-from torch_dflash.integrations.prepared_rules import OFF, TransformersCall
+from torch_dflash.integrations.prepared import (
+    OF_SAMPLES,
+    OFF,
+    check_scores,
+    read_prepared_criteria,
+    read_processors,
+)
 from torch_dflash.integrations.streaming import streamer_of_caller
 from torch_dflash.processors.custom import BlockProcessor, HostProcessor
+from torch_dflash.processors.endings import check_decay
+from torch_dflash.processors.options import TransformersCall
 from torch_dflash.proposers.choose import Missing, check_drafter
 from torch_dflash.requests.aliases import meant
-from torch_dflash.requests.arguments import set_aside_cache
+from torch_dflash.requests.arguments import is_cache
 from torch_dflash.requests.logprobs import OF_LOGITS
 from torch_dflash.requests.options import OF_A_CALL, EngineOptions
+from torch_dflash.requests.read import room_below
 from torch_dflash.requests.refusals import refuse_unsupported
-from torch_dflash.requests.request import room_below
 from torch_dflash.requests.row_values import stop_ids
-from torch_dflash.requests.rule_values import check_decay
 
 _BOUND = (*OF_A_CALL, "seed", "streamer", "tokenizer", *OF_LOGITS)
 
@@ -88,15 +94,18 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
         """
         config = generation_config or model.generation_config
         refuse_unsupported(config)
-        set_aside_cache(model_kwargs)
-        if model_kwargs.get("attention_mask") is None:
-            model_kwargs["attention_mask"] = torch.ones_like(input_ids)  # None stands for "all real"
+        mask: Any = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask  # None stands for "all real"
         # As transformers counts them for its own processors; with inputs_embeds there is no column.
-        padding = tuple((model_kwargs["attention_mask"].cumsum(dim=1) == 0).sum(dim=1).tolist())
+        padding = tuple((mask.cumsum(dim=1) == 0).sum(dim=1).tolist())
         call = {"seed": seed, "output_logprobs": output_logprobs, "top_logprobs": top_logprobs}
         call |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
         call |= {"grammar": grammar, "response_format": response_format}
-        call["streamer"] = streamer_of_caller(model)
+        call |= {"streamer": streamer_of_caller(model)}
+        kept = {
+            "past_key_values" if name == "cache" and is_cache(value) else name: value
+            for name, value in model_kwargs.items()
+        }
         bound = self.bound | {name: value for name, value in call.items() if value is not None}
         return generate(
             model,
@@ -106,7 +115,7 @@ class dflash:  # noqa: N801 - reads as the keyword it is passed for
             generation_config=_without_rules(config) if logits_processor is not None else config,
             num_return_sequences=1,  # transformers has repeated the rows already
             **_asked(config, logits_processor, stopping_criteria, input_ids, padding),
-            **(model_kwargs | bound),
+            **(kept | {"attention_mask": mask} | bound),
         )
 
 
@@ -115,7 +124,7 @@ def _asked(
 ) -> dict[str, Any]:
     """The arguments that transformers' prepared lists stand for; without lists, the config's own."""
     rows, width = input_ids.shape
-    lengths, stops, others = read_criteria(criteria or ())
+    lengths, stops, others = read_prepared_criteria(criteria or ())
     length = min(lengths or [config.max_length])
     eos = config.eos_token_id if stops is None else stops
     if processors is None:

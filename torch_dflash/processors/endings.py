@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers.generation import logits_process
 
+from torch_dflash.checks import is_count, row_list
 from torch_dflash.ops.spread import spread
 from torch_dflash.processors.interface import Forgetful, Text, column
+from torch_dflash.processors.options import Batch, Option, Twin, id_list, ids_of, power_of_two
+from torch_dflash.processors.sequences import first_begun
 
 
 class Forced(NamedTuple):
@@ -38,6 +44,30 @@ class ForcedTokens(Forgetful):
 
     reads_text = False
     entries: int = 4
+    options = (
+        Option(
+            "forced_bos_token_id",
+            twin=Twin(
+                logits_process.ForcedBOSTokenLogitsProcessor,
+                lambda item, call: item.bos_token_id,
+                forces=True,
+            ),
+        ),
+        Option(
+            "forced_eos_token_id",
+            twin=Twin(
+                logits_process.ForcedEOSTokenLogitsProcessor,
+                lambda item, call: ids_of(item.eos_token_id),
+                lambda item, call: item.max_length == call.max_length,
+                forces=True,
+            ),
+        ),
+    )
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        rows = [_forced(given, batch, row) for row in range(len(batch.max_new_tokens))]
+        return [(cls(power_of_two(max(map(len, rows)), 4)), [pairs or None for pairs in rows])]
 
     def covers(self, other: Any) -> bool:
         return isinstance(other, ForcedTokens) and other.entries <= self.entries
@@ -68,6 +98,25 @@ class LengthDecay(Forgetful):
 
     reads_text = False
     entries: int = 8
+    options = (
+        Option(
+            "exponential_decay_length_penalty",
+            None,
+            twin=Twin(
+                logits_process.ExponentialDecayLengthPenalty,
+                lambda item, call: (item.regulation_start - call.width, item.regulation_factor),
+                lambda item, call: call.stops_of(item) and item.regulation_start >= call.width,
+                sizes=True,
+            ),
+        ),
+    )
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        decay = check_decay(given.get("exponential_decay_length_penalty"))
+        stops = [[one for one in dict.fromkeys(row) if one < batch.vocab_size] for row in batch.stop_ids]
+        rule = cls(power_of_two(max(map(len, stops)), 8))
+        return [(rule, [(*decay, ids) if decay and ids else None for ids in stops])]
 
     def covers(self, other: Any) -> bool:
         return isinstance(other, LengthDecay) and other.entries <= self.entries
@@ -91,3 +140,41 @@ class LengthDecay(Forgetful):
 def _padded(rows: Sequence[Sequence[int]], width: int) -> Int[Tensor, "B K"]:
     filled = [[*row, *[-1] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=torch.int32, device="cpu").view(len(rows), width)
+
+
+def _forced(options: dict[str, Any], batch: Batch, row: int) -> list[tuple[int, int]]:
+    last = batch.max_new_tokens[row] - 1
+    pairs = [(token, last) for token in _left("forced_eos_token_id", options, batch, last)]
+    if batch.width == 1 and not (last == 0 and pairs):  # of two for one token transformers' last one counts
+        pairs += [(token, 0) for token in _left("forced_bos_token_id", options, batch, 0)]
+    return pairs
+
+
+def _left(name: str, options: dict[str, Any], batch: Batch, number: int) -> list[int]:
+    """Of the ids that are forced as new token ``number`` those that are not suppressed there as well."""
+    vocab = batch.vocab_size
+    left = id_list(name, options, vocab)
+    names = "suppress_tokens", "begin_suppress_tokens"
+    for suppressing in names[: 1 + (number == first_begun(options, batch))]:
+        banned = id_list(suppressing, options, vocab)
+        before, left = left, [token for token in left if token not in banned]
+        if before and not left:
+            raise ValueError(
+                f"{name} and {suppressing} both hold {before[0]}: no token is left to force; leave it out of "
+                "one of them."
+            )
+    return left
+
+
+def check_decay(given: Any) -> tuple[int, float] | None:
+    """``exponential_decay_length_penalty``: (first new token that it changes, factor of each)."""
+    if given is None:
+        return None
+    pair = row_list(given)
+    whole = isinstance(pair, list) and len(pair) == 2 and is_count(pair[0]) and isinstance(pair[1], Real)
+    if not whole or not 0 <= pair[0] < 2**30 or isinstance(pair[1], bool) or not 0 < pair[1] < math.inf:
+        raise ValueError(
+            f"exponential_decay_length_penalty={given!r}: must be (number of tokens from 0 on, factor "
+            "above 0), as (30, 1.01)."
+        )
+    return None if pair[1] == 1 else (int(pair[0]), float(pair[1]))

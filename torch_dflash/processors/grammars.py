@@ -12,12 +12,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from torch_dflash.checks import check_rows
+from torch_dflash.grammars.grammar import Grammar
 from torch_dflash.grammars.matcher import MatcherRow, allowed_bits
 from torch_dflash.grammars.table import DEAD, FIRST, TableRow
 from torch_dflash.grammars.vocabulary import ALL, words_of
 from torch_dflash.ops.control_flow import on_host
 from torch_dflash.ops.trees import Tree
 from torch_dflash.processors.interface import Forgetful, Text, column
+from torch_dflash.processors.options import Batch, Option, power_of_two
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,12 @@ class GrammarMatcher(Forgetful):
     A memory is a row's number there and where its answer begins; what may follow is worked out from the
     tokens each time.
     """
+
+    options = (Option("grammar", None, per_row=True, ours=True),)
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        return _asked(given.get("grammar"), batch)
 
     def values(self, asked: Sequence[MatcherRow | None], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
         handles = [None if one is None else one.handle for one in asked]
@@ -125,3 +134,36 @@ def only(bits: Int[Tensor, "B M words"], logits: Float[Tensor, "B M V"]) -> Floa
     place = torch.arange(32, device=logits.device, dtype=torch.int32)
     flags = ((bits[..., None] >> place) & 1).flatten(-2)[..., : logits.shape[-1]]
     return torch.where(flags != 0, logits, -torch.inf)
+
+
+RowGrammar = MatcherRow | TableRow
+
+
+def _asked(given: Any, batch: Batch) -> list[tuple[Any, list[RowGrammar | None]]]:
+    """The processors that rows' grammars need: those matched on the host, and those that are tables.
+
+    Raises:
+        ValueError: something that is no grammar, is of another vocabulary, or has no way to end.
+    """
+    matched: list[RowGrammar | None] = [None] * len(batch.stop_ids)
+    tabled = list(matched)
+    grammars = check_rows("grammar", given, len(batch.stop_ids))
+    for at, (grammar, stops) in enumerate(zip(grammars, batch.stop_ids, strict=True)):
+        if grammar is None:
+            continue
+        if not isinstance(grammar, Grammar):
+            raise ValueError(
+                f"grammar={grammar!r}: must be a td.Grammar, as td.Grammar.json_schema(schema, tokenizer)."
+            )
+        ends = [stop for stop in stops if stop < batch.vocab_size]
+        if not ends:
+            raise ValueError(
+                f"row {at}: eos_token_id={list(stops)} leaves its grammar no way to end; pass the model's."
+            )
+        row = grammar.row(ends, batch.vocab_size, at)
+        (tabled if isinstance(row, TableRow) else matched)[at] = row
+    tables = [row.table.following.shape for row in tabled if isinstance(row, TableRow)]
+    if not tables:
+        return [(GrammarMatcher(), matched)]
+    states, classes = (power_of_two(max(sizes), 16) for sizes in zip(*tables, strict=True))
+    return [(GrammarMatcher(), matched), (GrammarTable(states, classes, batch.vocab_size), tabled)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.ops.trees import Tree
 from torch_dflash.ops.windows import write_rows
+from torch_dflash.processors.options import Batch, Option
 
 
 class Text(NamedTuple):
@@ -75,6 +76,17 @@ class Forgetful:
     """A processor's own part where values are all that it keeps."""
 
     scaled, reads_text = False, True
+    options: ClassVar[tuple[Option, ...]] = ()
+    """Options of a call that this rule stands for; a user's own rule has none."""
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        """Processors for the options ``given``, and what each row asks of them; here one number a row.
+
+        Raises:
+            ValueError: an option is of the wrong type or out of range.
+        """
+        return [(cls(), option.numbers(given, batch)) for option in cls.options]
 
     def covers(self, other: Any) -> bool:
         return self == other

@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import logits_process
 
 from torch_dflash.ops.spread import spread
 from torch_dflash.processors.interface import Forgetful, Text, column
+from torch_dflash.processors.options import Batch, Option, Twin, power_of_two, whole
+
+MOST_BEHIND = 255
+"""Rows that a round may compute behind a text's limit."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,28 @@ class NoRepeatNgram(Forgetful):
     """
 
     longest: int = 4
+    options = (
+        Option(
+            "no_repeat_ngram_size",
+            0,
+            whole,
+            "an integer of at least 0, in int32; 0 for none",
+            per_row=True,
+            twin=Twin(
+                logits_process.NoRepeatNGramLogitsProcessor, lambda item, call: item.ngram_size, ban=True
+            ),
+        ),
+    )
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        # Longer n-grams than the text, and a block behind its limit, do not occur twice.
+        longest = [batch.width + new + MOST_BEHIND for new in batch.max_new_tokens]
+        sizes = [
+            size if size and size <= most else None
+            for size, most in zip(cls.options[0].numbers(given, batch), longest, strict=True)
+        ]
+        return [(cls(power_of_two(max((size or 0 for size in sizes), default=0), 4)), sizes)]
 
     def covers(self, other: Any) -> bool:
         return isinstance(other, NoRepeatNgram) and other.longest <= self.longest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers.generation import logits_process
 
 from torch_dflash.ops.spread import spread
 from torch_dflash.processors.interface import Forgetful, Text, column
+from torch_dflash.processors.options import Batch, Option, TransformersCall, Twin
 
 
 class Seen(NamedTuple):
@@ -29,11 +32,36 @@ class Counts(NamedTuple):
     ids: Int[Tensor, "B columns"]
 
 
+def _ignores_padding(item: Any, call: TransformersCall) -> bool:
+    """As transformers' own does. A number ignores a part of the prompt, and None counts the padding too."""
+    ignored = getattr(item, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):
+        return tuple(ignored.tolist()) == call.padding
+    return ignored is None and not any(call.padding)
+
+
 @dataclass(frozen=True)
 class RepetitionPenalty(Forgetful):
     """``repetition_penalty`` (arXiv 1909.05858): on every id of the prompt and of the text, once."""
 
     reads_text = False
+    options = (
+        Option(
+            "repetition_penalty",
+            1.0,
+            lambda v: 0 < v < math.inf,
+            "a number above 0; 1.0 for none",
+            per_row=True,
+            twin=Twin(
+                logits_process.RepetitionPenaltyLogitsProcessor,
+                lambda item, call: item.penalty,
+                _ignores_padding,
+                "that leaves out a part of the prompts, or counts their padding, as transformers before 5.23 "
+                "does; pass {} to td.generate, or one prompt at a time.",
+                sizes=True,
+            ),
+        ),
+    )
 
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
         return column(asked, 1.0)
@@ -62,6 +90,15 @@ class OccurrencePenalty(Forgetful):
     """
 
     reads_text = False
+    options = tuple(
+        Option(name, 0.0, math.isfinite, "a finite number; 0.0 for none", per_row=True, ours=True)
+        for name in ("presence_penalty", "frequency_penalty")
+    )
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        pairs = zip(*(option.numbers(given, batch) for option in cls.options), strict=True)
+        return [(cls(), [(a or 0.0, b or 0.0) if a or b else None for a, b in pairs])]
 
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> tuple[Tensor, Tensor]:
         pairs = [value or (0.0, 0.0) for value in asked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,10 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers.generation import logits_process
 
-from torch_dflash.checks import INT32_MAX
+from torch_dflash.checks import INT32_MAX, check_counts, check_rows
 from torch_dflash.ops.spread import spread
 from torch_dflash.processors.interface import Forgetful, Text
+from torch_dflash.processors.options import (
+    Batch,
+    Option,
+    Twin,
+    check_sequences,
+    id_list,
+    ids_of,
+    power_of_two,
+    whole,
+)
 
 
 class Entry(NamedTuple):
@@ -49,6 +61,26 @@ class SequenceBias(Forgetful):
 
     entries: int = 32
     prefix: int = 4
+    options = (
+        Option(
+            "sequence_bias",
+            twin=Twin(
+                logits_process.SequenceBiasLogitsProcessor, lambda item, call: dict(item.sequence_bias)
+            ),
+        ),
+    )
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        biases = check_sequences("sequence_bias", given.get("sequence_bias"), batch.vocab_size)
+        entries = [Entry(ids, bias) for ids, bias in biases]
+        return [(cls._of_size([entries]), [entries or None] * len(batch.max_new_tokens))]
+
+    @classmethod
+    def _of_size(cls, rows: list[list[Entry]]) -> SequenceBias:
+        entries = max(map(len, rows), default=0)
+        prefix = max((len(entry.ids) - 1 for row in rows for entry in row), default=0)
+        return cls(power_of_two(entries, 32), power_of_two(prefix, 4))
 
     def covers(self, other: Any) -> bool:
         return type(other) is type(self) and other.entries <= self.entries and other.prefix <= self.prefix
@@ -85,4 +117,85 @@ class SequenceBias(Forgetful):
 
 @dataclass(frozen=True)
 class Bans(SequenceBias):
-    """What may not follow: ``bad_words_ids``, ``suppress_tokens``, ``min_new_tokens`` and their like."""
+    """Tokens that may not follow: ``bad_words_ids``, ``suppress_tokens``, ``min_new_tokens`` and others."""
+
+    options = (
+        Option(
+            "bad_words_ids",
+            twin=Twin(
+                logits_process.NoBadWordsLogitsProcessor,
+                lambda item, call: [list(ids) for ids in item.sequence_bias],
+                ban=True,
+            ),
+        ),
+        Option(
+            "min_length",
+            0,
+            whole,
+            "an integer of at least 0",
+            twin=Twin(
+                logits_process.MinLengthLogitsProcessor,
+                lambda item, call: item.min_length,
+                lambda item, call: call.stops_of(item),
+                ban=True,
+            ),
+        ),
+        Option(
+            "min_new_tokens",
+            0,
+            whole,
+            "an integer of at least 0, in int32; 0 for none",
+            per_row=True,
+            twin=Twin(
+                logits_process.MinNewTokensLengthLogitsProcessor,
+                lambda item, call: max(item.prompt_length_to_skip + item.min_new_tokens - call.width, 0),
+                lambda item, call: call.stops_of(item),
+                ban=True,
+            ),
+        ),
+        Option(
+            "suppress_tokens",
+            twin=Twin(
+                logits_process.SuppressTokensLogitsProcessor,
+                lambda item, call: ids_of(item.suppress_tokens),
+                ban=True,
+            ),
+        ),
+        Option(
+            "begin_suppress_tokens",
+            twin=Twin(
+                logits_process.SuppressTokensAtBeginLogitsProcessor,
+                lambda item, call: ids_of(item.begin_suppress_tokens),
+                lambda item, call: item.begin_index == call.begins,
+                ban=True,
+            ),
+        ),
+    )
+
+    @classmethod
+    def asked(cls, given: dict[str, Any], batch: Batch) -> list[tuple[Any, list[Any]]]:
+        least = next(one for one in cls.options if one.name == "min_new_tokens").numbers(given, batch)
+        check_counts(least=0, min_length=given.get("min_length"))
+        bans = [_bans(given, least[row], batch, row) for row in range(len(batch.max_new_tokens))]
+        return [(cls._of_size(bans), [entries or None for entries in bans])]
+
+
+def _bans(options: dict[str, Any], least: int | None, batch: Batch, row: int) -> list[Entry]:
+    vocab, stops = batch.vocab_size, batch.stop_ids[row]
+    words = check_sequences("bad_words_ids", options.get("bad_words_ids"), vocab)
+    banned = [Entry(ids, bias) for ids, bias in words if ids not in [(stop,) for stop in stops]]
+    banned += [Entry((token,), -math.inf) for token in id_list("suppress_tokens", options, vocab)]
+    first = first_begun(options, batch)
+    for token in id_list("begin_suppress_tokens", options, vocab):
+        banned.append(Entry((token,), -math.inf, first, first + 1))
+    # transformers: the number of new tokens, if it is given, counts instead of that of all, though it be 0.
+    given = check_rows("min_new_tokens", options.get("min_new_tokens"), len(batch.max_new_tokens))[row]
+    fewest = least or 0 if given is not None else (options.get("min_length") or 0) - batch.width
+    if fewest > 0:
+        banned += [Entry((stop,), -math.inf, 0, fewest) for stop in stops if stop < vocab]
+    return banned
+
+
+def first_begun(options: dict[str, Any], batch: Batch) -> int:
+    """The new token of ``begin_suppress_tokens``: transformers leaves the first to a forced one."""
+    return int(batch.width == 1 and bool(id_list("forced_bos_token_id", options, batch.vocab_size)))

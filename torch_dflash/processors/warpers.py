@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import logits_process
 
 from torch_dflash.processors.interface import Forgetful, Text, column
+from torch_dflash.processors.options import Option, Twin
+
+FIRST = ("temperature", "top_k", "top_p", "min_p")
+"""Options of sampling that a round applies before these."""
 
 
 class _Warper(Forgetful):
     """One number of each row."""
 
     scaled, reads_text = True, False
-    off = 0.0
 
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Tensor:
-        return column(asked, self.off)
+        return column(asked, self.options[0].off)
+
+
+def _option(name: str, kind: type, read: str, after: tuple[str, ...] = FIRST) -> Option:
+    twin = Twin(kind, lambda item, call: getattr(item, read), after=after)
+    share = lambda v: 0 <= v < 1  # noqa: E731
+    return Option(
+        name, 0.0, share, "a number in [0, 1); 0.0 for all tokens", per_row=True, samples=True, twin=twin
+    )
 
 
 @dataclass(frozen=True)
 class TypicalP(_Warper):
     """``typical_p`` (arXiv 2202.00666): the ids nearest to the expected information, up to this mass."""
 
-    off = 1.0
+    options = (
+        replace(
+            _option("typical_p", logits_process.TypicalLogitsWarper, "mass"),
+            off=1.0,
+            holds=lambda v: 0 < v <= 1,
+            must="a number in (0, 1]; 1.0 for all tokens",
+        ),
+    )
 
     def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
         log, share, entropy = _information(logits)
@@ -42,6 +61,10 @@ class TypicalP(_Warper):
 class EpsilonCutoff(_Warper):
     """``epsilon_cutoff`` (arXiv 2210.15191): no id below this probability, the likeliest apart."""
 
+    options = (
+        _option("epsilon_cutoff", logits_process.EpsilonLogitsWarper, "epsilon", (*FIRST, "typical_p")),
+    )
+
     def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
         return _cut(logits, memory[:, None, None])
 
@@ -49,6 +72,15 @@ class EpsilonCutoff(_Warper):
 @dataclass(frozen=True)
 class EtaCutoff(_Warper):
     """``eta_cutoff`` (arXiv 2210.15191): the same, but lower where the target is uncertain."""
+
+    options = (
+        _option(
+            "eta_cutoff",
+            logits_process.EtaLogitsWarper,
+            "epsilon",
+            (*FIRST, "typical_p", "epsilon_cutoff"),
+        ),
+    )
 
     def __call__(self, memory: Tensor, text: Text, logits: Tensor) -> Tensor:
         entropy = _information(logits)[2]

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from transformers.generation import GenerationMixin
 
-from torch_dflash.checks import check_loaded
 from torch_dflash.requests.aliases import meant
-from torch_dflash.requests.grammars import RESPONSE_FORMAT
 from torch_dflash.requests.logprobs import OF_LOGITS
 from torch_dflash.requests.options import OF_A_CALL, OF_AN_ENGINE
 from torch_dflash.requests.prompts import MEDIA
 from torch_dflash.requests.refusals import config_fields
-from torch_dflash.requests.rules import OURS
+from torch_dflash.requests.rules import ours
 
 # Fixed when an engine is built, so no option of a call. `max_length` of a call is transformers' own, and
 # `top_logprobs` what it asks of an engine that may keep more.
@@ -70,37 +68,29 @@ _NOTHING: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def set_aside_cache(options: dict[str, Any]) -> None:
-    """Give a cache of transformers' the name it had before 5.24: ``cache`` is a kind of ours here."""
-    given = options.get("cache")
-    if hasattr(given, "get_seq_length") or isinstance(given, tuple):
-        options["past_key_values"] = options.pop("cache")
+def is_cache(given: Any) -> bool:
+    """Whether ``cache`` is transformers' own, called otherwise before 5.24; here it names a kind of ours."""
+    return hasattr(given, "get_seq_length") or isinstance(given, tuple)
 
 
-def take_arguments(options: dict[str, Any], target: Any) -> None:
-    """Take out of ``options`` what asks for nothing; leave what `resolve` reads.
+def check_argument(name: str, value: Any, target: Any) -> None:
+    """Refuse an argument that is no option of this call, unless it asks for nothing.
 
     Raises:
         TypeError: a name that neither transformers nor an engine knows, or one of `torch_dflash.compile`.
         ValueError: an argument of transformers that a round cannot honour; the message says what to do.
     """
-    own = *OURS, RESPONSE_FORMAT, *OF_LOGITS
-    fields = config_fields() | {"seed", "tokenizer", *own}
-    check_loaded("tokenizer", options.get("tokenizer"), "AutoTokenizer.from_pretrained({})")
-    for name in [name for name in options if name not in fields or name in COMPILED]:
-        value = options.pop(name)
-        if value is None and name not in COMPILED and _known(name, target):
-            continue
-        if name in COMPILED:
-            raise TypeError(f"{name} is fixed when an engine is built; pass it to torch_dflash.compile.")
-        if not _known(name, target):
-            raise TypeError(
-                f"unknown option {name!r}; options are seed, {', '.join(own)} and the "
-                "fields of transformers' GenerationConfig." + meant(name, [*fields, *OF_A_CALL])
-            )
-        if name not in _IGNORED and not _NOTHING.get(name, lambda _: False)(value):
-            fix = _OPTIONS.get(name, _TEXT if MEDIA.search(name) else _ALONE)
-            raise ValueError(f"{_shown(name, value)}: {fix}.")
+    if name in COMPILED:
+        raise TypeError(f"{name} is fixed when an engine is built; pass it to torch_dflash.compile.")
+    if not _known(name, target):
+        own = *ours(), "response_format", *OF_LOGITS
+        raise TypeError(
+            f"unknown option {name!r}; options are seed, {', '.join(own)} and the fields of transformers' "
+            "GenerationConfig." + meant(name, [*config_fields(), "seed", "tokenizer", *own, *OF_A_CALL])
+        )
+    if value is not None and name not in _IGNORED and not _NOTHING.get(name, lambda _: False)(value):
+        fix = _OPTIONS.get(name, _TEXT if MEDIA.search(name) else _ALONE)
+        raise ValueError(f"{_shown(name, value)}: {fix}.")
 
 
 def _known(name: str, target: Any) -> bool:

@@ -35,13 +35,13 @@ def read_logit_outputs(config: Any, options: dict[str, Any], vocab_size: int) ->
     Raises:
         ValueError: an option is of the wrong type or out of range, or log-probabilities have no place to go.
     """
-    asked = {name: getattr(config, name, None) for name in WHOLE.values()}
-    asked["output_logprobs"], top = (options.get(name) for name in OF_LOGITS)
+    logprobs, top = (options.get(name) for name in OF_LOGITS)
+    asked = {name: getattr(config, name, None) for name in WHOLE.values()} | {"output_logprobs": logprobs}
     check_flag(**{name: value for name, value in asked.items() if value is not None})
     check_counts(least=0, top_logprobs=top)
     check_top(top or 0, vocab_size)
     ours = f"top_logprobs={top}" if top else "output_logprobs=True"
-    asked["output_logprobs"] = asked["output_logprobs"] or bool(top)
+    asked |= {"output_logprobs": logprobs or bool(top)}
     if not config.return_dict_in_generate:
         if asked["output_logprobs"]:
             raise ValueError(

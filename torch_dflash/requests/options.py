@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from torch_dflash.checks import (
     Cache,
@@ -25,6 +25,7 @@ from torch_dflash.processors.interface import Processor
 from torch_dflash.requests.logprobs import check_outputs
 from torch_dflash.requests.prompts import bucket
 from torch_dflash.requests.rules import check_processors
+from torch_dflash.runtime_kinds import RUNTIMES
 
 LARGEST_CHUNK = 512
 
@@ -89,7 +90,7 @@ class EngineOptions:
 
     def _check_host(self) -> None:
         own = [one for one in self.processors or () if isinstance(one, HostProcessor)]
-        if own and self.runtime != "eager":
+        if own and not RUNTIMES[self.runtime].asks_host:
             raise ValueError(
                 f"processors holds {own[0].name}, which runs on the host: pass runtime='eager', or write "
                 "it as a td.BlockProcessor."
@@ -112,8 +113,7 @@ class EngineOptions:
             verify_width=self.verify_width if isinstance(self.verify_width, int) else width,
             depth=depth,
             stop_slots=self.stop_slots,
-            # A chunk ends in one host read: worth batching on a device, free in eager mode.
-            rounds_per_chunk=self.rounds_per_chunk or (16 if self.runtime == "xla" else 1),
+            rounds_per_chunk=self.rounds_per_chunk or RUNTIMES[self.runtime].rounds_per_chunk,
             filters=self.filters,
             outputs=tuple(name for name in OUTPUTS if name in kept),
             top_logprobs=self.top_logprobs,
@@ -141,3 +141,64 @@ def round_up(needed: int, context: int) -> int:
     octave = 1 << (needed - 1).bit_length()
     step = octave if octave <= LARGEST_DOUBLED else octave // 8
     return min(max(SMALLEST, -(-needed // step) * step), context)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of `torch_dflash.generate`: of this library, of an engine, and of transformers."""
+
+    # Of a call here.
+    seed: int | list[int] | None
+    tokenizer: Any
+    processors: tuple[Processor, ...] | None
+    stopping_criteria: Any
+    presence_penalty: float | list[float] | None
+    frequency_penalty: float | list[float] | None
+    grammar: Any
+    response_format: Any
+    output_logprobs: bool | None
+    top_logprobs: int | None
+    position_ids: Any
+    generation_config: Any
+    # Of the engine behind the call.
+    runtime: str
+    block_size: int | None
+    verify_width: int | str | None
+    rounds_per_chunk: int | None
+    prefill_chunk_size: int
+    matmul_precision: str
+    compute: str
+    quantize: str | None
+    mesh: Any
+    replicas: int
+    cache: Any
+    page_size: int
+    verify: bool
+    # Of transformers' GenerationConfig.
+    max_new_tokens: int | list[int] | None
+    max_length: int | None
+    min_new_tokens: int | list[int] | None
+    min_length: int | None
+    do_sample: bool | None
+    temperature: float | list[float] | None
+    top_k: int | list[int] | None
+    top_p: float | list[float] | None
+    min_p: float | list[float] | None
+    typical_p: float | list[float] | None
+    epsilon_cutoff: float | list[float] | None
+    eta_cutoff: float | list[float] | None
+    repetition_penalty: float | list[float] | None
+    no_repeat_ngram_size: int | list[int] | None
+    bad_words_ids: Any
+    suppress_tokens: Any
+    begin_suppress_tokens: Any
+    sequence_bias: Any
+    forced_bos_token_id: int | None
+    forced_eos_token_id: Any
+    exponential_decay_length_penalty: Any
+    eos_token_id: Any
+    pad_token_id: int | None
+    stop_strings: str | list[str] | None
+    max_time: float | None
+    num_return_sequences: int | None
+    output_scores: bool | None
+    output_logits: bool | None

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from torch_dflash.requests.rules import KINDS, OURS
+from torch_dflash.requests.rules import KINDS, ours
 
 HONOURED = frozenset(
     {
@@ -28,7 +28,7 @@ HONOURED = frozenset(
         "output_logits",
         *KINDS,
     }
-) - {*OURS}
+) - {*ours()}
 
 # They change no token here: they speak of beams, of an assistant, of transformers' own caches and graphs, or
 # of a prompt that is absent.

@@ -1,220 +1,170 @@
-"""From a user's call and the model's ``generation_config`` to what each row asks for."""
+"""A request: rows, each with what it asks for, and the prompts as they were given."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Real
-from types import SimpleNamespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers.generation import logits_process
 
-from torch_dflash.checks import INT32_MAX, check_counts, check_rows, is_count, row_list
-from torch_dflash.requests.grammars import RESPONSE_FORMAT, RowGrammar, grammars_of, read_format
-from torch_dflash.requests.logprobs import OF_LOGITS, LogitOutputs, read_logit_outputs
-from torch_dflash.requests.refusals import refuse_doubled_cache, refuse_unsupported
-from torch_dflash.requests.row_values import check_pad, row_seeds, stop_ids
-from torch_dflash.requests.rule_values import check_suppressed
-from torch_dflash.requests.rules import KINDS, OURS, PER_ROW, Batch, RowRules, asked_processors
-from torch_dflash.requests.stopping import StopRule, stop_rules_of
+from torch_dflash.checks import INT32_MAX
+from torch_dflash.plan import DecodePlan
+from torch_dflash.processors.grammars import RowGrammar
+from torch_dflash.processors.interface import Processor
+from torch_dflash.processors.options import Option, Twin, whole
+from torch_dflash.processors.warpers import FIRST
+from torch_dflash.requests.logprobs import LogitOutputs
+from torch_dflash.requests.row_values import seed_key
+from torch_dflash.requests.stopping import StopRule
+from torch_dflash.rows import RowRequests
+from torch_dflash.state import Sampling
 
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a batch asks for, one entry per row. ``temperature`` 0 means greedy, ``top_k`` 0 no top-k.
+def _option(name: str, off: Any, holds: Any, must: str, kind: type, after: tuple[str, ...]) -> Option:
+    twin = Twin(kind, lambda item, call: getattr(item, name), after=after)
+    return Option(name, off, holds, must, per_row=True, samples=True, twin=twin)
 
-    ``rows`` are the prompts, int32, without padding.
+
+# Which warpers may stand before another: top-k keeps the same tokens at any temperature and after min-p, and
+# min-p compares with the best token alone; top-p weighs all that is left.
+SAMPLING: dict[str, Option] = {
+    option.name: option
+    for option in (
+        _option(
+            "temperature",
+            1.0,
+            lambda v: 0 <= v <= FLOAT32_MAX,
+            f"a number, 0 (greedy) or more, at most {FLOAT32_MAX:.1e} (float32)",
+            logits_process.TemperatureLogitsWarper,
+            ("temperature", "top_k"),
+        ),
+        _option(
+            "top_k",
+            0,
+            whole,
+            f"an integer, 0 (off) or more, at most {INT32_MAX} (int32); pass 0 to keep every token",
+            logits_process.TopKLogitsWarper,
+            ("temperature", "top_k", "min_p"),
+        ),
+        _option(
+            "top_p",
+            1.0,
+            lambda v: 0 < v <= 1,
+            "a number in (0, 1]",
+            logits_process.TopPLogitsWarper,
+            ("temperature", "top_k"),
+        ),
+        _option(
+            "min_p", 0.0, lambda v: 0 <= v <= 1, "a number in [0, 1]", logits_process.MinPLogitsWarper, FIRST
+        ),
+    )
+}
+"""Options of sampling that a round applies itself, in this order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One text to decode.
+
+    Attributes:
+        prompt: its ids without padding, int32.
+        temperature: 0 is greedy. top_k: 0 is off.
+        rules: processors, and what the row asks of each.
+        stopping: what else than stop ids and lengths ends it.
+        logprobs: what it is handed out of logits.
     """
 
-    max_new_tokens: list[int]
-    temperature: list[float | int]
-    top_k: list[int]
-    top_p: list[float | int]
-    min_p: list[float | int]
-    seed: list[int]
-    stop_ids: list[tuple[int, ...]]
-    pad_token_id: int
-    processors: RowRules = field(default_factory=dict)
-    stopping: list[StopRule] = field(default_factory=list)
-    logit_outputs: LogitOutputs = LogitOutputs()
-    rows: list[np.ndarray] = field(default_factory=list)
+    prompt: np.ndarray
+    max_new_tokens: int
+    temperature: float | int = 0
+    top_k: int = 0
+    top_p: float | int = 1
+    min_p: float | int = 0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    rules: Mapping[Processor, Any] = field(default_factory=dict)
+    stopping: tuple[StopRule, ...] = ()
+    logprobs: LogitOutputs = LogitOutputs()
 
-    @classmethod
-    def greedy(cls, rows: list[np.ndarray], max_new_tokens: int) -> Request:
-        """The likeliest continuation of each row, to its full length."""
-        each = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 0, "stop_ids": ()}
-        asked: dict[str, Any] = {name: [value] * len(rows) for name, value in each.items()}
-        return cls([max_new_tokens] * len(rows), **asked, pad_token_id=0, rows=rows)
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def limit(self) -> int:
+        """Most positions that the row may fill."""
+        return self.length + self.max_new_tokens
+
+    @property
+    def filters(self) -> bool:
+        """Whether it filters the vocabulary."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def grammar(self) -> RowGrammar | None:
+        """Its grammar, which lives as long as the row."""
+        return next((value for value in self.rules.values() if isinstance(value, RowGrammar)), None)
+
+    def asks(self, processor: Processor) -> Any:
+        """What it asks of a processor that is compiled in; None: nothing."""
+        return next((value for kind, value in self.rules.items() if processor.covers(kind)), None)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The rows of a call, its padding id, and the prompts [B, T] as they were given."""
+
+    rows: list[Row]
+    pad_token_id: int
+    input_ids: Tensor
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each prompt."""
-        return [len(row) for row in self.rows]
+        return [row.length for row in self.rows]
 
     @property
-    def limits(self) -> list[int]:
-        """Most positions that each row may fill."""
-        return [a + b for a, b in zip(self.lengths, self.max_new_tokens, strict=True)]
+    def processors(self) -> list[Processor]:
+        """Those that any row asks for something."""
+        return list(dict.fromkeys(kind for row in self.rows for kind in row.rules))
 
     @property
-    def grammars(self) -> list[RowGrammar | None]:
-        """Each row's own, which lives as long as this request."""
-        return grammars_of(self.processors, len(self.max_new_tokens))
-
-    def part(self, rows: Sequence[int]) -> Request:
-        """What some of the rows ask for, each as it would among all: its seed is its own."""
-        named = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_ids", "rows")
-        own = {name: [getattr(self, name)[row] for row in rows] for name in named}
-        asked = {kind: [values[row] for row in rows] for kind, values in self.processors.items()}
-        return replace(self, processors=asked, **own)
-
-    @property
-    def filters(self) -> bool:
-        """Whether any row filters the vocabulary."""
-        rows = zip(self.temperature, self.top_k, self.top_p, self.min_p, strict=True)
-        return any(t > 0 and (k > 0 or p < 1 or m > 0) for t, k, p, m in rows)
+    def logprobs(self) -> LogitOutputs:
+        """What a call hands out of logits, alike for all of its rows."""
+        return self.rows[0].logprobs
 
 
-def defaults_of(target: Any, given: GenerationConfig | None) -> Any:
-    """The model's ``generation_config``, or a user's with its unset fields filled from the model's."""
-    if given is None:
-        return target.generation_config
-    if not isinstance(given, GenerationConfig):
-        raise TypeError(
-            f"generation_config={type(given).__name__}: pass a transformers GenerationConfig, or its options."
-        )
-    merged = copy.deepcopy(given)
-    merged.update(defaults_only=True, **target.generation_config.to_dict())
-    return merged
+def row_requests(rows: list[Row], plan: DecodePlan) -> RowRequests:
+    """The rows as tensors of the plan's batch, with idle rows done."""
+    idle, spare = RowRequests.idle(plan), plan.batch_size - len(rows)
 
+    def column(values: list, unused: Tensor) -> Tensor:
+        return torch.tensor([*values, *unused[len(rows) :].tolist()], dtype=unused.dtype, device="cpu")
 
-def resolve(
-    defaults: GenerationConfig, rows: int, width: int, options: dict[str, Any], vocab_size: int = INT32_MAX
-) -> Request:
-    """Merge ``options`` over the model's defaults, as transformers' ``generate`` does.
+    def sampling(name: str) -> Tensor:
+        return column([getattr(row, name) for row in rows], getattr(idle.sampling, name))
 
-    Args:
-        defaults: the target's ``generation_config``; not modified.
-        rows: of the batch.
-        width: columns of the padded prompt, which ``max_length`` counts.
-        options: fields of a ``GenerationConfig``, ``seed``, ``tokenizer``, ``response_format``, those of
-            `torch_dflash.requests.rules.OURS` and of `torch_dflash.requests.logprobs.OF_LOGITS`; None means
-            unset, save for ``eos_token_id`` (`UNSET`) and ``use_cache``, where it is refused.
-        vocab_size: of the target, which ids of options are checked against.
-
-    Raises:
-        ValueError: an option is out of range or cannot be honoured.
-    """
-    eos = options.pop("eos_token_id", UNSET)
-    seed, tokenizer = options.pop("seed", None), options.pop("tokenizer", None)
-    own = {name: options.pop(name, None) for name in OF_LOGITS}
-    options["grammar"] = read_format(
-        options.pop(RESPONSE_FORMAT, None), options.pop("grammar", None), tokenizer, rows
-    )
-    config = copy.deepcopy(defaults)
-    # Before transformers sees them: its messages name no fix.
-    if not isinstance(options.get("do_sample"), bool | None):
-        raise ValueError(f"do_sample={options['do_sample']!r}: must be True, False or None (unset).")
-    refuse_doubled_cache(options)
-    check_pad(options.get("pad_token_id"))
-    check_suppressed(options.get("suppress_tokens"))
-    refuse_unsupported(SimpleNamespace(**options))
-    per_row = {
-        name: options.pop(name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", *PER_ROW)
-        if name in ("max_new_tokens", *OURS)
-        and options.get(name) is not None
-        or isinstance(row_list(options.get(name)), list)
-    }
-    asked = {name: value for name, value in options.items() if value is not None}
-    config.update(**asked)
-    config.update(defaults_only=True, **config._get_default_generation_params())
-    refuse_unsupported(config)
-    logit_outputs = read_logit_outputs(config, own, vocab_size)
-    sampled = bool(config.do_sample)
-    if "temperature" in (asked | per_row) and not sampled:
-        wanted = check_rows("temperature", per_row.get("temperature", config.temperature), rows)
-        if any(wanted) and options.get("do_sample") is None:
-            raise ValueError(
-                f"temperature={wanted} while do_sample is unset and the model's default is greedy; "
-                "pass do_sample=True to sample."
-            )
-
-    def row_values(name, off):
-        value = per_row.get(name, getattr(config, name, None))
-        return check_rows(name, off if value is None else value, rows)
-
-    stops = stop_ids(config.eos_token_id if eos is UNSET else eos, rows)
-    pad = check_pad(config.pad_token_id)
-    budgets = _budgets(config, per_row, asked, rows, width)
-    # Servers' own options are none of a config: transformers keeps such fields, and heeds none.
-    wanted = {
-        name: per_row.get(name, None if name in OURS else getattr(config, name, None)) for name in KINDS
-    }
-    request = Request(
-        max_new_tokens=budgets,
-        temperature=row_values("temperature", 1.0) if sampled else [0.0] * rows,
-        top_k=row_values("top_k", 0),
-        top_p=row_values("top_p", 1.0),
-        min_p=row_values("min_p", 0.0),
-        seed=row_seeds(seed, rows),
-        stop_ids=stops,
-        pad_token_id=next((int(ids[0]) for ids in stops if ids), 0) if pad is None else pad,
-        processors=asked_processors(wanted, Batch(width, budgets, stops, sampled, vocab_size)),
-        stopping=stop_rules_of(config, tokenizer),
-        logit_outputs=logit_outputs,
-    )
-    _check_ranges(request)
-    return request
-
-
-def _budgets(config, per_row, asked, rows, width) -> list[int]:
-    budget = per_row.get("max_new_tokens", config.max_new_tokens)
-    if budget is None:
-        if config.max_length == config._get_default_generation_params()["max_length"] and (
-            "max_length" not in asked
-        ):
-            budget = config.max_length  # transformers' default: 20 tokens beyond the prompt
-        else:
-            budget = room_below(config.max_length, width)
-    budgets = check_rows("max_new_tokens", budget, rows)
-    for value in budgets:
-        check_counts(max_new_tokens=value)
-    return budgets
-
-
-def room_below(max_length: Any, width: int) -> int:
-    """The new tokens that ``max_length`` leaves after ``width`` columns of prompt; ``ValueError`` if none."""
-    check_counts(max_length=max_length)
-    if max_length <= width:
-        raise ValueError(
-            f"max_length={max_length} leaves no room after the prompt's {width} columns; pass "
-            f"max_new_tokens, or a max_length of at least {width + 1}."
-        )
-    return max_length - width
-
-
-def _check_ranges(request: Request) -> None:
-    checks = {
-        "temperature": (
-            lambda v: 0 <= v <= FLOAT32_MAX,
-            f"a number, 0 (greedy) or more, at most {FLOAT32_MAX:.1e} (float32)",
+    starts = [*(row.length for row in rows), *[0] * spare]
+    keys = [seed_key(row.seed) for row in rows]  # here, where Python's integers do not overflow
+    return RowRequests(
+        limit=column([row.limit for row in rows], idle.limit),
+        stop_ids=column(
+            [[*row.stop_ids, *[-1] * (plan.stop_slots - len(row.stop_ids))] for row in rows], idle.stop_ids
         ),
-        "top_k": (
-            lambda v: is_count(v) and 0 <= v <= INT32_MAX,
-            f"an integer, 0 (off) or more, at most {INT32_MAX} (int32); pass 0 to keep every token",
+        done=column([False] * len(rows), idle.done),
+        sampling=Sampling(
+            **{name: sampling(name) for name in SAMPLING},
+            seed=column([key - (key >> 31 << 32) for key in keys], idle.sampling.seed),
         ),
-        "top_p": (lambda v: 0 < v <= 1, "a number in (0, 1]"),
-        "min_p": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
-    }
-    for name, (holds, rule) in checks.items():
-        for value in getattr(request, name):
-            if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
-                raise ValueError(f"{name}={value!r}: must be {rule}.")
+        rules=tuple(
+            one.values([*(row.asks(one) for row in rows), *[None] * spare], starts) for one in plan.processors
+        ),
+    )

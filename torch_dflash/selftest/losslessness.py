@@ -53,7 +53,7 @@ def _sampled(seeds: list[int]) -> dict[str, Any]:
 def _same_text(case: Case, kind: str, mode: str, rows: list[int], texts: dict[str, list[list[int]]]) -> Check:
     wanted = texts[mode]
     chosen = [prompts()[row] for row in rows]
-    how = _sampled([SEED + row for row in rows]) if mode == "sampled" else {"do_sample": False}
+    how: Any = _sampled([SEED + row for row in rows]) if mode == "sampled" else {"do_sample": False}
     out = case.engine(kind, len(rows)).generate(
         *pad_rows(chosen),
         max_new_tokens=NEW,

@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
 FARTHEST = 1 << 20
 """Positions up to which a mask is looked at."""
+# The inner function of the overlay that lets an image's tokens see each other.
+_OVERLAY: Any = getattr(masking_utils, "blockwise_overlay", None)
+_OF_BLOCKS = () if _OVERLAY is None else _OVERLAY.__code__.co_consts
 NEAR = 40
 """How many positions on either side of an edge are looked at one by one."""
 
@@ -29,15 +33,20 @@ def read_window(mask: Callable, context: int) -> int | None:
         return _read_window(for_text(mask), context)
 
 
-def for_text(mask: Any) -> Any:
-    """``mask`` with the numbers of images' groups that it holds: meta tensors, of text all are -1."""
+def for_text(mask: Any, blocks: bool = False) -> Any:
+    """``mask`` as it is of text: on meta tensors an overlay of images' blocks has no block ids, here -1.
+
+    Only transformers' own overlay says that -1 is text. Other ids, of packed documents say, keep a mask from
+    being read, so that it is refused.
+    """
     if isinstance(mask, tuple | list):
-        return type(mask)(map(for_text, mask))
-    if isinstance(mask, Tensor) and mask.is_meta and mask.dtype in (torch.int32, torch.int64):
+        return type(mask)(for_text(one) for one in mask)
+    if blocks and isinstance(mask, Tensor) and mask.is_meta:
         return torch.full((1, FARTHEST), -1)
     if not isinstance(mask, FunctionType) or not mask.__closure__:
         return mask
-    cells = tuple(CellType(for_text(cell.cell_contents)) for cell in mask.__closure__)
+    of_blocks = mask.__code__ in _OF_BLOCKS
+    cells = tuple(CellType(for_text(cell.cell_contents, of_blocks)) for cell in mask.__closure__)
     return FunctionType(mask.__code__, mask.__globals__, mask.__name__, mask.__defaults__, cells)
 
 

@@ -18,11 +18,13 @@ class LoadedTarget(Protocol):
         """The transformers causal LM on the meta device: class, config and generation config."""
         ...
 
-    def arrays_for(self, runtime: str) -> Mapping[str, Any]:
+    def arrays_for(
+        self, runtime: str, compute: str = "auto", quantize: str | None = None
+    ) -> Mapping[str, Any]:
         """Weights and buffers for that runtime, by the model's names, tied ones once.
 
         Raises:
-            ValueError: this runtime cannot decode with them.
+            ValueError: this runtime cannot decode with them, or they have no such products.
         """
         ...
 
@@ -52,13 +54,12 @@ def model_of(target: Any) -> Any:
     return target.model if isinstance(target, LoadedTarget) else target
 
 
-def arrays_of(target: Any, runtime: str) -> Mapping[str, Any] | None:
+def arrays_of(target: Any, *asked: Any) -> Mapping[str, Any] | None:
     """The arrays of a target without torch weights; None for a live model.
 
-    Raises:
-        ValueError: ``runtime`` cannot decode with them.
+    Arguments and errors are those of `LoadedTarget.arrays_for`.
     """
-    return target.arrays_for(runtime) if isinstance(target, LoadedTarget) else None
+    return target.arrays_for(*asked) if isinstance(target, LoadedTarget) else None
 
 
 def mesh_of(target: Any, asked: Any, replicas: int = 1) -> Any:

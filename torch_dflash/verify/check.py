@@ -347,19 +347,26 @@ def compare(
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """While open, modules are in evaluation mode to this thread alone: no flag is set."""
+    """While open, modules are in evaluation mode to this thread alone: no flag is set, whatever it writes."""
     if not any(part.training for part in model.modules()):
         yield
         return
     kind, here = cast(Any, nn.Module), threading.get_ident()
+    seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def mode(module: nn.Module) -> bool:
         if "training" not in vars(module):  # TorchScript keeps it elsewhere, and looks there
             raise AttributeError("training")
-        return vars(module)["training"] and threading.get_ident() != here
+        return seen.get(module, False) if threading.get_ident() == here else vars(module)["training"]
+
+    def set_mode(module: nn.Module, value: bool) -> None:
+        if threading.get_ident() == here and "training" in vars(module):
+            seen[module] = value  # a forward that saves a flag and puts it back would put back ours
+        else:
+            vars(module).update(training=value)
 
     with _patching:
-        kind.training = property(mode, lambda module, value: vars(module).update(training=value))
+        kind.training = property(mode, set_mode)
         try:
             yield
         finally:

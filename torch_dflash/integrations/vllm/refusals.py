@@ -21,6 +21,7 @@ FIELDS = {
     "prompt_logprobs": "drafts leave none; echo with logprobs asks for them, too",
     "allowed_token_ids": "tpu-inference does not follow it",
     "seed": "tpu-inference has no seed of a request",
+    "logprob_token_ids": "tpu-inference does not follow it; logprobs=K gives those of the K likeliest",
 }
 """Fields of a request that would end the engine, or be answered as the server's own fault."""
 

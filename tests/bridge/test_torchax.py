@@ -1,6 +1,4 @@
-"""Tracing: a step that every layer takes is traced once a program, and garbage is left for later."""
-
-from __future__ import annotations
+"""Steps are traced once, garbage waits for a program, and torch works in a process with torchax."""
 
 import gc
 from contextlib import suppress
@@ -8,10 +6,13 @@ from contextlib import suppress
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 from support.tiny import make_target
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 import torch_dflash as td
-from jax_bridge._torchax import once, sharing
+from jax_bridge._torchax import call_torch, environment, once, sharing
 from jax_bridge.programs import lower
 from torch_dflash.rows import RowRequests
 
@@ -73,3 +74,30 @@ def test_no_garbage_is_looked_for_while_a_program_is_traced(was_on):
     finally:
         (gc.enable if before else gc.disable)()
     assert seen == [False, was_on] * 2
+
+
+def test_torch_finds_no_accelerator():
+    assert not torch.accelerator.is_available()  # torchax says that its jax device is one
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    torch.compile(layer, backend="eager")(torch.ones(1, 2)).sum().backward()
+    before = layer.bias.detach().clone()
+    optimizer.step()
+    assert not layer.bias.equal(before)
+
+
+@pytest.mark.parametrize("entered", ["_function_mode", "_dispatch_mode", ""])
+def test_an_interrupt_while_a_step_is_traced_leaves_torch_as_it_was(entered):
+    def step(rows):
+        # As for each operation; the interrupt comes before it is left, or before all of it is entered.
+        (getattr(environment(), entered) if entered else environment()).__enter__()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call_torch(step, jnp.zeros(2))
+    left = _get_current_function_mode_stack() + _get_current_dispatch_mode_stack()
+    while _get_current_function_mode_stack():
+        torch.overrides._pop_mode()
+    while _get_current_dispatch_mode_stack():  # no other test is to fail by it
+        _pop_mode()
+    assert left == []

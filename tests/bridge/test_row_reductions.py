@@ -1,6 +1,4 @@
-"""Rows of a pass do not depend on the rows beside them: one row alone and eight round alike."""
-
-from __future__ import annotations
+"""Row reductions: rows do not depend on the rows beside them, and all forms of a reduction agree."""
 
 import re
 from collections.abc import Iterable
@@ -15,16 +13,20 @@ import torch
 import torch.nn.functional as F
 from support.arithmetic import ARITHMETIC
 from support.lowered import lowered
-from support.tiny import make_pair, make_target
+from support.tiny import make_drafter, make_pair, make_target
 
 import jax_bridge as jb
 import torch_dflash as td
+from jax_bridge import ops
+from jax_bridge.kernels import row_reductions as argmax
 from jax_bridge.kernels import row_reductions as steady
 from jax_bridge.kernels import streamed
+from jax_bridge.kernels.row_reductions import FEW_IDS, spread_by_comparing, spread_by_scatter, spread_jax
 from jax_bridge.programs import lower
-from jax_bridge.weights.forms import dot
+from jax_bridge.weights.formats import dot
 from jax_bridge.weights.products import stacked_sums
 from torch_dflash.decode import verify
+from torch_dflash.ops.spread import spread
 from torch_dflash.state import Draft
 
 NORMS = {
@@ -37,7 +39,7 @@ NORMS = {
 @pytest.mark.parametrize("size", [1, 7, 64, 128, 576, 1000])
 def test_halves_are_the_sum(size):
     rows = torch.randn(3, 5, size)
-    got = jb.to_torch(steady.sum_of_halves(jb.to_jax(rows)))
+    got = jb.to_torch(steady.pairwise_sum(jb.to_jax(rows)))
     torch.testing.assert_close(got.double(), rows.double().sum(-1, keepdim=True), atol=1e-5, rtol=1e-5)
 
 
@@ -97,6 +99,8 @@ def drawn(*shape: int, dtype: str = "float32") -> jax.Array:
 
 
 COUNTS = (1, 2, 3, 5, 7, 8, 15, 17, 33)
+
+
 """Of rows that are held against 64, in the sums: rounded to bfloat16 most differences are gone."""
 
 
@@ -140,7 +144,8 @@ def attention_is_steady(counts: Iterable[int], heads: int, dim: int, groups: int
     @jax.jit  # everything is an argument: what is known would be folded, in an order of its own
     def attend(query, key, value):
         seen = jnp.ones((1, query.shape[3], 128), bool)
-        return streamed.Running.begin(query, dim).add(query, streamed.Block(key, value, seen), 0.125).result()
+        state = streamed.SoftmaxState.begin(query, dim)
+        return state.add(query, streamed.Block(key, value, seen), 0.125).result()
 
     whole = attend(query, key, value)
     for count in counts:
@@ -169,7 +174,7 @@ def float_sums() -> int:
 
 def test_no_round_has_another_sum(monkeypatch):
     assert float_sums() == 0
-    monkeypatch.setattr(steady, "sum_of_halves", lambda rows: rows.sum(axis=-1, keepdims=True))
+    monkeypatch.setattr(steady, "pairwise_sum", lambda rows: rows.sum(axis=-1, keepdims=True))
     assert float_sums() > 0
 
 
@@ -194,3 +199,83 @@ def test_a_plain_round_rounds_as_a_wide_one(case):
     whole = logits(6)
     for width in (1, 2, 4):
         np.testing.assert_array_equal(logits(width), whole)
+
+
+SIZES = [1, 255, 256, 257, 512, 1000, 49_152, 50_257]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_torch_s(size, dtype):
+    rows = (torch.randn(2, 3, size) * 50).to(dtype)  # bfloat16 and integers have many equal entries
+    for keepdim in (False, True):
+        wanted = torch.argmax(rows, dim=-1, keepdim=keepdim)
+        got = lowered(partial(torch.argmax, dim=-1, keepdim=keepdim), rows)
+        assert got.shape == wanted.shape and torch.equal(got.long(), wanted)
+
+
+@pytest.mark.parametrize("size", SIZES[2:])
+def test_odd_rows_are_torch_s(size):
+    rows = torch.randn(7, size)
+    rows[0] = 1.0
+    rows[1] = -torch.inf
+    rows[2, [size // 3, size // 2]] = torch.nan
+    rows[3, size // 2] = torch.inf
+    rows[4, [0, size - 1]] = 99.0
+    rows[5, size - 1] = 99.0
+    rows[6] = torch.nan
+    found = argmax.argmax_by_blocks(jb.to_jax(rows))
+    assert found.tolist() == torch.argmax(rows, dim=-1).tolist()
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, -1, -2])
+def test_other_axes_are_torch_s(dim):
+    rows = torch.randn(3, 600)
+    assert torch.equal(lowered(partial(torch.argmax, dim=dim), rows).long(), torch.argmax(rows, dim=dim))
+    assert lowered(torch.argmax, torch.tensor(4.0)).item() == 0
+
+
+def slow_searches(vocabulary: int) -> int:
+    """Searches of a whole vocabulary for place and value at once, in the compiled round of a pair."""
+    target = make_target("llama", vocab_size=vocabulary)
+    engine = td.compile(target, make_drafter(target), max_length=64, filters=False)
+    runtime: Any = engine.runtime
+    params = runtime.refresh(engine.tensors())
+    state = runtime.import_state(params, engine.start(torch.tensor([[1, 2, 3]]), max_new_tokens=4))
+    with lower.tracing("highest"):
+        rounds = jax.jit(runtime._rounds[engine.plan.verify_width]).lower(params, state, jnp.int32(1))
+    text = rounds.compile().as_text() or ""
+    whole = set(re.findall(rf"(%[\w.-]+) = f32\[[\d,]*\b{vocabulary}\]", text))
+    searched = re.findall(r"= \(f32\[[^=]*\) reduce\((%[\w.-]+)", text)
+    return sum(name in whole for name in searched)
+
+
+def test_no_round_searches_place_and_value_at_once(monkeypatch):
+    assert slow_searches(1024) == 0
+    monkeypatch.setattr(ops, "argmax_jax", lambda rows, dim, keepdim: jnp.argmax(rows, dim))
+    assert slow_searches(1024) > 0
+
+
+SIZE = 50
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+@pytest.mark.parametrize("form", [spread_by_comparing, spread_by_scatter])
+def test_every_form_is_the_plain_one(form, dtype):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SIZE, (2, 3, 40), generator=generator, dtype=torch.int32)  # some twice
+    values = torch.randint(-4, 5, ids.shape, generator=generator).to(dtype)
+    if dtype == torch.float32:
+        values[0, 0, 0] = -torch.inf
+    want = spread(ids, values, SIZE)
+    assert (want != 0).any() and want.shape == (2, 3, SIZE)
+    found = form(jnp.asarray(ids.numpy()), jnp.asarray(values.numpy()), size=SIZE)
+    assert found.dtype == want.numpy().dtype and np.array_equal(found, want)
+
+
+@pytest.mark.parametrize("count, scatters", [(FEW_IDS, False), (FEW_IDS + 1, True)])
+def test_few_ids_are_compared_on_a_tpu(count, scatters):
+    ids, values = jnp.zeros((1, 2, count), jnp.int32), jnp.zeros((1, 2, count))
+    traced = jax.jit(lambda *given: spread_jax(*given, size=SIZE)).trace(ids, values)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("stablehlo.scatter" in text) == scatters

@@ -1,7 +1,7 @@
-"""The forms in which a device keeps weights: pytrees of arrays, which programs take as they are.
+"""Formats in which a device keeps weights: pytrees of arrays that programs take as arguments.
 
-A program that is `bound` to weights uses the arrays that the model names. Where it multiplies with one or
-reads its rows, `stored_as` says in which form it is kept, and the form does the work.
+A program that is `bound` to weights uses arrays in the shapes that the model names. Where it multiplies with
+one, or reads its rows, `stored_as` finds its format, and the format computes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import jax
 import jax.numpy as jnp
 import torch
 from jaxtyping import Array, Float
+from torch import Tensor
 
-from jax_bridge.arrays import to_jax
+from jax_bridge.arrays import own_copy, to_jax
 from jax_bridge.weights.padding import OUTPUTS, enlarged, enough_rows, whole_tiles
 
 FEW_ROWS = 16
-"""Of a product that a weight may lead: with more, the time is the arithmetic's."""
+"""Most rows for which the weight may be the first operand; above this the product is compute-bound."""
 
 
 @runtime_checkable
 class StoredWeight(Protocol):
-    """A weight that a device keeps in a form of its own: a pytree of arrays, which programs take as it is.
+    """A weight that a device keeps in its own format: a pytree of arrays that programs take as an argument.
 
     Attributes:
         shape: as the model names it.
@@ -41,7 +42,7 @@ class StoredWeight(Protocol):
     def dtype(self) -> Any: ...
 
     def unwrap(self) -> jax.Array:
-        """The weight in the shape the model names. To be called where a program uses it."""
+        """The weight in the model's shape; call it where a program uses the weight."""
         ...
 
 
@@ -65,7 +66,7 @@ class Transposed:
 
 
 class OfOneArray:
-    """A `StoredWeight` that lies in ``array`` as it is."""
+    """A `StoredWeight` whose ``array`` is the weight itself."""
 
     array: Any
 
@@ -84,10 +85,9 @@ class OfOneArray:
 @partial(jax.tree_util.register_dataclass, data_fields=["array", "bits"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Readable(OfOneArray):
-    """An embedding [V, H] in half precision, and its bits as integers, of which rows are read.
+    """An embedding [V, H] in half precision, and its bits as integers in the same memory, to read rows.
 
-    The two share their memory.
-    XLA's CPU compiler has no gather of half-precision numbers: it would convert all of them at each call.
+    XLA's CPU compiler has no gather of half-precision numbers: it would convert the whole table at each call.
     """
 
     array: Any
@@ -100,9 +100,9 @@ class Readable(OfOneArray):
 
 @dataclass(frozen=True, eq=False)
 class Multiplier:
-    """A linear weight [out, in] that is multiplied in a way of its own: `product`.
+    """A linear weight [out, in] with its own `product`.
 
-    ``table``: the weight as it is, where rows of it are read too (a tied head); None where they are not.
+    ``table``: the plain weight where its rows are read too (a tied head), else None.
     """
 
     array: Any
@@ -116,8 +116,16 @@ class Multiplier:
     def unwrap(self) -> jax.Array:
         return self.entries().astype(self.dtype) if self.table is None else plain(self.table)
 
+    @classmethod
+    def of(cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False) -> Any:
+        """A torch weight [out, in] in this format at ``place`` (JAX's default).
+
+        ``dtype``: of the products. ``leads``: as in `Quantized`.
+        """
+        raise NotImplementedError
+
     def entries(self) -> jax.Array:
-        """The weight, as far as ``array`` tells it."""
+        """The weight as ``array`` approximates it."""
         return self.array
 
     def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
@@ -130,6 +138,12 @@ class Multiplier:
 class Cast(Multiplier):
     """Products are computed in the type of ``array``, sums in float32."""
 
+    @classmethod
+    def of(
+        cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False
+    ) -> Cast:
+        return cls(own_copy(tensor, dtype, place), table, name_of(tensor.dtype))
+
     def product(self, rows: Float[Array, "N in"]) -> Float[Array, "N out"]:
         """``rows @ weight.T`` in float32."""
         rounded = jnp.dtype(self.dtype) != jnp.float32
@@ -141,14 +155,26 @@ class Cast(Multiplier):
 )
 @dataclass(frozen=True, eq=False)
 class Quantized(Multiplier):
-    """``array`` has integers of 8 bits, which ``scale`` [out] multiplies.
+    """``array`` has integers of 8 bits; ``scale`` [out] multiplies them.
 
-    Rows are quantised as they come, each by its largest entry. The sums are integers, so a row's result does
-    not depend on the rows beside it, nor on ``leads``: that few rows are a product's second operand.
+    Rows are quantised at each product, each by its largest entry. The sums are integers, so a row's result
+    depends neither on the other rows nor on ``leads``: few rows are then the second operand.
     """
 
     scale: Any
     leads: bool = False
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, table: Any, place: Any = None, dtype: Any = None, leads: bool = False
+    ) -> Quantized:
+        # The largest entry of each row becomes 127.
+        wide = tensor.detach().float().cpu()
+        top = wide.abs().amax(dim=1, keepdim=True)
+        scale = torch.where(top > 0, top, 1) / 127
+        integers = torch.round(wide / scale).to(torch.int8)
+        kept = to_jax({"array": integers, "scale": scale[:, 0]}, device=place)
+        return cls(table=table, dtype=name_of(tensor.dtype), leads=leads, **kept)
 
     def entries(self) -> jax.Array:
         return self.array * self.scale[:, None]
@@ -168,31 +194,21 @@ Weight = jax.Array | StoredWeight
 _bound: ContextVar[dict[int, StoredWeight] | None] = ContextVar("bound", default=None)
 
 
-def quantized(weight: torch.Tensor, table: Any, place: Any = None, leads: bool = False) -> Quantized:
-    """A torch weight [out, in] in 8 bits, each row by its largest entry, at ``place`` (JAX's default)."""
-    wide = weight.detach().float().cpu()
-    top = wide.abs().amax(dim=1, keepdim=True)
-    scale = torch.where(top > 0, top, 1) / 127
-    integers = torch.round(wide / scale).to(torch.int8)
-    kept = to_jax({"array": integers, "scale": scale[:, 0]}, device=place)
-    return Quantized(table=table, dtype=name_of(weight.dtype), leads=leads, **kept)
-
-
 def name_of(dtype: torch.dtype) -> str:
-    """A torch dtype's name, as JAX knows it."""
+    """A torch dtype's name in JAX."""
     return str(dtype).removeprefix("torch.")
 
 
 def plain(weight: Weight) -> jax.Array:
-    """A weight in the shape the model names."""
+    """A weight in the model's shape."""
     return weight.unwrap() if isinstance(weight, StoredWeight) else weight
 
 
 def dot(rows: Array, weight: Array, sums: Any, twice: bool = False) -> Array:
     """``rows`` [N, in] times a weight [out, in], summed in the type ``sums``.
 
-    On some CPUs a product of one row in a narrow type is ten times slower than one of two. ``twice``: one is
-    never alone in any type, for its sums have another order then.
+    On some CPUs a product of one row in a narrow type is ten times slower than one of two. ``twice``: also
+    pad one float32 row, whose sums have another order when it is alone.
     """
     least = 2 if twice or rows.dtype != jnp.float32 else 1
     count = enough_rows(rows.dtype, rows.shape[0], least)
@@ -204,26 +220,24 @@ def dot(rows: Array, weight: Array, sums: Any, twice: bool = False) -> Array:
 
 
 def dot_led(rows: Array, weight: Array, sums: Any) -> Array:
-    """`dot` with the weight as first operand: its order of the sums is another, which integers do not show.
-
-    XLA would merge the transpose at the end with the product, and so turn it back.
-    """
+    """`dot` with the weight as first operand. The order of its sums differs, which integers do not show."""
     wide = enlarged(rows, 0, max(rows.shape[0], 2))
     out = jax.lax.dot_general(weight, wide, (((1,), (1,)), ((), ())), preferred_element_type=sums)
+    # Without the barrier XLA would merge the transpose with the product and swap the operands again.
     return jax.lax.optimization_barrier(out).T[: rows.shape[0]]
 
 
 def unwrap(params: dict[str, Any]) -> dict[str, Any]:
-    """``params`` in the shapes the model names. To be called inside of a loop's body.
+    """``params`` in the model's shapes; call it inside a loop's body.
 
-    There XLA merges the transpose with the product; outside of the loop it would be a copy.
+    XLA merges the transpose with the product there; outside the loop it would be a copy.
     """
     return {name: plain(leaf) for name, leaf in params.items()}
 
 
 @contextmanager
 def bound(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """`unwrap`; while open, `stored_as` knows in which form each of these arrays is kept."""
+    """`unwrap`; while open, `stored_as` knows the format of each of these arrays."""
     arrays = unwrap(params)
     kept = {id(arrays[name]): leaf for name, leaf in params.items() if isinstance(leaf, StoredWeight)}
     token = _bound.set(kept)
@@ -234,5 +248,5 @@ def bound(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def stored_as(array: Any) -> StoredWeight | None:
-    """The form in which a weight of the program that is being traced is kept, None for an array's own."""
+    """The format of a weight in the program that is being traced; None: a plain array."""
     return (_bound.get() or {}).get(id(array))
