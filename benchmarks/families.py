@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/families.py --json families.json
     python benchmarks/families.py --json families.json --markdown
+    python benchmarks/families.py --classes
 
 Every model type of transformers, and some variants, as a tiny random fp32 model of four layers. Its greedy
 text (a prompt of 19 tokens alone, then ragged rows of 19, 11 and 4 in one left-padded batch, 24 new tokens)
@@ -22,9 +23,12 @@ from typing import Any
 
 from family_configs import CASES, MULTIMODAL
 from family_runs import report
-from family_tables import tables
+from family_tables import tables, tested
 
 from torch_dflash.cli.provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+CLASSES = ROOT / "torch_dflash/assets/tested.txt"
 
 RUNTIMES = ("eager", "xla")
 CACHES = ("static", "paged")
@@ -123,9 +127,15 @@ def main() -> None:
     parser.add_argument("--json", default="families.json", help="what was found; continued where it exists")
     parser.add_argument("--again", action="store_true", help="run what the JSON has, too")
     parser.add_argument("--markdown", action="store_true", help="run nothing, print the table of the JSON")
+    parser.add_argument(
+        "--classes", action="store_true", help=f"run nothing, write {CLASSES.name} from docs/results"
+    )
     asked = parser.parse_args()
     if asked.markdown:
         print(tables(json.loads(Path(asked.json).read_text())["families"]))
+    elif asked.classes:
+        sweeps = (ROOT / "docs/results" / f"{name}.json" for name in ("families", "multimodal"))
+        CLASSES.write_text(tested(*(json.loads(path.read_text()) for path in sweeps)))
     else:
         sweep(asked)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/tables/families.md, from the JSON of `families.py`."""
+"""The tables of docs/tables/families.md, and the list of tested classes, from the JSON of `families.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ def verdict(family: dict[str, Any]) -> str:
     outcomes = [run["outcome"] for run in family["runs"].values()]
     found = [what for what in ("crash", "differs") if what in outcomes]
     return found[0] if found else "equal" if set(outcomes) & set(SAME) else outcomes[0]
+
+
+def tested(*sweeps: dict[str, Any]) -> str:
+    """The tested classes, with and without recurrent layers, and the transformers of these sweeps."""
+    used = {".".join(one["provenance"]["packages"]["transformers"].split(".")[:2]) for one in sweeps}
+    assert len(used) == 1, f"sweeps with transformers {sorted(used)}"
+    found = {
+        f"{'recurrent' if 'recurrent' in one else 'attention'} {one['model']}"
+        for sweep in sweeps
+        for one in sweep["families"].values()
+        if verdict(one) == "equal" and one["distinct"] >= WEAK
+    }
+    return "\n".join([f"transformers {used.pop()}", *sorted(found), ""])
 
 
 def counts(families: dict[str, Any]) -> str:

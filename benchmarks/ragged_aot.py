@@ -27,7 +27,6 @@ from jax_bridge._torchax import call_jax, environment
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.ops import _paged_attention
-from torch_dflash.cache import dense as cache
 from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.cli.provenance import write_json
 from torch_dflash.ops.paged_attention import paged_attention
@@ -91,7 +90,7 @@ def verify(rows: int, layers: int, ragged: bool) -> dict:
         if ragged:
             # The kernel asks at trace time which chip it is on.
             devices = list(aot.find_topology(TOPOLOGY).devices)
-            swapped.enter_context(mock.patch.object(cache, "allocate_pool", allocate))
+            swapped.enter_context(mock.patch.object(PagedLayer, "allocate", allocate))
             environment().override_op_definition(paged_attention, attend)
             swapped.callback(environment().override_op_definition, paged_attention, _paged_attention)
             swapped.enter_context(jax.set_mesh(Mesh(np.array(devices[:1]), ("chip",))))

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from torch_dflash.accept import accept_chain, accept_tree, drafted_by, known_draft, trim_at_stop
-from torch_dflash.cache.allocate import check_specs, check_tree
+from torch_dflash.cache.allocate import check_specs
 from torch_dflash.guards.reentry import check_outside
 from torch_dflash.ops.trees import Tree, read_tree, rows_at, take_rows
 from torch_dflash.ops.windows import write_rows
@@ -38,7 +38,6 @@ class Pair(nn.Module):
         super().__init__()
         check_specs(target.specs, plan)
         target.check_taps(proposer.taps)
-        check_tree(target.specs, plan)
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan

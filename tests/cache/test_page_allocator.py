@@ -1,23 +1,28 @@
 """Pages: rows that share too few of them say the same, none waits for ever, and no page is two rows'."""
 
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from support.families import MORE
 from support.scripted import own_text, pad
-from support.tiny import BASE, MASK, make_pair
+from support.tiny import BASE, MASK, make_pair, randomise
 from torch.utils._pytree import tree_leaves
 
 import torch_dflash as td
+from torch_dflash.cache.allocate import LAYERS
+from torch_dflash.cache.latent import LatentLayer
 from torch_dflash.engine import pages as pages_module
 from torch_dflash.engine.pages import PageAllocator
 from torch_dflash.plan import DecodePlan
+from torch_dflash.pytrees import register_state
 
 ROWS, CAPACITY = 4, 128
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
 LENGTHS, NEW = (9, 40, 13, 21), (60, 20, 80, 33)
+PROMPT = [11, 23, 5, 80, 41] * 3
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt_oss"])
@@ -145,8 +150,27 @@ def test_wrong_pages_are_refused_at_construction(pair, options, message):
 
 def test_layers_that_expand_their_cache_are_not_paged():
     cls, config, extra = MORE["deepseek_v3"]
-    with pytest.raises(ValueError, match=r"cache='paged': .* \(latent attention\); choose 'static'"):
+    with pytest.raises(ValueError, match=r"cache='paged': holds no latent layers, .*; choose 'static'"):
         td.compile(cls(config(**BASE | extra)), None, runtime="eager", cache="paged", max_length=32)
+
+
+@register_state
+@dataclass(frozen=True)
+class UnpagedLayer(LatentLayer):
+    """A latent layer in a plan of pages, dense still."""
+
+
+@pytest.mark.parametrize("runtime", ["eager", "xla"])
+def test_a_layer_of_another_kind_is_an_entry(monkeypatch, runtime):
+    monkeypatch.setitem(LAYERS, ("latent", "paged"), (UnpagedLayer,))
+    cls, config, extra = MORE["deepseek_v3"]
+    model = randomise(cls(config(**BASE | extra)), 3)
+    proposer = td.NGramProposer()
+    engine = td.compile(model, proposer, runtime=runtime, cache="paged", page_size=16, max_length=64)
+    started = engine.start(torch.tensor([PROMPT]), max_new_tokens=NEW[1])
+    assert {type(layer) for layer in started.cache} == {UnpagedLayer}
+    out = engine.generate(torch.tensor([PROMPT]), max_new_tokens=NEW[1], **OPTIONS)
+    assert out.sequences[0, len(PROMPT) :].tolist() == own_text(model, PROMPT, NEW[1])
 
 
 def run_rows(book: PageAllocator, plan: DecodePlan, ends: list[int], draw: random.Random) -> int:

@@ -35,6 +35,7 @@ def test_what_is_imported_and_read_is_built():
     for package in ("torch_dflash", "jax_bridge"):
         assert {*(ROOT / package).rglob("*.py")} <= built and ROOT / package / "py.typed" in built
     assert {
+        ROOT / "torch_dflash/assets/tested.txt",
         ROOT / "torch_dflash/published/pairs.json",
         ROOT / "docs/acceptance.svg",
         ROOT / "LICENSE",

@@ -1,61 +1,58 @@
-"""Which cache a layer of the target gets: by its spec, and by the plan's kind."""
+"""`LAYERS`: the cache of a target's layer, by the layer's kind and the plan's cache."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from torch_dflash.cache.dense import StaticLayer, allocate_dense
+from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.cache.latent import LatentLayer
-from torch_dflash.cache.paged import allocate_pool
-from torch_dflash.cache.recurrent import BothLayer, allocate_recurrent
+from torch_dflash.cache.paged import PagedLayer
+from torch_dflash.cache.recurrent import BothLayer, RecurrentLayer
 from torch_dflash.cache.spec import CacheLayer, LayerSpec
 from torch_dflash.plan import DecodePlan
 
+LAYERS: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("attention", "static"): (StaticLayer,),
+    ("attention", "paged"): (PagedLayer,),
+    ("latent", "static"): (LatentLayer,),
+    ("recurrent", "static"): (RecurrentLayer,),
+    ("recurrent", "paged"): (RecurrentLayer,),
+    ("both", "static"): (StaticLayer, RecurrentLayer),
+    ("both", "paged"): (PagedLayer, RecurrentLayer),
+}
+"""By `LayerSpec.kind` and `DecodePlan.cache`: a class, or the two of a `BothLayer`.
+
+Each is a `CacheLayer` with ``allocate(spec, plan, dtype, device)``, and ``trees`` where drafts may be trees.
+"""
+
 
 def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> CacheLayer:
-    """An empty cache of one layer, of the plan's kind."""
-    if spec.kind == "recurrent":
-        return allocate_recurrent(spec, plan, dtype, device)
-    if spec.kind == "both":
-        own = allocate(replace(spec, kind="attention"), plan, dtype, device)
-        return BothLayer(own, allocate_recurrent(spec, plan, dtype, device))
-    if plan.cache == "paged":
-        return allocate_pool(spec, plan, dtype, device)
-    return allocate_dense(plan, spec.heads, spec.k_dim, spec.v_dim, dtype, device, DENSE[spec.kind])
-
-
-DENSE = {"attention": StaticLayer, "latent": LatentLayer}
-"""The layer of each kind of `LayerSpec`, in a static cache."""
-
-
-KINDS = DENSE.keys() | {"recurrent", "both"}
+    """An empty cache of one layer."""
+    made = [kind.allocate(spec, plan, dtype, device) for kind in LAYERS[spec.kind, plan.cache]]
+    return made[0] if len(made) == 1 else BothLayer(*made)
 
 
 def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
-    """Raise ``ValueError`` for a layer of a kind that no cache knows, or a latent one in a paged cache."""
-    odd = sorted({spec.kind for spec in specs} - KINDS)
-    if odd:
-        raise ValueError(
-            f"kind={odd[0]!r} of a layer: no cache is written for it; there are {sorted(KINDS)}."
-        )
-    if plan.cache == "paged" and any(spec.kind == "latent" for spec in specs):
-        raise ValueError(
-            "cache='paged': the target's layers expand what they cache (latent attention); choose 'static'."
-        )
-
-
-def check_tree(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
-    """Raise ``ValueError`` where drafts are trees, which were not tried with what the plan names besides."""
-    odd = sorted({spec.kind for spec in specs} - {"attention", "recurrent", "both"})
-    if plan.depth is not None and odd:
-        raise ValueError(
-            f"a tree of drafts with layers of kind {odd[0]!r}: they verify chains alone; draft with the "
-            "drafter itself, or td.Union(td.NGramProposer(), drafter) without rows."
-        )
+    """Raise ``ValueError`` for a layer without an entry in `LAYERS`, or without trees where drafts are."""
+    for kind in sorted({spec.kind for spec in specs}):
+        caches = [repr(cache) for known, cache in LAYERS if known == kind]
+        if not caches:
+            known = sorted({known for known, _ in LAYERS})
+            raise ValueError(f"kind={kind!r} of a layer: no cache is written for it; there are {known}.")
+        if repr(plan.cache) not in caches:
+            raise ValueError(
+                f"cache={plan.cache!r}: holds no {kind} layers, which the target has; "
+                f"choose {' or '.join(caches)}."
+            )
+        if plan.depth is not None and not all(layer.trees for layer in LAYERS[kind, plan.cache]):
+            raise ValueError(
+                f"a tree of drafts with layers of kind {kind!r}: they verify chains alone; draft with the "
+                "drafter itself, or td.Union(td.NGramProposer(), drafter) without rows."
+            )
 
 
 def no_pages(plan: DecodePlan, device) -> Int[Tensor, "B row_pages"] | None:

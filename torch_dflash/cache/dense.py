@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.spec import FreshRows
+from torch_dflash.cache.spec import FreshRows, LayerSpec
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, dense_attention, grouped_attention
 from torch_dflash.ops.block_attention import Past, block_attention
@@ -28,14 +28,25 @@ class StaticLayer:
 
     key: Float[Tensor, "B G S D"]
     value: Float[Tensor, "B G S Dv"]
+    trees: ClassVar[bool] = True
+
+    @classmethod
+    def allocate(cls, spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> Self:
+        """Zeroed buffers of one layer."""
+        shape = plan.batch_size, spec.heads, plan.slots
+        # Zeros, not empty: a masked slot still meets a zero weight, and 0 * NaN would be NaN.
+        return cls(
+            *(torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in (spec.k_dim, spec.v_dim))
+        )
 
     def write(
         self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], count: Int[Tensor, " B"] | None = None
-    ) -> StaticLayer:
+    ) -> Self:
         """Put [B, G, M, D] rows, or the first ``count`` [B] of them, at ``start`` [B]; consumes self."""
-        return StaticLayer(
-            write_rows(self.key, key, start, dim=2, count=count),
-            write_rows(self.value, value, start, dim=2, count=count),
+        return replace(
+            self,
+            key=write_rows(self.key, key, start, dim=2, count=count),
+            value=write_rows(self.value, value, start, dim=2, count=count),
         )
 
     def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, StaticLayer]:
@@ -90,21 +101,3 @@ def attend_densely(
     """Attention of the rows to dense keys and values, with the rows' own scale, sinks and soft cap."""
     part = KeyValue(key, value, mask)
     return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap)
-
-
-def allocate_dense(
-    plan: DecodePlan,
-    heads: int,
-    k_dim: int,
-    v_dim: int,
-    dtype: torch.dtype,
-    device,
-    kind: type[StaticLayer] = StaticLayer,
-) -> StaticLayer:
-    """Zeroed buffers of one layer: [B, G, S, D] keys and [B, G, S, Dv] values."""
-    shape = (plan.batch_size, heads, plan.slots)
-    # Zeros, not empty: a masked slot still meets a zero weight, and 0 * NaN would be NaN.
-    return kind(
-        torch.zeros(*shape, k_dim, dtype=dtype, device=device),
-        torch.zeros(*shape, v_dim, dtype=dtype, device=device),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -18,14 +19,15 @@ from torch_dflash.pytrees import register_state
 class LatentLayer(StaticLayer):
     """A dense layer whose model computes keys and values anew from all it has cached."""
 
-    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, LatentLayer]:
+    trees: ClassVar[bool] = False
+
+    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, Self]:
         """Write the rows, hand out the buffers as far as any row reaches; consumes self."""
         layer = self.write(view.rounded(key), view.rounded(value), view.start, view.count)
         seen = reach(view.start, key.shape[2], layer.key.shape[2])
-        own = LatentLayer(layer.key, layer.value)
-        return view.rounded(layer.key[:, :, :seen]), view.rounded(layer.value[:, :, :seen]), own
+        return view.rounded(layer.key[:, :, :seen]), view.rounded(layer.value[:, :, :seen]), layer
 
-    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, LatentLayer]:
+    def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, Self]:
         """Attend causally to the rows, which are of all positions."""
         mask = view.mask(inputs, inputs.key.shape[2])
         return attend_densely(inputs, inputs.key, inputs.value, mask), self

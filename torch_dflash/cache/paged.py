@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,6 +26,13 @@ class PagedLayer:
     """
 
     pool: Float[Tensor, "P G page_size KV"]
+    trees: ClassVar[bool] = True
+
+    @classmethod
+    def allocate(cls, spec: Any, plan: DecodePlan, dtype: torch.dtype, device) -> PagedLayer:
+        """Zeroed pages of one layer: finite, for a masked slot still meets a zero weight."""
+        shape = plan.pages, spec.heads, plan.page_size, pool_width(spec.k_dim, spec.v_dim)
+        return cls(torch.zeros(shape, dtype=dtype, device=device))
 
     def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, PagedLayer]:
         """What the attention module goes on with: its own rows, for ``attend`` does the rest."""
@@ -61,9 +68,3 @@ class PagedLayer:
     def reset(self, rows: Bool[Tensor, " B"]) -> PagedLayer:
         """Nothing to forget: the pages that the host gives again are written before they are read."""
         return self
-
-
-def allocate_pool(spec: Any, plan: DecodePlan, dtype: torch.dtype, device) -> PagedLayer:
-    """Zeroed pages of one layer: finite, for a masked slot still meets a zero weight."""
-    shape = (plan.pages, spec.heads, plan.page_size, pool_width(spec.k_dim, spec.v_dim))
-    return PagedLayer(torch.zeros(shape, dtype=dtype, device=device))

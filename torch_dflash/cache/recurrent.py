@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,6 +32,16 @@ class RecurrentLayer:
 
     state: Float[Tensor, "B H dk dv"] | None
     tail: Float[Tensor, "B C before"] | None
+    trees: ClassVar[bool] = True
+
+    @classmethod
+    def allocate(cls, spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> RecurrentLayer:
+        """Zeros: the state and tail before the first row."""
+
+        def zeros(shape: tuple[int, ...] | None, kind: torch.dtype) -> Any:
+            return None if shape is None else torch.zeros(plan.batch_size, *shape, dtype=kind, device=device)
+
+        return cls(zeros(spec.scan, at_least_float32(dtype)), zeros(spec.conv, dtype))
 
     def convolve(
         self, rows: Float[Tensor, "B C M"], weight: Tensor, bias: Tensor | None, view: Any
@@ -154,16 +164,6 @@ class BothLayer:
     def reset(self, rows: Bool[Tensor, " B"]) -> BothLayer:
         """Of both."""
         return BothLayer(self.attention.reset(rows), self.recurrent.reset(rows))
-
-
-def allocate_recurrent(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> RecurrentLayer:
-    """Zeros: what a layer holds before its first row."""
-    wide = at_least_float32(dtype)
-
-    def zeros(shape: tuple[int, ...] | None, kind: torch.dtype) -> Any:
-        return None if shape is None else torch.zeros(plan.batch_size, *shape, dtype=kind, device=device)
-
-    return RecurrentLayer(zeros(spec.scan, wide), zeros(spec.conv, dtype))
 
 
 def kept_in_model_type(cache: tuple) -> list[Tensor]:

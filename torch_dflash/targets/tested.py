@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import partial, partialmethod
+from importlib.resources import files
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -36,59 +37,22 @@ _HOMES = (
 )
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _NOT_STANDARD = ("-packages" + os.sep, os.sep + "unittest" + os.sep)  # a mock runs what it was given
-WITH = "5.24"
-"""The newest transformers that these classes were tested with: changes in a later one are not known."""
-TESTED = frozenset(
-    """
-    AXK1ForCausalLM AfmoeForCausalLM Apertus1p5TextForCausalLM ApertusForCausalLM ArceeForCausalLM
-    AriaForConditionalGeneration AriaTextForCausalLM AyaVisionForConditionalGeneration BeamForCausalLM
-    BertGenerationDecoder BertLMHeadModel BioGptForCausalLM BitNetForCausalLM CTRLLMHeadModel
-    CodeGenForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM Cohere2VisionForConditionalGeneration
-    CohereCompassForCausalLM CohereForCausalLM CwmForCausalLM DeepseekV2ForCausalLM
-    DeepseekV3ForCausalLM DeepseekVLForConditionalGeneration Dots1ForCausalLM ElectraForCausalLM
-    Emu3ForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM
-    ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM GPT2LMHeadModel
-    GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
-    Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
-    Gemma4UnifiedForCausalLM Gemma4UnifiedForConditionalGeneration GemmaForCausalLM Glm4ForCausalLM
-    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM Glm4vForConditionalGeneration GlmForCausalLM
-    GotOcr2ForConditionalGeneration GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
-    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM
-    GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM HunYuanDenseV1ForCausalLM
-    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Idefics3ForConditionalGeneration
-    InternVLForConditionalGeneration Jais2ForCausalLM JanusForConditionalGeneration
-    Kimi_K25ForConditionalGeneration Kolibri1ForCausalLM LagunaForCausalLM LlamaForCausalLM
-    LlavaForConditionalGeneration LlavaNextForConditionalGeneration
-    LlavaOnevisionForConditionalGeneration MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
-    MiniMaxM2ForCausalLM MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM
-    Ministral3ForCausalLM MinistralForCausalLM Mistral3ForConditionalGeneration Mistral4ForCausalLM
-    MistralForCausalLM MixtralForCausalLM ModernBertDecoderForCausalLM
-    MuseGlimmerForConditionalGeneration NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM
-    Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM Ovis2ForConditionalGeneration
-    PersimmonForCausalLM Phi3ForCausalLM Phi4MultimodalForCausalLM PhiForCausalLM PhimoeForCausalLM
-    Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
-    Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM
-    Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3VLForConditionalGeneration
-    Qwen3VLMoeForConditionalGeneration Qwen3_5ForCausalLM RoCBertForCausalLM SeedOssForCausalLM
-    SmolLM3ForCausalLM SmolVLMForConditionalGeneration SolarOpenForCausalLM StableLmForCausalLM
-    Starcoder2ForCausalLM VaultGemmaForCausalLM VoxtralForConditionalGeneration YoutuForCausalLM
-    """.split()
-)
-"""Classes of transformers whose decoding was held against their own (`docs/families.md`)."""
-
-
 QUANTISERS = ("bitsandbytes", "quanto", "torchao")
 """Those whose live layers were tried; transformers' other methods are refused."""
-TESTED_RECURRENT = frozenset(
-    """
-    BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM
-    KimiLinearForCausalLM LaraMiniForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
-    Lfm2VlForConditionalGeneration Lfm3ForCausalLM Lfm3VlForConditionalGeneration NemotronHForCausalLM
-    OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
-    Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
-    """.split()
-)
+
+
+def _listed(kind: str) -> frozenset[str]:
+    """The names of a kind in the list that `benchmarks/families.py` writes."""
+    lines = (files("torch_dflash") / "assets" / "tested.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(name for word, name in map(str.split, lines) if word == kind)
+
+
+TESTED = _listed("attention")
+"""Classes of transformers whose decoding was held against their own (`docs/families.md`)."""
+TESTED_RECURRENT = _listed("recurrent")
 """The same of models with recurrent layers: some classes build models with them and models without."""
+(WITH,) = _listed("transformers")
+"""The newest transformers that these classes were tested with: changes in a later one are not known."""
 
 
 def is_tested(model: nn.Module, recurrent: bool = False) -> bool:

@@ -76,8 +76,37 @@ def check(target: PreTrainedModel, length: int | None = None, cache: str = "stat
     return agreement
 
 
+class Trial(NamedTuple):
+    """Runs code of a target and compares it with block decoding.
+
+    Attributes:
+        find: (target, cache, width, rows, keeps) -> the rest of a fault's sentence; None for no fault.
+        subject: the sentence's beginning.
+        failed: its rest where ``find`` raises {error}; None: the error is raised.
+    """
+
+    find: Callable[[Any, str, int, int, bool], str | None]
+    subject: str
+    failed: str | None = None
+
+    def fault(self, target: Any, shape: tuple[str, int, int], passes: tuple[bool, ...]) -> str | None:
+        """The first fault of ``passes``, each with that value of ``keeps``; only the first has to run."""
+        for number, keeps in enumerate(passes):
+            try:
+                found = self.find(target, *shape, keeps)
+            except Exception as error:  # user modules and unknown classes may do anything
+                if self.failed is None:
+                    raise
+                first_line = str(error).partition("\n")[0]
+                found = self.failed.format(error=f"{type(error).__name__}: {first_line}")
+                found = None if number else found
+            if found is not None:
+                return self.subject + found
+        return None
+
+
 class _Verdict(NamedTuple):
-    """What a trial of a structure said: ``fault`` is None where it decodes rightly."""
+    """The fault of a class with one structure, or None; valid while ``guard`` holds."""
 
     asked: tuple
     guard: Guard
@@ -89,164 +118,153 @@ _verdicts: weakref.WeakKeyDictionary[Any, list[_Verdict]] = weakref.WeakKeyDicti
 
 
 def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str, recurrent: bool = False) -> None:
-    """Refuse a target that is not as tested, and that blocks decode otherwise than its own forward computes.
+    """Refuse a target that is not as tested, and whose blocks differ from what its own forward computes.
 
     A class that is not tested, or is patched, is tried on a tiny random twin, once for each structure. The
-    target itself, with its hooks, adapters, attributes and modules, is tried on a short text. Tried are the
-    plan's cache, width and rows. ``recurrent``: whether it has recurrent layers.
+    target itself, with its hooks, adapters, attributes and modules, is tried on a short text. Both are tried
+    with the plan's cache, width and rows.
+
+    Args:
+        recurrent: whether the target has recurrent layers.
 
     Raises:
-        ValueError: the logits part from those of its own forward, or there can be no twin.
+        ValueError: the logits differ from those of its own forward, or no twin can be built.
     """
     if is_tested(target, recurrent):
         return
     shape = plan.cache, min(plan.verify_width, WIDEST), min(plan.batch_size, MOST_ROWS)
-    by_twin, loaded = is_as_built(target), target.device.type != "meta"
-    fault = _fault_of_writes(target) if runtime == "xla" else None
-    if by_twin:
-        fault = fault or _fault_of_class(target, shape, runtime)
-    if loaded or not by_twin:
-        fault = fault or _fault_of(_fault_of_live, target, shape, runtime)
-    if loaded:
-        fault = fault or _fault_of_generate(target)
+    fault = next(filter(None, _faults(target, shape, runtime)), None)
     if fault is not None:
         raise ValueError(f"target={type(target).__name__}: {fault}")
 
 
-def _fault_of_class(target: PreTrainedModel, shape: tuple, runtime: str) -> str | None:
-    """By its twin: the verdict is of the class, whichever model of it is asked."""
+def _faults(target: PreTrainedModel, shape: tuple[str, int, int], runtime: str) -> Iterator[str | None]:
+    # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
+    # may be missed, and must not decide the text.
+    passes = (True, False) if runtime == "eager" else (False,)
+    by_twin, loaded = is_as_built(target), target.device.type != "meta"
+    if runtime == "xla":
+        yield WRITES.fault(target, shape, (False,))
+    if by_twin:
+        yield _fault_of_class(target, shape, passes, runtime)
+    if loaded or not by_twin:
+        yield LIVE.fault(target, shape, passes)
+    if loaded and hasattr(type(target), "generate"):
+        yield GENERATE.fault(target, shape, (True,))
+
+
+def _fault_of_class(target: Any, shape: tuple[str, int, int], passes: tuple, runtime: str) -> str | None:
+    """The twin's fault, the same for every model of the class and the structure."""
     known = _verdicts.setdefault(type(target), [])
-    parts = parts_of(target.config)
-    asked = repr(target.config.to_dict()), tuple(map(type, parts)), shape, runtime
+    asked = repr(target.config.to_dict()), tuple(map(type, parts_of(target.config))), shape, runtime
     for verdict in known:
         if verdict.asked == asked and verdict.guard.holds():
             return verdict.fault
-    fault = _fault_of(_fault_of_twin, target, shape, runtime)
+    fault = TWIN.fault(target, shape, passes)
     known[MOST_KNOWN:] = []
     known.insert(0, _Verdict(asked, Guard.of_classes(target), fault))
     return fault
 
 
-def _fault_of(trial: Callable, target: PreTrainedModel, shape: tuple, runtime: str) -> str | None:
-    fault = None
-    # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
-    # may be missed, and must not decide the text.
-    trials = [(True, False), (False, True)] if runtime == "eager" else [(False, False)]
-    for keeps, may_raise in trials:
-        fault = fault or trial(target, *shape, keeps=keeps, may_raise=may_raise)
-    return fault
-
-
-def _fault_of_generate(target: Any) -> str | None:
-    """Of hooks and patches that tell single tokens from a prompt, and of what `generate` does beside them."""
-    if not hasattr(type(target), "generate"):
-        return None
-    alone = copy.copy(target)  # the modules are the target's own, and another thread may read its configs
-    options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
-    alone.generation_config = GenerationConfig(
-        max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0, **options
-    )
-    ids = _ids(target.get_input_embeddings().weight.shape[0], 1, PROMPT).long().to(target.device)
-    try:
-        with torch.inference_mode(False), torch.no_grad(), target.device, _evaluating(target):
-            out = type(target).generate(alone, ids, attention_mask=torch.ones_like(ids))
-            own = _own_logits(target, out.sequences, PROMPT - 1)[:-1].float()
-            noise = _noise(target, out.sequences, PROMPT - 1)
-    except Exception as error:  # somebody's own modules may do anything
-        return f"its own generate cannot be tried ({_first_line(error)}). verify=False decodes without."
-    said = torch.cat(out.logits).float()
-    gaps = (said - own).abs().amax(dim=1).nan_to_num(nan=torch.inf)
-    at, kind = PROMPT - 1 + int(gaps.argmax()), out.logits[0].dtype
-    agreement = Agreement(float(gaps.max()), at, float(own.std()), noise, len(gaps), kind)
-    if not agreement.holds:
-        return (
-            "its own generate, which steps token by token, is not what its forward computes of the whole "
-            f"text: {agreement}. What tells single tokens from prompts, as a hook may, cannot be decoded in "
-            "blocks; use its own generate."
-        )
-    if not all(map(torch.equal, out.scores, out.logits)):
-        return "its generate does more than its forward: it changes logits. Use its own generate."
-    return None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _fault_of_live(
-    target: PreTrainedModel, cache: str, width: int, rows: int, *, keeps: bool, may_raise: bool
-) -> str | None:
-    if target.device.type == "meta":
-        return (
-            "it has hooks, adapters or modules of its own, and its weights are on the meta device; load them."
-        )
-    try:
-        skeleton = Target(target)
-        ids = _ids(skeleton.vocab_size, min(rows, 2), PROMPT + sum(_kept(width)[:-1]) + width)
-        agreement = compare(target, skeleton, ids, cache, width, keeps, lengths=False)
-    except Exception as error:  # somebody's own modules may do anything
-        if may_raise:
-            return None
-        return (
-            f"it has hooks, adapters or modules of its own, and it cannot be tried ({_first_line(error)}). "
-            "verify=False decodes without."
-        )
-    if agreement.holds:
-        return None
-    return (
-        "its hooks, adapters or modules make blocks of several tokens other than its own forward: "
-        f"{agreement}. What looks at other positions than its own, or at a whole sequence, cannot be decoded "
-        "in blocks; use its own generate."
-    )
-
-
-def _fault_of_twin(
-    target: PreTrainedModel, cache: str, width: int, rows: int, *, keeps: bool, may_raise: bool
-) -> str | None:
-    try:
-        twin = build_twin(target)
-        skeleton = Target(twin)  # before a forward of the twin's own, which may leave something in it
-        ids = _ids(VOCAB, rows, PROMPT + sum(_kept(width)[:-1]) + width)
-        ids[:1] = _own_text(twin, ids[:1, :PROMPT], ids.shape[1])
-        agreement, odd = compare(twin, skeleton, ids, cache, width, keeps), _unlike_forward(twin, ids[:1])
-        odd = _sampled_otherwise(twin, ids[:1, :PROMPT]) if odd is None else odd
-    except Exception as error:  # a class that is not known may do anything
-        if may_raise:
-            return None
-        return (
-            "this class is not among those tested, and no tiny twin of it could be tried "
-            f"({_first_line(error)}). torch_dflash.check(target) tries the target itself; verify=False "
-            "decodes without."
-        )
-    if not agreement.holds:
-        return (
-            "this class is not among those tested, and a tiny random twin of it is decoded otherwise: "
-            f"{agreement}. Block decoding does not know what it does; use its own generate."
-        )
-    if odd is not None:
-        return (
-            "this class is not among those tested, and its generate does more than its forward: a tiny "
-            f"random twin says another token at position {odd}, or weighs them otherwise. Block decoding "
-            "runs the forward alone; use its own generate."
-        )
-    return None
-
-
-def _kept(width: int) -> tuple[int, ...]:
-    """Rows of each block that count: as in decoding, the next block is written over the others."""
-    return min(2, width), width, 1, min(3, width)
-
-
-def _fault_of_writes(target: PreTrainedModel) -> str | None:
+def _find_writes(target: Any, *_: Any) -> str | None:
     skeleton = Target(target).model
     with WritesToViews() as writes:
         trace_layers(skeleton)
     if writes.found is None:
         return None
     return (
-        f"this class is not among those tested, and its forward writes to tensors through views of them "
-        f"({writes.found}), which a lowered program may lose; pass runtime='eager', or verify=False."
+        f"its forward writes to tensors through views of them ({writes.found}), which a lowered program may "
+        "lose; pass runtime='eager', or verify=False."
     )
+
+
+WRITES = Trial(_find_writes, "this class is not among those tested, and ")
+
+
+def _find_in_twin(target: Any, cache: str, width: int, rows: int, keeps: bool) -> str | None:
+    twin = build_twin(target)
+    skeleton = Target(twin)  # before a forward of the twin's own, which may leave something in it
+    ids = _ids(VOCAB, rows, PROMPT + sum(_kept(width)[:-1]) + width)
+    ids[:1] = _own_text(twin, ids[:1, :PROMPT], ids.shape[1])
+    agreement, odd = compare(twin, skeleton, ids, cache, width, keeps), _unlike_forward(twin, ids[:1])
+    odd = _sampled_otherwise(twin, ids[:1, :PROMPT]) if odd is None else odd
+    if not agreement.holds:
+        return (
+            f"a tiny random twin of it is decoded otherwise: {agreement}. Block decoding does not know what "
+            "it does; use its own generate."
+        )
+    if odd is None:
+        return None
+    return (
+        f"its generate does more than its forward: a tiny random twin says another token at position {odd}, "
+        "or weighs them otherwise. Block decoding runs the forward alone; use its own generate."
+    )
+
+
+TWIN = Trial(
+    _find_in_twin,
+    WRITES.subject,
+    "no tiny twin of it could be tried ({error}). torch_dflash.check(target) tries the target itself; "
+    "verify=False decodes without.",
+)
+
+
+def _find_in_live(target: Any, cache: str, width: int, rows: int, keeps: bool) -> str | None:
+    if target.device.type == "meta":
+        return "its weights are on the meta device; load them."
+    skeleton = Target(target)
+    ids = _ids(skeleton.vocab_size, min(rows, 2), PROMPT + sum(_kept(width)[:-1]) + width)
+    agreement = compare(target, skeleton, ids, cache, width, keeps, lengths=False)
+    if agreement.holds:
+        return None
+    return (
+        f"they make blocks of several tokens other than its own forward: {agreement}. What looks at other "
+        "positions than its own, or at a whole sequence, cannot be decoded in blocks; use its own generate."
+    )
+
+
+LIVE = Trial(
+    _find_in_live,
+    "it has hooks, adapters or modules of its own, and ",
+    "it cannot be tried ({error}). verify=False decodes without.",
+)
+
+
+def _find_in_generate(target: Any, *_: Any) -> str | None:
+    """Hooks and patches that tell single tokens from a prompt, and changes of logits in `generate`."""
+    alone = copy.copy(target)  # the modules are the target's own, and another thread may read its configs
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    alone.generation_config = GenerationConfig(
+        max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0, **options
+    )
+    ids = _ids(target.get_input_embeddings().weight.shape[0], 1, PROMPT).long().to(target.device)
+    with torch.inference_mode(False), torch.no_grad(), target.device, _evaluating(target):
+        out = type(target).generate(alone, ids, attention_mask=torch.ones_like(ids))
+        own = _own_logits(target, out.sequences, PROMPT - 1)[:-1].float()
+        noise = _noise(target, out.sequences, PROMPT - 1)
+    logits = torch.cat(out.logits).float()
+    gaps = (logits - own).abs().amax(dim=1).nan_to_num(nan=torch.inf)
+    at, kind = PROMPT - 1 + int(gaps.argmax()), out.logits[0].dtype
+    agreement = Agreement(float(gaps.max()), at, float(own.std()), noise, len(gaps), kind)
+    if not agreement.holds:
+        return (
+            ", which steps token by token, is not what its forward computes of the whole "
+            f"text: {agreement}. What tells single tokens from prompts, as a hook may, cannot be decoded in "
+            "blocks; use its own generate."
+        )
+    if not all(map(torch.equal, out.scores, out.logits)):
+        return " does more than its forward: it changes logits. Use its own generate."
+    return None
+
+
+GENERATE = Trial(
+    _find_in_generate, "its own generate", " cannot be tried ({error}). verify=False decodes without."
+)
+
+
+def _kept(width: int) -> tuple[int, ...]:
+    """Rows of each block that count: as in decoding, the next block is written over the others."""
+    return min(2, width), width, 1, min(3, width)
 
 
 def _ids(vocab: int, rows: int, length: int) -> Tensor:

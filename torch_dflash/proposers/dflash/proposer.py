@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.dense import allocate_dense
+from torch_dflash.cache.dense import StaticLayer
 from torch_dflash.cache.ring import RingLayer, allocate_ring
+from torch_dflash.cache.spec import LayerSpec
 from torch_dflash.checks import check_dtype
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.block_attention import Past, block_attention
@@ -71,7 +72,9 @@ class DFlashProposer(Proposer):
 
         def empty(window: int | None):
             if window is None or window + 2 * rows - 1 >= plan.slots:
-                return allocate_dense(plan, heads, dim, dim, dtype, device)
+                return StaticLayer.allocate(
+                    LayerSpec("attention", heads, dim, dim, None), plan, dtype, device
+                )
             return allocate_ring(heads, dim, plan.batch_size, window, rows, dtype, device)
 
         zeros = torch.zeros(plan.batch_size, dtype=torch.int32, device=device)
