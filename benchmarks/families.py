@@ -24,7 +24,7 @@ from family_configs import CASES, MULTIMODAL
 from family_runs import report
 from family_tables import tables
 
-from torch_dflash.cli.provenance import provenance
+from torch_dflash.cli.outputs import provenance
 
 RUNTIMES = ("eager", "xla")
 CACHES = ("static", "paged")

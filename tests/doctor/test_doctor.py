@@ -17,7 +17,6 @@ from support.tiny import make_drafter, make_target
 from support.tokenizers import TEMPLATE, byte_tokenizer
 
 import torch_dflash as td
-from torch_dflash.cli import doctor as command
 from torch_dflash.cli import loading, main
 from torch_dflash.cli.loading import Loaded
 from torch_dflash.doctor import answers, judge_texts
@@ -364,7 +363,7 @@ def test_what_could_not_be_repaired_is_told_before_the_work(monkeypatch, capsys,
     def worked(*names, **options):
         raise AssertionError("the pair was loaded")
 
-    monkeypatch.setattr(command, "load_pair", worked)
+    monkeypatch.setattr(loading, "load_named", worked)
     line = ["doctor", "--target", "demo", "--drafter", str(tmp_path), "--fix"]
     (tmp_path / "config.json.before").write_text("{}")
     assert main(line) == 2 and "move it away" in capsys.readouterr().err
@@ -384,7 +383,7 @@ def shell(judged, tmp_path, monkeypatch):
     case.drafter.save_pretrained(tmp_path / "drafter")
     tokenizer = byte_tokenizer(TEMPLATE)
     monkeypatch.setattr(
-        command, "load_pair", lambda *names, **more: Loaded(case.target, tokenizer, case.drafter)
+        loading, "load_named", lambda *names, **more: Loaded(case.target, tokenizer, case.drafter)
     )
     monkeypatch.setattr(answers, "answer", lambda *call: case.texts)
     monkeypatch.setattr(answers, "likely_masks", lambda *call: case.masks)
@@ -418,7 +417,7 @@ def test_the_command_writes_what_it_found_and_mends_it(shell, tmp_path, capsys):
 )
 def test_the_command_refuses_in_one_line(more, words, monkeypatch, capsys):
     pair = Loaded(None, None, td.NGramProposer(4))
-    monkeypatch.setattr(command, "load_pair", lambda *names, **options: pair)
+    monkeypatch.setattr(loading, "load_named", lambda *names, **options: pair)
     assert main(["doctor", "--target", "demo", "--drafter", "demo", *more]) == 2
     assert words in capsys.readouterr().err
 

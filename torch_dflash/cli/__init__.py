@@ -9,9 +9,35 @@ from pathlib import Path
 
 import click
 
-from torch_dflash.cli.call import PROGRAM, Invocation
-from torch_dflash.cli.commands import root
+from torch_dflash import __version__
+from torch_dflash.cli import aot, chat, demo, doctor, env, fit_memory, generate, list_pairs, selftest
+from torch_dflash.cli.command import PROGRAM, Invocation, flag, quiet_flag
 from torch_dflash.cli.errors import INTERRUPTED, fail, status_of
+from torch_dflash.cli.train import train
+
+COMMANDS = aot, chat, demo, doctor, env, fit_memory, generate, list_pairs, selftest
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"{PROGRAM} {__version__}")
+        ctx.exit()
+
+
+root = click.Group(
+    PROGRAM,
+    params=[
+        flag("--version", help="Print the version.", is_eager=True, expose_value=False, callback=_version),
+        quiet_flag(),
+    ],
+    commands=[*(one.run for one in COMMANDS), train],
+    help="DFlash: block-diffusion speculative decoding for PyTorch.",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "token_normalize_func": lambda word: word.lower().replace("_", "-"),
+    },
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,14 +10,14 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, plainly, prompt_room, template_options
-from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.cli.loading import Loaded, load_pair
+from torch_dflash.cli.loading import Loaded, load_named
+from torch_dflash.cli.text import encode
 from torch_dflash.progress import print_status
 from torch_dflash.requests.options import LARGEST_CHUNK
 from torch_dflash.requests.prompts import bucket
 from torch_dflash.requests.read import read_request
-from torch_dflash.requests.row_values import default_stop_ids, penalty_of, stop_ids
+from torch_dflash.requests.row_values import default_stop_ids, stop_ids
 from torch_dflash.requests.rules import of_the_model
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
@@ -37,7 +37,7 @@ class Job:
         """The pair that ``arguments`` name, with their options (`arguments.add_call_options`) and others."""
         if arguments.drafter is None:
             print_status(plainly(arguments.target, f"torch-dflash {arguments.command}"))
-        loaded = load_pair(
+        loaded = load_named(
             arguments.target,
             arguments.drafter,
             dtype=arguments.dtype,
@@ -127,11 +127,3 @@ def call_options(arguments: SimpleNamespace, loaded: Loaded) -> dict[str, Any]:
     if arguments.stop:
         options |= {"stop_strings": arguments.stop, "tokenizer": loaded.tokenizer}
     return {name: value for name, value in options.items() if value is not None}
-
-
-def tell_penalty(command: str, target: Any) -> bool:
-    """Say that a drafter learns and is judged without the model's repetition penalty; whether it has one."""
-    penalty = penalty_of(target)
-    if penalty:
-        print_status(f"torch-dflash {command}: the model's repetition_penalty={penalty} is not applied")
-    return bool(penalty)

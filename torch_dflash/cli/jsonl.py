@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, SHOWN, check_room
-from torch_dflash.cli.encode import asks
 from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.text import asks
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.requests.prompts import pad_rows

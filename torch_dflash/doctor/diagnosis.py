@@ -170,7 +170,7 @@ def _finalists(judge: Judge, own: Convention, single: list[Tried]) -> list[tuple
 SHOWN = 16
 
 
-def draw(found: Diagnosis, path: Path) -> None:
+def draw_bars(found: Diagnosis, path: Path) -> None:
     """Acceptance length by convention, the best ones, and the share of right drafts by position, as a PNG.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prompts to ids, and ids to text as they come, never half a character."""
+"""Prompts to ids, and ids to text on stdout as they come, never half a character."""
 
 from __future__ import annotations
 
@@ -9,6 +9,30 @@ import torch
 
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.pieces import TextStream
+
+GREEN, RESET = "\033[32m", "\033[0m"
+
+
+class Printer:
+    """Writes an answer to stdout piece by piece.
+
+    With ``colour``, accepted drafts are green; the target's own tokens are not.
+    """
+
+    def __init__(self, tokenizer: Any, colour: bool):
+        self._text, self._colour = TextStream(tokenizer), colour
+
+    def __call__(self, piece: list[int], drafted: list[bool] | None = None) -> None:
+        """Show tokens, and which of them were drafted; unset: all but the last, as of one target pass."""
+        drafted = [True] * (len(piece) - 1) + [False] if drafted is None else drafted
+        for token, accepted in zip(piece, drafted, strict=False):
+            text = self._text.push([token])
+            sys.stdout.write(f"{GREEN}{text}{RESET}" if text and accepted and self._colour else text)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Show what was held back, and end the line."""
+        print(self._text.push([], final=True), flush=True)
 
 
 class StdoutStreamer:
