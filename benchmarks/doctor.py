@@ -24,7 +24,7 @@ from judged_pairs import ASKED, OTHERWISE, kinds_of, make_case
 
 from torch_dflash.cli.outputs import write_results
 from torch_dflash.doctor import judge_texts
-from torch_dflash.doctor.template import with_other_way
+from torch_dflash.doctor.answers import with_other_way
 from torch_dflash.selftest.pairs import FAMILIES
 
 STEPS, FEW = 150, 12
