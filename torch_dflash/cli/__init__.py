@@ -43,21 +43,21 @@ root = click.Group(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the process's exit status."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who called: what is said goes nowhere
+        if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, Path(os.devnull).open("w", errors="backslashreplace"))
-    asked = status_of("", lambda: parse(argv))
-    if not isinstance(asked, Invocation):
-        return asked or 0
+    parsed = status_of("", lambda: parse(argv))
+    if not isinstance(parsed, Invocation):
+        return parsed or 0
     import atexit
 
     atexit.register(leave_garbage)
-    return asked()
+    return parsed()
 
 
 def leave_garbage() -> None:
-    """At the end of a process: to collect a million objects would take a second.
+    """Keep the interpreter from collecting a million objects at its end, which would take a second.
 
-    Triton, which comes with torch's CUDA builds, prints a page of leaks if it is not collected.
+    Not with Triton, of torch's CUDA builds, which prints a page of leaks if it is not collected.
     """
     if "triton" not in sys.modules:
         import gc
@@ -66,7 +66,7 @@ def leave_garbage() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> Invocation | int | None:
-    """The `Invocation` that the words ask for, or the exit status of an answer that is given already."""
+    """The `Invocation` of a command line, or an exit status: of help, the version or an error."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return root.main(words, PROGRAM, standalone_mode=False)

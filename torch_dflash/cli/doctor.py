@@ -123,7 +123,7 @@ def _as_json(found: Diagnosis) -> dict[str, Any]:
     return {
         "verdict": found.verdict,
         "changes": [
-            {"kind": one.kind, "name": one.name, "words": one.words, "fix": one.fix, "fields": one.fields}
+            {name: getattr(one, name) for name in ("kind", "name", "words", "fix", "fields")}
             for one in found.changes
         ],
         "acceptance_length": found.length,

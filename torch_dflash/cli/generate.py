@@ -126,15 +126,13 @@ def _read_file(option: str, name: str) -> bytes:
 
 
 def _grammar(arguments: SimpleNamespace, schema: str | None, tokenizer: Any) -> dict[str, Any]:
-    """The option of a call that --json-schema or --regex stands for."""
+    """The option of a call for --json-schema or --regex."""
     from torch_dflash.grammars.grammar import Grammar
 
-    if schema is None and arguments.regex is None:
-        return {}
     try:
         if schema is not None:
             return {"grammar": Grammar.json_schema(schema, tokenizer)}
-        return {"grammar": Grammar.regex(arguments.regex, tokenizer)}
+        return {} if arguments.regex is None else {"grammar": Grammar.regex(arguments.regex, tokenizer)}
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(one_line(error)) from None
 
@@ -179,10 +177,7 @@ def _lines(job: Job, data: bytes) -> int:
     if good:
         engine = job.engine(max(map(len, good)), size, None, replicas).warmup()
     compiling = time.perf_counter() - started
-    tokenizer = job.loaded.tokenizer
-    decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))  # noqa: E731
-    common = {"batch_size": size * replicas, "seed": job.arguments.seed, "options": job.options}
-    outputs = run_lines(engine, items, decode=decode, **common)
+    outputs = run_lines(engine, items, job, size * replicas)
     if outputs:
         _report(job, outputs, compiling)
     bad = [item.error for item in items if item.error is not None]

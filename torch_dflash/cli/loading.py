@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
 from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
@@ -28,7 +28,7 @@ NGRAM_WIDTH = 8  # wider only pays where long passages are copied
 
 @dataclass(frozen=True)
 class Loaded:
-    """``drafter`` is what `torch_dflash.compile` takes: a drafter model, a proposer, or None."""
+    """A pair; ``drafter`` as `torch_dflash.compile` takes it: a drafter model, a proposer, or None."""
 
     target: Any
     tokenizer: Any
@@ -56,17 +56,17 @@ def load_named(
     block_size: int | None = None,
     offered: Collection[str] = tuple(DRAFTERS),
 ) -> Loaded:
-    """Load what ``target`` and ``drafter`` name, in evaluation mode on ``device`` (torch's; unset: the CPU).
+    """Load ``target`` and ``drafter`` by name, in evaluation mode on ``device`` (torch's; unset: the CPU).
 
     Args:
         target: a key of `TARGETS`, a directory, or a hub id.
         drafter: a key of `DRAFTERS`, a directory, or a hub id; None: nothing drafts.
-        dtype: "float32", "bfloat16" or "auto", which is the type the weights are stored in.
+        dtype: "float32", "bfloat16" or "auto", the type in which the weights are stored.
         block_size: width of a proposer that is made here (n-gram lookup).
-        offered: keys of `DRAFTERS` that the caller takes, for the error about a drafter that is not there.
+        offered: keys of `DRAFTERS` that the caller takes, for the error about a missing drafter.
 
     Raises:
-        UserError: something does not exist, cannot be read, or is not what it should be.
+        UserError: a model does not exist, cannot be read, or is of the wrong kind.
     """
     kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     drafter = "none" if drafter is None else drafter
@@ -84,14 +84,16 @@ def load_named(
         except ValueError as error:
             raise UserError(f"--drafter {drafter}: {one_line(error)}") from None
     else:
-        drafts = _load_drafter(drafter, kind, offered)
+        folder = existing("--drafter", drafter, offered)
+        with reading("--drafter", drafter):
+            drafts = load_drafter(folder, dtype=kind)
     if isinstance(drafts, torch.nn.Module):
         drafts = cast(Any, drafts).to(place).eval()
     return Loaded(model.to(place).eval(), tokenizer, drafts)
 
 
 def load_configs(target: str, drafter: str, block_size: int | None, layers: int | None) -> tuple[Any, Any]:
-    """Read what ``target`` and ``drafter`` name: a directory, its config.json, or a hub id.
+    """Read the configs of ``target`` and ``drafter``: each a directory, its config.json, or a hub id.
 
     Args:
         target: a causal LM.
@@ -100,10 +102,10 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
         layers: keep this many of the target's layers, and map the drafter's taps onto them.
 
     Returns:
-        The target's config, and what `jax_bridge.aot.compile.abstract_pair` takes as a drafter.
+        The target's config, and the drafter as `jax_bridge.aot.compile.abstract_pair` takes it.
 
     Raises:
-        UserError: something does not exist, cannot be read, or is not what it should be.
+        UserError: a model does not exist, cannot be read, or is of the wrong kind.
     """
     folder = existing("--target", _folder(target), ())
     with reading("--target", target):
@@ -118,7 +120,8 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
         with reading("--drafter", drafter):
             drafts = load_drafter_config(folder)
     if layers is not None:
-        _check_depth(config, layers)
+        if layers > (depth := config.get_text_config().num_hidden_layers):
+            raise UserError(f"--layers {layers}: the target has {depth}; ask for at most that many.")
         keep_layers(config, drafts, layers)
     return config, drafts
 
@@ -126,12 +129,6 @@ def load_configs(target: str, drafter: str, block_size: int | None, layers: int 
 def _folder(source: str) -> str:
     path = Path(source)
     return str(path.parent) if path.name == "config.json" and path.is_file() else source
-
-
-def _check_depth(target: Any, layers: int) -> None:
-    depth = target.get_text_config().num_hidden_layers
-    if layers > depth:
-        raise UserError(f"--layers {layers}: the target has {depth}; ask for at most that many.")
 
 
 def place_of(device: str | None) -> torch.device:
@@ -167,14 +164,8 @@ def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load_drafter(source: str, dtype: Any, offered: Collection[str]) -> PreTrainedModel:
-    folder = existing("--drafter", source, offered)
-    with reading("--drafter", source):
-        return load_drafter(folder, dtype=dtype)
-
-
 def existing(field: str, source: str, names: Collection[str]) -> str:
-    """``source``, or its path with ``~`` expanded; a path that is not there never becomes a hub request."""
+    """``source``, or its path with ``~`` expanded; a missing path never becomes a hub request."""
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

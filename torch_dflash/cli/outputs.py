@@ -22,7 +22,7 @@ PACKAGES = ("torch-dflash", "torch", "torchax", "jax", "jaxlib", "transformers")
 
 
 def check_writable(**files: str | Path | None) -> None:
-    """Raise `UserError` unless every file, by the name of its option, can be written; None is unset."""
+    """Raise `UserError` unless every file can be written; by the names of the options, None: unset."""
     taken: dict[str, str] = {}
     for option, given in files.items():
         if given is not None:
@@ -58,7 +58,7 @@ def check_folder(out: Path) -> None:
 
 
 def make_folder(option: str, given: str) -> Path:
-    """The directory that ``--option`` names, made if need be; `UserError` if no file can be written there."""
+    """Make the directory that ``--option`` names; raises `UserError` if no file can be written there."""
     folder, field = Path(given), f"--{option} {given}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

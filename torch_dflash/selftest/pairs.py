@@ -95,7 +95,7 @@ def make_drafter(target, seed: int = 1, **overrides):
 
 
 def drafter_config(base: Any, **overrides) -> DFlashConfig:
-    """A drafter's config for a target's: two layers, taps 0 and 2, block 6; DFlash2's with a selector's rank."""
+    """A drafter's config for a target's: two layers, taps 0 and 2, block 6; DFlash2's with a rank."""
     config_class, _ = KINDS[is_second(overrides)]
     return config_class(
         **{
