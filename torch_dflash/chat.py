@@ -112,11 +112,9 @@ class Chat(OfOneProcess):
         settled = _shared(prompt, self._render(messages, tools, add_generation_prompt=False))
         gains = self._session.gains(prompt, settled, **options)
         answer = pieces(([gain] for gain in gains), [TextStream(self._tokenizer)])
-        return self._noted(answer, prompt, tools)
+        return self._kept(answer, prompt, tools)
 
-    def _noted(
-        self, answer: Iterator[list[Piece]], prompt: list[int], tools: Tools | None
-    ) -> Iterator[Piece]:
+    def _kept(self, answer: Iterator[list[Piece]], prompt: list[int], tools: Tools | None) -> Iterator[Piece]:
         seen: list[Piece] = []
         self.message = {"role": "assistant", "content": ""}
         for (piece,) in answer:

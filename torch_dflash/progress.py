@@ -82,7 +82,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def announced(what: str | None, after: float | None = None, more: Callable[[], str] = str) -> Iterator[None]:
-    """Log ``what`` if it lasts a second (``after``), and its seconds and ``more`` at its end; None: nothing."""
+    """Log ``what`` if it lasts a second (``after``), and its time and ``more`` at the end; None: nothing."""
     started, begun = time.monotonic(), threading.Event()
 
     def begin() -> None:

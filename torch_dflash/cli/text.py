@@ -23,7 +23,7 @@ class Printer:
         self._text, self._colour = TextStream(tokenizer), colour
 
     def __call__(self, piece: list[int], drafted: list[bool] | None = None) -> None:
-        """Show tokens; ``drafted``: whether each was drafted; unset: all but the last, as of a target pass."""
+        """Show tokens; ``drafted``: of each, whether it was drafted (all but the last of a pass)."""
         drafted = [True] * (len(piece) - 1) + [False] if drafted is None else drafted
         for token, accepted in zip(piece, drafted, strict=False):
             text = self._text.push([token])
