@@ -51,27 +51,20 @@ def lasting(progress: bool | None, what: str, count: int, unit: str) -> Iterator
 
     ``progress``: as in `progress_bar`; False shows no lines either.
     """
-    with progress_bar(progress, total=count, unit=unit, desc=what) as bar, Ticking(bar):
-        with announced(what if progress is None and bar.disable else None):
-            yield bar
+    over = threading.Event()
 
+    def tick() -> None:
+        while not over.wait(TICK):
+            bar.refresh()
 
-class Ticking:
-    """While open, updates the seconds of a bar though no step ends."""
-
-    def __init__(self, bar: tqdm):
-        self._bar, self._over = bar, threading.Event()
-
-    def __enter__(self) -> None:
-        if not self._bar.disable:
-            threading.Thread(target=self._tick, daemon=True).start()
-
-    def __exit__(self, *_: Any) -> None:
-        self._over.set()
-
-    def _tick(self) -> None:
-        while not self._over.wait(TICK):
-            self._bar.refresh()
+    with progress_bar(progress, total=count, unit=unit, desc=what) as bar:
+        if not bar.disable:
+            threading.Thread(target=tick, daemon=True).start()
+        try:
+            with announced(what if progress is None and bar.disable else None):
+                yield bar
+        finally:
+            over.set()
 
 
 def warn(message: str) -> None:

@@ -10,13 +10,14 @@ import click
 from torch_dflash.checks import positions_of
 from torch_dflash.cli import tpu
 from torch_dflash.cli.command import COUNT, command, flag, option
-from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.outputs import make_folder
 from torch_dflash.progress import print_status
 
 PASSES = ("verify", "draft", "round")
 CONTEXTS, BATCHES = (1024, 4096, 32768), (1, 8, 64)
 OF_TREE = "Of a tree of the drafter's block: the round that verifies it, and no pass alone."
+SMALLER = "If it does not fit: fewer --layers, a smaller --batch or --context, or another --topology."
 MEANING = """\
 GB: what one run moves through HBM, recounted from the scheduled program (no VMEM; an estimate, not a
 measurement). Floor: weights once and the K/V of the context once; a round's floor is the sum of both passes',
@@ -68,12 +69,9 @@ def run(arguments: SimpleNamespace) -> int:
 def _results(arguments: SimpleNamespace) -> dict[str, Any]:
     target, drafter = tpu.read_configs(arguments)
     plan = tpu.plan_of(arguments)
-    with tpu.user_errors():
-        from jax_bridge.offline import compile_only
-
-        compile_only()
+    with tpu.offline(SMALLER):
         from jax_bridge.aot.compile import abstract_pair
-        from jax_bridge.aot.report import CompileError, check_topology, report
+        from jax_bridge.aot.report import check_topology, report
 
         check_topology(arguments.topology)
         if arguments.dump_hlo is not None:
@@ -81,34 +79,23 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
         widths = {"block_size": arguments.block, "verify_width": arguments.verify, "rows": arguments.rows}
         sizes = {"capacity": arguments.context, "batch_size": arguments.batch}
         model = abstract_pair(target, drafter, **sizes, **widths, **plan)
-        try:
-            figures = report(
-                model,
-                context=arguments.context,
-                topology=arguments.topology,
-                passes=tuple(arguments.passes) if arguments.rows is None else ("round",),
-                chips=arguments.mesh,
-                dump=arguments.dump_hlo,
-                say=print_status,
-            )
-        except CompileError as error:
-            raise UserError(
-                f"{one_line(error)} If it does not fit: fewer --layers, a smaller --batch or --context, or "
-                "another --topology."
-            ) from None
+        figures = report(
+            model,
+            context=arguments.context,
+            topology=arguments.topology,
+            passes=tuple(arguments.passes) if arguments.rows is None else ("round",),
+            chips=arguments.mesh,
+            dump=arguments.dump_hlo,
+            say=print_status,
+        )
     fixed = model.pair.plan
-    return {
-        "target": arguments.target,
-        "drafter": arguments.drafter,
-        "layers": target.get_text_config().num_hidden_layers,
-        "block": fixed.block_size,
-        "verify": fixed.verify_width,
-        "rows": arguments.rows,
-        "context": arguments.context,
-        "batch": fixed.batch_size,
-        "plan": plan,
-        **figures,
-    }
+    found = _named(arguments, target, fixed) | {"verify": fixed.verify_width, "rows": arguments.rows}
+    return found | {"context": arguments.context, "batch": fixed.batch_size, "plan": plan} | figures
+
+
+def _named(arguments: SimpleNamespace, target: Any, plan: Any) -> dict[str, Any]:
+    found = {"target": arguments.target, "drafter": arguments.drafter}
+    return found | {"layers": target.get_text_config().num_hidden_layers, "block": plan.block_size}
 
 
 def _table(results: dict[str, Any], arguments: SimpleNamespace) -> str:
@@ -147,7 +134,7 @@ def _table(results: dict[str, Any], arguments: SimpleNamespace) -> str:
 
 
 def _exchanged(results: dict[str, Any]) -> list[str]:
-    """What the chips exchange in each pass."""
+    """The exchanges between chips in each pass, as lines."""
     lines = []
     for name, found in results["exchanges"].items():
         least = found["least_ms"]
@@ -165,18 +152,13 @@ def _kflat(arguments: SimpleNamespace) -> int:
     target, drafter = tpu.read_configs(arguments)
     longest = positions_of(target)
     contexts = sorted({*(context for context in CONTEXTS if context <= longest), arguments.context})
-    with tpu.user_errors():
-        from jax_bridge.offline import compile_only
-
-        compile_only()
+    with tpu.offline():
         from jax_bridge.aot.compile import abstract_pair
         from jax_bridge.aot.kflat import kflat
 
         pair = abstract_pair(target, drafter, capacity=arguments.context, block_size=arguments.block)
         found = kflat(pair, contexts, sorted({*BATCHES, arguments.batch}), arguments.acceptance or ())
-    named = {"target": arguments.target, "drafter": arguments.drafter}
-    layers = {"layers": target.get_text_config().num_hidden_layers, "block": pair.pair.plan.block_size}
-    results = named | layers | found
+    results = _named(arguments, target, pair.pair.plan) | found
     tpu.show(results, arguments.json, lambda: _kflat_table(results, arguments))
     return 0
 
@@ -196,10 +178,8 @@ def _kflat_table(results: dict[str, Any], arguments: SimpleNamespace) -> str:
     asked = arguments.context, arguments.batch
     cell = next(one for one in results["cells"] if (one["context"], one["batch"]) == asked)
     speeds = cell["speedup"]
-    lines += [
-        "",
-        f"context {asked[0]}, batch {asked[1]}: ms of a verify pass" + "; x: speed-up" * bool(speeds),
-    ]
+    title = f"context {asked[0]}, batch {asked[1]}: ms of a verify pass" + "; x: speed-up" * bool(speeds)
+    lines += ["", title]
     heads = "".join(f"{chip:>9}" + f"{'x':>7}" * bool(speeds) for chip in chips)
     lines.append(f"{'rows':>6}{'GB':>9}{'TFLOP':>9}{'':>10}" + f"{'tokens':>8}" * bool(speeds) + heads)
     for at, work in enumerate(cell["rows"]):

@@ -21,7 +21,7 @@ from torch_dflash.cli.arguments import check_room, prompt_room
 from torch_dflash.cli.loading import place_of
 from torch_dflash.cli.outputs import LOAD, hardware, write_results
 from torch_dflash.cli.text import Printer, encode
-from torch_dflash.demo.contest import Answer, Method, Show, ours, transformers_own
+from torch_dflash.demo.contest import Answer, Method, ours, transformers_own
 from torch_dflash.demo.pair import load_demo_draft_ids, load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.demo.target import load_demo_target
@@ -198,17 +198,11 @@ def ask(one: Question, methods: dict[str, Method], tokenizer: Any, new: int, sho
             print(f"{name}{legend}:", flush=True)
         called = f"{one.kind}: {name}"
         with progress_bar(False if shown else None, total=new, desc=called, unit="token", leave=False) as bar:
-            one.answers.setdefault(name, []).append(method(one.ids, new, printer if shown else _count(bar)))
+            count: Any = lambda piece, bar=bar: bar.update(len(piece))  # noqa: E731
+            one.answers.setdefault(name, []).append(method(one.ids, new, printer if shown else count))
         if shown:
             printer.end()
             print()
-
-
-def _count(bar: Any) -> Show:
-    def show(piece: list[int]) -> None:
-        bar.update(len(piece))
-
-    return show
 
 
 def report(asked: list[Question], dtype: str, parts: Parts) -> bool:

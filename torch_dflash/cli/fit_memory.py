@@ -9,7 +9,6 @@ import click
 
 from torch_dflash.cli import tpu
 from torch_dflash.cli.command import COUNT, command, flag, option
-from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.progress import print_status
 
 SOUGHT = ("batch", "context")
@@ -21,6 +20,9 @@ PARTS = {
     "rest": "rest of the state",
     "temporaries": "programs, while they run",
 }
+LARGER = (
+    "Not even a few layers fit: a smaller --batch or --context, or a larger slice (--shapes-only says which)."
+)
 MEANING = """\
 Of one chip. Weights in bfloat16; every row has room for the whole context. Programs: the loop over rounds and
 a prompt's largest chunk, compiled with {layers} of the target's layers; the one that needs more counts.
@@ -61,34 +63,24 @@ def run(arguments: SimpleNamespace) -> int:
 def _results(arguments: SimpleNamespace) -> dict[str, Any]:
     target, drafter = tpu.read_configs(arguments)
     plan = tpu.plan_of(arguments)
-    with tpu.user_errors():
-        from jax_bridge.offline import compile_only
-
-        compile_only()
+    with tpu.offline(LARGER):
         from jax_bridge.aot.memory import fit_memory
-        from jax_bridge.aot.report import CompileError
 
-        try:
-            figures = fit_memory(
-                target,
-                drafter,
-                topology=arguments.topology,
-                chips=arguments.mesh,
-                context=arguments.context,
-                batch_size=arguments.batch,
-                block_size=arguments.block,
-                verify_width=arguments.verify,
-                search={"both": SOUGHT, "none": ()}.get(arguments.largest, (arguments.largest,)),
-                confirm=arguments.confirm,
-                programs=arguments.programs,
-                say=print_status,
-                **plan,
-            )
-        except CompileError as error:
-            raise UserError(
-                f"{one_line(error)} Not even a few layers fit: a smaller --batch or --context, or a larger "
-                "slice (--shapes-only says which)."
-            ) from None
+        figures = fit_memory(
+            target,
+            drafter,
+            topology=arguments.topology,
+            chips=arguments.mesh,
+            context=arguments.context,
+            batch_size=arguments.batch,
+            block_size=arguments.block,
+            verify_width=arguments.verify,
+            search={"both": SOUGHT, "none": ()}.get(arguments.largest, (arguments.largest,)),
+            confirm=arguments.confirm,
+            programs=arguments.programs,
+            say=print_status,
+            **plan,
+        )
     return {"target": arguments.target, "drafter": arguments.drafter, "plan": plan, **figures}
 
 

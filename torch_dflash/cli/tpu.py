@@ -74,10 +74,21 @@ def read_configs(arguments: SimpleNamespace) -> tuple[Any, Any]:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns what the bridge refuses, or cannot import, into a `UserError`."""
+def offline(fix: str = "") -> Iterator[None]:
+    """Prepares the bridge to compile only, and turns its errors into a `UserError`.
+
+    ``fix``: for a program that does not compile.
+    """
     try:
-        yield
+        from jax_bridge.offline import compile_only
+
+        compile_only()
+        from jax_bridge.aot.report import CompileError
+
+        try:
+            yield
+        except CompileError as error:
+            raise UserError(f"{one_line(error)} {fix}") from None
     except (ImportError, ValueError, TypeError) as error:
         raise UserError(one_line(error)) from None
 

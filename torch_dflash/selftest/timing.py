@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -71,18 +72,14 @@ def flat_rows(rows: list[dict[str, Any]]) -> dict[str, int]:
 
     1: a pass of two rows costs more already.
     """
-    names = dict.fromkeys(row["arithmetic"] for row in rows)
-    return {name: _flat([row for row in rows if row["arithmetic"] == name]) for name in names}
+    costs: dict[str, dict[str, float]] = {}
+    for row in rows:
+        costs.setdefault(row["arithmetic"], {})[row["pass"]] = row["plain_steps"]
+    return {name: _flat(steps) for name, steps in costs.items()}
 
 
-def _flat(rows: list[dict[str, Any]]) -> int:
-    widest = 1
-    for width in VERIFY_WIDTHS:
-        cost = next(row["plain_steps"] for row in rows if row["pass"] == f"verify, M={width}")
-        if cost > FLAT:
-            break
-        widest = width
-    return widest
+def _flat(steps: dict[str, float]) -> int:
+    return max([1, *takewhile(lambda width: steps[f"verify, M={width}"] <= FLAT, VERIFY_WIDTHS)])
 
 
 class Unaccepted(Proposer):
