@@ -1,4 +1,4 @@
-"""``torch-dflash aot``: what a decoding round costs on a TPU, from the compiler alone."""
+"""``torch-dflash aot``: the cost of a decoding round on a TPU, from the compiler alone."""
 
 from __future__ import annotations
 

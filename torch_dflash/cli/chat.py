@@ -152,12 +152,12 @@ class Conversation:
             self.read += self.chat.stats.prefilled
 
     def reset(self) -> None:
-        """Only the system message stays."""
+        """Drop all messages but the system message."""
         system = self.job.arguments.system
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def report(self) -> None:
-        """Two lines on stderr."""
+        """Print statistics in two lines on stderr."""
         stats = self.chat.stats
         if stats is None:
             raise UserError("/stats: nothing was said yet.")

@@ -99,7 +99,7 @@ class Parts:
 
 
 def compare(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> int:
-    """Ask all ``questions``, print and write what --json and --png want; returns the exit status."""
+    """Ask all ``questions``, print the figures, write --json and --png; returns the exit status."""
     parts, dtype, place = Parts(), getattr(torch, arguments.dtype), place_of(arguments.device)
     if place.type != "cpu" and place.index is not None:
         torch.accelerator.set_device_index(place.index)  # the one that figures name
@@ -298,7 +298,7 @@ def _rows(asked: list[Question]) -> list[dict[str, Any]]:
 
 
 def draw_timeline(path: Path, timelines: dict[str, list[int]], width: int) -> None:
-    """Acceptance length of every round, one row of bars per method, with its mean, as a PNG.
+    """Draw the acceptance length of every round, one row of bars per method with its mean, as a PNG.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing (extra ``demo``).

@@ -1,4 +1,4 @@
-"""``torch-dflash doctor``: why few drafts of a pair are accepted."""
+"""``torch-dflash doctor``: explains why few drafts of a pair are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch-dflash fit-memory``: what a pair needs of each chip's memory, and which slice has room for it."""
+"""``torch-dflash fit-memory``: a pair's memory on each chip, and the smallest slice with room for it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ row of this context."""
     check=tpu.check_json,
 )  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
-    """Compile and report; returns the exit status: 0, 1 if what was asked for does not fit, or 2."""
+    """Compile and report; returns the exit status: 0, 1 if the pair does not fit, or 2."""
     results = _results(arguments)
     tpu.show(results, arguments.json, lambda: _table(results))
     return 0 if results["fits"] else 1

@@ -187,7 +187,7 @@ def _lines(job: Job, data: bytes) -> int:
 
 
 def _report(job: Job, outputs: list[GenerateOutput], compiling: float) -> None:
-    """One line on stderr. Times leave compilation out; tokens/s counts prefill."""
+    """Print statistics in one line on stderr. Times leave compilation out; tokens/s counts prefill."""
     every = [output.stats for output in outputs]
     new = sum(stats.new_tokens for stats in every)
     firsts = [stats.time_to_first_token for stats in every]

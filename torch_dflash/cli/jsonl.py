@@ -46,13 +46,13 @@ class Item:
 
 
 def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, arguments: Any) -> list[Item]:
-    """Every line that is not blank, encoded; a bad one keeps its place with an ``error``.
+    """Encode every line that is not blank; a bad line keeps its place with an ``error``.
 
     Args:
         data: the whole input.
         encode: chat messages to prompt ids.
         room: the most tokens of a prompt.
-        arguments: the command's, which all lines have in common.
+        arguments: the command's, which all lines share.
     """
     items = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):

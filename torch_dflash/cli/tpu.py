@@ -30,7 +30,7 @@ NEEDS = "Needs configs and libtpu (pip install 'jax[tpu]'), neither weights nor 
 
 
 def pair_options() -> list[click.Parameter]:
-    """The two configs."""
+    """``--model`` and ``--draft-model``, by their configs."""
     drafter = option(*DRAFTER, type=MODEL, default="none", metavar="CONFIG", help=CONFIG)
     return [target_option(CONFIG, "CONFIG"), drafter]
 

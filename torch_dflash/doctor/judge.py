@@ -27,7 +27,7 @@ TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
 
 @dataclass(frozen=True)
 class Drafted:
-    """Blocks as a convention drafts them.
+    """The blocks of one convention.
 
     Attributes:
         accepted: drafts of each block that the target would accept.

@@ -68,7 +68,7 @@ class Backend(Protocol):
         ...
 
     def reuse(self, engine: Engine, state: Any) -> tuple[bool | None, str]:
-        """Whether a chunk of rounds leaves every buffer where it was (None: does not apply), and why."""
+        """(Whether a chunk of rounds keeps every buffer in place, or None: does not apply; the reason)."""
         ...
 
     def read_speed(self) -> float:

@@ -1,4 +1,4 @@
-"""``torch-dflash train evaluate``: figures of several sets in one file, each with where it came from."""
+"""``torch-dflash train evaluate``: figures of several sets in one file, each with its provenance."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _template(given: dict[str, Any] | None, drafter: DFlashDraftModel) -> dict[s
 def _check_prompts(
     path: Path | None, rows: dict[str, Any], sets: dict[str, list[Prompt]], limit: int
 ) -> None:
-    """A set that is in the file must be of the same prompts."""
+    """Raise `UserError` if a set in the file is of other prompts."""
     for name, prompts in sets.items():
         now = prompts_checksum(prompts, limit)
         if rows.get(name, {}).get("prompts_checksum", now) != now:
@@ -141,7 +141,7 @@ def _check_prompts(
 
 
 def _check_same(path: Path | None, before: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Figures of other options or of another pair must not stand in one file."""
+    """Raise `UserError` if the figures in the file are of other options or another pair."""
     for name, value in settings.items():
         if before.get(name, value) != value:
             raise UserError(

@@ -1,4 +1,4 @@
-"""``torch-dflash train vocabulary``: a drafter that drafts the ids that the target says most often."""
+"""``torch-dflash train vocabulary``: cuts a drafter's head to the target's most frequent ids."""
 
 from __future__ import annotations
 
