@@ -135,16 +135,13 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
     assert doors == {
         ("torch_dflash.cli.aot", "jax_bridge.aot.compile", True),
         ("torch_dflash.cli.aot", "jax_bridge.aot.report", True),
-        ("torch_dflash.cli.aot", "jax_bridge.offline", True),
-        ("torch_dflash.cli.aot_kflat", "jax_bridge.aot.compile", True),
-        ("torch_dflash.cli.aot_kflat", "jax_bridge.aot.kflat", True),
-        ("torch_dflash.cli.aot_kflat", "jax_bridge.offline", True),
-        ("torch_dflash.cli.environment", "jax_bridge", True),
+        ("torch_dflash.cli.aot", "jax_bridge.aot.kflat", True),
+        ("torch_dflash.cli.env", "jax_bridge", True),
         ("torch_dflash.cli.fit_memory", "jax_bridge.aot.memory", True),
-        ("torch_dflash.cli.fit_memory", "jax_bridge.aot.report", True),
-        ("torch_dflash.cli.fit_memory", "jax_bridge.offline", True),
         ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),
-        ("torch_dflash.cli.train", "jax_bridge.train.trainer", True),
+        ("torch_dflash.cli.tpu", "jax_bridge.aot.report", True),
+        ("torch_dflash.cli.tpu", "jax_bridge.offline", True),
+        ("torch_dflash.cli.train.fit", "jax_bridge.train.trainer", True),
     }
 
 

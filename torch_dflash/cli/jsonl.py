@@ -1,4 +1,4 @@
-"""JSON lines in, JSON lines out: one result per line, in order, each flushed when its batch is done."""
+"""Reads JSON lines and writes one result line each, in order, flushed when its batch is done."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, SHOWN, check_room
-from torch_dflash.cli.encode import asks
 from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.job import Job
+from torch_dflash.cli.text import asks
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.requests.prompts import pad_rows
@@ -48,12 +49,12 @@ _BODY = (
 _URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 OPTIONS = dict.fromkeys(_LENGTHS, "max_new_tokens") | {name: name for name in (*_NAMES, *NEUTRAL, *PENALTIES)}
-"""What lines of batch files ask for, by the command's own names."""
+"""Options that lines of batch files may hold, with the command's own names."""
 
 
 @dataclass
 class Item:
-    """A line of input: its ``number`` from 1, what is echoed, its ``ids`` and ``seed``, or its ``error``."""
+    """A line of input: its ``number`` from 1, fields to echo, its ``ids`` and ``seed``, or its ``error``."""
 
     number: int
     echo: dict[str, Any] = field(default_factory=dict)
@@ -63,13 +64,13 @@ class Item:
 
 
 def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, arguments: Any) -> list[Item]:
-    """Every line that is not blank, encoded; a bad one keeps its place with an ``error``.
+    """Encode every line that is not blank; a bad line keeps its place with an ``error``.
 
     Args:
         data: the whole input.
         encode: chat messages to prompt ids.
-        room: most tokens a prompt may have.
-        arguments: the command's, which all lines have in common.
+        room: the most tokens of a prompt.
+        arguments: the command's, which all lines share.
     """
     items = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -179,47 +180,35 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def decode_items(engine: Engine, items: list[Item], seed: int, options: dict[str, Any]) -> GenerateOutput:
-    """Decode the good ones of a batch; line n draws from its own seed or ``seed + n - 1``, modulo 2**64."""
-    ids, mask = pad_rows([item.ids for item in items])
+    """Decode the good items of a batch; line n draws from its own seed or ``seed + n - 1``, modulo 2**64."""
     own = [seed + item.number - 1 if item.seed is None else item.seed for item in items]
-    seeds = [one % 2**64 for one in own]
-    output = engine.generate(ids, mask, seed=seeds, return_dict_in_generate=True, **options)
-    assert isinstance(output, GenerateOutput)
+    options = options | {"seed": [one % 2**64 for one in own], "return_dict_in_generate": True}
+    output: Any = engine.generate(*pad_rows([item.ids for item in items]), **options)
     return output
 
 
-def run_lines(
-    engine: Engine | None,
-    items: list[Item],
-    *,
-    batch_size: int,
-    seed: int,
-    options: dict[str, Any],
-    decode: Callable[[list[int]], str],
-) -> list[GenerateOutput]:
-    """Decode all batches and write their lines to stdout; the outputs, for the statistics."""
+def run_lines(engine: Engine | None, items: list[Item], job: Job, batch_size: int) -> list[GenerateOutput]:
+    """Decode all batches and write their lines to stdout; returns the outputs."""
     outputs = []
     for batch in batches(items, batch_size):
         good, results = [item for item in batch if item.error is None], iter(())
         if good and engine is not None:
             started = time.perf_counter()
-            output = decode_items(engine, good, seed, options)
+            output = decode_items(engine, good, job.arguments.seed, job.options)
             seconds = time.perf_counter() - started
             outputs.append(output)
-            results = iter(_results(good, output, seconds, decode, options))
+            results = _results(good, output, seconds, job)
         for item in batch:
             failed = {"line": item.number, **item.echo, "error": item.error}
             _write(failed if item.error is not None else next(results))
     return outputs
 
 
-def _results(
-    items, output: GenerateOutput, seconds: float, decode, options: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    assert output.stats is not None
+def _results(items: list[Item], output: GenerateOutput, seconds: float, job: Job) -> Iterator[dict]:
+    options, tokenizer = job.options, job.loaded.tokenizer
     rows = zip(items, output.new_tokens, output.stats.acceptance_lengths, strict=True)
     for row, (item, new, lengths) in enumerate(rows):
-        text, stops = decode(new), options.get("stop_strings", ())
+        text, stops = tokenizer.decode(new, skip_special_tokens=True), options.get("stop_strings", ())
         ended = len(new) < options["max_new_tokens"] or new[-1] in options["eos_token_id"]
         yield {
             "line": item.number,
@@ -235,15 +224,15 @@ def _results(
 
 
 def _logprobs(output: GenerateOutput, row: int, new: list[int]) -> dict[str, Any]:
-    """A row's ids and what is known of their log-probabilities, where it was asked for."""
-    said: dict[str, Any] = {}
+    """A row's ids and log-probabilities, as far as they were asked for."""
+    found: dict[str, Any] = {}
     if output.logprobs is not None:
-        said = {"tokens": new, "logprobs": output.logprobs[row, : len(new)].tolist()}
+        found = {"tokens": new, "logprobs": output.logprobs[row, : len(new)].tolist()}
     if output.top_ids is not None and output.top_logprobs is not None:
         both = output.top_ids[row].tolist(), output.top_logprobs[row].tolist()
         pairs = [list(zip(ids, logs, strict=True)) for ids, logs in zip(*both, strict=True)]
-        said["top_logprobs"] = pairs[: len(new)]
-    return said
+        found["top_logprobs"] = pairs[: len(new)]
+    return found
 
 
 def _write(record: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 
 
 def hidden_costs(case: Case, backend: Backend) -> Iterator[Check]:
-    """Warm an engine up, send it requests of every kind, and count."""
+    """Warm an engine up, send it requests of every kind, and count compilations and host reads."""
     engine = case.engine("agreeing", len(prompts())).warmup()
     compiled = expected = counted = 0
     with backend.watch_reads() as reads:
