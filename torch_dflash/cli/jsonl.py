@@ -34,16 +34,17 @@ _NAMES = (
     "eta_cutoff repeat_penalty prompt_logprobs logprob_token_ids logits_processors truncate_prompt_tokens "
     "add_generation_prompt continue_final_message add_special_tokens reasoning_effort "
     "include_stop_str_in_output skip_special_tokens thinking_token_budget generation_config "
-    "sampling_params extra_body"
+    "sampling_params extra_body enable_thinking modalities"
 ).split()
 _IDLE: dict[str, Any] = dict.fromkeys(
     ("n", "best_of", "num_beams", "num_return_sequences", "length_penalty"), 1
 )
-_IDLE |= {"add_generation_prompt": True, "skip_special_tokens": True, "tool_choice": "none"}
-"""Values, besides those that Python counts as false, with which an option asks for nothing."""
+_IDLE |= dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "add_special_tokens"), True)
+_IDLE |= {"tool_choice": "none", "response_format": {"type": "text"}}
+"""Values with which an option asks for nothing, besides null, and false and what is empty of all others."""
 _BODY = (
     "model user metadata store service_tier stream_options request_id priority cache_salt safety_identifier "
-    "prompt_cache_key return_token_ids"
+    "prompt_cache_key return_token_ids parallel_tool_calls"
 ).split()
 """Fields of a batch file's ``body`` that change no text."""
 _URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
@@ -118,7 +119,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     for name in body:
         if name not in (*FIELDS, *OPTIONS, *_BODY, "seed"):
             raise UserError(f"body has {name}: generate has no such option; leave it out.")
-    if (url := record.get("url")) is not None and _URLS.get(url) not in body:
+    if (url := record.get("url")) is not None and (not isinstance(url, str) or _URLS.get(url) not in body):
         known = " or ".join(f"{one} with {name}" for one, name in _URLS.items())
         raise UserError(f"url={json.dumps(url)[:SHOWN]}: must be {known} in its body.")
     return record | body
@@ -130,19 +131,25 @@ def _check_options(record: dict[str, Any], arguments: Any) -> None:
         raise UserError(f"seed={json.dumps(seed)[:SHOWN]}: must be an integer.")
     if record.get("url") == "/v1/completions" and not arguments.raw:
         raise UserError(f'url="{record["url"]}": its prompts are raw text; pass --raw.')
+    if record.get("url") == "/v1/chat/completions" and arguments.raw:
+        raise UserError(f'url="{record["url"]}": its prompts are chats; leave --raw out.')
     for name, value in record.items():
         idle = arguments.temperature == 0 and name in NEUTRAL  # greedy text has no use for it
-        if name not in OPTIONS or idle or name in _IDLE and value == _IDLE[name]:
+        if name not in OPTIONS or idle or value is None or not _asks(name, value):
             continue
         own = getattr(arguments, OPTIONS[name], None)
         own = list(own) if isinstance(own, tuple) else own
         value = [value] if name == "stop" and isinstance(value, str) else value
-        # Two whose empty value asks for something: the chosen token's log-probability, and any JSON.
-        asks = name == "logprobs" and value == 0 and value is not False or name.endswith(("_json", "_schema"))
-        if (value if asks else value or None) != (own or None):
+        if value != own or type(value) is not type(own) and bool in (type(value), type(own)):
             known = f"every line has the command's, {json.dumps(own)}; give this one to a command of its own."
             fix = known if hasattr(arguments, OPTIONS[name]) else "generate has no such option; leave it out."
             raise UserError(f"{name}={json.dumps(value)[:SHOWN]}: {fix}")
+
+
+def _asks(name: str, value: Any) -> bool:
+    if name in _IDLE or name.endswith(("_json", "_schema")):
+        return value != _IDLE.get(name)
+    return not (value is False or value in ("", [], {}))
 
 
 def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
