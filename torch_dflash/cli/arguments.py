@@ -11,6 +11,7 @@ from torch_dflash.checks import CACHES, RUNTIMES, check_mesh, context_of
 from torch_dflash.cli.command import COUNT, MODEL, flag, number_or_word, option
 from torch_dflash.cli.errors import UserError
 from torch_dflash.published.rows import checkpoints
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -85,7 +86,7 @@ def check_call_options(arguments: SimpleNamespace) -> None:
 
 def check_device(arguments: SimpleNamespace) -> None:
     """Refuse ``--device`` with ``--runtime xla``, which ignores it."""
-    if arguments.device and arguments.runtime == "xla":
+    if arguments.device and RUNTIMES[arguments.runtime].needs_jax:
         raise UserError(
             f"--device {arguments.device} with --runtime xla: XLA runs on JAX's default device; leave it out "
             "or use --runtime eager."

@@ -17,6 +17,7 @@ from torch_dflash.cli.arguments import check_call_options, decoding, template_op
 from torch_dflash.cli.command import command, option
 from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
 from torch_dflash.progress import coloured, print_status
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def run(arguments: SimpleNamespace) -> int:
         chat = Chat(engine, job.loaded.tokenizer, template_options=template, **job.options)
     except ValueError as error:
         raise UserError(f"--model {arguments.target}: {one_line(error)}") from None
-    if arguments.runtime == "xla":
+    if RUNTIMES[arguments.runtime].compiles:
         engine.warmup()
     return Conversation(chat, job).talk()
 

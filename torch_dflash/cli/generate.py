@@ -16,6 +16,7 @@ from torch_dflash.cli.arguments import check_call_options, check_room, decoding
 from torch_dflash.cli.command import COUNT, FILE, command, flag, option
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.progress import print_status
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -153,7 +154,9 @@ def _one(job: Job, data: bytes) -> int:
     engine = job.engine(len(ids), 1, job.streamed_rounds)
     row = torch.tensor([ids])
     started = time.perf_counter()
-    if job.arguments.runtime == "xla":  # compile just what this prompt needs, outside the measured times
+    if RUNTIMES[
+        job.arguments.runtime
+    ].compiles:  # compile just what this prompt needs, outside the measured times
         few = {"max_new_tokens": min(2, job.arguments.max_new_tokens), "eos_token_id": [], "grammar": None}
         engine.generate(row, torch.ones_like(row), seed=0, **(job.options | few))
     compiling = time.perf_counter() - started
@@ -202,5 +205,5 @@ def _report(job: Job, outputs: list[GenerateOutput], compiling: float) -> None:
         f"acceptance length {mean:.2f} | TTFT {statistics.mean(firsts) * 1e3:.1f} ms"
         f" | TPOT {tpot * 1e3:.2f} ms | {new / seconds:.1f} tokens/s | "
         f"{new} tokens in {seconds:.2f} s, {job.arguments.runtime}"
-        + (f", after {compiling:.1f} s of compiling" if job.arguments.runtime == "xla" else "")
+        + (f", after {compiling:.1f} s of compiling" if RUNTIMES[job.arguments.runtime].compiles else "")
     )

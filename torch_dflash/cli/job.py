@@ -19,6 +19,7 @@ from torch_dflash.requests.prompts import bucket
 from torch_dflash.requests.read import read_request
 from torch_dflash.requests.row_values import default_stop_ids, stop_ids
 from torch_dflash.requests.rules import of_the_model
+from torch_dflash.runtime_kinds import RUNTIMES
 
 STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text; fewer cost more host reads
 
@@ -60,7 +61,7 @@ class Job:
     @property
     def streamed_rounds(self) -> int | None:
         """Rounds of a chunk when text is streamed; None: the runtime's default."""
-        return STREAMED_ROUNDS if self.arguments.runtime == "xla" else None
+        return STREAMED_ROUNDS if RUNTIMES[self.arguments.runtime].compiles else None
 
     def engine(
         self, length: int, batch_size: int, rounds_per_chunk: int | None, replicas: int = 1

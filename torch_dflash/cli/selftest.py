@@ -12,6 +12,7 @@ from torch_dflash.cli.arguments import DEVICE, check_device, runtime
 from torch_dflash.cli.command import FILE, command, flag, option
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.cli.outputs import check_writable, provenance, write_results
+from torch_dflash.runtime_kinds import RUNTIMES
 
 if TYPE_CHECKING:
     from torch_dflash.selftest.backend import Backend, Case
@@ -73,7 +74,7 @@ def _backend(arguments: SimpleNamespace) -> Backend:
     from torch_dflash.selftest.backend import EagerBackend
 
     try:
-        if arguments.runtime == "eager":
+        if not RUNTIMES[arguments.runtime].needs_jax:
             return EagerBackend(arguments.device)
         from jax_bridge.selftest import XlaBackend
 

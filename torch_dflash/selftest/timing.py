@@ -21,6 +21,7 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.proposers.base import Proposer
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.selftest.backend import Backend
 from torch_dflash.selftest.pairs import make_drafter, make_target
 from torch_dflash.state import DecodeState, Draft
@@ -131,7 +132,7 @@ def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
     about = {"size": size, "dtype": str(chosen.dtype), "read_gb_per_s": backend.read_speed()}
     own = str(chosen.dtype).removeprefix("torch.")
     yield from _turns(backend, engines, chosen.dtype.itemsize, about | {"arithmetic": own})
-    narrows = backend.runtime == "xla" and not backend.accelerated
+    narrows = RUNTIMES[backend.runtime].needs_jax and not backend.accelerated
     for name, (options, item) in NARROW.items() if narrows else ():
         engines = _verifying(backend, target, chosen, **options)
         yield from _turns(backend, engines, item, about | {"arithmetic": name})

@@ -23,6 +23,7 @@ from torch_dflash.decode import Pair
 from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.binding import Swapped
 from torch_dflash.targets.guard import Guard, parts_of
@@ -141,9 +142,9 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str, recurr
 def _faults(target: PreTrainedModel, shape: tuple[str, int, int], runtime: str) -> Iterator[str | None]:
     # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
     # may be missed, and must not decide the text.
-    passes = (True, False) if runtime == "eager" else (False,)
+    passes = (False,) if RUNTIMES[runtime].compiles else (True, False)
     by_twin, loaded = is_as_built(target), target.device.type != "meta"
-    if runtime == "xla":
+    if RUNTIMES[runtime].compiles:
         yield WRITES.fault(target, shape, (False,))
     if by_twin:
         yield _fault_of_class(target, shape, passes, runtime)

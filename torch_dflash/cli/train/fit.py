@@ -12,6 +12,7 @@ from torch_dflash.cli.arguments import check_device, runtime, template_options
 from torch_dflash.cli.command import COUNT, option, options_of, read_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.train.stage import TEMPLATE, load, paths, room, stage, target_name
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.train.fit.options import SIZES_OF_HEADS, DrafterShape, FitOptions, Objective
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def run(arguments: SimpleNamespace) -> int:
     options, objective = read_options(FitOptions, arguments), read_options(Objective, arguments)
     check_device(arguments)
     answers, data = _data(arguments)
-    process = _process(arguments.device) if arguments.runtime == "eager" else None
+    in_jax = RUNTIMES[arguments.runtime].needs_jax
+    process = _process(arguments.device) if not in_jax else None
     # Of the target, a fit on cached features needs embedding and head alone, which the student takes along.
     place = str(process.device) if process and not arguments.features else None
     loaded = load(arguments, arguments.start_from or "none", place)
@@ -79,7 +81,7 @@ def run(arguments: SimpleNamespace) -> int:
         wanted = (*taps, student.last_layer) if objective.distils else taps
         dtype = torch.bfloat16 if half else torch.float32
         sequences = OnlineSequences(encoded, FeatureExtractor(loaded.target, wanted, dtype, "eager"))
-    if arguments.runtime == "xla":
+    if in_jax:
         from jax_bridge.train.trainer import fit_xla as fit
     else:
         from torch_dflash.train.fit.torch_trainer import fit
