@@ -237,7 +237,7 @@ def test_the_demo_ends_when_nobody_reads_it(monkeypatch):
         def flush(self):
             raise BrokenPipeError
 
-    monkeypatch.setattr(comparison, "compare", lambda *_: 0)
+    monkeypatch.setattr(comparison, "compare_methods", lambda *_: 0)
     monkeypatch.setattr(errors, "hang_up", lambda: 7)
     monkeypatch.setattr(sys, "stdout", Left())
     assert main(["demo"]) == 7
@@ -247,7 +247,7 @@ def test_the_demo_says_in_a_line_that_something_cannot_be_written(monkeypatch, c
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "figures.json")
 
-    monkeypatch.setattr(comparison, "compare", full)
+    monkeypatch.setattr(comparison, "compare_methods", full)
     assert main(["demo"]) == 2
     assert (
         capsys.readouterr().err == "torch-dflash demo: [Errno 28] No space left on device: 'figures.json'\n"
@@ -260,7 +260,7 @@ def test_the_demo_ends_in_a_line_where_stdout_has_no_room(monkeypatch, capsys):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     left = []
-    monkeypatch.setattr(comparison, "compare", lambda *_: 0)
+    monkeypatch.setattr(comparison, "compare_methods", lambda *_: 0)
     monkeypatch.setattr(errors, "hang_up", lambda: left.append(True))
     monkeypatch.setattr(sys, "stdout", Full())
     assert main(["demo"]) == 2 and left == [True]
@@ -271,14 +271,14 @@ def test_an_error_of_the_programs_own_is_not_taken_for_a_full_disk(monkeypatch):
     def broken(*_):
         raise FileNotFoundError(errno.ENOENT, "no compiler")
 
-    monkeypatch.setattr(comparison, "compare", broken)
+    monkeypatch.setattr(comparison, "compare_methods", broken)
     with pytest.raises(FileNotFoundError):
         main(["demo"])
 
 
 def test_closed_streams_are_no_error(monkeypatch):
     monkeypatch.setattr(
-        comparison, "compare", lambda *_: print("said", sys.stdout.isatty(), file=sys.stderr) or 0
+        comparison, "compare_methods", lambda *_: print("said", sys.stdout.isatty(), file=sys.stderr) or 0
     )
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)

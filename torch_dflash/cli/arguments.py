@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from torch_dflash.checks import CACHES, RUNTIMES, check_mesh, context_of
+from torch_dflash.checks import CACHES, check_mesh, context_of
 from torch_dflash.cli.command import COUNT, MODEL, flag, number_or_word, option
 from torch_dflash.cli.errors import UserError
 from torch_dflash.published.rows import checkpoints

@@ -26,6 +26,8 @@ Run = Callable[[SimpleNamespace], int]
 """The body of a command: takes the parsed arguments, returns the exit status."""
 Check = Callable[[SimpleNamespace], Any] | None
 PROGRAM = "torch-dflash"
+LIGHT = ("env", "list")
+"""Commands that import no transformers, unless they are asked to."""
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(readable=False)
@@ -115,7 +117,7 @@ class Invocation:
     def _run(self) -> int:
         with quiet(self.arguments.quiet):
             warnings.showwarning = print_warning
-            if self.arguments.quiet:
+            if self.arguments.quiet and self.name not in LIGHT:
                 silence()
             status = self.run(self.arguments)
         sys.stdout.flush()  # a reader that has left is noticed here, not when the interpreter ends

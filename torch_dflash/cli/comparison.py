@@ -98,7 +98,7 @@ class Parts:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-def compare(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> int:
+def compare_methods(arguments: SimpleNamespace, questions: list[tuple[str, str]]) -> int:
     """Ask all ``questions``, print the figures, write --json and --png; returns the exit status."""
     parts, dtype, place = Parts(), getattr(torch, arguments.dtype), place_of(arguments.device)
     if place.type != "cpu" and place.index is not None:

@@ -46,12 +46,12 @@ KIND, PROMPTS = "maths", Path("data/eval")
 )  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
     """Answer, compare, print. Exit status 1 where our text is another (no mere tie), 2 on wrong usage."""
-    from torch_dflash.cli.comparison import compare
+    from torch_dflash.cli.comparison import compare_methods
     from torch_dflash.demo.target import DemoModelError
     from torch_dflash.storage.files import StageError
 
     try:
-        return compare(arguments, _questions(arguments))
+        return compare_methods(arguments, _questions(arguments))
     except DemoModelError as error:
         raise UserError(one_line(error)) from None
     except StageError as error:

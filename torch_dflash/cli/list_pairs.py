@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from torch_dflash.cli.command import FILE, command, flag, option
+from torch_dflash.cli.command import FILE, command, flag, option, silence
 from torch_dflash.cli.errors import UserError
 from torch_dflash.progress import print_status
 from torch_dflash.published.rows import Checkpoint, checkpoints, share
@@ -87,6 +87,8 @@ def _cells(row: Checkpoint) -> tuple[str, ...]:
 def _load_cached(rows: list[Checkpoint], arguments: SimpleNamespace) -> int:
     from torch_dflash.published.check import check_cached
 
+    if arguments.quiet:
+        silence()
     try:
         found = check_cached(rows, arguments.cache_dir)
     except OSError as error:

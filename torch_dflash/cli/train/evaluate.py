@@ -12,7 +12,7 @@ from torch_dflash.cli.arguments import DRAFTER, check_device, template_options
 from torch_dflash.cli.command import MODEL, PATH, flag, option, options_of, read_options
 from torch_dflash.cli.errors import UserError
 from torch_dflash.cli.outputs import check_writable, provenance
-from torch_dflash.cli.train.stage import TEMPLATE, load, note_penalty, paths, stage, target_name
+from torch_dflash.cli.train.stage import TEMPLATE, load, note_penalty, paths_option, stage, target_name
 from torch_dflash.train.options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "evaluate",
     [
         option(*DRAFTER, type=MODEL, required=True, metavar="D"),
-        paths("--prompts", metavar="FILE"),
+        paths_option("--prompts", metavar="FILE"),
         option("--json", type=PATH, metavar="FILE", help="Sets already in it are kept, not decoded again."),
         flag("--card", help="Put the figures of --json into the drafter's card."),
         *options_of(EvaluateOptions, without=(TEMPLATE,)),

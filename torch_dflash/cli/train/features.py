@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 from torch_dflash.cli.arguments import check_device, template_options
 from torch_dflash.cli.command import options_of, read_options
-from torch_dflash.cli.train.stage import load, paths, room, stage
+from torch_dflash.cli.train.stage import load, paths_option, room, stage
 from torch_dflash.train.options import FeatureOptions
 
 
 @stage(
     "features",
-    [paths("--answers"), *options_of(FeatureOptions)],
+    [paths_option("--answers"), *options_of(FeatureOptions)],
     "Cache the target's tapped states.",
     template=True,
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch_dflash.cli.arguments import check_device, runtime, template_options
 from torch_dflash.cli.command import COUNT, option, options_of, read_options
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.train.stage import TEMPLATE, load, paths, room, stage, target_name
+from torch_dflash.cli.train.stage import TEMPLATE, load, paths_option, room, stage, target_name
 from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.train.fit.options import SIZES_OF_HEADS, DrafterShape, FitOptions, Objective
 
@@ -40,8 +40,8 @@ def _check(arguments: SimpleNamespace) -> None:
 @stage(
     "fit",
     [
-        paths("--features", "From the features stage.", False, "DIR"),
-        paths("--answers", "Compute features as they are needed instead.", False),
+        paths_option("--features", "From the features stage.", False, "DIR"),
+        paths_option("--answers", "Compute features as they are needed instead.", False),
         option("--max-length", type=COUNT, default=MAX_LENGTH, metavar="N", help="With --answers."),
         runtime("eager", help=RUNTIME),
         option("--start-from", metavar="D", help="A drafter to continue from; unset: a new one."),

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 from torch_dflash.cli.arguments import check_device, template_options
 from torch_dflash.cli.command import COUNT, option, options_of, read_options
-from torch_dflash.cli.train.stage import TEMPLATE, load, note_penalty, paths, stage
+from torch_dflash.cli.train.stage import TEMPLATE, load, note_penalty, paths_option, stage
 from torch_dflash.train.options import RegenerateOptions
 
 
 @stage(
     "regenerate",
     [
-        paths("--prompts", metavar="FILE"),
+        paths_option("--prompts", metavar="FILE"),
         option("--limit", type=COUNT, metavar="N", help="Only N prompts, a fair sample."),
         *options_of(RegenerateOptions, without=(TEMPLATE,)),
     ],

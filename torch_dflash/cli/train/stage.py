@@ -69,7 +69,7 @@ def _resumable(name: str, run: Run) -> Run:
     return guarded
 
 
-def paths(name: str, help: str = "", required: bool = True, metavar: str = "PATH") -> click.Option:
+def paths_option(name: str, help: str = "", required: bool = True, metavar: str = "PATH") -> click.Option:
     """An option of one or more paths."""
     return option(name, many=True, type=PATH, required=required, metavar=f"{metavar}...", help=help)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from torch_dflash.cli.arguments import DRAFTER
 from torch_dflash.cli.command import COUNT, MODEL, option
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.train.stage import load, paths, stage
+from torch_dflash.cli.train.stage import load, paths_option, stage
 
 ROWS = 8192
 """Ids that are kept."""
@@ -17,7 +17,7 @@ ROWS = 8192
     "vocabulary",
     [
         option(*DRAFTER, type=MODEL, required=True, metavar="D"),
-        paths("--answers"),
+        paths_option("--answers"),
         option("--rows", type=COUNT, default=ROWS, metavar="N",
                help="Ids that are drafted, the most frequent."),
     ],
