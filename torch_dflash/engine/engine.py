@@ -1,4 +1,4 @@
-"""A compiled pair that serves many requests: it reads them, runs them and hands out what they gained."""
+"""`Engine`: a compiled pair that reads requests, runs them and returns their tokens."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ class Engine(OfOneProcess):
         return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, asked)))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
-        """What each row of a request that was read gains, chunk by chunk."""
+        """Yield each row's new tokens, chunk by chunk."""
         with self.shared("stream"):
             steps = self._steps(self._begin(request.rows, self._params()), streamed=True)
         with closing(steps):  # at once, though a traceback holds it
