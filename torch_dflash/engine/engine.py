@@ -254,11 +254,11 @@ class Engine(OfOneProcess):
         return collect(request, progress, times, compiled, generation.prefilled)
 
     def stream(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
-        asked = options | {"return_dict_in_generate": False}
+        asked = {**options, "return_dict_in_generate": False}
         return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, asked)))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
@@ -274,9 +274,11 @@ class Engine(OfOneProcess):
         read = partial(self._read, "session")
         return Session(lambda: (self.runtime, self.pair), read, self._params, self._steps)
 
-    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
+    def start(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[GenerateOptions]
+    ) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
-        asked = options | {"return_dict_in_generate": False}
+        asked = {**options, "return_dict_in_generate": False}
         rows = self._read("start", input_ids, attention_mask, asked).rows
         if any(row.stopping for row in rows):
             raise ValueError(

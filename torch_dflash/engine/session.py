@@ -64,7 +64,7 @@ class Session(OfOneProcess):
         self.stats: DecodeStats | None = None
 
     def gains(self, prompt: list[int], settled: int = 0, **options: Any) -> Iterator[RowDelta]:
-        """Yield the row's new tokens, chunk by chunk; may be left at any point. The next request goes on from there.
+        """Yield the row's new tokens, chunk by chunk; may be left at any point.
 
         Args:
             prompt: the whole text.
