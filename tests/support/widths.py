@@ -1,5 +1,6 @@
 """Rounds whose widths a test prescribes."""
 
+from dataclasses import replace
 from itertools import cycle
 
 from torch_dflash.engine.engine import Engine
@@ -20,5 +21,6 @@ class Mixed(Widths):  # rounds of the widths ``order``, one a chunk, over and ov
 
 def mix(engine: Engine, order: tuple[int, ...]) -> Mixed:
     """Have ``engine``, of ``verify_width="auto"``, take these widths in turn."""
-    engine._widths = mixed = Mixed(engine._widths.widths, order)
+    mixed = Mixed(engine._widths.widths, order)
+    engine._built = replace(engine._built, widths=mixed)
     return mixed

@@ -87,8 +87,8 @@ class CallOptions:
 
     def value(self, name: str) -> Any:
         """The value of an option of `SAMPLING` or of rules, one or one a row; None: unset."""
-        if name in self.own.rules:
-            return self.own.rules[name]
+        if name not in SAMPLING and options_of_rules()[name].ours:
+            return self.own.rules.get(name)
         return self.rows.get(name, getattr(self.config, name, None))
 
 

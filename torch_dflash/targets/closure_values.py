@@ -22,6 +22,7 @@ _HOLDERS = ("argparse", "collections", "types")
 """Python's own modules whose objects hold what their users set: namespaces and user-made collections."""
 _LIBRARIES = ("torch", "transformers", "numpy", "jax", "torch_dflash", "jax_bridge")
 _FILES = str(torch.__file__), str(transformers.__file__), os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _THEIRS = tuple(os.path.dirname(path) + os.sep for path in _FILES)
 
 
@@ -39,10 +40,11 @@ def is_theirs(value: Any, deep: int = DEEP) -> bool:
     # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
     if not isinstance(value, FunctionType) or not value.__code__.co_filename.startswith(_THEIRS):
         return False
-    # A decorator of theirs, such as `torch.no_grad`, holds the function of a user.
+    # A decorator of theirs, such as `torch.no_grad`, holds the function of a user, or one of this package.
     held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
     methods = [one for one in held if isinstance(one, MethodType)]
     held = [one for one in held if isinstance(one, FunctionType)] + [one.__func__ for one in methods]
+    held = [one for one in held if not one.__code__.co_filename.startswith(_PACKAGE)]
     own = all(_is_librarys(type(one.__self__).__module__) for one in methods)
     return not deep or own and all(is_theirs(one, deep - 1) for one in held)
 
