@@ -23,6 +23,7 @@ _HOLDERS = ("argparse", "collections", "types")
 _LIBRARIES = ("torch", "transformers", "numpy", "jax", "torch_dflash", "jax_bridge")
 _FILES = str(torch.__file__), str(transformers.__file__), os.path.dirname(__file__)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
 _THEIRS = tuple(os.path.dirname(path) + os.sep for path in _FILES)
 
 
@@ -33,20 +34,29 @@ class Names(NamedTuple):
     names: tuple[str, ...]
 
 
-def is_theirs(value: Any, deep: int = DEEP) -> bool:
+def is_theirs(value: Any) -> bool:
     """Whether a function is transformers', torch's or ours, which read no global that anybody sets."""
     if isinstance(value, classmethod | staticmethod):
         value = value.__func__
     # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
-    if not isinstance(value, FunctionType) or not value.__code__.co_filename.startswith(_THEIRS):
-        return False
-    # A decorator of theirs, such as `torch.no_grad`, holds the function of a user, or one of this package.
-    held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-    methods = [one for one in held if isinstance(one, MethodType)]
-    held = [one for one in held if isinstance(one, FunctionType)] + [one.__func__ for one in methods]
-    held = [one for one in held if not one.__code__.co_filename.startswith(_PACKAGE)]
-    own = all(_is_librarys(type(one.__self__).__module__) for one in methods)
-    return not deep or own and all(is_theirs(one, deep - 1) for one in held)
+    known = isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_THEIRS)
+    return known and not _holds_users(value, DEEP)
+
+
+def _holds_users(function: FunctionType, deep: int) -> bool:
+    """Whether a decorator, such as `torch.no_grad`, has put this function around one of a user."""
+    for cell in function.__closure__ or () if deep else ():
+        held = None if cell == CellType() else cell.cell_contents
+        if isinstance(held, MethodType):
+            if not _is_librarys(type(held.__self__).__module__):
+                return True
+            held = held.__func__
+        if isinstance(held, FunctionType):
+            file = held.__code__.co_filename
+            python = file.startswith(_PYTHON) and "-packages" not in file
+            if not python and not file.startswith((*_THEIRS, _PACKAGE)) or _holds_users(held, deep - 1):
+                return True
+    return False
 
 
 def names_in(code: CodeType) -> Iterator[str]:
