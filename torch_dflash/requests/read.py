@@ -40,7 +40,6 @@ from torch_dflash.requests.rules import (
     check_covered,
     check_processors,
     options_of_rules,
-    ours,
 )
 from torch_dflash.requests.stopping import Criterion, read_criteria, stop_rules_of
 from torch_dflash.runtime_kinds import RUNTIMES
@@ -63,7 +62,7 @@ class Own:
     processors: Any = None
     stopping_criteria: Any = None
     rules: Mapping[str, Any] = field(default_factory=dict)
-    """Options of rules that transformers does not have."""
+    """Every option of rules that transformers does not have, whatever a config's field of its name holds."""
 
 
 OWN = tuple(option.name for option in fields(Own) if option.name != "rules")
@@ -87,8 +86,8 @@ class CallOptions:
 
     def value(self, name: str) -> Any:
         """The value of an option of `SAMPLING` or of rules, one or one a row; None: unset."""
-        if name not in SAMPLING and options_of_rules()[name].ours:
-            return self.own.rules.get(name)
+        if name in self.own.rules:
+            return self.own.rules[name]
         return self.rows.get(name, getattr(self.config, name, None))
 
 
@@ -105,8 +104,9 @@ def read_options(target: Any, options: Mapping[str, Any], makes_engine: bool = F
             be honoured; the message says what to do.
     """
     own_names = [name for name in OWN if makes_engine or name not in _OF_ONE_CALL]
-    known, rules, per_row = config_fields(), ours(), [*SAMPLING, *_per_row()]
-    engine, given, own, own_rules, base = {}, {}, {}, {}, None
+    known, rules = config_fields(), options_of_rules()
+    engine, given, own, base = {}, {}, {}, None
+    own_rules: dict[str, Any] = {name: None for name, option in rules.items() if option.ours}
     check_loaded("tokenizer", options.get("tokenizer"), "AutoTokenizer.from_pretrained({})")
     for name, value in options.items():
         if name == "cache" and is_cache(value):
@@ -115,7 +115,7 @@ def read_options(target: Any, options: Mapping[str, Any], makes_engine: bool = F
             engine[name] = value
         elif name in own_names:
             own[name] = value
-        elif name in rules:
+        elif name in own_rules:
             own_rules[name] = value
         elif name == "generation_config":
             base = value
@@ -125,6 +125,7 @@ def read_options(target: Any, options: Mapping[str, Any], makes_engine: bool = F
             check_argument(name, value, target)
     _check_given(given)
     config = _defaults_of(target, base)
+    per_row = {*SAMPLING, *(name for name, option in rules.items() if option.per_row)}
     each = [
         name
         for name in given
@@ -137,11 +138,6 @@ def read_options(target: Any, options: Mapping[str, Any], makes_engine: bool = F
     return CallOptions(
         engine, config, given, {name: given[name] for name in each}, Own(**own, rules=own_rules)
     )
-
-
-def _per_row() -> list[str]:
-    """Options of rules that each row may have a value of its own for."""
-    return [name for name, option in options_of_rules().items() if option.per_row]
 
 
 def _check_given(given: dict[str, Any]) -> None:

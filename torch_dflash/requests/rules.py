@@ -94,7 +94,8 @@ def check_processors(given: Any) -> None:
 
 def of_the_model(config: Any, stop_slots: int, vocab_size: int) -> tuple[Processor, ...]:
     """The processors that a model's own ``config`` asks for, whatever the prompt and the stop ids."""
-    options = {name: getattr(config, name, None) for name in KINDS if name not in ours()}
+    theirs = [name for name, option in options_of_rules().items() if not option.ours]
+    options = {name: getattr(config, name, None) for name in theirs}
     own = stop_ids(config.eos_token_id, 1)[0]
     spare = tuple(range(-1, len(own) - stop_slots - 1, -1))  # no ids, but entries of a table
     anyone = Batch(
