@@ -155,7 +155,7 @@ $(WITH_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@rm -f $(VENV)/.installed*
 	@$(QUIETLY) "install torch" $(INSTALL) "$(TORCH)"
 	@$(QUIETLY) "install torch-dflash" $(INSTALL) --upgrade -e ".[demo]" "$(TRANSFORMERS)"
-	@$(QUIETLY) "compile what is imported" $(BIN)/python -c "import torch_dflash.cli.demo, jax_bridge.runtime"
+	@$(QUIETLY) "compile what is imported" $(BIN)/python -c "import torch_dflash.cli.comparison, jax_bridge.runtime"
 	@touch $@
 
 $(INSTALLED): $(WITH_DEMO)

@@ -17,7 +17,7 @@ from family_configs import build
 from family_runs import randomise
 from transformers import DynamicCache
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 CASES = (
     *("bamba", "jamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "qwen3_next"),
@@ -52,7 +52,7 @@ def main() -> None:
     for case, gaps in found.items():
         print(f"{case:20}", *(f"{name} {gap:.1e}" for name, gap in gaps.items()), sep="  ")
     if asked.json:
-        write_json(asked.json, {"distances": found})
+        write_results(asked.json, {"distances": found})
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def measure(checkout: Path) -> dict[str, float]:
 def main() -> None:
     """Measure and print, or write, what was found."""
     sys.path.insert(0, str(ROOT))
-    from torch_dflash.cli.provenance import provenance
+    from torch_dflash.cli.outputs import provenance
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path, required=True, help="a checkout of the earlier commit")

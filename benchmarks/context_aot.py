@@ -16,8 +16,8 @@ compile_only()
 
 from jax_bridge import aot  # noqa: E402
 from jax_bridge.aot.floor import floor_of  # noqa: E402
-from torch_dflash.cli.aot_options import load_configs  # noqa: E402
-from torch_dflash.cli.provenance import write_json  # noqa: E402
+from torch_dflash.cli.loading import load_configs  # noqa: E402
+from torch_dflash.cli.outputs import write_results  # noqa: E402
 
 CAPACITY = 8192
 CONTEXTS = (160, 512, 2048, CAPACITY)
@@ -38,7 +38,7 @@ def main() -> None:
         results.append({"context": context, "hbm_bytes": moved, "floor_bytes": floor, "ratio": moved / floor})
         print(f"{context:6} tokens: {moved / 1e9:.3f} GB, {moved / floor:.3f} of the floor", flush=True)
     if options.json:
-        write_json(options.json, {"topology": options.topology, "capacity": CAPACITY, "results": results})
+        write_results(options.json, {"topology": options.topology, "capacity": CAPACITY, "results": results})
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ import torch
 import torch_dflash as td
 from jax_bridge.arrays import to_jax
 from jax_bridge.programs.lower import lower, tracing
-from torch_dflash.cli.encode import encode
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
+from torch_dflash.cli.text import encode
 from torch_dflash.demo.target import load_demo_target
 from torch_dflash.rows import RowRequests
 from torch_dflash.train.answers.data import draw
@@ -107,7 +107,7 @@ def main() -> None:
         print(f"{name:32} agreement {agreement:.4f}  perplexity {perplexity:.4f}", flush=True)
     if asked.json:
         of = {"answers": len(texts), "seed": asked.seed, "tokens": len(exact.likeliest)}
-        write_json(asked.json, of | {"rows": rows})
+        write_results(asked.json, of | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 HIDDEN, INNER, KV, VOCAB, LAYERS = 576, 1536, 192, 49_152, 30
 ROWS = (1, 2, 4, 8, 16)
@@ -152,7 +152,7 @@ def main() -> None:
         print(*one.values(), sep="\t")
     print(f"memory is read at {found['read_gb_per_s']} GB/s")
     if asked.json:
-        write_json(asked.json, found)
+        write_results(asked.json, found)
 
 
 if __name__ == "__main__":

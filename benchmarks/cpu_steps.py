@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 QUESTION = "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May."
 CAPACITIES = (512, 2048, 8192)
@@ -89,7 +89,7 @@ def main() -> None:
         print(*row.values(), sep="\t")
     if asked.json:
         results = {"threads": torch.get_num_threads(), "question": QUESTION}
-        write_json(asked.json, results | {"new_tokens": NEW, "rows": rows})
+        write_results(asked.json, results | {"new_tokens": NEW, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.encode import encode
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
+from torch_dflash.cli.text import encode
 from torch_dflash.demo.pair import load_demo_draft_ids
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.proposers.narrow import with_draft_vocabulary
@@ -108,7 +108,7 @@ def main() -> None:
         for kind, own in speeds.items()
     }
     medians = {form: statistics.median(own[form] for own in ratios.values()) for form in engines}
-    write_json(arguments.json, vars(arguments) | {"over plain decoding": ratios, "median": medians})
+    write_results(arguments.json, vars(arguments) | {"over plain decoding": ratios, "median": medians})
     print(medians)
 
 

@@ -21,18 +21,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 PARTS = "import", "load", "compile", "warm up", "decode"
 
 
 def timed_demo() -> dict[str, dict[str, float]]:
     """Run the demo in this process: seconds and CPU seconds of each part."""
-    from torch_dflash.cli import demo
+    from torch_dflash.cli import comparison
 
     parts = {"import": {"seconds": time.time() - _born(), "cpu": time.process_time()}}
 
-    class Parts(demo.Parts):
+    class Parts(comparison.Parts):
         @contextmanager
         def timed(self, name: str) -> Iterator[None]:
             started, cpu = time.perf_counter(), time.process_time()
@@ -42,7 +42,7 @@ def timed_demo() -> dict[str, dict[str, float]]:
             part["seconds"] += time.perf_counter() - started
             part["cpu"] += time.process_time() - cpu
 
-    demo.Parts = Parts
+    comparison.Parts = Parts
     from torch_dflash.cli import main
 
     if main(["demo"]):
@@ -106,7 +106,7 @@ def main() -> None:
     }
     print(json.dumps(results, indent=1))
     if args.json:
-        write_json(args.json, results)
+        write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from judged_pairs import ASKED, OTHERWISE, kinds_of, make_case
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 from torch_dflash.doctor import judge_texts
-from torch_dflash.doctor.template import with_other_way
+from torch_dflash.doctor.answers import with_other_way
 from torch_dflash.selftest.pairs import FAMILIES
 
 STEPS, FEW = 150, 12
@@ -126,7 +126,7 @@ def main() -> None:
         started = time.perf_counter()
         rows.append(run(case) | {"seconds": 0.0})
         rows[-1]["seconds"] = round(time.perf_counter() - started, 1)
-        write_json(
+        write_results(
             arguments.json, {"summary": summary(rows), "rows": sorted(rows, key=lambda row: row["seed"])}
         )
         row = rows[-1]

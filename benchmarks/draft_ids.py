@@ -13,9 +13,8 @@ import json
 from pathlib import Path
 
 import torch_dflash as td
-from torch_dflash.cli.provenance import write_json
-from torch_dflash.cli.train_commands import ROWS
-from torch_dflash.cli.train_evaluate import covered
+from torch_dflash.cli.outputs import write_results
+from torch_dflash.cli.train.vocabulary import ROWS, covered
 from torch_dflash.train.answers.data import read_answers
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +38,7 @@ def main() -> None:
         rows.append({"ids": size, "covered": round(share, 4), "covered held out": round(other, 4)})
     different = len({token for text in texts for token in text})
     counts = {"answers": len(texts), "tokens": sum(map(len, texts)), "ids that occur": different}
-    write_json(arguments.json, counts | {"vocabulary": 49152, "rows": rows})
+    write_results(arguments.json, counts | {"vocabulary": 49152, "rows": rows})
     IDS.write_text(json.dumps(td.frequent_ids(texts, arguments.rows)) + "\n")
 
 

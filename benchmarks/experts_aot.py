@@ -23,8 +23,8 @@ import jax.numpy as jnp  # noqa: E402
 
 from jax_bridge import aot  # noqa: E402
 from jax_bridge.aot.floor import floor_of  # noqa: E402
-from torch_dflash.cli.aot_options import load_configs  # noqa: E402
-from torch_dflash.cli.provenance import write_json  # noqa: E402
+from torch_dflash.cli.loading import load_configs  # noqa: E402
+from torch_dflash.cli.outputs import write_results  # noqa: E402
 from torch_dflash.targets import skeleton  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs/qwen3-coder-30b-a3b"
@@ -79,7 +79,7 @@ def main() -> None:
             products.append(ragged(stored, rows))
             print(products[-1], flush=True)
     if options.json:
-        write_json(str(options.json), {"topology": TOPOLOGY, "verify": passes, "ragged_dot": products})
+        write_results(str(options.json), {"topology": TOPOLOGY, "verify": passes, "ragged_dot": products})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from family_configs import CASES, MULTIMODAL
 from family_runs import report
 from family_tables import tables, tested
 
-from torch_dflash.cli.provenance import provenance
+from torch_dflash.cli.outputs import provenance
 
 ROOT = Path(__file__).parents[1]
 CLASSES = ROOT / "torch_dflash/assets/tested.txt"

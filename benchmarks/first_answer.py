@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 import torch_dflash as td
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 QUESTION = "What is the capital of France?"
 NEW = 48
@@ -86,7 +86,7 @@ def main() -> None:
     }
     print(json.dumps(results, indent=1))
     if args.json:
-        write_json(args.json, results)
+        write_results(args.json, results)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from hf_call_list import CALLS, PAIR, Call
 
 import torch_dflash as td
 from torch_dflash.cli.errors import one_line
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 COMMON = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": 96, "do_sample": False}
 SAME, OTHER, SEEDED = "same text", "other text", "runs, and by its seed again"
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
     calls = run()
-    write_json(arguments.json, {"calls": calls})
+    write_results(arguments.json, {"calls": calls})
     for name, verdicts in calls.items():
         print(name, *verdicts.values(), sep="\t")
 

@@ -24,8 +24,8 @@ import torch
 import transformers as hf
 
 from torch_dflash.cli import main as command
-from torch_dflash.cli.loading import load_pair
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.loading import load_named
+from torch_dflash.cli.outputs import write_results
 from torch_dflash.train.answers.data import encode_conversation, read_answers
 
 DATA = Path(__file__).parent.parent / "data"
@@ -78,7 +78,7 @@ def main() -> None:
     other = json.loads(shuffled.read_text())["sets"]["gsm8k"]
     told = json.loads((target / "told.json").read_text())
     print(own, other, told)
-    write_json(options.json, {"target": told, "drafter": own, "shuffled": other})
+    write_results(options.json, {"target": told, "drafter": own, "shuffled": other})
 
 
 def run(line: list[Any]) -> None:
@@ -89,7 +89,7 @@ def run(line: list[Any]) -> None:
 
 def train_target(folder: Path, minutes: float) -> dict[str, Any]:
     """Train and save the target and its tokenizer; what there is to tell of it."""
-    teacher = load_pair("demo", "ngram").tokenizer
+    teacher = load_named("demo", "ngram").tokenizer
     answers = read_answers(sorted((DATA / "train/regenerated/maths").glob("*.gz")))
     talks = [
         [

@@ -19,7 +19,7 @@ import torch
 import transformers as hf
 
 import torch_dflash as td
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -114,7 +114,7 @@ def main() -> None:
                 flush=True,
             )
     if asked.json:
-        write_json(asked.json, {"seconds": results, "prompt_tokens": READ, "new_tokens": NEW})
+        write_results(asked.json, {"seconds": results, "prompt_tokens": READ, "new_tokens": NEW})
 
 
 if __name__ == "__main__":

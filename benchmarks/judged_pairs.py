@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import torch_dflash as td
-from torch_dflash.doctor.changes import Change, changes
-from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.judge import Judge, Text, record
+from torch_dflash.doctor.changes import Change, Convention, changes
+from torch_dflash.doctor.judge import Answered, Judge, record
 from torch_dflash.selftest.pairs import make_drafter, make_target
 from torch_dflash.train.fit.blocks import block_targets
 
@@ -32,8 +31,8 @@ class Case:
 
     target: Any
     drafter: Any
-    texts: list[Text]
-    others: list[Text]
+    texts: list[Answered]
+    others: list[Answered]
     masks: list[int]
     learned: tuple[Change, ...]
 
@@ -76,7 +75,7 @@ def kinds_of(family: str, drafter: dict[str, Any], **target_sizes: Any) -> set[s
     return {one.kind for one in changes(target, small, PROMPT + NEW, [0])} - {"dtype"}
 
 
-def _texts(target: Any, generator: torch.Generator) -> dict[int, list[Text]]:
+def _texts(target: Any, generator: torch.Generator) -> dict[int, list[Answered]]:
     """By template, the same random prompts and the target's own greedy answers."""
     ids = torch.randint(0, target.config.vocab_size - MASKS, (ROWS, PROMPT), generator=generator)
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "runtime": "eager"}
@@ -84,14 +83,14 @@ def _texts(target: Any, generator: torch.Generator) -> dict[int, list[Text]]:
     for template in (ASKED, OTHERWISE):
         ids[:, 0] = OTHERWISE if template == OTHERWISE else ids[:, 0]
         out = td.generate(target, None, ids, torch.ones_like(ids), **options)
-        texts[template] = [Text(row, PROMPT) for row in out]
+        texts[template] = [Answered(row, PROMPT) for row in out]
     return texts
 
 
 def _teach(
     target: Any,
     drafter: Any,
-    texts: list[Text],
+    texts: list[Answered],
     convention: Convention,
     steps: int,
     generator: torch.Generator,

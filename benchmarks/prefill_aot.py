@@ -18,7 +18,7 @@ from transformers import AutoConfig  # noqa: E402
 
 from jax_bridge import aot  # noqa: E402
 from jax_bridge.aot.floor import chip_of, prefill_floor  # noqa: E402
-from torch_dflash.cli.provenance import write_json  # noqa: E402
+from torch_dflash.cli.outputs import write_results  # noqa: E402
 from torch_dflash.proposers.dflash.config import DFlashConfig  # noqa: E402
 
 CONTEXT = 4096
@@ -68,7 +68,7 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        write_json(str(options.json), {"context": CONTEXT, "results": results})
+        write_results(str(options.json), {"context": CONTEXT, "results": results})
 
 
 if __name__ == "__main__":

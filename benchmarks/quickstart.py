@@ -11,7 +11,7 @@ import io
 import re
 from pathlib import Path
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -32,7 +32,7 @@ def main() -> None:
     with contextlib.redirect_stdout(said):
         exec(compile(code, "README.md", "exec"), {})
     print(said.getvalue(), end="")
-    write_json(arguments.json, {"code": code, "output": said.getvalue()})
+    write_results(arguments.json, {"code": code, "output": said.getvalue()})
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from jax_bridge.aot import compile as aot
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.ops import _paged_attention
 from torch_dflash.cache.paged import PagedLayer
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 from torch_dflash.ops.paged_attention import paged_attention
 from torch_dflash.proposers.dflash.config import DFlashConfig
 
@@ -136,7 +136,7 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        write_json(str(options.json), {"topology": TOPOLOGY, "context": CONTEXT, "results": results})
+        write_results(str(options.json), {"topology": TOPOLOGY, "context": CONTEXT, "results": results})
 
 
 if __name__ == "__main__":

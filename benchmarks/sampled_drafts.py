@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch_dflash as td
-from torch_dflash.cli.loading import load_pair
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.loading import load_named
+from torch_dflash.cli.outputs import write_results
 from torch_dflash.proposers import DFlashProposer
 from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.train.answers.data import encode_conversation, read_prompts
@@ -47,11 +47,11 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = {}
     for name in arguments.drafters:
-        loaded = load_pair(arguments.target, name)
+        loaded = load_named(arguments.target, name)
         forms = {"likeliest": Likeliest(loaded.drafter), "shared noise": loaded.drafter}
         print(name, flush=True)
         rows[name] = judge(arguments, loaded, forms)
-    write_json(arguments.json, {"temperature": arguments.temperature, "drafters": rows})
+    write_results(arguments.json, {"temperature": arguments.temperature, "drafters": rows})
 
 
 def judge(arguments: argparse.Namespace, loaded: Any, forms: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -33,7 +33,7 @@ from scan_layers import (  # noqa: E402
 from jax_bridge.aot.compile import find_topology  # noqa: E402
 from jax_bridge.aot.hlo import Program  # noqa: E402
 from jax_bridge.aot.traffic import hbm_traffic  # noqa: E402
-from torch_dflash.cli.provenance import write_json  # noqa: E402
+from torch_dflash.cli.outputs import write_results  # noqa: E402
 
 FORMS = (unrolled, scanned, carried, paged_unrolled, paged_sliced, paged_flat)
 
@@ -83,7 +83,7 @@ def main() -> None:
         print(form.__name__, forms[form.__name__], flush=True)
     if asked.json:
         shape = {"layers": asked.layers, "rows": asked.rows, "topology": asked.topology}
-        write_json(asked.json, shape | {"forms": forms})
+        write_results(asked.json, shape | {"forms": forms})
 
 
 if __name__ == "__main__":

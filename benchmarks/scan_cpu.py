@@ -17,7 +17,7 @@ import numpy as np
 from scan_layers import Sizes, arguments, carried, unrolled
 from weight_layout import alternate
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 
 class Running:
@@ -62,7 +62,7 @@ def main() -> None:
         results.append({"rows": rows} | alternate(runs, asked.repeats) | compiled | memory)
         print(results[-1], flush=True)
     if asked.json:
-        write_json(asked.json, {"layers": asked.layers, "slots": 512, "steps": results})
+        write_results(asked.json, {"layers": asked.layers, "slots": 512, "steps": results})
 
 
 if __name__ == "__main__":

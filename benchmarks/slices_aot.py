@@ -24,7 +24,7 @@ from jax_bridge.aot.hlo import (  # noqa: E402
     least_seconds,
 )
 from jax_bridge.aot.shapes import floor_on_slice  # noqa: E402
-from torch_dflash.cli.provenance import write_json  # noqa: E402
+from torch_dflash.cli.outputs import write_results  # noqa: E402
 
 CONTEXT, CAPACITY = 4000, 4064
 CASES = (
@@ -72,7 +72,7 @@ def main() -> None:
         rounds.append(figures(*case))
         print({name: value for name, value in rounds[-1].items() if name != "exchanges"}, flush=True)
     if options.json:
-        write_json(str(options.json), {"context": CONTEXT, "cache": "paged", "rounds": rounds})
+        write_results(str(options.json), {"context": CONTEXT, "cache": "paged", "rounds": rounds})
 
 
 if __name__ == "__main__":

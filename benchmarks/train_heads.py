@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 from torch_dflash.train.fit.log import read_log
 from torch_dflash.train.fit.options import HEADS
 
@@ -37,7 +37,7 @@ def main() -> None:
     arguments, fit = parser.parse_known_args()
     fit = [word for word in fit if word != "--"]
     rows = {head: judge(arguments, head, fit) for head in arguments.heads}
-    write_json(arguments.json, {"minutes": arguments.minutes, "fit_options": fit, "heads": rows})
+    write_results(arguments.json, {"minutes": arguments.minutes, "fit_options": fit, "heads": rows})
 
 
 def judge(arguments: argparse.Namespace, head: str, options: list[str]) -> dict:

@@ -29,7 +29,7 @@ import torch
 from train_step_ours import SIZES, Contender, Setting, Size, make_setting, ours, product
 from train_step_peers import agreement, find_peers, specforge, speculators
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 
 def clock() -> float:
@@ -174,7 +174,7 @@ def main() -> None:
             results.append({"size": {**vars(size), "blocks": size.blocks}, **result})
             if asked.json:  # after every table: an interrupted run keeps what it has
                 written = {"threads": asked.threads, "repeats": asked.repeats, "peers": peers}
-                write_json(asked.json, {**written, "results": results})
+                write_results(asked.json, {**written, "results": results})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.loading import load_pair
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.loading import load_named
+from torch_dflash.cli.outputs import write_results
 from torch_dflash.decode import commit, verify
 from torch_dflash.proposers.dflash.proposer import _noise
 from torch_dflash.proposers.trees.nodes import beam, best, children, in_preorder, join
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=0, help="prompts that are decoded, too")
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
-    loaded = load_pair(arguments.target, arguments.drafter, dtype=arguments.dtype)
+    loaded = load_named(arguments.target, arguments.drafter, dtype=arguments.dtype)
     checked = check(arguments, loaded) if arguments.check else {}
     rounds: dict[str, dict[str, list[int]]] = {path.stem: {} for path in arguments.prompts}
     for start in range(0, arguments.limit, arguments.chunk):
@@ -60,7 +60,7 @@ def main() -> None:
         options = {"dtype": arguments.dtype, "temperature": arguments.temperature}
         options |= {"prompts of each set": some.stop, "new tokens": arguments.max_new_tokens}
         options |= {"checked by decoding": checked}
-        write_json(arguments.json, options | {"tokens a round": means})
+        write_results(arguments.json, options | {"tokens a round": means})
 
 
 def record_prompts(

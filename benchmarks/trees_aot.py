@@ -24,8 +24,8 @@ compile_only()
 from jax_bridge import aot  # noqa: E402
 from jax_bridge.aot.floor import CHIPS  # noqa: E402
 from jax_bridge.aot.hlo import Program, forbidden  # noqa: E402
-from torch_dflash.cli.aot_options import load_configs  # noqa: E402
-from torch_dflash.cli.provenance import write_json  # noqa: E402
+from torch_dflash.cli.loading import load_configs  # noqa: E402
+from torch_dflash.cli.outputs import write_results  # noqa: E402
 
 CONFIGS = Path(__file__).parent / "configs/qwen3-4b"
 TOPOLOGIES = ("v5p:2x2x1", "v5e:2x2", "v6e:2x2")
@@ -81,7 +81,7 @@ def main() -> None:
             for one in pair:
                 print(one, flush=True)
             if options.json:
-                write_json(str(options.json), size | {"rounds": rounds})
+                write_results(str(options.json), size | {"rounds": rounds})
 
 
 if __name__ == "__main__":

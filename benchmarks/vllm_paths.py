@@ -97,7 +97,7 @@ def main():
     sys.path.insert(0, str(IN_VLLM))
     import pair
 
-    from torch_dflash.cli.provenance import write_json
+    from torch_dflash.cli.outputs import write_results
 
     found = {}
     with tempfile.TemporaryDirectory() as name:
@@ -115,7 +115,7 @@ def main():
             found[label] = json.loads((folder / "counts.json").read_text())
             print(label, found[label], flush=True)
     if args.json:
-        write_json(args.json, {"paths": found})
+        write_results(args.json, {"paths": found})
 
 
 if __name__ == "__main__":

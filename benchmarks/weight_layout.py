@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import torch_dflash as td
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 # [in, out]: SmolLM2-135M's projections and head, then Qwen3-4B's feed-forward.
 SIZES = [(576, 576), (576, 1536), (1536, 576), (576, 49152), (2560, 9728), (9728, 2560)]
@@ -111,7 +111,7 @@ def main() -> None:
     found = {"steps": steps(asked.repeats)}
     found["products"] = products(jnp.float32, asked.repeats // 2) + products(jnp.bfloat16, 3)
     if asked.json:
-        write_json(asked.json, found)
+        write_results(asked.json, found)
 
 
 if __name__ == "__main__":

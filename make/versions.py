@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lowest import ROOT, lowest
 
-from torch_dflash.cli.provenance import write_json
+from torch_dflash.cli.outputs import write_results
 
 ENDS = "failure", "error", "skipped"
 """What becomes of a test that does not pass, as pytest names it in XML."""
@@ -54,7 +54,7 @@ def main() -> int:
         "seconds": round(seconds),
         "not_run": sorted(folders - {*passed}),
     }
-    write_json(str(path), found)
+    write_results(str(path), found)
     return 0
 
 

@@ -135,16 +135,13 @@ def test_the_command_line_opens_the_bridge_only_when_asked():
     assert doors == {
         ("torch_dflash.cli.aot", "jax_bridge.aot.compile", True),
         ("torch_dflash.cli.aot", "jax_bridge.aot.report", True),
-        ("torch_dflash.cli.aot", "jax_bridge.offline", True),
-        ("torch_dflash.cli.aot_kflat", "jax_bridge.aot.compile", True),
-        ("torch_dflash.cli.aot_kflat", "jax_bridge.aot.kflat", True),
-        ("torch_dflash.cli.aot_kflat", "jax_bridge.offline", True),
-        ("torch_dflash.cli.environment", "jax_bridge", True),
+        ("torch_dflash.cli.aot", "jax_bridge.aot.kflat", True),
+        ("torch_dflash.cli.env", "jax_bridge", True),
         ("torch_dflash.cli.fit_memory", "jax_bridge.aot.memory", True),
-        ("torch_dflash.cli.fit_memory", "jax_bridge.aot.report", True),
-        ("torch_dflash.cli.fit_memory", "jax_bridge.offline", True),
         ("torch_dflash.cli.selftest", "jax_bridge.selftest", True),
-        ("torch_dflash.cli.train", "jax_bridge.train.trainer", True),
+        ("torch_dflash.cli.tpu", "jax_bridge.aot.report", True),
+        ("torch_dflash.cli.tpu", "jax_bridge.offline", True),
+        ("torch_dflash.cli.train.fit", "jax_bridge.train.trainer", True),
     }
 
 
@@ -257,7 +254,7 @@ def functions(path):
             yield node.name, node.end_lineno - node.lineno + 1
 
 
-LINES = 27_820
+LINES = 27283
 """Lines of code of both packages, comments and docstrings not counted. Rooms may trade among each other.
 
 A change that adds a capability says by how much it raises this number; any other change keeps or lowers it.

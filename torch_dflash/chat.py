@@ -1,4 +1,4 @@
-"""`Chat`: messages in, message out; a turn reads only what is new."""
+"""`Chat`: answers a conversation; a turn reads only its new tokens."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from torch_dflash.pieces import Piece, TextStream, pieces
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any] | Callable]
 OURS = ("tokenize", "return_tensors", "return_dict", "add_generation_prompt", "continue_final_message")
-"""Arguments of ``apply_chat_template`` that are no variables of a template."""
+"""Arguments of ``apply_chat_template`` that are not variables of a template."""
 
 
 class Chat(OfOneProcess):
-    """Answers conversations, of which each begins as the last one did.
+    """Answers conversations, each of which begins like the last one.
 
-    Every call is given the whole conversation. What its tokens share with those that the state holds is not
-    read again: ``stats.prefilled`` counts what was. So an answer appended as it came costs nothing, and an
-    edit of an earlier message goes back to it. The text is that of ``engine.generate`` on the whole
+    Every call takes the whole conversation. Tokens that the state holds already are not read again;
+    ``stats.prefilled`` counts those that were read. So an appended answer costs nothing, and an edit of an
+    earlier message goes back to that message. The text is that of ``engine.generate`` on the whole
     conversation, through the tokenizer's chat template. One chat is for one thread.
 
     Args:
         engine: of `torch_dflash.compile`, on either runtime; one of its rows is used.
         tokenizer: the target's, with a chat template.
-        template_options: further variables of the template, such as ``{"enable_thinking": False}``.
-        **options: of every answer, as in `torch_dflash.generate`. No length given: as many tokens as the
-            engine's ``max_length`` has room for.
+        template_options: extra variables of the template, such as ``{"enable_thinking": False}``.
+        **options: of every answer, as in `torch_dflash.generate`. Without a length, an answer may fill the
+            engine's ``max_length``.
 
     Attributes:
-        message: the last answer, or as much of it as has come; None before the first.
+        message: the last answer, or its part so far; None before the first.
         stats: its `DecodeStats`.
 
     Raises:
-        TypeError: what stands for the engine or the tokenizer is none. ValueError: the tokenizer has no chat
-            template, or ``template_options`` holds what is none of it.
+        TypeError: ``engine`` or ``tokenizer`` is of another type. ValueError: the tokenizer has no chat
+            template, or ``template_options`` holds a name of `OURS`.
 
     ```python
     chat = td.Chat(engine, tokenizer, do_sample=False)
@@ -78,11 +78,11 @@ class Chat(OfOneProcess):
 
     @property
     def stats(self) -> DecodeStats | None:
-        """Of the last answer."""
+        """Statistics of the last answer."""
         return self._session.stats
 
     def __call__(self, messages: Sequence[Message], tools: Tools | None = None, **options: Any) -> Message:
-        """The answer to ``messages``: a message that may be appended to them; arguments as in `stream`."""
+        """The answer to ``messages``, as a message that may be appended to them; arguments as in `stream`."""
         for _ in self.stream(messages, tools, **options):
             pass
         assert self.message is not None
@@ -91,18 +91,18 @@ class Chat(OfOneProcess):
     def stream(
         self, messages: Sequence[Message], tools: Tools | None = None, **options: Any
     ) -> Iterator[Piece]:
-        """Yield the answer piece by piece. It may be left at any point; ``message`` is then what has come.
+        """Yield the answer piece by piece. It may be left at any point; ``message`` is the part so far.
 
         Args:
             messages: the whole conversation, each with ``role`` and ``content`` as its template reads them.
             tools: functions or JSON schemas, for the template. A tokenizer with a ``response_template`` finds
-                the calls in the answer, others leave them in its ``content``; so does an answer that it
-                cannot parse, with a warning.
-            **options: over those of the chat.
+                the calls in the answer. Without one, or with a warning if the answer cannot be parsed, they
+                stay in its ``content``.
+            **options: override those of the chat.
 
         Raises:
-            TypeError, ValueError: something cannot be honoured, or does not fit into ``max_length``, at once;
-                the chat goes on as if it had not been asked.
+            TypeError, ValueError: an option is not supported, or the conversation does not fit into
+                ``max_length``. Raised by this call; the state of the chat does not change.
         """
         prompt = self._render(messages, tools, add_generation_prompt=True)
         options = self._options | options
@@ -112,19 +112,19 @@ class Chat(OfOneProcess):
         settled = _shared(prompt, self._render(messages, tools, add_generation_prompt=False))
         gains = self._session.gains(prompt, settled, **options)
         answer = pieces(([gain] for gain in gains), [TextStream(self._tokenizer)])
-        return self._told(answer, prompt, tools)
+        return self._kept(answer, prompt, tools)
 
-    def _told(self, answer: Iterator[list[Piece]], prompt: list[int], tools: Tools | None) -> Iterator[Piece]:
-        said: list[Piece] = []
+    def _kept(self, answer: Iterator[list[Piece]], prompt: list[int], tools: Tools | None) -> Iterator[Piece]:
+        seen: list[Piece] = []
         self.message = {"role": "assistant", "content": ""}
         for (piece,) in answer:
-            said.append(piece)
-            self.message = {"role": "assistant", "content": "".join(piece.text for piece in said)}
+            seen.append(piece)
+            self.message = {"role": "assistant", "content": "".join(piece.text for piece in seen)}
             if piece.done and getattr(self._tokenizer, "response_template", None) is not None:
-                ids = [token for piece in said for token in piece.tokens]
+                ids = [token for piece in seen for token in piece.tokens]
                 try:
                     self.message = self._tokenizer.parse_response(ids, prefix=prompt, tools=tools)
-                except Exception as error:  # of an answer that was cut, or whose JSON is none
+                except Exception as error:  # the answer was cut, or its JSON is invalid
                     warnings.warn(f"the answer cannot be parsed and stays text ({error})", stacklevel=2)
             yield piece
 
@@ -154,7 +154,7 @@ class Chat(OfOneProcess):
 
 
 def _has_length(options: Mapping[str, Any]) -> bool:
-    """Whether anything of a call says how long an answer may be."""
+    """Whether the options of a call limit the length of an answer."""
     config = options.get("generation_config")
     return any(
         value is not None
@@ -164,6 +164,6 @@ def _has_length(options: Mapping[str, Any]) -> bool:
 
 
 def _shared(first: list[int], second: list[int]) -> int:
-    """How many ids both begin with."""
+    """The number of ids that both begin with."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

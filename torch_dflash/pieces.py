@@ -1,4 +1,4 @@
-"""`stream`: a text as it comes, with what was drafted of it."""
+"""`stream`: yields a text as it is decoded, with its drafted tokens marked."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch_dflash.requests.logprobs import check_streamed
 
 @dataclass(frozen=True)
 class Piece:
-    """What one read brought a row, maybe nothing.
+    """The new tokens of a row in one host read, maybe none.
 
     Attributes:
         tokens: new ids, the stop id included.
         text: the whole characters that they complete, without special tokens; "" without a tokenizer.
-        drafted: of each token, whether it was drafted and accepted: all that a target pass commits but the
-            last, which is the target's own pick.
+        drafted: whether each token was drafted and accepted: all tokens of a target pass but the last, which
+            is the target's own pick.
         done: whether the row has ended.
-        logprobs: with ``output_logprobs``, of each token the logarithm of its probability by the target's own
-            logits, whatever temperature, processors and filters made of them.
-        top_logprobs: with ``top_logprobs=K``, in the place of each token (id, logarithm) pairs of the
-            likeliest ids, in order.
+        logprobs: with ``output_logprobs``, the log-probability of each token by the target's own logits,
+            before temperature, processors and filters.
+        top_logprobs: with ``top_logprobs=K``, for each token the (id, log-probability) pairs of the likeliest
+            ids at its place, in order.
     """
 
     tokens: list[int]
@@ -52,8 +52,8 @@ def stream(
 ) -> Iterator[list[Piece]]:
     """Yield a `Piece` for each row after each chunk of rounds, until all rows have ended.
 
-    It may be abandoned at any point: what it held is freed with it. The pieces of a row together are what
-    `generate` returns of it with the same arguments.
+    It may be abandoned at any point, which frees its state. The pieces of a row together are its tokens from
+    `generate` with the same arguments.
 
     Args:
         target, drafter, input_ids, attention_mask, processors, runtime: as in `generate`.
@@ -62,7 +62,7 @@ def stream(
         **options: as in `generate`.
 
     Raises:
-        TypeError, ValueError: bad input, at once and not at the first piece.
+        TypeError, ValueError: bad input, raised by this call and not at the first piece.
     """
     asked = {"tokenizer": tokenizer, "rounds_per_chunk": rounds_per_chunk, "return_dict_in_generate": True}
     asked |= options | {"processors": processors, "runtime": runtime}
@@ -75,31 +75,31 @@ def stream(
 
 
 def pieces(gains: Generator[list[Any], None, None], texts: list[TextStream | None]) -> Iterator[list[Piece]]:
-    """The rows' gains, one list for each read, with what their tokens are as text."""
+    """Make pieces of the rows' new tokens, one list for each read."""
     over = [False] * len(texts)
-    with closing(gains):  # at once, though a traceback holds it
+    with closing(gains):  # closes at once, though a traceback may hold the generator
         for gained in gains:
             pieces = []
-            for row, (gain, text) in enumerate(zip(gained, texts, strict=True)):
+            for row, (gain, stream) in enumerate(zip(gained, texts, strict=True)):
                 final = gain.done and not over[row]
                 over[row] = gain.done
-                said = "" if text is None else text.push(gain.tokens, final=final)
+                text = "" if stream is None else stream.push(gain.tokens, final=final)
                 drafted = _drafted(gain.rounds, len(gain.tokens))
-                pieces.append(Piece(gain.tokens, said, drafted, gain.done, gain.logprobs, gain.top))
+                pieces.append(Piece(gain.tokens, text, drafted, gain.done, gain.logprobs, gain.top))
             yield pieces
 
 
 def _drafted(rounds: list[int], count: int) -> list[bool]:
-    """Which of ``count`` tokens were drafted; those before the first of ``rounds`` are a prompt's pass's."""
+    # Tokens before the first of `rounds` come from the prompt's pass.
     last_of_a_pass = [token == committed - 1 for committed in rounds for token in range(committed)]
     return [False] * (count - len(last_of_a_pass)) + [not last for last in last_of_a_pass][:count]
 
 
 class TextStream:
-    """Ids that come one by one, as text: no piece splits a character, and a piece shown never changes.
+    """Turns ids that come one by one into text; no piece splits a character, and no piece changes later.
 
     Together the pieces are the text of all ids, without special tokens. A call decodes only the ids since the
-    last two clean cuts, so a token of a long text costs no more than one of a short text. One stream per row.
+    last two clean cuts, so the cost of a token does not grow with the text. One stream per row.
 
     Args:
         tokenizer: anything with transformers' ``decode(ids, skip_special_tokens=True)``.
@@ -116,19 +116,19 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._context = self._read = 0  # ids before `_read` are shown; those from `_context` give spacing
-        self._sent = 0  # characters shown of what follows `_read`
+        self._sent = 0  # characters after `_read` that are shown
 
     def push(self, ids: list[int], final: bool = False) -> str:
         """Take in ``ids`` and return the text that they complete, which may be empty.
 
         Args:
             ids: new tokens of the row, in order.
-            final: no more will come: return bytes that are no whole character too, as U+FFFD.
+            final: no more ids follow, so bytes of an incomplete character are returned, as U+FFFD.
         """
         self._ids += ids
         before = self._decode(self._ids[self._context : self._read])
         fresh = self._decode(self._ids[self._context :])[len(before) :]
-        # Trailing replacements may still become a character when its other bytes arrive.
+        # Trailing replacements may become a character when its other bytes arrive.
         whole = fresh if final else fresh.rstrip(REPLACEMENT)
         piece = whole[self._sent :]
         if whole == fresh and fresh:

@@ -1,4 +1,4 @@
-"""Progress on stderr: bars, a line where something compiles unexpectedly, and when to be quiet."""
+"""Progress on stderr: bars, status lines, lines for slow compilations; silent while `quiet`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 PATIENCE = 1.0
-"""Seconds after which something is slow enough to be shown."""
+"""Seconds after which a slow step is shown."""
 LONG = 3.0
-"""Seconds after which a program that compiles has lines of its own where no terminal shows a bar."""
+"""Seconds after which the compilation of a program is logged where no terminal shows a bar."""
 TICK, LULL = 0.2, 0.5
-"""Seconds between two looks at what compiles, and without any program after which a bar ends."""
+"""Seconds between two updates of a bar of programs, and without any program until the bar ends."""
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 # Python prints a logger's warnings on stderr, in a notebook too, until the user says otherwise.
 _log = logging.getLogger("torch_dflash")
@@ -32,13 +32,13 @@ def coloured(stream: TextIO) -> bool:
 
 
 def print_status(line: str) -> None:
-    """Print a line of a command on stderr, unless it is to be quiet."""
+    """Print a line of a command on stderr, not while `quiet`."""
     if not _quiet.get():
         print(line, file=sys.stderr, flush=True)
 
 
 def progress_bar(progress: bool | None, **options: Any) -> tqdm:
-    """A tqdm bar on stderr, none while `quiet`. ``progress``: shown or not; None: shown at a terminal."""
+    """A tqdm bar on stderr, none while `quiet`. ``progress``: show it; None: show it at a terminal."""
     from tqdm.auto import tqdm
 
     shown = False if _quiet.get() else progress
@@ -47,46 +47,39 @@ def progress_bar(progress: bool | None, **options: Any) -> tqdm:
 
 @contextmanager
 def lasting(progress: bool | None, what: str, count: int, unit: str) -> Iterator[tqdm]:
-    """A bar for ``count`` steps of ``what``, whose seconds run on. Without a terminal a line at each end.
+    """A bar for ``count`` steps of ``what``, with running seconds; a line at each end without a terminal.
 
-    ``progress``: as in `progress_bar`; lines stand in for a bar that no terminal shows, and not for False.
+    ``progress``: as in `progress_bar`; False shows no lines either.
     """
-    with progress_bar(progress, total=count, unit=unit, desc=what) as bar, Ticking(bar):
-        with announced(what if progress is None and bar.disable else None):
-            yield bar
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(TICK):
+            bar.refresh()
+
+    with progress_bar(progress, total=count, unit=unit, desc=what) as bar:
+        if not bar.disable:
+            threading.Thread(target=tick, daemon=True).start()
+        try:
+            with announced(what if progress is None and bar.disable else None):
+                yield bar
+        finally:
+            over.set()
 
 
-class Ticking:
-    """While open, a bar's seconds run on though nothing moves it."""
-
-    def __init__(self, bar: tqdm):
-        self._bar, self._over = bar, threading.Event()
-
-    def __enter__(self) -> None:
-        if not self._bar.disable:
-            threading.Thread(target=self._tick, daemon=True).start()
-
-    def __exit__(self, *_: Any) -> None:
-        self._over.set()
-
-    def _tick(self) -> None:
-        while not self._over.wait(TICK):
-            self._bar.refresh()
-
-
-def warn(what: str) -> None:
-    """Log ``what`` as a warning of the logger "torch_dflash", in one line; not while it is to be quiet."""
+def warn(message: str) -> None:
+    """Log ``message`` as a warning of the logger "torch_dflash", in one line; not while `quiet`."""
     if not _quiet.get():
-        _log.warning("torch-dflash: %s", what)
+        _log.warning("torch-dflash: %s", message)
 
 
 @contextmanager
 def announced(what: str | None, after: float | None = None, more: Callable[[], str] = str) -> Iterator[None]:
-    """Say ``what`` if it lasts a second (``after``), then how long it took and ``more``; None: nothing."""
-    started, said = time.monotonic(), threading.Event()
+    """Log ``what`` if it lasts a second (``after``), and its time and ``more`` at the end; None: nothing."""
+    started, begun = time.monotonic(), threading.Event()
 
     def begin() -> None:
-        said.set()
+        begun.set()
         _log.warning("torch-dflash: %s ...", what)
 
     timer = threading.Timer(PATIENCE if after is None else after, begin)
@@ -97,18 +90,18 @@ def announced(what: str | None, after: float | None = None, more: Callable[[], s
         yield
     finally:
         timer.cancel()
-        if said.is_set():
+        if begun.is_set():
             _log.warning("torch-dflash: %s: %.1f s%s", what, time.monotonic() - started, more())
 
 
 class Compiling:
-    """Programs that compile: after a second, a bar with n of m at a terminal.
+    """Shows programs that compile: after a second, a bar with n of m at a terminal.
 
-    One thread shows what is on its way; programs that follow each other closely share the bar. Without a
-    terminal each that takes longer than `LONG` has a line at each end.
+    One thread shows all programs; those that follow each other closely share the bar. Without a terminal, a
+    program that takes longer than `LONG` has a line at each end.
 
     Args:
-        sizes: what the programs are for, as in "512 positions, batch 1"; None: nothing is shown.
+        sizes: of the programs, as in "512 positions, batch 1"; None: nothing is shown.
     """
 
     def __init__(self, sizes: str | None):
@@ -118,7 +111,7 @@ class Compiling:
         self._watcher: threading.Thread | None = None
 
     def start(self, what: str) -> Callable[[], None]:
-        """Note that ``what`` compiles; call the result when it is compiled or has failed."""
+        """Note that the program ``what`` compiles; call the result when it is done or has failed."""
         if self._sizes is None or _quiet.get():
             return lambda: None
         shown = sys.stderr is not None and sys.stderr.isatty()
@@ -143,7 +136,7 @@ class Compiling:
         return f", {self._count - len(self._waiting)} of {self._count} programs so far"
 
     def join(self) -> None:
-        """Wait until nothing is shown any more."""
+        """Wait until the bar has ended."""
         if (watcher := self._watcher) is not None:
             watcher.join()
 
@@ -167,7 +160,7 @@ class Compiling:
 
 @contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """While open, if ``wanted``, this thread shows no bar of its own and says nothing."""
+    """While open, if ``wanted``, this thread shows no bars, lines or warnings."""
     token = _quiet.set(wanted or _quiet.get())
     try:
         yield

@@ -40,15 +40,6 @@ RUNTIMES: dict[str, RuntimeKind] = {
     kind.name: kind
     for kind in (
         RuntimeKind(
-            "eager",
-            "torch_dflash.eager:make_eager",
-            rounds_per_chunk=1,
-            compiles=False,
-            asks_host=True,
-            follows_autocast=True,
-            needs_jax=False,
-        ),
-        RuntimeKind(
             "xla",
             "torch_dflash.engine.bridge:make_xla",
             rounds_per_chunk=16,  # a chunk ends in one host read: worth batching on a device
@@ -56,6 +47,15 @@ RUNTIMES: dict[str, RuntimeKind] = {
             asks_host=False,
             follows_autocast=False,
             needs_jax=True,
+        ),
+        RuntimeKind(
+            "eager",
+            "torch_dflash.eager:make_eager",
+            rounds_per_chunk=1,
+            compiles=False,
+            asks_host=True,
+            follows_autocast=True,
+            needs_jax=False,
         ),
     )
 }

@@ -140,7 +140,7 @@ def places_of(pair: Pair, plan: DecodePlan, mesh: Any, replicas: int, **arithmet
     """
     parts = parts_of(mesh, replicas)
     alone = len(parts[0]) == 1
-    check_arithmetic(**arithmetic, platform=parts[0][0].platform, mesh=not alone)
+    check_arithmetic(parts[0][0].platform, not alone, **arithmetic)
     if alone:
         return [OneDevice(pair, device, **arithmetic) for (device,) in parts]
     check_pair_on_mesh(pair, plan)

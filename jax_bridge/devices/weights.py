@@ -170,7 +170,7 @@ class Weights:
                     self._arrays[name] = self._here(name, leaf)
             storages = {name: self._storage(name, leaf) for name, leaf in torches.items()}
             copies = {name: _copy_of(leaf, storages[name]) for name, leaf in torches.items()}
-            written = _silently_written(copies, self._turn)
+            written = _silently_written(copies, self._turn if self._arrays else None)
             for name, tensor in torches.items():
                 copy = copies[name]
                 weight = copy.weight() if copy is not None and _model(name) not in written else None
@@ -241,10 +241,12 @@ def _model(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _silently_written(copies: dict[str, _Copy | None], turn: int) -> set[str]:
-    """The models with a write that torch did not count."""
+def _silently_written(copies: dict[str, _Copy | None], turn: int | None) -> set[str]:
+    """The models with a write that torch did not count; without a ``turn``, by all samples."""
     pairs = defaultdict(list)
     for name, copy in copies.items():
-        if copy is not None:
+        if copy is not None and turn is not None:
             pairs[_model(name)] += [copy.part(turn), copy.part(turn // TURNS)]
+        elif copy is not None:  # another engine's, which this one has never compared
+            pairs[_model(name)].append((copy.samples, copy.bits))
     return {model for model, views in pairs.items() if not unchanged(views)}

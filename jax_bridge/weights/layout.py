@@ -29,7 +29,7 @@ ARITHMETIC: dict[str, dict[str, type[Multiplier]]] = {
 """The format of a linear weight by JAX's platform and the type of products; on a mesh there is none."""
 
 
-def check_arithmetic(compute: str, quantize: str | None, platform: str, mesh: bool) -> None:
+def check_arithmetic(platform: str, mesh: bool, compute: str = "auto", quantize: str | None = None) -> None:
     """Raise ``ValueError`` unless weights on a ``platform``, or cut over a ``mesh``, have such products.
 
     ``compute`` and ``quantize`` are those of `torch_dflash.compile`.

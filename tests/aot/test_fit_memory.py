@@ -11,7 +11,7 @@ from jax_bridge import aot
 from jax_bridge.aot import sizes
 from jax_bridge.aot.sizes import HBM
 from jax_bridge.aot.traffic import Laid
-from torch_dflash.cli.aot_options import load_configs
+from torch_dflash.cli.loading import load_configs
 
 pytestmark = pytest.mark.aot
 CONFIGS = ROOT / "benchmarks/configs"

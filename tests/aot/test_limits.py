@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from jax_bridge.aot import compile as aot
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import forbidden
-from torch_dflash.cli.aot_options import load_configs
+from torch_dflash.cli.loading import load_configs
 from torch_dflash.proposers.checkpoints import load_drafter_config
 
 CONFIGS = ROOT / "benchmarks/configs"

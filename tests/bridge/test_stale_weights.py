@@ -235,6 +235,16 @@ def test_each_row_has_a_place_however_a_weight_is_stored(weight):
     assert seen.any(dim=-1).all() and int(seen.sum()) < weight.numel() / 8
 
 
+def test_a_new_engine_looks_at_all_that_another_one_converted(weights):
+    model = Model()
+    table = nn.Parameter(torch.randn(4096, 32))
+    tensors = model.tensors() | {"target.table": table}
+    old = weights.refresh(tensors)["target.table"]
+    table.data[1234] += 1
+    other = Weights(LayoutRules())
+    assert other.refresh(tensors)["target.table"] is not old
+
+
 @pytest.mark.parametrize(
     ("shape", "calls"), [((97, 32), TURNS**2), ((3000, 16), TURNS**2), ((300, 300), TURNS**3)]
 )

@@ -15,7 +15,7 @@ from jax_bridge.aot import compile as aot
 from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program
 from jax_bridge.programs.lower import EXACT, tracing
-from torch_dflash.cli.aot_options import load_configs
+from torch_dflash.cli.loading import load_configs
 from torch_dflash.targets.experts import FEW_PAIRS, static_experts
 
 CONFIGS = ROOT / "benchmarks/configs/qwen3-coder-30b-a3b"

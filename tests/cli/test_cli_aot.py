@@ -17,8 +17,8 @@ from jax_bridge.aot import shapes as topology
 from jax_bridge.aot.floor import chip_of, floor_of, prefill_floor
 from jax_bridge.aot.kflat import kflat
 from torch_dflash.cli import main
-from torch_dflash.cli.aot_options import load_configs
 from torch_dflash.cli.errors import UserError
+from torch_dflash.cli.loading import load_configs
 
 CONFIGS = ROOT / "benchmarks/configs"
 KEYS = (
@@ -114,7 +114,7 @@ def test_figures_that_cannot_be_written_are_printed(folders, compiler, monkeypat
     def full(path, results):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torch_dflash.cli.aot_options.write_json", full)
+    monkeypatch.setattr("torch_dflash.cli.tpu.write_results", full)
     file = folders / "found.json"
     assert run(folders, "--json", file) == 2
     out, err = capsys.readouterr()

@@ -12,7 +12,7 @@ from support.tokenizers import GROWING, byte_tokenizer
 
 from torch_dflash.chat import Chat
 from torch_dflash.cli import main
-from torch_dflash.cli.timeline import GREEN
+from torch_dflash.cli.text import GREEN
 from torch_dflash.storage.files import write_whole
 
 NEW = 8

@@ -14,7 +14,7 @@ from support.trained import CONTEXT, World
 
 import torch_dflash as td
 from torch_dflash.cli import main, parse
-from torch_dflash.cli.train_fit import fit_command, target_name
+from torch_dflash.cli.train.fit import fit_command, target_name
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.answers.data import Prompt, encode_conversation, read_answers
 from torch_dflash.train.answers.regenerate import regenerate
@@ -210,7 +210,7 @@ def test_all_stages_in_one_command_and_again_without_work(world, tmp_path, capsy
     line += ["--regenerate=--limit 7 " + " ".join(EAGER), "--evaluate=--limit 2 " + " ".join(EAGER)]
     line += ["--online"] if online else ["--features=--runtime eager"]
     with monkeypatch.context() as patch:
-        patch.setattr("torch_dflash.cli.train.regenerate", None)  # nothing may begin
+        patch.setattr("torch_dflash.train.answers.regenerate.regenerate", None)  # nothing may begin
         assert train(world, *line, f"--fit={fitted} --epochs many") == 2
     assert not out.exists() and "--epochs" in capsys.readouterr().err.splitlines()[-1]
     assert train(world, *line, f"--fit={fitted}") == 0

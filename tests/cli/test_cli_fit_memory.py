@@ -17,7 +17,7 @@ from jax_bridge.aot.traffic import Laid, laid_bytes
 from jax_bridge.device_memory import bytes_of
 from jax_bridge.devices import on_mesh as places
 from torch_dflash.cli import main
-from torch_dflash.cli.aot_options import load_configs
+from torch_dflash.cli.loading import load_configs
 
 NAMES = {"bfloat16": "bf16", "float32": "f32", "int32": "s32", "uint8": "u8", "bool": "pred"}
 A_ROW, A_POSITION, PROGRAM = 30_000, 100, 5000

@@ -14,7 +14,7 @@ from support.tokenizers import TEMPLATE, byte_tokenizer
 
 import torch_dflash as td
 from torch_dflash.cli import main
-from torch_dflash.cli.encode import StdoutStreamer
+from torch_dflash.cli.text import StdoutStreamer
 from torch_dflash.engine.engine import Engine
 
 NEW = "12"

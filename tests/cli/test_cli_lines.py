@@ -22,9 +22,8 @@ def target(tmp_path_factory):
 
 
 def generate(target, *options):
-    options = ["--target", target, "--drafter", "ngram", "--runtime", "eager", "--max-new-tokens", "3"]
-    options += [*options]
-    return main(["generate", *options])
+    given = ["--target", target, "--drafter", "ngram", "--runtime", "eager", "--max-new-tokens", "3"]
+    return main(["generate", *given, *options])
 
 
 def decode(target, monkeypatch, lines, *options):
@@ -153,6 +152,7 @@ BATCH_ERRORS = {
     '"temperature": 1, "body": {"prompt": "x"}': "temperature beside body",
     '"body": {"prompt": "x", "audio": {}}': "body has audio",
     '"url": "/v1/completions", "body": {"prompt": "x"}': "pass --raw",
+    '"url": [], "body": {"prompt": "x"}': "must be /v1/chat/completions with messages",
     '"url": "/v1/embeddings", "body": {"prompt": "x"}': "must be /v1/chat/completions with messages",
 }
 
@@ -191,6 +191,7 @@ def test_a_lines_own_option_is_the_commands_or_an_error(target, monkeypatch, cap
 
 
 NO_COMMANDS = ['"n": 2', '"tools": [{}]', '"response_format": {"type": "json_object"}']
+NO_COMMANDS += ['"eos_token_id": 0', '"n": 0', '"skip_special_tokens": false', '"prompt_logprobs": 0']
 NO_COMMANDS += ['"guided_choice": ["a"]']
 NO_COMMANDS += [
     '"guided_json": {}',

@@ -8,7 +8,7 @@ from support.hub_cache import HubCache
 
 import torch_dflash as td
 from torch_dflash.cli import main
-from torch_dflash.cli.pairs import HEADS
+from torch_dflash.cli.list_pairs import HEADS
 
 
 @pytest.fixture

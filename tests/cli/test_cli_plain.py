@@ -72,8 +72,8 @@ def test_quiet_leaves_the_text_and_errors(folder, capsys, tmp_path):
 def test_quiet_silences_the_hubs_retries():
     done = python(
         "import logging, huggingface_hub\n"
-        "from torch_dflash.cli.call import hush\n"
-        "hush()\n"
+        "from torch_dflash.cli.command import silence\n"
+        "silence()\n"
         "logging.getLogger('huggingface_hub.utils._http').warning('Retrying in 1s')\n"
     )
     assert done.returncode == 0 and done.stderr == ""

@@ -168,7 +168,7 @@ def test_a_fit_on_the_cpu_is_one_where_there_is_something_faster(world, tmp_path
         asked.append(cpu)
         return Accelerator(cpu=cpu)
 
-    monkeypatch.setattr("torch_dflash.cli.train.Accelerator", accelerator)
+    monkeypatch.setattr("accelerate.Accelerator", accelerator)
     line = ("--features", world.features, "--taps", "0,2")
     assert fit(world, tmp_path, *line, "--device", "cpu", epochs=1) == 0
     assert fit(world, tmp_path, *line, epochs=1) == 0 and asked == [True, False]
@@ -176,7 +176,7 @@ def test_a_fit_on_the_cpu_is_one_where_there_is_something_faster(world, tmp_path
     class Elsewhere:
         state = SimpleNamespace(device=torch.device("cuda", 1), num_processes=2)
 
-    monkeypatch.setattr("torch_dflash.cli.train.Accelerator", lambda cpu: Elsewhere)
+    monkeypatch.setattr("accelerate.Accelerator", lambda cpu: Elsewhere)
     assert fit(world, tmp_path, *line, "--device", "cpu", epochs=1) == 2
     assert (
         "--device cpu: accelerate places this process on cuda:1; leave --device out"

@@ -12,8 +12,7 @@ from support import ROOT
 from support.shell import python
 
 from torch_dflash import __version__
-from torch_dflash.cli import leave_garbage, main, parse
-from torch_dflash.cli.commands import root
+from torch_dflash.cli import leave_garbage, main, parse, root
 
 PAIR = "--target demo --drafter demo"
 SEE = "See torch-dflash"

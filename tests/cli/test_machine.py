@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_dflash.cli import provenance
+from torch_dflash.cli import outputs
 from torch_dflash.storage import machine
 
 
@@ -24,7 +24,7 @@ def test_processors_of_one_name_are_told_apart_by_what_they_multiply_with(monkey
 
 def test_figures_name_the_gpu_that_torch_runs_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert provenance.hardware().startswith("CPU: ")
+    assert outputs.hardware().startswith("CPU: ")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert provenance.hardware().startswith("NVIDIA H200; CPU: ")
+    assert outputs.hardware().startswith("NVIDIA H200; CPU: ")

@@ -9,7 +9,6 @@ import jax
 import pytest
 import torch
 
-import torch_dflash.cli.selftest as command
 import torch_dflash.decode
 import torch_dflash.proposers.dflash.proposer as dflash
 from jax_bridge.runtime import XlaRuntime
@@ -44,7 +43,7 @@ def on_xla(tmp_path_factory):
         return cases[-1]
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
-        patch.setattr(command, "Case", kept)
+        patch.setattr("torch_dflash.selftest.backend.Case", kept)
         with redirect_stderr(StringIO()) as err:
             status = selftest("--quick", "--json", str(file))
     (case,) = cases
@@ -183,7 +182,7 @@ def test_a_second_read_a_recompilation_and_a_copied_buffer_fail_on_xla(on_xla, m
 
 def test_what_cannot_run_says_why_and_fails(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_bridge.selftest", None)
-    monkeypatch.setattr(command, "lossless", lambda *args: 1 / 0)
+    monkeypatch.setattr(texts, "lossless", lambda *args: 1 / 0)
     assert selftest("--quick", "--runtime", "eager") == 1
     lines = capsys.readouterr().out.splitlines()
     assert (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_dflash.cli.timeline import draw_timeline
+from torch_dflash.cli.comparison import draw_timeline
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 1, 4]])

@@ -19,8 +19,8 @@ from support.tiny import VOCAB, make_drafter, make_pair, make_target
 from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 
 import torch_dflash as td
-from torch_dflash.cli import demo, demo_report, errors, main
-from torch_dflash.cli.demo_report import DFLASH, PLAIN, UNION, Asked, Parts, as_json, report
+from torch_dflash.cli import comparison, demo, errors, main
+from torch_dflash.cli.comparison import DFLASH, PLAIN, UNION, Parts, Question, figures_of, report
 from torch_dflash.demo.contest import Answer
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.train.fit.architecture import new_drafter
@@ -90,8 +90,8 @@ def test_examples_are_short_and_listed():
 def tiny_demo(monkeypatch):
     """The demo's pair is a tiny one."""
     target, drafter = make_pair("qwen3", block_size=6)
-    monkeypatch.setattr(demo, "load_demo_pair", lambda dtype: (target, drafter, NumberTokenizer(VOCAB)))
-    monkeypatch.setattr(demo, "load_demo_draft_ids", lambda: range(VOCAB - 9))
+    monkeypatch.setattr(comparison, "load_demo_pair", lambda dtype: (target, drafter, NumberTokenizer(VOCAB)))
+    monkeypatch.setattr(comparison, "load_demo_draft_ids", lambda: range(VOCAB - 9))
     return drafter
 
 
@@ -101,16 +101,16 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
     arguments = ["demo", "--runtime", "eager", "--device", "cpu", "--max-new-tokens", "12"]
     arguments += ["--dtype", "float32", "--question", "1 2"]
     more = ["--png", str(picture), "--json", str(figures), "--draw", "2", "--prompts", str(tmp_path)]
-    order, drawn, ask, draw = [], [], demo._ask, demo.draw_timeline
+    order, drawn, ask, draw = [], [], comparison.ask, comparison.draw_timeline
     monkeypatch.setattr(
-        demo, "draw_timeline", lambda path, of, width: drawn.extend(of) or draw(path, of, width)
+        comparison, "draw_timeline", lambda path, of, width: drawn.extend(of) or draw(path, of, width)
     )
 
     def noted(one, *rest, **how):
         order.append(one.question)
         ask(one, *rest, **how)
 
-    monkeypatch.setattr(demo, "_ask", noted)
+    monkeypatch.setattr(comparison, "ask", noted)
     assert main([*arguments, *more, "--repeats", "2"]) == 0
     assert drawn == ["DFlash + lookup", "DFlash"]
     # An engine learns from what it has just drafted: the same question is not asked twice in a row.
@@ -156,7 +156,7 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
 def test_a_first_look_names_what_drafts_and_asks_transformers_for_less(
     drafts, names, tiny_demo, monkeypatch, capsys, tmp_path
 ):
-    monkeypatch.setattr(demo, "FEW", 5)
+    monkeypatch.setattr(comparison, "FEW", 5)
     figures = tmp_path / "figures.json"
     arguments = ["--runtime", "eager", "--max-new-tokens", "12", "--dtype", "float32", "--question", "1 2"]
     assert main(["demo", *arguments, "--drafts", drafts, "--json", str(figures)]) == 0
@@ -170,19 +170,19 @@ def test_a_first_look_names_what_drafts_and_asks_transformers_for_less(
 
 def test_answers_of_one_token_have_no_speed():
     """It comes with the prompt's pass: of such answers no time is known, and none is made up."""
-    asked = Asked("a", "?", torch.zeros(1, 1))
+    asked = Question("a", "?", torch.zeros(1, 1))
     wanted = {PLAIN: [0.5], DFLASH: [], "transformers' generate, float32": [0.5]}
     for name, lengths in zip(wanted, ((1, 3), (1, 1), (3, 1)), strict=True):
         answers = [Answer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
         asked.answers[name] = answers
-    found = json.loads(json.dumps(as_json([asked], Parts()), allow_nan=False))
+    found = json.loads(json.dumps(figures_of([asked], Parts()), allow_nan=False))
     assert found["questions"][0]["token_seconds"] == wanted
     assert [row["speedup"] for row in found["rows"]] == [1.0, None, 1.0]
 
 
 def test_a_speed_that_only_a_later_answer_has_is_told(capsys):
     """Tokens a pass are the first answer's, which had none; of transformers' no speed is known."""
-    asked = Asked("a", "?", torch.zeros(1, 1))
+    asked = Question("a", "?", torch.zeros(1, 1))
     for name, lengths in {PLAIN: (3, 3), DFLASH: (1, 3), "transformers' generate, float32": (1, 1)}.items():
         answers = [Answer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
         asked.answers[name] = answers
@@ -193,7 +193,7 @@ def test_a_speed_that_only_a_later_answer_has_is_told(capsys):
 
 def test_questions_of_like_lengths_share_their_programs():
     target = make_target("qwen3", max_position_embeddings=700)
-    assert [demo._capacity(needed, target) for needed in (65, 256, 257, 650)] == [256, 256, 512, 700]
+    assert [comparison._capacity(needed, target) for needed in (65, 256, 257, 650)] == [256, 256, 512, 700]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_the_demo_ends_when_nobody_reads_it(monkeypatch):
         def flush(self):
             raise BrokenPipeError
 
-    monkeypatch.setattr(demo, "_contest", lambda *_: 0)
+    monkeypatch.setattr(comparison, "compare_methods", lambda *_: 0)
     monkeypatch.setattr(errors, "hang_up", lambda: 7)
     monkeypatch.setattr(sys, "stdout", Left())
     assert main(["demo"]) == 7
@@ -247,7 +247,7 @@ def test_the_demo_says_in_a_line_that_something_cannot_be_written(monkeypatch, c
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "figures.json")
 
-    monkeypatch.setattr(demo, "_contest", full)
+    monkeypatch.setattr(comparison, "compare_methods", full)
     assert main(["demo"]) == 2
     assert (
         capsys.readouterr().err == "torch-dflash demo: [Errno 28] No space left on device: 'figures.json'\n"
@@ -260,7 +260,7 @@ def test_the_demo_ends_in_a_line_where_stdout_has_no_room(monkeypatch, capsys):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     left = []
-    monkeypatch.setattr(demo, "_contest", lambda *_: 0)
+    monkeypatch.setattr(comparison, "compare_methods", lambda *_: 0)
     monkeypatch.setattr(errors, "hang_up", lambda: left.append(True))
     monkeypatch.setattr(sys, "stdout", Full())
     assert main(["demo"]) == 2 and left == [True]
@@ -271,13 +271,15 @@ def test_an_error_of_the_programs_own_is_not_taken_for_a_full_disk(monkeypatch):
     def broken(*_):
         raise FileNotFoundError(errno.ENOENT, "no compiler")
 
-    monkeypatch.setattr(demo, "_contest", broken)
+    monkeypatch.setattr(comparison, "compare_methods", broken)
     with pytest.raises(FileNotFoundError):
         main(["demo"])
 
 
 def test_closed_streams_are_no_error(monkeypatch):
-    monkeypatch.setattr(demo, "_contest", lambda *_: print("said", sys.stdout.isatty(), file=sys.stderr) or 0)
+    monkeypatch.setattr(
+        comparison, "compare_methods", lambda *_: print("said", sys.stdout.isatty(), file=sys.stderr) or 0
+    )
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)
     assert main(["demo"]) == 0
@@ -293,9 +295,9 @@ def test_a_kind_is_asked():
 
 @pytest.mark.parametrize(("load", "told"), [(None, False), (4.0, False), (4.1, True)])
 def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
-    monkeypatch.setattr(demo_report, "LOAD", load)
+    monkeypatch.setattr(comparison, "LOAD", load)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    asked = Asked("a", "?", torch.zeros(1, 1))
+    asked = Question("a", "?", torch.zeros(1, 1))
     asked.answers = {name: [Answer(0.0, [[7], [7]], [0.5, 1.0])] for name in (PLAIN, DFLASH)}
     report([asked], "float32", Parts())
     assert ("The machine was busy before (load 4.1" in capsys.readouterr().out) == told
@@ -305,7 +307,7 @@ def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
     ("gap", "told"), [(0.0, "same text up to a tie"), (0.125, "tie"), (0.5, "OTHER TEXT")]
 )
 def test_a_text_that_parts_at_a_tie_is_told_apart_from_a_wrong_one(capsys, gap, told):
-    asked = Asked("a", "?", torch.zeros(1, 1, dtype=torch.long))
+    asked = Question("a", "?", torch.zeros(1, 1, dtype=torch.long))
     texts = {PLAIN: [[5], [6], [7]], UNION: [[5], [6], [8]], DFLASH: [[5], [6], [7]]}
     asked.answers = {name: [Answer(0.0, pieces, [0.5, 1.0, 1.5])] for name, pieces in texts.items()}
 
@@ -323,7 +325,7 @@ def test_a_text_that_parts_at_a_tie_is_told_apart_from_a_wrong_one(capsys, gap, 
 
 
 def test_a_wrong_text_of_the_drafter_alone_fails_too(capsys):
-    asked = Asked("a", "?", torch.zeros(1, 1))
+    asked = Question("a", "?", torch.zeros(1, 1))
     texts = {PLAIN: [[5], [6]], UNION: [[5], [6]], DFLASH: [[5], [7]]}
     asked.answers = {name: [Answer(0.0, pieces, [0.5, 1.0])] for name, pieces in texts.items()}
     assert not report([asked], "float32", Parts())

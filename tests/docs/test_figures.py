@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import ROOT
 
-from torch_dflash.cli.train_evaluate import prompts_checksum, read_figures
+from torch_dflash.cli.train.evaluate import prompts_checksum, read_figures
 from torch_dflash.demo.pair import load_demo_drafter
 from torch_dflash.storage.files import checksum_of
 from torch_dflash.train.answers.data import read_answers, read_prompts

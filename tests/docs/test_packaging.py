@@ -77,8 +77,8 @@ def test_every_dependency_has_a_lower_bound_and_torchax_both():
 def test_what_messages_install_is_on_an_index_and_of_their_extra():
     """The package itself is not, so a message names what its extra would bring."""
     extras = {
-        "torch_dflash/cli/tpu_commands.py": "tpu",
-        "torch_dflash/cli/writable.py": "demo",
+        "torch_dflash/cli/tpu.py": "tpu",
+        "torch_dflash/cli/outputs.py": "demo",
         "torch_dflash/demo/target.py": "demo",
         "torch_dflash/grammars/vocabulary.py": "grammar",
         "torch_dflash/train/fit/log.py": "train",

@@ -17,7 +17,7 @@ from support.tokenizers import TEMPLATE, NumberTokenizer, byte_tokenizer
 import jax_bridge as jb
 import torch_dflash as td
 from torch_dflash.cli import parse
-from torch_dflash.cli.call import Invocation
+from torch_dflash.cli.command import Invocation
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md"]
 PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))]

@@ -15,15 +15,13 @@ from support.tiny import make_drafter, make_target
 from support.tokenizers import TEMPLATE, byte_tokenizer
 
 import torch_dflash as td
-from torch_dflash.cli import doctor as command
 from torch_dflash.cli import loading, main
 from torch_dflash.cli.loading import Loaded
 from torch_dflash.doctor import answers, judge_texts
-from torch_dflash.doctor.changes import changes, repair
-from torch_dflash.doctor.convention import Convention
+from torch_dflash.doctor.answers import other_way
+from torch_dflash.doctor.changes import Convention, changes, repair
 from torch_dflash.doctor.diagnosis import _best, check_judged
-from torch_dflash.doctor.judge import Drafted, Judge, Text, record, standard_score
-from torch_dflash.doctor.template import other_way
+from torch_dflash.doctor.judge import Answered, Drafted, Judge, record, standard_score
 from torch_dflash.doctor.tried import ENOUGH, FEW, SURE, Tried, surely, weigh
 from torch_dflash.proposers.notes import findings
 
@@ -83,7 +81,7 @@ def test_as_it_is_counts_what_decoding_accepts(family):
         ids = torch.tensor([[5, 17, 80, 33, 2, 9, 41]])
         options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
         out = td.generate(target, drafter, ids, torch.ones_like(ids), runtime="eager", **options)
-        judge = Judge(target, drafter, record(target, [Text(out.sequences[0], 7)]), blocks=10_000)
+        judge = Judge(target, drafter, record(target, [Answered(out.sequences[0], 7)]), blocks=10_000)
         counts = judge(Convention.of(drafter)).accepted.tolist()
         counts = dict(zip((at for _, at in judge.places), counts, strict=True))
         place, lengths = 7, out.stats.acceptance_lengths[0]
@@ -98,7 +96,7 @@ def test_what_a_markov_head_adds_to_the_true_token_before_is_judged():
     target = make_target("llama", tie_word_embeddings=False)
     drafter = make_drafter(target, sample_from_anchor=True, markov_rank=4)
     own, ids = Convention.of(drafter), torch.arange(3, 23)
-    judge = Judge(target, drafter, record(target, [Text(ids, 7)]))
+    judge = Judge(target, drafter, record(target, [Answered(ids, 7)]))
     batch = judge.batch(own, judge.recorded[0], [9])
     rows = judge.rows(drafter, own, batch)
     added = drafter.markov_head(ids[9:10])
@@ -116,7 +114,7 @@ def test_a_head_and_an_embedding_of_its_own_draft_as_the_targets_do():
     own.load_state_dict(drafter.state_dict(), strict=False)
     own.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
     own.lm_head.weight.data.copy_(target.get_output_embeddings().weight)
-    texts = [Text(torch.arange(3, 23), 7)]
+    texts = [Answered(torch.arange(3, 23), 7)]
     drafted = [Judge(target, one, record(target, texts))(Convention.of(one)) for one in (drafter, own)]
     assert torch.equal(*(one.likelihood for one in drafted))
     own.lm_head.weight.data.neg_()
@@ -156,13 +154,13 @@ def test_a_selector_chains_the_drafts_that_are_counted():
     drafter = make_drafter(target, selector_rank=8, selector_top_k=6, conv_group_size=4)
     drafter.candidate_selector.successor_codebook.data.mul_(30)
     own, ids = Convention.of(drafter), torch.arange(3, 23)
-    judge = Judge(target, drafter, record(target, [Text(ids, 7)]))
+    judge = Judge(target, drafter, record(target, [Answered(ids, 7)]))
     hidden = judge.rows(drafter, own, judge.batch(own, judge.recorded[0], [9]))[0]
     drafts = drafter.choose(hidden, ids[9:10], target.get_output_embeddings())[0]
     likeliest = drafter.logits(hidden, target.get_output_embeddings())[0].argmax(dim=-1)
     assert not torch.equal(drafts[1:], likeliest[1:].int())
     ids[10 : 10 + len(drafts)] = drafts  # behind the anchor: no block at it sees them
-    judge = Judge(target, drafter, record(target, [Text(ids, 7)]))
+    judge = Judge(target, drafter, record(target, [Answered(ids, 7)]))
     assert judge(own).accepted[judge.places.index((0, 9))] == len(drafts)
 
 
@@ -171,7 +169,7 @@ def test_states_are_those_that_taps_read():
     seen = []
     note = lambda module, inputs, output: seen.append(output)  # noqa: E731
     hooks = [layer.register_forward_hook(note) for layer in target.model.layers]
-    (one,) = record(target, [Text(torch.arange(3, 15), 4)])
+    (one,) = record(target, [Answered(torch.arange(3, 15), 4)])
     for hook in hooks:
         hook.remove()
     assert len(one.states) == len(seen) + 1
@@ -215,7 +213,7 @@ def test_scores():
 def test_how_sure_a_drafter_is_of_everything_is_no_merit():
     target = make_target("llama")
     drafter = make_drafter(target)
-    text = Text(torch.randint(0, 90, (60,), generator=torch.Generator().manual_seed(0)), 5)
+    text = Answered(torch.randint(0, 90, (60,), generator=torch.Generator().manual_seed(0)), 5)
     judge = Judge(target, drafter, record(target, [text]))
     nats = [float(judge(Convention.of(drafter)).nats.mean())]
     drafter.config.output_multiplier = 0.25
@@ -351,7 +349,7 @@ def test_a_repair_is_read_again_where_the_field_stands_within_another(tmp_path, 
 def test_what_could_not_be_repaired_is_told_before_the_work(monkeypatch, capsys, tmp_path):
     make_drafter(make_target("llama")).save_pretrained(tmp_path)
 
-    monkeypatch.setattr(command, "load_pair", lambda *names, **options: pytest.fail("the pair was loaded"))
+    monkeypatch.setattr(loading, "load_named", lambda *names, **options: pytest.fail("the pair was loaded"))
     line = ["doctor", "--target", "demo", "--drafter", str(tmp_path), "--fix"]
     (tmp_path / "config.json.before").write_text("{}")
     assert main(line) == 2 and "move it away" in capsys.readouterr().err
@@ -370,7 +368,7 @@ def shell(judged, tmp_path, monkeypatch):
     case = judged.make_case("llama", 10, ("taps", "mask"), 100)
     case.drafter.save_pretrained(tmp_path / "drafter")
     pair = Loaded(case.target, byte_tokenizer(TEMPLATE), case.drafter)
-    monkeypatch.setattr(command, "load_pair", lambda *names, **more: pair)
+    monkeypatch.setattr(loading, "load_named", lambda *names, **more: pair)
     monkeypatch.setattr(answers, "answer", lambda *call: case.texts)
     monkeypatch.setattr(answers, "likely_masks", lambda *call: case.masks)
     return case, ["doctor", "--target", "demo", "--drafter", str(tmp_path / "drafter")]
@@ -403,7 +401,7 @@ def test_the_command_writes_what_it_found_and_mends_it(shell, tmp_path, capsys):
 )
 def test_the_command_refuses_in_one_line(more, words, monkeypatch, capsys):
     pair = Loaded(None, None, td.NGramProposer(4))
-    monkeypatch.setattr(command, "load_pair", lambda *names, **options: pair)
+    monkeypatch.setattr(loading, "load_named", lambda *names, **options: pair)
     assert main(["doctor", "--target", "demo", "--drafter", "demo", *more]) == 2
     assert words in capsys.readouterr().err
 
@@ -483,7 +481,7 @@ def test_from_prompts_to_a_diagnosis():
     found = td.diagnose(target, drafter, tokenizer, ["alpha", "beta"], max_new_tokens=24, blocks=32)
     assert found.verdict == "weak" and "enable_thinking" in str(found)
     assert answers.likely_masks(target, tokenizer, []) == [257, 258, 259, 0]
-    assert answers.likely_masks(target, tokenizer, [Text(torch.tensor([0, 258]), 1)]) == [257, 259]
+    assert answers.likely_masks(target, tokenizer, [Answered(torch.tensor([0, 258]), 1)]) == [257, 259]
     with refuses(ValueError, "texts: no answer of two tokens"):
         td.diagnose(target, drafter, tokenizer, ["alpha"], max_new_tokens=1)
     with refuses(ValueError, "hidden_size=16 of the drafter"):

@@ -587,6 +587,23 @@ def test_a_model_in_training_mode_decodes_as_in_evaluation_mode(kind):
     assert modes == [part.training for part in model.modules()] and "training" not in vars(nn.Module)
 
 
+@pytest.mark.parametrize(
+    ("runtime", "decorated"),
+    [("eager", kind()) for kind in (torch.no_grad, torch.enable_grad, torch.inference_mode)]
+    + [("eager", torch.compiler.disable), ("xla", torch.no_grad())],
+)
+def test_a_hook_that_a_decorator_of_torchs_holds_is_followed(runtime, decorated):
+    target, gain = make_target("llama"), [1.0]
+    engine = td.compile(target, td.NGramProposer(), runtime=runtime, max_length=64)
+    said = [text_of(engine)]
+    handle = target.model.layers[0].mlp.register_forward_hook(decorated(lambda *given: given[2] * gain[0]))
+    for gain[0] in (-3.0, -5.0):
+        said.append(text_of(engine))
+        assert said[-1] == own_text(target, PROMPT, NEW) != said[-2]
+    handle.remove()
+    assert text_of(engine) == said[0]
+
+
 def test_hooks_that_come_and_go_between_calls_are_followed(caplog):
     target = make_target("llama")
     engine = eager(target, td.NGramProposer())

@@ -9,29 +9,55 @@ from pathlib import Path
 
 import click
 
-from torch_dflash.cli.call import PROGRAM, Invocation
-from torch_dflash.cli.commands import root
+from torch_dflash import __version__
+from torch_dflash.cli import aot, chat, demo, doctor, env, fit_memory, generate, list_pairs, selftest
+from torch_dflash.cli.command import PROGRAM, Invocation, flag, quiet_flag
 from torch_dflash.cli.errors import INTERRUPTED, fail, status_of
+from torch_dflash.cli.train import train
+
+COMMANDS = aot, chat, demo, doctor, env, fit_memory, generate, list_pairs, selftest
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"{PROGRAM} {__version__}")
+        ctx.exit()
+
+
+root = click.Group(
+    PROGRAM,
+    params=[
+        flag("--version", help="Print the version.", is_eager=True, expose_value=False, callback=_version),
+        quiet_flag(),
+    ],
+    commands=[*(one.run for one in COMMANDS), train],
+    help="DFlash: block-diffusion speculative decoding for PyTorch.",
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "token_normalize_func": lambda word: word.lower().replace("_", "-"),
+    },
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the process's exit status."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who called: what is said goes nowhere
+        if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, Path(os.devnull).open("w", errors="backslashreplace"))
-    asked = status_of("", lambda: parse(argv))
-    if not isinstance(asked, Invocation):
-        return asked or 0
+    parsed = status_of("", lambda: parse(argv))
+    if not isinstance(parsed, Invocation):
+        return parsed or 0
     import atexit
 
     atexit.register(leave_garbage)
-    return asked()
+    return parsed()
 
 
 def leave_garbage() -> None:
-    """At the end of a process: to collect a million objects would take a second.
+    """Keep the interpreter from collecting a million objects at its end, which would take a second.
 
-    Triton, which comes with torch's CUDA builds, prints a page of leaks if it is not collected.
+    Not with Triton, of torch's CUDA builds, which prints a page of leaks if it is not collected.
     """
     if "triton" not in sys.modules:
         import gc
@@ -40,7 +66,7 @@ def leave_garbage() -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> Invocation | int | None:
-    """The `Invocation` that the words ask for, or the exit status of an answer that is given already."""
+    """The `Invocation` of a command line, or an exit status: of help, the version or an error."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return root.main(words, PROGRAM, standalone_mode=False)

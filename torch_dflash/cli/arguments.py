@@ -1,77 +1,74 @@
-"""Arguments of commands that decode: refused, and input read, before torch is imported."""
+"""Options of the commands that decode, and their checks, made before torch is imported."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.checks import check_mesh, context_of
+import click
+
+from torch_dflash.checks import CACHES, check_mesh, context_of
+from torch_dflash.cli.command import COUNT, MODEL, flag, number_or_word, option
 from torch_dflash.cli.errors import UserError
 from torch_dflash.published.rows import checkpoints
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
 
+DTYPES = ("auto", "float32", "bfloat16")
+DRAFTER = ("--draft-model", "--drafter", "drafter")
+NEW = ("--max-tokens", "--max-new-tokens", "max_new_tokens")
+DEVICE = "torch device of --runtime eager, such as cuda"
+TEMPLATE = option("--chat-template-kwargs", metavar="JSON", help="e.g. '{\"enable_thinking\": false}'")
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SHOWN = 60
 """Characters of a value that an error repeats."""
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
 
 
-def read_input(arguments: SimpleNamespace) -> bytes:
-    """The bytes of --prompt, --file or stdin, of which there must be exactly one."""
-    given = {"--prompt": arguments.prompt, "--file": arguments.file, "-": arguments.stdin}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) != 1:
-        what = " and ".join(given) + ": two inputs" if given else "no input"
-        raise UserError(f"{what}; give exactly one of --prompt TEXT, --file PATH and -.")
-    if arguments.prompt is not None:
-        return arguments.prompt.encode("utf-8", "surrogateescape")
-    if arguments.stdin or arguments.file == "-":
-        return sys.stdin.buffer.read()
-    return _read_file("--file", arguments.file)
+def runtime(default: str = "xla", **more: Any) -> click.Option:
+    """``--runtime``, as `torch_dflash.generate` takes it."""
+    return option("--runtime", type=click.Choice(RUNTIMES), default=default, **more)
 
 
-def read_schema(arguments: SimpleNamespace) -> str | None:
-    """The text of --json-schema, which is JSON; None: it was not given."""
-    if arguments.json_schema is None:
-        return None
-    if arguments.regex is not None:
-        raise UserError("--json-schema and --regex both say what an answer may be; give one of them.")
-    try:
-        text = _read_file("--json-schema", arguments.json_schema).decode("utf-8-sig")
-        parse_json(text)
-        return text
-    except ValueError as error:
-        raise UserError(f"--json-schema {arguments.json_schema}: no JSON ({error}); mend the file.") from None
+def target_option(help: str = "Directory, hub id or demo.", metavar: str = "T") -> click.Option:
+    """``--model``, also called ``--target``."""
+    return option("--model", "--target", "target", type=MODEL, required=True, metavar=metavar, help=help)
 
 
-def _read_file(option: str, name: str) -> bytes:
-    try:
-        return Path(name).expanduser().read_bytes()
-    except OSError as error:
-        raise UserError(f"{option} {name}: {error.strerror}; give a file that can be read.") from None
-
-
-def check_options(arguments: SimpleNamespace) -> None:
-    """Refuse what needs no model to be refused: loading one takes minutes."""
-    if arguments.batch_size is not None and not arguments.jsonl:
-        raise UserError(
-            f"--batch-size {arguments.batch_size} with one prompt: it is for --jsonl; leave it out."
-        )
-    if arguments.replicas != 1 and not arguments.jsonl:
-        raise UserError(
-            f"--replicas {arguments.replicas} with one prompt: they share lines of --jsonl; leave it out."
-        )
-    if (arguments.logprobs or arguments.top_logprobs is not None) and not arguments.jsonl:
-        raise UserError("--logprobs, --top-logprobs: they stand in JSON lines; pass --jsonl.")
-    if arguments.prompt is not None and arguments.jsonl:
-        raise UserError("--jsonl with --prompt: JSON lines come from --file PATH or -; leave --jsonl out.")
-    check_call_options(arguments)
+def decoding() -> list[click.Parameter]:
+    """The pair, and how it decodes; `torch_dflash.cli.job.Job` reads these."""
+    kinds = {name.replace("_", "-"): int if name.endswith("size") else float for name in PENALTIES}
+    unset = "Unset: what the model asks for."
+    penalties = [option(f"--{name}", type=kind, metavar="N", help=unset) for name, kind in kinds.items()]
+    return [
+        target_option(),
+        option(*DRAFTER, type=MODEL, metavar="D", help="Directory, hub id, demo, ngram or none (unset)."),
+        option("--system", metavar="TEXT", help="System message of the chat template."),
+        TEMPLATE,
+        option(*NEW, type=COUNT, default=256, metavar="N", help="Most tokens of an answer."),
+        option("--temp", "--temperature", "temperature", type=float, default=0.0, help="0 is greedy."),
+        option("--top-k", type=int, default=0, help="0: off."),
+        option("--top-p", type=float, default=1.0),
+        option("--min-p", type=float, default=0.0),
+        *penalties,
+        option("--stop", multiple=True, metavar="TEXT", help="End with this text; may be repeated."),
+        option("--seed", type=int, default=0, help="Line n of --jsonl draws from seed + n - 1."),
+        flag("--ignore-eos", help="Never stop before --max-tokens."),
+        option("--dtype", type=click.Choice(DTYPES), default="auto", help="Of weights; auto: as stored."),
+        runtime(),
+        option("--mesh", type=number_or_word, metavar="N", help="Chips that share each weight, or auto."),
+        option("--cache", type=click.Choice(CACHES), default="static", help="Of the target."),
+        flag("--no-verify", "verify", flag_value=False, default=True, help="Decode an untested class."),
+        option("--device", help=DEVICE),
+        option("--block-size", type=COUNT, metavar="W", help="Drafted block, the anchor included."),
+        option("--verify-width", type=number_or_word, metavar="M", help="Rows that are verified, or auto."),
+        flag("--union", help="Prompt lookup beside the drafter."),
+        option("--rows", type=click.IntRange(2, 64), metavar="R", help="Verify trees of drafts with R rows."),
+    ]  # fmt: skip
 
 
 def check_call_options(arguments: SimpleNamespace) -> None:
-    """Refuse values of `add_call_options` that need no model to be refused."""
+    """Refuse values of `decoding` options that need no model to be refused."""
     for name, off in NEUTRAL.items():
         value = getattr(arguments, name)
         if arguments.temperature == 0 and value != off:
@@ -88,8 +85,8 @@ def check_call_options(arguments: SimpleNamespace) -> None:
 
 
 def check_device(arguments: SimpleNamespace) -> None:
-    """Refuse --device where XLA would not heed it."""
-    if arguments.device and arguments.runtime == "xla":
+    """Refuse ``--device`` with ``--runtime xla``, which ignores it."""
+    if arguments.device and RUNTIMES[arguments.runtime].needs_jax:
         raise UserError(
             f"--device {arguments.device} with --runtime xla: XLA runs on JAX's default device; leave it out "
             "or use --runtime eager."
@@ -97,7 +94,7 @@ def check_device(arguments: SimpleNamespace) -> None:
 
 
 def template_options(arguments: SimpleNamespace) -> dict[str, Any] | None:
-    """The chat template's further variables; None: none given."""
+    """The extra variables of the chat template, from ``--chat-template-kwargs``; None: unset."""
     given = arguments.chat_template_kwargs
     if given is None:
         return None
@@ -112,7 +109,7 @@ def template_options(arguments: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def prompt_room(max_new_tokens: int, target: Any) -> int:
-    """Most tokens a prompt may have beside --max-tokens in the target's context."""
+    """The most tokens of a prompt that leave room for ``--max-tokens`` in the target's context."""
     context = context_of(target)
     if max_new_tokens >= context:
         raise UserError(

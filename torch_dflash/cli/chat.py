@@ -1,4 +1,4 @@
-"""``torch-dflash chat``: a conversation with any pair, streamed, its drafted tokens in colour."""
+"""``torch-dflash chat``: a streamed conversation with any pair, drafted tokens in colour."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import contextlib
 import json
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_dflash.chat import Chat, Message
 from torch_dflash.checks import context_of
-from torch_dflash.cli.arguments import template_options
+from torch_dflash.cli.arguments import check_call_options, decoding, template_options
+from torch_dflash.cli.command import command, option
 from torch_dflash.cli.errors import UserError, fail, hang_up, one_line
-from torch_dflash.cli.job import Job
-from torch_dflash.cli.timeline import Printer
 from torch_dflash.progress import coloured, print_status
-from torch_dflash.storage.files import write_whole
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.json_text import parse_json
+
+if TYPE_CHECKING:
+    from torch_dflash.chat import Chat, Message
+    from torch_dflash.cli.job import Job
 
 LONGEST = 4096
 HELP = """/stats       what the last answer cost, and the conversation
@@ -28,10 +31,23 @@ HELP = """/stats       what the last answer cost, and the conversation
 /reset       begin anew
 /help        this list
 /exit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
+LENGTH = "Positions of the whole conversation (4096, or the target's context)."
 
 
+@command(
+    "chat",
+    [*decoding(), option("--max-length", type=int, metavar="N", help=LENGTH)],
+    "Talk to a target and a drafter.",
+    "Each line of stdin is a message, or a command: /help lists them. A turn reads only what is new. "
+    "Answers go to stdout, statistics and errors to stderr. Exit status: 0 done, 1 some messages failed, "
+    "2 wrong usage.",
+    check=check_call_options,
+)
 def run(arguments: SimpleNamespace) -> int:
     """Talk until the input ends; returns the exit status."""
+    from torch_dflash.chat import Chat
+    from torch_dflash.cli.job import Job
+
     job = Job.load(arguments)
     asked = arguments.max_length
     length = min(LONGEST, context_of(job.loaded.target)) if asked is None else asked
@@ -46,13 +62,13 @@ def run(arguments: SimpleNamespace) -> int:
         chat = Chat(engine, job.loaded.tokenizer, template_options=template, **job.options)
     except ValueError as error:
         raise UserError(f"--model {arguments.target}: {one_line(error)}") from None
-    if arguments.runtime == "xla":
+    if RUNTIMES[arguments.runtime].compiles:
         engine.warmup()
     return Conversation(chat, job).talk()
 
 
 class Conversation:
-    """Messages, and what a line of input does with them."""
+    """The messages, and the commands that change them."""
 
     def __init__(self, chat: Chat, job: Job):
         self.chat, self.job, self.turns = chat, job, 0
@@ -85,32 +101,34 @@ class Conversation:
         return int(failed and not person)
 
     def take(self, line: str) -> None:
-        """Answer a message, or do what a command says.
+        """Answer a message, or obey a command.
 
         Raises:
-            UserError, ValueError: it cannot be done, and nothing has changed.
+            UserError, ValueError: the line is refused; nothing has changed.
         """
-        command, _, rest = line.partition(" ")
+        word, _, rest = line.partition(" ")
         commands: dict[str, Any] = {"/stats": self.report, "/reset": self.reset}
         commands |= {"/help": lambda: print(HELP, file=sys.stderr)}
-        if command in ("/save", "/load"):
+        if word in ("/save", "/load"):
             if not rest.strip():
-                raise UserError(f"{command}: name a file.")
+                raise UserError(f"{word}: name a file.")
             try:
                 path = Path(rest.strip()).expanduser()
-                self.save(path) if command == "/save" else self.load(path)
+                self.save(path) if word == "/save" else self.load(path)
             except (OSError, RuntimeError) as error:  # the latter of a home that nobody has
                 why = getattr(error, "strerror", None) or one_line(error)
                 raise UserError(f"{line}: {why}; name another file.") from None
         elif line in commands:
             commands[line]()
         elif line.startswith("/"):
-            raise UserError(f"{command}: no such command; /help lists them.")
+            raise UserError(f"{word}: no such command; /help lists them.")
         elif line:
             self.answer(line)
 
     def answer(self, text: str) -> None:
-        """Stream the answer to a message. What Ctrl-C leaves of it stays, like the message."""
+        """Stream the answer to a message; both stay, after Ctrl-C with a part of the answer."""
+        from torch_dflash.cli.text import Printer
+
         messages = [*self.messages, {"role": "user", "content": text}]
         seed = self.job.arguments.seed + self.turns
         try:
@@ -125,7 +143,7 @@ class Conversation:
                 printer(piece.tokens, piece.drafted)
                 said += len(piece.tokens)
                 self.drafted += sum(piece.drafted)
-                if stop.is_set:
+                if stop.is_set():
                     break
         printer.end()
         self.said, self.turns = self.said + said, self.turns + 1
@@ -135,12 +153,12 @@ class Conversation:
             self.read += self.chat.stats.prefilled
 
     def reset(self) -> None:
-        """Only the system message stays."""
+        """Drop all messages but the system message."""
         system = self.job.arguments.system
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def report(self) -> None:
-        """Two lines on stderr."""
+        """Print statistics in two lines on stderr."""
         stats = self.chat.stats
         if stats is None:
             raise UserError("/stats: nothing was said yet.")
@@ -155,6 +173,8 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Write the messages as one line of JSON, all or nothing."""
+        from torch_dflash.storage.files import write_whole
+
         line = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
         write_whole(path, lambda part: part.write_text(line, encoding="utf-8"))
 
@@ -172,19 +192,15 @@ class Conversation:
         self.messages = found
 
 
-class _Flag:
-    is_set = False
-
-
 @contextlib.contextmanager
-def stoppable() -> Iterator[_Flag]:
+def stoppable() -> Iterator[threading.Event]:
     """A flag that Ctrl-C sets, for the next piece to see; a second Ctrl-C does not wait for one."""
-    flag = _Flag()
+    flag = threading.Event()
 
     def stop(*_: Any) -> None:
-        if flag.is_set:
+        if flag.is_set():
             raise KeyboardInterrupt
-        flag.is_set = True
+        flag.set()
 
     before = signal.signal(signal.SIGINT, stop)
     try:

@@ -1,47 +1,84 @@
-"""``torch-dflash doctor``: why few drafts of a pair are accepted."""
+"""``torch-dflash doctor``: explains why few drafts of a pair are accepted."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_dflash.cli.arguments import template_options
+import click
+
+from torch_dflash.cli.arguments import DRAFTER, DTYPES, NEW, TEMPLATE, target_option, template_options
+from torch_dflash.cli.command import COUNT, FILE, MODEL, command, flag, option
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.cli.loading import DRAFTERS, load_pair
-from torch_dflash.cli.provenance import write_json
-from torch_dflash.doctor import Diagnosis, diagnose
-from torch_dflash.doctor.changes import CONFIG, check_repairable, repair
-from torch_dflash.doctor.diagnosis import draw
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.storage.files import StageError
-from torch_dflash.train.answers.data import read_prompts
+from torch_dflash.cli.outputs import check_writable, write_results
+
+if TYPE_CHECKING:
+    from torch_dflash.doctor import Diagnosis
 
 BROKEN = 1
 
 
+@command(
+    "doctor",
+    [
+        target_option(),
+        option(*DRAFTER, type=MODEL, required=True, metavar="D",
+               help="A DFlash drafter: directory, hub id or demo."),
+        option("--prompts", type=FILE, metavar="FILE",
+               help='JSON lines of {"prompt": ...} or {"turns": [...]}; unset: three questions.'),
+        option("--limit", type=COUNT, default=8, metavar="N", help="Prompts that are answered."),
+        option(*NEW, type=COUNT, default=128, metavar="N", help="Of each answer."),
+        option("--blocks", type=COUNT, default=256, metavar="N", help="Drafted by each convention."),
+        TEMPLATE,
+        option("--dtype", type=click.Choice(DTYPES), default="auto"),
+        option("--device", help="torch device, such as cuda."),
+        flag("--fix", help="Write what is wrong into the drafter's config.json; the old one stays."),
+        option("--json", type=FILE, metavar="FILE", help="Write everything there."),
+        option("--png", type=FILE, metavar="FILE", help="Draw acceptance by convention there."),
+    ],
+    "Tell why few drafts of a pair are accepted.",
+    "Reads both configs, has the target answer a few prompts, and drafts its answers under other "
+    "conventions: taps, masks, windows, norms. Exit status: 0 healthy, weak or too few blocks to tell, 1 a "
+    "convention is wrong, 2 wrong usage.",
+    check=lambda arguments: check_writable(json=arguments.json, png=arguments.png),
+)  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
     """Examine the pair; returns the exit status."""
+    from torch_dflash.cli.loading import load_named
+    from torch_dflash.doctor import diagnose
+    from torch_dflash.doctor.diagnosis import draw_bars
+    from torch_dflash.proposers.dflash.model import DFlashDraftModel
+
     options, prompts = template_options(arguments), _prompts(arguments)
     folder = _folder(arguments)
     place = {"dtype": arguments.dtype, "device": arguments.device}
-    loaded = load_pair(arguments.target, arguments.drafter, **place, offered=["demo"])
+    loaded = load_named(arguments.target, arguments.drafter, **place, offered=["demo"])
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(
             f"--drafter {arguments.drafter}: has no conventions to be judged; name a DFlash drafter."
         )
-    found = _diagnosis(loaded, prompts, options, arguments)
+    pair, most = (loaded.target, loaded.drafter, loaded.tokenizer), arguments.max_new_tokens
+    try:
+        found = diagnose(
+            *pair, prompts, template_options=options, max_new_tokens=most, blocks=arguments.blocks
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(one_line(error)) from None
     print(found)
     if arguments.json is not None:
-        write_json(arguments.json, _as_json(found))
+        write_results(arguments.json, _as_json(found))
     if arguments.png is not None:
-        draw(found, Path(arguments.png))
+        draw_bars(found, Path(arguments.png))
     if folder is not None and found.verdict == "broken":
         _fix(found, folder)
     return BROKEN if found.verdict == "broken" else 0
 
 
 def _prompts(arguments: SimpleNamespace) -> list[str] | None:
+    from torch_dflash.storage.files import StageError
+    from torch_dflash.train.answers.data import read_prompts
+
     if arguments.prompts is None:
         return None
     try:
@@ -51,7 +88,10 @@ def _prompts(arguments: SimpleNamespace) -> list[str] | None:
 
 
 def _folder(arguments: SimpleNamespace) -> Path | None:
-    """The drafter's directory, if its config is to be corrected."""
+    """The drafter's directory, with ``--fix``."""
+    from torch_dflash.cli.loading import DRAFTERS
+    from torch_dflash.doctor.changes import CONFIG, check_repairable
+
     if not arguments.fix:
         return None
     folder = Path(arguments.drafter).expanduser()
@@ -66,16 +106,9 @@ def _folder(arguments: SimpleNamespace) -> Path | None:
     return folder
 
 
-def _diagnosis(loaded: Any, prompts: Any, options: Any, arguments: SimpleNamespace) -> Diagnosis:
-    asked = {"max_new_tokens": arguments.max_new_tokens, "blocks": arguments.blocks}
-    pair = loaded.target, loaded.drafter, loaded.tokenizer
-    try:
-        return diagnose(*pair, prompts, template_options=options, **asked)
-    except (TypeError, ValueError) as error:
-        raise UserError(one_line(error)) from None
-
-
 def _fix(found: Diagnosis, folder: Path) -> None:
+    from torch_dflash.doctor.changes import CONFIG, repair
+
     if not found.fields:
         print(f"not fixed: no field of {CONFIG} says it.")
         return
@@ -90,7 +123,7 @@ def _as_json(found: Diagnosis) -> dict[str, Any]:
     return {
         "verdict": found.verdict,
         "changes": [
-            {"kind": one.kind, "name": one.name, "words": one.words, "fix": one.fix, "fields": one.fields}
+            {name: getattr(one, name) for name in ("kind", "name", "words", "fix", "fields")}
             for one in found.changes
         ],
         "acceptance_length": found.length,

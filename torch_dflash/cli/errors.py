@@ -1,4 +1,4 @@
-"""What went wrong through no fault of the program: one line on stderr, exit status 2, no traceback."""
+"""Errors of the user and the system: one line on stderr, exit status 2, no traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 USAGE = 2  # click's, too
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG
-"""Why a file or stdout itself may not be written, through no fault of the program."""
+"""Errors of a disk or a quota that a file or stdout meets, no fault of the program."""
 INTERRUPTED = 130  # the exit status of Ctrl-C
 
 
@@ -20,7 +20,7 @@ class UserError(Exception):
 
 
 def one_line(error: BaseException | str) -> str:
-    """The message on one line; libraries break theirs over several."""
+    """The message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -31,7 +31,7 @@ def fail(command: str, error: BaseException | str) -> int:
 
 
 def status_of(command: str, run: Callable[[], T]) -> T | int:
-    """What ``run`` returns; errors that are no fault of the program end in one line and an exit status."""
+    """The result of ``run``; errors of the user and the system become one line and an exit status."""
     try:
         return run()
     except UserError as error:
@@ -47,7 +47,7 @@ def status_of(command: str, run: Callable[[], T]) -> T | int:
 
 
 def unwritten(command: str, error: OSError | RuntimeError) -> int:
-    """As `fail`, where something could not be written: stdout may be what cannot."""
+    """As `fail`, for an error of writing, which may be that of stdout itself."""
     status = fail(command, error)
     try:
         sys.stdout.flush()
@@ -57,6 +57,6 @@ def unwritten(command: str, error: OSError | RuntimeError) -> int:
 
 
 def hang_up() -> int:
-    """The reader of stdout has seen enough: the interpreter must not flush into it again. An exit status."""
+    """Exit status for a reader of stdout that has left; redirects stdout, so that no flush fails again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

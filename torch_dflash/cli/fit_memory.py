@@ -1,15 +1,17 @@
-"""``torch-dflash fit-memory``: what a pair needs of each chip's memory, and which slice has room for it."""
+"""``torch-dflash fit-memory``: a pair's memory on each chip, and the smallest slice with room for it."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from torch_dflash.cli.aot_options import plan_of, read_configs, show
-from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.cli.tpu_commands import SOUGHT
+import click
+
+from torch_dflash.cli import tpu
+from torch_dflash.cli.command import COUNT, command, flag, option
 from torch_dflash.progress import print_status
 
+SOUGHT = ("batch", "context")
 PARTS = {
     "target_weights": "target's weights",
     "drafter_weights": "drafter's weights",
@@ -18,6 +20,9 @@ PARTS = {
     "rest": "rest of the state",
     "temporaries": "programs, while they run",
 }
+LARGER = (
+    "Not even a few layers fit: a smaller --batch or --context, or a larger slice (--shapes-only says which)."
+)
 MEANING = """\
 Of one chip. Weights in bfloat16; every row has room for the whole context. Programs: the loop over rounds and
 a prompt's largest chunk, compiled with {layers} of the target's layers; the one that needs more counts.
@@ -29,25 +34,38 @@ need while they run, and what the compiler fills tiles up with, is left out. Sli
 row of this context."""
 
 
+@command(
+    "fit-memory",
+    [
+        *tpu.pair_options(),
+        option("--topology", default="v5e:2x4", help="Generation and shape."),
+        option("--mesh", type=COUNT, metavar="N",
+               help="Chips of it that share each weight (all; 1 for a family that is not cut)."),
+        option("--largest", type=click.Choice((*SOUGHT, "both", "none")), default="both",
+               help="What is sought: the largest batch, the largest context."),
+        flag("--no-confirm", "confirm", flag_value=False, default=True, help="Compile no whole pair."),
+        flag("--shapes-only", "programs", flag_value=False, default=True,
+             help="Compile nothing: programs' own memory is left out, and the answer comes at once."),
+        *tpu.plan_options(without=("pool_pages",)),
+    ],
+    "Tell what a pair needs of each chip's memory, what fits, and which slice has room.",
+    f"{tpu.NEEDS} Compiles a few layers, and the whole pair at the largest that fits: minutes for a large "
+    "model.",
+    check=tpu.check_json,
+)  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
-    """Compile and report; returns the exit status: 0, 1 if what was asked for does not fit, or 2."""
+    """Compile and report; returns the exit status: 0, 1 if the pair does not fit, or 2."""
     results = _results(arguments)
-    show(results, arguments.json, lambda: _table(results))
+    tpu.show(results, arguments.json, lambda: _table(results))
     return 0 if results["fits"] else 1
 
 
 def _results(arguments: SimpleNamespace) -> dict[str, Any]:
-    target, drafter = read_configs(arguments)
-    try:
-        from jax_bridge.offline import compile_only  # only when asked for: it loads JAX
-
-        compile_only()
+    target, drafter = tpu.read_configs(arguments)
+    plan = tpu.plan_of(arguments)
+    with tpu.offline(LARGER):
         from jax_bridge.aot.memory import fit_memory
-        from jax_bridge.aot.report import CompileError
-    except ImportError as error:
-        raise UserError(one_line(error)) from None
-    plan = plan_of(arguments)
-    try:
+
         figures = fit_memory(
             target,
             drafter,
@@ -63,18 +81,11 @@ def _results(arguments: SimpleNamespace) -> dict[str, Any]:
             say=print_status,
             **plan,
         )
-    except (ModuleNotFoundError, ValueError, TypeError) as error:
-        raise UserError(one_line(error)) from None
-    except CompileError as error:
-        raise UserError(
-            f"{one_line(error)} Not even a few layers fit: a smaller --batch or --context, or a larger slice "
-            "(--shapes-only says which)."
-        ) from None
     return {"target": arguments.target, "drafter": arguments.drafter, "plan": plan, **figures}
 
 
 def _table(found: dict[str, Any]) -> str:
-    """The figures to read, and what they mean."""
+    """The figures and their meaning, as text."""
     chips = "one chip" if found["chips"] == 1 else f"each of {found['chips']} chips"
     room, free = found["hbm_bytes"], found["hbm_bytes"] - found["needed_bytes"]
     plan = found["plan"]

@@ -1,4 +1,4 @@
-"""What the commands that decode have in common: the pair, its options, and engines for it."""
+"""Loads the pair and builds engines for every command that decodes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch
 
 import torch_dflash as td
 from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, plainly, prompt_room, template_options
-from torch_dflash.cli.encode import encode
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.cli.loading import Loaded, load_pair
+from torch_dflash.cli.loading import Loaded, load_named
+from torch_dflash.cli.text import encode
 from torch_dflash.progress import print_status
 from torch_dflash.requests.options import LARGEST_CHUNK
 from torch_dflash.requests.prompts import bucket
 from torch_dflash.requests.read import read_request
-from torch_dflash.requests.row_values import default_stop_ids, penalty_of, stop_ids
+from torch_dflash.requests.row_values import default_stop_ids, stop_ids
 from torch_dflash.requests.rules import of_the_model
+from torch_dflash.runtime_kinds import RUNTIMES
 
-STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text: a read each, but text flows
+STREAMED_ROUNDS = 4  # rounds between two pieces of streamed text; fewer cost more host reads
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to decode with: the pair, every call's ``options``, and the ``room`` for a prompt in tokens."""
+    """A loaded pair, the ``options`` of every call, and the ``room`` for a prompt in tokens."""
 
     arguments: SimpleNamespace
     loaded: Loaded
@@ -34,43 +35,38 @@ class Job:
 
     @classmethod
     def load(cls, arguments: SimpleNamespace, **further: Any) -> Job:
-        """The pair that ``arguments`` name, with their options (`arguments.add_call_options`) and others."""
+        """Load the pair that ``arguments`` name; ``further`` options join those of every call."""
         if arguments.drafter is None:
             print_status(plainly(arguments.target, f"torch-dflash {arguments.command}"))
-        loaded = load_pair(
-            arguments.target,
-            arguments.drafter,
-            dtype=arguments.dtype,
-            device=arguments.device,
-            block_size=arguments.block_size,
-        )
+        options = {name: getattr(arguments, name) for name in ("dtype", "device", "block_size")}
+        loaded = load_named(arguments.target, arguments.drafter, **options)
         loaded = replace(loaded, drafter=_composed(arguments, loaded.drafter))
         room = prompt_room(arguments.max_new_tokens, loaded.target)
         options = call_options(arguments, loaded) | {name: value for name, value in further.items() if value}
         return cls(arguments, loaded, options, room)
 
     def encode(self, messages: list[dict]) -> list[int]:
-        """Prompt ids of ``messages``, --system before them."""
+        """Prompt ids of ``messages`` behind the --system message."""
         if self.arguments.system is not None:
             messages = [{"role": "system", "content": self.arguments.system}, *messages]
         template = template_options(self.arguments)
         return encode(self.loaded.tokenizer, messages, raw=self.arguments.raw, template_options=template)
 
     def own_processors(self) -> tuple:
-        """What the model's own config asks for."""
+        """The logits rules of the model's own generation config."""
         target = self.loaded.target
         slots = max(8, *map(len, stop_ids(self.options["eos_token_id"], 1)))
         return of_the_model(target.generation_config, slots, target.get_input_embeddings().weight.shape[0])
 
     @property
     def streamed_rounds(self) -> int | None:
-        """Rounds of a chunk where text is shown as it comes."""
-        return STREAMED_ROUNDS if self.arguments.runtime == "xla" else None
+        """Rounds of a chunk when text is streamed; None: the runtime's default."""
+        return STREAMED_ROUNDS if RUNTIMES[self.arguments.runtime].compiles else None
 
     def engine(
         self, length: int, batch_size: int, rounds_per_chunk: int | None, replicas: int = 1
     ) -> td.Engine:
-        """An engine for prompts of up to ``length`` tokens; what does not fit is a `UserError`."""
+        """An engine for prompts of up to ``length`` tokens; `UserError` if the options do not fit."""
         asked, row = self.arguments, torch.zeros(1, length, dtype=torch.long)
         options = self.options | {"seed": asked.seed, "return_dict_in_generate": True}
         try:
@@ -87,7 +83,7 @@ class Job:
                 rounds_per_chunk=rounds_per_chunk,
                 stop_slots=max(8, *(len(row.stop_ids) for row in request.rows)),
                 filters=any(row.filters for row in request.rows),
-                # Of other lines, too: a shorter one may need what the longest does not.
+                # Rules of other lines, too: a shorter line may need a rule that the longest does not.
                 processors=(*request.processors, *self.own_processors()),
                 outputs=request.logprobs.outputs,
                 top_logprobs=request.logprobs.top_logprobs,
@@ -102,7 +98,7 @@ class Job:
 
 
 def _composed(arguments: SimpleNamespace, drafter: Any) -> Any:
-    """What drafts with --union and --rows."""
+    """``drafter``, or the proposer that --union and --rows make of it."""
     rows, asked = arguments.rows, "--union" if arguments.union else f"--rows {arguments.rows}"
     if not arguments.union and rows is None:
         return drafter
@@ -114,7 +110,7 @@ def _composed(arguments: SimpleNamespace, drafter: Any) -> Any:
 
 
 def call_options(arguments: SimpleNamespace, loaded: Loaded) -> dict[str, Any]:
-    """The options of every call on the pair; the seed comes with each call."""
+    """The options of every call but its seed."""
     options: dict[str, Any] = {
         "max_new_tokens": arguments.max_new_tokens,
         "do_sample": arguments.temperature != 0,
@@ -127,11 +123,3 @@ def call_options(arguments: SimpleNamespace, loaded: Loaded) -> dict[str, Any]:
     if arguments.stop:
         options |= {"stop_strings": arguments.stop, "tokenizer": loaded.tokenizer}
     return {name: value for name, value in options.items() if value is not None}
-
-
-def tell_penalty(command: str, target: Any) -> bool:
-    """Say that a drafter learns and is judged without the model's repetition penalty; whether it has one."""
-    penalty = penalty_of(target)
-    if penalty:
-        print_status(f"torch-dflash {command}: the model's repetition_penalty={penalty} is not applied")
-    return bool(penalty)

@@ -1,4 +1,4 @@
-"""JSON lines in, JSON lines out: one result per line, in order, each flushed when its batch is done."""
+"""Reads JSON lines and writes one result line each, in order, flushed when its batch is done."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dflash.cli.arguments import NEUTRAL, PENALTIES, SHOWN, check_room
-from torch_dflash.cli.encode import asks
 from torch_dflash.cli.errors import UserError, one_line
+from torch_dflash.cli.job import Job
+from torch_dflash.cli.text import asks
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.requests.prompts import pad_rows
@@ -33,27 +34,28 @@ _NAMES = (
     "eta_cutoff repeat_penalty prompt_logprobs logprob_token_ids logits_processors truncate_prompt_tokens "
     "add_generation_prompt continue_final_message add_special_tokens reasoning_effort "
     "include_stop_str_in_output skip_special_tokens thinking_token_budget generation_config "
-    "sampling_params extra_body"
+    "sampling_params extra_body enable_thinking modalities"
 ).split()
 _IDLE: dict[str, Any] = dict.fromkeys(
     ("n", "best_of", "num_beams", "num_return_sequences", "length_penalty"), 1
 )
-_IDLE |= {"add_generation_prompt": True, "skip_special_tokens": True, "tool_choice": "none"}
-"""Values, besides those that Python counts as false, with which an option asks for nothing."""
+_IDLE |= dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "add_special_tokens"), True)
+_IDLE |= {"tool_choice": "none", "response_format": {"type": "text"}}
+"""Values with which an option asks for nothing, besides null, and false and what is empty of all others."""
 _BODY = (
     "model user metadata store service_tier stream_options request_id priority cache_salt safety_identifier "
-    "prompt_cache_key return_token_ids"
+    "prompt_cache_key return_token_ids parallel_tool_calls"
 ).split()
 """Fields of a batch file's ``body`` that change no text."""
 _URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 OPTIONS = dict.fromkeys(_LENGTHS, "max_new_tokens") | {name: name for name in (*_NAMES, *NEUTRAL, *PENALTIES)}
-"""What lines of batch files ask for, by the command's own names."""
+"""Options that lines of batch files may hold, with the command's own names."""
 
 
 @dataclass
 class Item:
-    """A line of input: its ``number`` from 1, what is echoed, its ``ids`` and ``seed``, or its ``error``."""
+    """A line of input: its ``number`` from 1, fields to echo, its ``ids`` and ``seed``, or its ``error``."""
 
     number: int
     echo: dict[str, Any] = field(default_factory=dict)
@@ -63,13 +65,13 @@ class Item:
 
 
 def read_items(data: bytes, encode: Callable[[list], list[int]], room: int, arguments: Any) -> list[Item]:
-    """Every line that is not blank, encoded; a bad one keeps its place with an ``error``.
+    """Encode every line that is not blank; a bad line keeps its place with an ``error``.
 
     Args:
         data: the whole input.
         encode: chat messages to prompt ids.
-        room: most tokens a prompt may have.
-        arguments: the command's, which all lines have in common.
+        room: the most tokens of a prompt.
+        arguments: the command's, which all lines share.
     """
     items = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -117,7 +119,7 @@ def _flat(record: dict[str, Any]) -> dict[str, Any]:
     for name in body:
         if name not in (*FIELDS, *OPTIONS, *_BODY, "seed"):
             raise UserError(f"body has {name}: generate has no such option; leave it out.")
-    if (url := record.get("url")) is not None and _URLS.get(url) not in body:
+    if (url := record.get("url")) is not None and (not isinstance(url, str) or _URLS.get(url) not in body):
         known = " or ".join(f"{one} with {name}" for one, name in _URLS.items())
         raise UserError(f"url={json.dumps(url)[:SHOWN]}: must be {known} in its body.")
     return record | body
@@ -129,19 +131,25 @@ def _check_options(record: dict[str, Any], arguments: Any) -> None:
         raise UserError(f"seed={json.dumps(seed)[:SHOWN]}: must be an integer.")
     if record.get("url") == "/v1/completions" and not arguments.raw:
         raise UserError(f'url="{record["url"]}": its prompts are raw text; pass --raw.')
+    if record.get("url") == "/v1/chat/completions" and arguments.raw:
+        raise UserError(f'url="{record["url"]}": its prompts are chats; leave --raw out.')
     for name, value in record.items():
         idle = arguments.temperature == 0 and name in NEUTRAL  # greedy text has no use for it
-        if name not in OPTIONS or idle or name in _IDLE and value == _IDLE[name]:
+        if name not in OPTIONS or idle or value is None or not _asks(name, value):
             continue
         own = getattr(arguments, OPTIONS[name], None)
         own = list(own) if isinstance(own, tuple) else own
         value = [value] if name == "stop" and isinstance(value, str) else value
-        # Two whose empty value asks for something: the chosen token's log-probability, and any JSON.
-        asks = name == "logprobs" and value == 0 and value is not False or name.endswith(("_json", "_schema"))
-        if (value if asks else value or None) != (own or None):
+        if value != own or type(value) is not type(own) and bool in (type(value), type(own)):
             known = f"every line has the command's, {json.dumps(own)}; give this one to a command of its own."
             fix = known if hasattr(arguments, OPTIONS[name]) else "generate has no such option; leave it out."
             raise UserError(f"{name}={json.dumps(value)[:SHOWN]}: {fix}")
+
+
+def _asks(name: str, value: Any) -> bool:
+    if name in _IDLE or name.endswith(("_json", "_schema")):
+        return value != _IDLE.get(name)
+    return not (value is False or value in ("", [], {}))
 
 
 def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -179,47 +187,35 @@ def batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def decode_items(engine: Engine, items: list[Item], seed: int, options: dict[str, Any]) -> GenerateOutput:
-    """Decode the good ones of a batch; line n draws from its own seed or ``seed + n - 1``, modulo 2**64."""
-    ids, mask = pad_rows([item.ids for item in items])
+    """Decode the good items of a batch; line n draws from its own seed or ``seed + n - 1``, modulo 2**64."""
     own = [seed + item.number - 1 if item.seed is None else item.seed for item in items]
-    seeds = [one % 2**64 for one in own]
-    output = engine.generate(ids, mask, seed=seeds, return_dict_in_generate=True, **options)
-    assert isinstance(output, GenerateOutput)
+    options = options | {"seed": [one % 2**64 for one in own], "return_dict_in_generate": True}
+    output: Any = engine.generate(*pad_rows([item.ids for item in items]), **options)
     return output
 
 
-def run_lines(
-    engine: Engine | None,
-    items: list[Item],
-    *,
-    batch_size: int,
-    seed: int,
-    options: dict[str, Any],
-    decode: Callable[[list[int]], str],
-) -> list[GenerateOutput]:
-    """Decode all batches and write their lines to stdout; the outputs, for the statistics."""
+def run_lines(engine: Engine | None, items: list[Item], job: Job, batch_size: int) -> list[GenerateOutput]:
+    """Decode all batches and write their lines to stdout; returns the outputs."""
     outputs = []
     for batch in batches(items, batch_size):
         good, results = [item for item in batch if item.error is None], iter(())
         if good and engine is not None:
             started = time.perf_counter()
-            output = decode_items(engine, good, seed, options)
+            output = decode_items(engine, good, job.arguments.seed, job.options)
             seconds = time.perf_counter() - started
             outputs.append(output)
-            results = iter(_results(good, output, seconds, decode, options))
+            results = _results(good, output, seconds, job)
         for item in batch:
             failed = {"line": item.number, **item.echo, "error": item.error}
             _write(failed if item.error is not None else next(results))
     return outputs
 
 
-def _results(
-    items, output: GenerateOutput, seconds: float, decode, options: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    assert output.stats is not None
+def _results(items: list[Item], output: GenerateOutput, seconds: float, job: Job) -> Iterator[dict]:
+    options, tokenizer = job.options, job.loaded.tokenizer
     rows = zip(items, output.new_tokens, output.stats.acceptance_lengths, strict=True)
     for row, (item, new, lengths) in enumerate(rows):
-        text, stops = decode(new), options.get("stop_strings", ())
+        text, stops = tokenizer.decode(new, skip_special_tokens=True), options.get("stop_strings", ())
         ended = len(new) < options["max_new_tokens"] or new[-1] in options["eos_token_id"]
         yield {
             "line": item.number,
@@ -235,15 +231,15 @@ def _results(
 
 
 def _logprobs(output: GenerateOutput, row: int, new: list[int]) -> dict[str, Any]:
-    """A row's ids and what is known of their log-probabilities, where it was asked for."""
-    said: dict[str, Any] = {}
+    """A row's ids and log-probabilities, as far as they were asked for."""
+    found: dict[str, Any] = {}
     if output.logprobs is not None:
-        said = {"tokens": new, "logprobs": output.logprobs[row, : len(new)].tolist()}
+        found = {"tokens": new, "logprobs": output.logprobs[row, : len(new)].tolist()}
     if output.top_ids is not None and output.top_logprobs is not None:
         both = output.top_ids[row].tolist(), output.top_logprobs[row].tolist()
         pairs = [list(zip(ids, logs, strict=True)) for ids, logs in zip(*both, strict=True)]
-        said["top_logprobs"] = pairs[: len(new)]
-    return said
+        found["top_logprobs"] = pairs[: len(new)]
+    return found
 
 
 def _write(record: dict[str, Any]) -> None:

@@ -1,32 +1,34 @@
-"""A target, its tokenizer and what drafts for it, from what a user names on the command line."""
+"""Loads the target, tokenizer and drafter, or their configs, that the command line names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
 from torch_dflash.checks import names_a_folder
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.demo.pair import load_demo_drafter
 from torch_dflash.demo.target import DemoModelError, load_demo_target
 from torch_dflash.proposers import NGramProposer
-from torch_dflash.proposers.checkpoints import load_drafter
+from torch_dflash.proposers.checkpoints import load_drafter, load_drafter_config
 from torch_dflash.published.load import IncompleteWeights, load_target
+from torch_dflash.targets.truncate import keep_layers
 
-# What a missing, damaged or foreign checkpoint makes transformers and safetensors raise.
+# Errors of transformers and safetensors about a missing, damaged or foreign checkpoint.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
 NGRAM_WIDTH = 8  # wider only pays where long passages are copied
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """``drafter`` is what `torch_dflash.compile` takes: a drafter model, a proposer, or None."""
+    """A pair; ``drafter`` as `torch_dflash.compile` takes it: a drafter model, a proposer, or None."""
 
     target: Any
     tokenizer: Any
@@ -42,9 +44,10 @@ DRAFTERS: dict[str, Callable[[Any, int | None], Any]] = {
     "none": lambda dtype, block_size: None,
     "ngram": lambda dtype, block_size: NGramProposer(NGRAM_WIDTH if block_size is None else block_size),
 }
+WITHOUT_WEIGHTS = ("none", "ngram")
 
 
-def load_pair(
+def load_named(
     target: str,
     drafter: str | None,
     *,
@@ -53,17 +56,17 @@ def load_pair(
     block_size: int | None = None,
     offered: Collection[str] = tuple(DRAFTERS),
 ) -> Loaded:
-    """Load what ``target`` and ``drafter`` name, in evaluation mode on ``device`` (torch's; unset: the CPU).
+    """Load ``target`` and ``drafter`` by name, in evaluation mode on ``device`` (torch's; unset: the CPU).
 
     Args:
         target: a key of `TARGETS`, a directory, or a hub id.
         drafter: a key of `DRAFTERS`, a directory, or a hub id; None: nothing drafts.
-        dtype: "float32", "bfloat16" or "auto", which is the type the weights are stored in.
+        dtype: "float32", "bfloat16" or "auto", the type in which the weights are stored.
         block_size: width of a proposer that is made here (n-gram lookup).
-        offered: keys of `DRAFTERS` that the caller takes, for the error about a drafter that is not there.
+        offered: keys of `DRAFTERS` that the caller takes, for the error about a missing drafter.
 
     Raises:
-        UserError: something does not exist, cannot be read, or is not what it should be.
+        UserError: a model does not exist, cannot be read, or is of the wrong kind.
     """
     kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     drafter = "none" if drafter is None else drafter
@@ -81,10 +84,51 @@ def load_pair(
         except ValueError as error:
             raise UserError(f"--drafter {drafter}: {one_line(error)}") from None
     else:
-        drafts = _load_drafter(drafter, kind, offered)
+        folder = existing("--drafter", drafter, offered)
+        with reading("--drafter", drafter):
+            drafts = load_drafter(folder, dtype=kind)
     if isinstance(drafts, torch.nn.Module):
         drafts = cast(Any, drafts).to(place).eval()
     return Loaded(model.to(place).eval(), tokenizer, drafts)
+
+
+def load_configs(target: str, drafter: str, block_size: int | None, layers: int | None) -> tuple[Any, Any]:
+    """Read the configs of ``target`` and ``drafter``: each a directory, its config.json, or a hub id.
+
+    Args:
+        target: a causal LM.
+        drafter: a drafter, or one of `WITHOUT_WEIGHTS`.
+        block_size: width of n-gram lookup.
+        layers: keep this many of the target's layers, and map the drafter's taps onto them.
+
+    Returns:
+        The target's config, and the drafter as `jax_bridge.aot.compile.abstract_pair` takes it.
+
+    Raises:
+        UserError: a model does not exist, cannot be read, or is of the wrong kind.
+    """
+    folder = existing("--target", _folder(target), ())
+    with reading("--target", target):
+        config: Any = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "dflash_config"):
+        raise UserError(f"--target {target}: that is a DFlash drafter; pass it as --drafter.")
+    if drafter in WITHOUT_WEIGHTS:
+        with reading("--drafter", drafter):
+            drafts = DRAFTERS[drafter](None, block_size)
+    else:
+        folder = existing("--drafter", _folder(drafter), WITHOUT_WEIGHTS)
+        with reading("--drafter", drafter):
+            drafts = load_drafter_config(folder)
+    if layers is not None:
+        if layers > (depth := config.get_text_config().num_hidden_layers):
+            raise UserError(f"--layers {layers}: the target has {depth}; ask for at most that many.")
+        keep_layers(config, drafts, layers)
+    return config, drafts
+
+
+def _folder(source: str) -> str:
+    path = Path(source)
+    return str(path.parent) if path.name == "config.json" and path.is_file() else source
 
 
 def place_of(device: str | None) -> torch.device:
@@ -120,14 +164,8 @@ def _load_target(source: str, dtype: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _load_drafter(source: str, dtype: Any, offered: Collection[str]) -> PreTrainedModel:
-    folder = existing("--drafter", source, offered)
-    with reading("--drafter", source):
-        return load_drafter(folder, dtype=dtype)
-
-
 def existing(field: str, source: str, names: Collection[str]) -> str:
-    """``source``, or its path with ``~`` expanded; a path that is not there never becomes a hub request."""
+    """``source``, or its path with ``~`` expanded; a missing path never becomes a hub request."""
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -141,24 +179,20 @@ def existing(field: str, source: str, names: Collection[str]) -> str:
     return source
 
 
-class reading:  # noqa: N801 - reads as the statement it is
-    """Rounds what transformers raises about an unreadable checkpoint into a `UserError`."""
-
-    def __init__(self, field: str, source: str):
-        self.field, self.source = field, source
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        damage = error if isinstance(error, SafetensorError) else getattr(error, "__cause__", None)
+@contextmanager
+def reading(field: str, source: str) -> Iterator[None]:
+    """Turns the errors of transformers about an unreadable checkpoint into a `UserError`."""
+    try:
+        yield
+    except Exception as error:
+        damage = error if isinstance(error, SafetensorError) else error.__cause__
         if isinstance(damage, SafetensorError):
             raise UserError(
-                f"{self.field} {self.source}: its weights are damaged ({one_line(damage)}); fetch or export "
-                "them again."
+                f"{field} {source}: its weights are damaged ({one_line(damage)}); fetch or export them again."
             ) from None
-        if isinstance(error, UNREADABLE):
-            raise UserError(
-                f"{self.field} {self.source}: {one_line(error)} (It must be a directory, or a hub id that "
-                "can be fetched from here.)"
-            ) from None
+        if not isinstance(error, UNREADABLE):
+            raise
+        raise UserError(
+            f"{field} {source}: {one_line(error)} (It must be a directory, or a hub id that can be fetched "
+            "from here.)"
+        ) from None

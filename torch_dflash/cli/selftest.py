@@ -1,33 +1,57 @@
-"""``torch-dflash selftest``: does it work on this device, and what does a round cost here?"""
+"""``torch-dflash selftest``: checks this device and measures a round on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import click
 
+from torch_dflash.cli.arguments import DEVICE, check_device, runtime
+from torch_dflash.cli.command import FILE, command, flag, option
 from torch_dflash.cli.errors import UserError, one_line
-from torch_dflash.cli.provenance import provenance, write_json
-from torch_dflash.selftest.backend import Backend, Case, EagerBackend
-from torch_dflash.selftest.costs import hidden_costs
-from torch_dflash.selftest.kernels import block_forms, paged_forms
-from torch_dflash.selftest.losslessness import lossless
-from torch_dflash.selftest.parity import parity
-from torch_dflash.selftest.report import NOT_APPLICABLE, NOT_RUN, Check, Report, judged
-from torch_dflash.selftest.timing import FLAT, flat_rows, measure
+from torch_dflash.cli.outputs import check_writable, provenance, write_results
+from torch_dflash.runtime_kinds import RUNTIMES
+
+if TYPE_CHECKING:
+    from torch_dflash.selftest.backend import Backend, Case
+    from torch_dflash.selftest.report import Check, Report
 
 # Full attention with tied heads; then windows, sinks, biases and experts.
 FAMILIES = ("qwen3", "gpt_oss")
 
 
+def _check(arguments: SimpleNamespace) -> None:
+    if arguments.size and arguments.quick:
+        raise UserError(f"--size {arguments.size} with --quick: nothing is timed; leave one of them out.")
+    check_device(arguments)
+    check_writable(json=arguments.json)
+
+
+@command(
+    "selftest",
+    [
+        runtime(),
+        option("--device", help=DEVICE),
+        flag("--quick", help="One family, no batch of one, no timings."),
+        option("--size", type=click.Choice(("tiny", "small", "base")),
+               help="Pair that is timed (small on a CPU, else base)."),
+        option("--json", type=FILE, metavar="FILE", help="Write everything with its provenance."),
+    ],
+    "Check this device: parity, losslessness and hidden costs; time its passes.",
+    "Random pairs, no download. Exit status: 0 every check passed, 1 some did not, 2 wrong usage.",
+    check=_check,
+)  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
     """Run all checks; returns the exit status."""
-    return _all_checks(_backend(arguments), arguments)
+    from torch_dflash.selftest.backend import Case
+    from torch_dflash.selftest.costs import hidden_costs
+    from torch_dflash.selftest.kernels import block_forms, paged_forms
+    from torch_dflash.selftest.losslessness import lossless
+    from torch_dflash.selftest.report import Report
 
-
-def _all_checks(backend: Backend, arguments: SimpleNamespace) -> int:
+    backend = _backend(arguments)
     print(f"device: {backend.describe()}, runtime {backend.runtime}\n", flush=True)
     report = Report(lambda line: print(line, flush=True))
     for family in FAMILIES[:1] if arguments.quick else FAMILIES:
@@ -47,10 +71,12 @@ def _all_checks(backend: Backend, arguments: SimpleNamespace) -> int:
 
 
 def _backend(arguments: SimpleNamespace) -> Backend:
+    from torch_dflash.selftest.backend import EagerBackend
+
     try:
-        if arguments.runtime == "eager":
+        if not RUNTIMES[arguments.runtime].needs_jax:
             return EagerBackend(arguments.device)
-        from jax_bridge.selftest import XlaBackend  # only when asked for: it loads JAX
+        from jax_bridge.selftest import XlaBackend
 
         return XlaBackend()
     except (ImportError, RuntimeError, AssertionError) as error:  # no such device, or no working JAX
@@ -59,17 +85,22 @@ def _backend(arguments: SimpleNamespace) -> Backend:
 
 
 def _parity(case: Case, backend: Backend) -> Iterator[Check]:
+    from torch_dflash.selftest.parity import parity
+    from torch_dflash.selftest.report import NOT_RUN, Check
+
+    reference: Any = None
     try:
-        from jax_bridge.selftest import reference_hidden  # the independent drafter is written in JAX
+        from jax_bridge.selftest import reference_hidden as reference  # an independent drafter in JAX
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(error)}"
         yield Check(f"drafter hidden states, {case.family}, pure JAX", NOT_RUN, f"JAX: {why}")
-        yield from parity(case, backend, None)
-        return
-    yield from parity(case, backend, reference_hidden)
+    yield from parity(case, backend, reference)
 
 
 def _timings(backend: Backend, arguments: SimpleNamespace, timings: list[dict[str, Any]]) -> Iterator[Check]:
+    from torch_dflash.selftest.report import NOT_APPLICABLE, Check, judged
+    from torch_dflash.selftest.timing import measure
+
     if arguments.quick:
         yield Check("timings", NOT_APPLICABLE, "left out by --quick")
         return
@@ -80,7 +111,9 @@ def _timings(backend: Backend, arguments: SimpleNamespace, timings: list[dict[st
 
 
 def _table(timings: list[dict[str, Any]]) -> str:
-    """The timings to read, and what the columns mean."""
+    """The timings and the meaning of their columns, as text."""
+    from torch_dflash.selftest.timing import FLAT, flat_rows
+
     first = timings[0]
     flat = ", ".join(f"{rows} rows in {name}" for name, rows in flat_rows(timings).items())
     lines = [
@@ -106,7 +139,11 @@ def _table(timings: list[dict[str, Any]]) -> str:
 def _conclude(
     report: Report, backend: Backend, timings: list[dict[str, Any]], arguments: SimpleNamespace
 ) -> None:
-    """Print the verdict and the provenance, and write them where --json says."""
+    """Print the verdict and the provenance, and write them to --json."""
+    import torch
+
+    from torch_dflash.selftest.timing import flat_rows
+
     failures = report.failures()
     count = f"{len(report.checks) - len(failures)} of {len(report.checks)} checks passed or do not apply"
     print(f"\n{count}" + (f"; not: {'; '.join(failures)}" if failures else ""))
@@ -117,4 +154,4 @@ def _conclude(
     if arguments.json:
         results = {"passed": report.passed, "runtime": backend.runtime, "device": backend.describe()}
         results |= {"checks": report.as_json(), "timings": timings}
-        write_json(arguments.json, results | ({"flat_rows": flat_rows(timings)} if timings else {}))
+        write_results(arguments.json, results | ({"flat_rows": flat_rows(timings)} if timings else {}))

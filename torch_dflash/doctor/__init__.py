@@ -1,4 +1,4 @@
-"""Why are few drafts accepted? A pair is read field by field, then judged under other conventions."""
+"""Explains low acceptance: reads a pair field by field, then judges it under other conventions."""
 
 from torch_dflash.doctor.answers import diagnose as diagnose
 from torch_dflash.doctor.diagnosis import Diagnosis as Diagnosis

@@ -1,24 +1,33 @@
-"""From a pair and prompts to a diagnosis: the target answers, and conventions are judged on its answers."""
+"""Diagnoses a pair on the target's own answers to prompts, also to other template options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_dflash.checks import check_counts
 from torch_dflash.demo.questions import QUESTIONS
+from torch_dflash.doctor.changes import Change
 from torch_dflash.doctor.diagnosis import Diagnosis, check_judged, judge_texts
-from torch_dflash.doctor.judge import Text
-from torch_dflash.doctor.template import other_way, with_other_way
+from torch_dflash.doctor.judge import Answered
+from torch_dflash.doctor.tried import SURE, WEAK, Tried
 from torch_dflash.generation import generate
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
+from torch_dflash.proposers.notes import Finding
 from torch_dflash.requests.prompts import pad_rows
 from torch_dflash.train.answers.data import encode_conversation
 
 SPARE = 3
 """Ids past the tokenizer's own that are tried as masks."""
+VARIABLES = ("enable_thinking", "thinking")
+"""Names of the variable in chat templates."""
+LONGER = 1.5
+"""Factor on the acceptance length that the other answers must reach, since other texts may be easier."""
 
 
 def diagnose(
@@ -31,7 +40,7 @@ def diagnose(
     max_new_tokens: int = 128,
     blocks: int = 256,
 ) -> Diagnosis:
-    """Why few drafts of a pair are accepted, if few are: `judge_texts` on the target's greedy answers.
+    """Explain why few drafts of a pair are accepted: `judge_texts` on the target's greedy answers.
 
     Args:
         target: a live transformers causal LM.
@@ -41,7 +50,7 @@ def diagnose(
         template_options: further variables of the chat template. Where it knows ``enable_thinking``, the
             answers to the other value are judged too, by every convention.
         max_new_tokens: of each answer.
-        blocks: how many are drafted by each convention.
+        blocks: number of blocks that each convention drafts.
 
     Raises:
         TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
@@ -80,34 +89,23 @@ def encoded(tokenizer: Any, prompts: Sequence[str], template: dict[str, Any]) ->
         raise ValueError(f"prompts: the tokenizer cannot make ids of them ({error}).") from error
 
 
-def answer(target: Any, prompts: list[list[int]], max_new_tokens: int, tokenizer: Any = None) -> list[Text]:
-    """The target's own greedy continuation of each prompt, without the penalties that a model may ask for.
+def answer(
+    target: Any, prompts: list[list[int]], max_new_tokens: int, tokenizer: Any = None
+) -> list[Answered]:
+    """The target's own greedy continuation of each prompt, without the model's own penalties.
 
-    ``tokenizer`` is for the stop strings that it may ask for.
+    ``tokenizer``: for the model's own stop strings.
     """
-    ids, mask = pad_rows(prompts)
-    place = target.device
-    out: Any = generate(
-        target,
-        None,
-        ids.to(place),
-        mask.to(place),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        tokenizer=tokenizer,
-        runtime="eager",
-        return_dict_in_generate=True,
-    )
-    return [
-        Text(torch.tensor([*prompt, *new]), len(prompt))
-        for prompt, new in zip(prompts, out.new_tokens, strict=True)
-    ]
+    ids, mask = (tensor.to(target.device) for tensor in pad_rows(prompts))
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": tokenizer}
+    options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "return_dict_in_generate": True}
+    out: Any = generate(target, None, ids, mask, runtime="eager", **options)
+    pairs = zip(prompts, out.new_tokens, strict=True)
+    return [Answered(torch.tensor([*prompt, *new]), len(prompt)) for prompt, new in pairs]
 
 
-def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Text]) -> list[int]:
-    """Ids that may have stood for a token to be drafted: called so, unused, or special, and in no text."""
+def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Answered]) -> list[int]:
+    """Ids that may be the mask: named so, unused, or special, and in no text."""
     said = {token for text in texts for token in text.ids.tolist()}
     rows = target.get_input_embeddings().weight.shape[0]
     special = {**getattr(tokenizer, "added_tokens_encoder", {})}
@@ -118,3 +116,59 @@ def likely_masks(target: Any, tokenizer: Any, texts: Sequence[Text]) -> list[int
     spare = [*range(size, min(rows, size + SPARE)), *([rows - 1] if rows > size else [])]
     found = dict.fromkeys([*named, *spare, *ids.values()])
     return [at for at in found if at is not None and 0 <= at < rows and at not in said]
+
+
+def other_way(ask: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The variable of `VARIABLES` with a value at which ``ask(options)`` makes other prompts, or {}.
+
+    A value that the template refuses does not count.
+    """
+    asked = ask(options)
+    for name in VARIABLES:
+        for value in (False, True):
+            with suppress(ValueError):
+                if ask(options | {name: value}) != asked:
+                    return {name: value}
+    return {}
+
+
+def with_other_way(here: Diagnosis, there: Diagnosis, other: dict[str, Any]) -> Diagnosis:
+    """``here``, or the findings of ``there`` on answers to ``other``, where these are drafted better.
+
+    Both are judged by all conventions, so a template and a field may be wrong at once.
+    """
+    ((name, value),) = other.items()
+    mine, best = _chosen(here), _chosen(there)
+    if best.length < max(WEAK, LONGER * mine.length) or not _surely_longer(best, mine):
+        words = f"answers with {name}={value} come to {there.length:.2f}; ask as in training."
+        note = Finding("acceptance length", f"{here.length:.2f}", words)
+        return replace(here, findings=[*here.findings, note])
+    change = Change(
+        kind="template",
+        name=f"{name}={value}",
+        words=f"the drafter drafts answers with {name}={value} at {best.length:.2f} tokens a pass, and these "
+        f"at {mine.length:.2f}: it was trained on such",
+        fix=f"ask with {name}={value}, or train the drafter on answers like these.",
+    )
+    tried = [Tried((change, *one.changes), one.drafted) for one in there.tried]
+    return replace(
+        here,
+        verdict="broken",
+        changes=(change, *there.changes),
+        better=there.better,
+        tried=sorted([*here.tried, *tried], key=lambda one: -one.nats),
+    )
+
+
+def _chosen(found: Diagnosis) -> Tried:
+    return next(one for one in found.tried if one.changes == found.changes)
+
+
+def _surely_longer(one: Tried, other: Tried) -> bool:
+    # Welch's standard error, since the blocks of the two are of different texts.
+
+    def error(accepted: Tensor) -> float:
+        return float(accepted.double().var() / max(1, len(accepted))) if len(accepted) > 1 else float("inf")
+
+    noise = (error(one.drafted.accepted) + error(other.drafted.accepted)) ** 0.5
+    return one.length - other.length >= SURE * noise and one.length > other.length

@@ -1,17 +1,18 @@
-"""The conventions that a pair may have mixed up, each with words for it and the fields that would say so."""
+"""Conventions that a pair may have mixed up: each change with its words and its config fields."""
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 
-from torch_dflash.doctor.convention import Convention, as_text
 from torch_dflash.proposers.dflash.config import NESTED_FIELDS
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.storage.files import write_whole
@@ -22,34 +23,104 @@ WINDOWS = (512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
+class Convention:
+    """All that a config, a loader or a trainer may hold otherwise about a drafter's numbers.
+
+    Attributes:
+        taps: blocks of the target whose outputs are read, 0-based; -1 is the embedding's output.
+        normed: whether the outputs are read behind the target's final norm.
+        mask_id: the id whose embedding stands for a token to be drafted.
+        scale: factor on the target's raw embedding.
+        windows, causal: the window of each draft layer (None: all), and whether its block is causal.
+        rope: the rotary parameters, as JSON.
+        hidden_norm, norm: whether these norms of the drafter are applied.
+        first_row: 1 where a row predicts the token of its own place, 0 where the token after it.
+        tied: whether tokens are read off the target's embedding instead of its head.
+        dtype: of the drafter's arithmetic.
+    """
+
+    taps: tuple[int, ...]
+    mask_id: int
+    scale: float
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    rope: str
+    dtype: torch.dtype
+    normed: bool = False
+    hidden_norm: bool = True
+    norm: bool = True
+    first_row: int = 1
+    tied: bool = False
+
+    @classmethod
+    def of(cls, drafter: DFlashDraftModel) -> Convention:
+        """The convention of the drafter's own config."""
+        config, blocks = drafter.config, cast(Any, drafter.layers)
+        return cls(
+            taps=tuple(config.target_layer_ids),
+            mask_id=config.mask_token_id,
+            scale=config.input_embedding_scale,
+            windows=tuple(layer.self_attn.window for layer in blocks),
+            causal=tuple(layer.self_attn.causal for layer in blocks),
+            rope=as_text(config.rope_parameters),
+            dtype=drafter.dtype,
+            first_row=int(not config.sample_from_anchor),
+        )
+
+    def applied(self, drafter: DFlashDraftModel) -> Any:
+        """A drafter of this convention that shares the weights of ``drafter``, which is not changed."""
+        config = copy.deepcopy(drafter.config)
+        config.mask_token_id, config.input_embedding_scale = self.mask_id, self.scale
+        config.rope_parameters = json.loads(self.rope)
+        with init_empty_weights(include_buffers=False):
+            twin: Any = type(drafter)(config)
+        twin.load_state_dict(drafter.state_dict(), assign=True)
+        twin.lm_head = None  # the judge passes the head, its own or another
+        for layer, window, causal in zip(twin.layers, self.windows, self.causal, strict=True):
+            layer.self_attn.window, layer.self_attn.causal = window, causal
+        for name in ("hidden_norm", "norm"):
+            if not getattr(self, name):
+                setattr(twin, name, torch.nn.Identity())
+        return twin.to(drafter.device, self.dtype).train(drafter.training)
+
+
+def as_text(parameters: dict[str, Any]) -> str:
+    """Parameters in one form, so that equal ones are equal."""
+    return json.dumps(parameters, sort_keys=True)
+
+
+@dataclass(frozen=True)
 class Change:
     """Another convention.
 
     Attributes:
-        kind: what is changed; two of one kind exclude each other.
+        kind: what is changed; two changes of one kind exclude each other.
         name: short, for tables.
-        words: what is wrong if this is better.
-        fix: what to do about it.
-        apply: from a convention to the other one.
+        words: the fault, if this change is better.
+        fix: the cure; empty: made of ``fields``.
+        sets: fields of `Convention`, with their new values.
         fields: of config.json, with which the drafter is read so; None: no field says it.
     """
 
     kind: str
     name: str
     words: str
-    fix: str
-    apply: Callable[[Convention], Convention] = field(compare=False)
+    fix: str = ""
+    sets: dict[str, Any] = field(default_factory=dict, compare=False)
     fields: dict[str, Any] | None = None
 
-    @classmethod
-    def by_config(cls, kind: str, name: str, words: str, apply: Any, **fields: Any) -> Change:
-        """One that config.json can say."""
-        said = ", ".join(f"{field}={value!r}" for field, value in fields.items())
-        return cls(kind, name, words, f"set {said} in the drafter's config.json.", apply, fields)
+    def __post_init__(self) -> None:
+        if not self.fix:
+            said = ", ".join(f"{name}={value!r}" for name, value in (self.fields or {}).items())
+            object.__setattr__(self, "fix", f"set {said} in the drafter's config.json.")
+
+    def apply(self, convention: Convention) -> Convention:
+        """``convention`` with this change."""
+        return replace(convention, **self.sets)
 
 
 def changes(target: Any, drafter: DFlashDraftModel, longest: int, masks: Sequence[int] = ()) -> list[Change]:
-    """All that are tried of a pair on texts of up to ``longest`` tokens; ``masks``: likely mask ids."""
+    """All changes of a pair to try on texts of up to ``longest`` tokens; ``masks``: likely mask ids."""
     found = [*_taps(target, drafter), *_attention(target, drafter, longest), *_masks(drafter, masks)]
     return found + [*_embedding(target, drafter), *_reading(target, drafter), *_numbers(target, drafter)]
 
@@ -64,65 +135,45 @@ def _taps(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
             f"the taps are off by one: the drafter reads layers {taps}, and learned from {moved} (0-based "
             "outputs of blocks)"
         )
-
-        def apply(now: Convention, moved: tuple[int, ...] = tuple(moved)) -> Convention:
-            return replace(now, taps=moved)
-
+        fix, fields = "", {"target_layer_ids": moved}
         if min(moved) < 0:
             fix = "layer -1 is the embedding's output, which no config can name: train a drafter anew."
-            yield Change("taps", f"taps {step:+d}", words, fix, apply)
-        else:
-            yield Change.by_config("taps", f"taps {step:+d}", words, apply, target_layer_ids=moved)
+        yield Change("taps", f"taps {step:+d}", words, fix, {"taps": tuple(moved)}, None if fix else fields)
     if final_norm(target) is not None:
         words = "the drafter learned from features behind the target's final norm"
         fix = "features are read before it by every loader: train the drafter on the blocks' own outputs."
-        yield Change("normed", "normed features", words, fix, lambda now: replace(now, normed=True))
+        yield Change("normed", "normed features", words, fix, {"normed": True})
 
 
 def _attention(target: Any, drafter: DFlashDraftModel, longest: int) -> Iterator[Change]:
-    own = Convention.of(drafter).layers
-    count, config = len(own), drafter.config
-    causal = not own[0][1]
+    own, config = Convention.of(drafter), drafter.config
+    count, causal = len(own.windows), not own.causal[0]
     words = f"blocks are {'not ' if causal else ''}causal, and were {'' if causal else 'not '}in training"
-    yield Change.by_config(
-        "causal", f"causal {causal}", words, lambda now: replace(now, layers=_with(now, causal=causal)),
-        is_causal=causal,
-    )  # fmt: skip
-    windows = {window for window, _ in own}
-    if windows != {None}:
-        words = f"the drafter's layers see windows of {max(w for w in windows if w)}, and saw all in training"
-        yield Change.by_config(
-            "window", "no window", words, lambda now: replace(now, layers=_with(now, window=None)),
-            layer_types=["full_attention"] * count, sliding_window=None, is_causal=own[0][1],
-        )  # fmt: skip
+    yield Change(
+        "causal", f"causal {causal}", words, "", {"causal": (causal,) * count}, {"is_causal": causal}
+    )
+
+    def windows(window: int | None, words: str, kind: str) -> Change:
+        fields = {"layer_types": [kind] * count, "sliding_window": window, "is_causal": own.causal[0]}
+        name = "no window" if window is None else f"window {window}"
+        return Change("window", name, words, "", {"windows": (window,) * count}, fields)
+
+    seen = {*own.windows}
+    if seen != {None}:
+        words = f"the drafter's layers see windows of {max(w for w in seen if w)}, and saw all in training"
+        yield windows(None, words, "full_attention")
     theirs = getattr(target.config.get_text_config(), "sliding_window", None)
     likely = {config.sliding_window, theirs, *WINDOWS}
-    for window in sorted(one for one in likely - windows if one and one < longest):
+    for window in sorted(one for one in likely - seen if one and one < longest):
         words = f"the drafter's layers see all of the context, and saw windows of {window} in training"
-
-        def apply(now: Convention, window: int = window) -> Convention:
-            return replace(now, layers=_with(now, window=window))
-
-        types = ["sliding_attention"] * count
-        yield Change.by_config(
-            "window", f"window {window}", words, apply,
-            layer_types=types, sliding_window=window, is_causal=own[0][1],
-        )  # fmt: skip
-
-
-def _with(now: Convention, **said: Any) -> tuple[tuple[int | None, bool], ...]:
-    return tuple((said.get("window", window), said.get("causal", causal)) for window, causal in now.layers)
+        yield windows(window, words, "sliding_attention")
 
 
 def _masks(drafter: DFlashDraftModel, masks: Sequence[int]) -> Iterator[Change]:
     own = drafter.config.mask_token_id
     for mask in [one for one in dict.fromkeys(masks) if one != own][:MOST_MASKS]:
         words = f"the mask id is {own}, and was {mask} in training"
-
-        def apply(now: Convention, mask: int = mask) -> Convention:
-            return replace(now, mask_id=mask)
-
-        yield Change.by_config("mask", f"mask {mask}", words, apply, mask_token_id=mask)
+        yield Change("mask", f"mask {mask}", words, "", {"mask_id": mask}, {"mask_token_id": mask})
 
 
 def _embedding(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
@@ -131,58 +182,45 @@ def _embedding(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
         words = (
             f"the target's embedding is scaled by {own:g} for the drafter, and was by {scale:g} in training"
         )
-
-        def apply(now: Convention, scale: float = scale) -> Convention:
-            return replace(now, scale=scale)
-
-        yield Change.by_config("scale", f"scale {scale:.4g}", words, apply, input_embedding_scale=scale)
+        fields = {"input_embedding_scale": scale}
+        yield Change("scale", f"scale {scale:.4g}", words, "", {"scale": scale}, fields)
     head, embedding = target.get_output_embeddings().weight, target.get_input_embeddings().weight
     alike = head.data_ptr() == embedding.data_ptr() or drafter.config.own_head
     if not alike and head.shape == embedding.shape:
         words = "the drafter learned to be read by the target's embedding, and the target's head is another"
         fix = "every loader reads it by the head: train the drafter with that."
-        yield Change("tied", "tied head", words, fix, lambda now: replace(now, tied=True))
+        yield Change("tied", "tied head", words, fix, {"tied": True})
 
 
 def _reading(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
     flag = drafter.config.sample_from_anchor
     says, read = ("of their own place", "after it") if flag else ("after their own place", "of it")
     words = f"rows say the token {says}, and are read as the one {read} (sample_from_anchor={flag})"
-    yield Change.by_config(
-        "row", f"row {flag:d}", words, lambda now: replace(now, first_row=int(flag)),
-        sample_from_anchor=not flag,
-    )  # fmt: skip
+    yield Change(
+        "row", f"row {flag:d}", words, "", {"first_row": int(flag)}, {"sample_from_anchor": not flag}
+    )
     for norm, what in (("hidden_norm", "features"), ("norm", "states before the head")):
         words = f"the drafter's {norm} on its {what} was left out in training"
         fix = f"train with {norm}, or set its weights so that it does nothing."
-
-        def apply(now: Convention, norm: str = norm) -> Convention:
-            return replace(now, skipped=now.skipped | {norm})
-
-        yield Change(norm, f"no {norm}", words, fix, apply)
+        yield Change(norm, f"no {norm}", words, fix, {norm: False})
 
 
 def _numbers(target: Any, drafter: DFlashDraftModel) -> Iterator[Change]:
     for dtype in (torch.float32, torch.bfloat16):
         if dtype != drafter.dtype:
-            words = f"{drafter.dtype} costs drafts that {dtype} has"
-            fix = f"load the drafter with dtype={dtype}."
-
-            def apply(now: Convention, dtype: torch.dtype = dtype) -> Convention:
-                return replace(now, dtype=dtype)
-
-            yield Change("dtype", str(dtype).removeprefix("torch."), words, fix, apply)
+            words, fix = (
+                f"{drafter.dtype} costs drafts that {dtype} has",
+                f"load the drafter with dtype={dtype}.",
+            )
+            yield Change("dtype", str(dtype).removeprefix("torch."), words, fix, {"dtype": dtype})
     own: Any = drafter.config.rope_parameters
     base = target.config.get_text_config().rope_parameters
     if isinstance(base, dict) and "rope_theta" in base and as_text(base) != as_text(own):
         words = (
             "the drafter's positions turn by other parameters than the target's, with which it was trained"
         )
-        parameters = dict(base)
-        yield Change.by_config(
-            "rope", "target's rope", words, lambda now: replace(now, rope=as_text(parameters)),
-            rope_parameters=parameters,
-        )  # fmt: skip
+        fields = {"rope_parameters": dict(base)}
+        yield Change("rope", "target's rope", words, "", {"rope": as_text(base)}, fields)
 
 
 CONFIG, COPY = "config.json", "config.json.before"

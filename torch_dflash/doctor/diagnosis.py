@@ -1,4 +1,4 @@
-"""The search for a better convention, and what it says of a pair."""
+"""Searches for a better convention, and words the result."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.checks import check_counts
-from torch_dflash.doctor.changes import Change, changes
-from torch_dflash.doctor.convention import Convention
-from torch_dflash.doctor.judge import Judge, Text, record
+from torch_dflash.doctor.changes import Change, Convention, changes
+from torch_dflash.doctor.judge import Answered, Judge, record
 from torch_dflash.doctor.tried import WEAK, Evidence, Tried, weigh
 from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary, refuse_extras
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
@@ -20,22 +19,22 @@ from torch_dflash.proposers.pair import check_pair
 from torch_dflash.storage.files import write_atomically
 
 ROUNDS = ((16, 48), (64, 12))
-"""Pairs of changes are screened on so many blocks, and so many go on."""
+"""Screenings of pairs of changes: the blocks of each, and the number of pairs that go on."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a pair.
+    """The verdict on a pair, and its evidence.
 
     Attributes:
         verdict: "broken", "weak", "healthy", or "unsure": too few blocks to call it either of the two.
-        changes: what makes it better, if it is broken.
+        changes: the cure, if it is broken.
         length: acceptance length of blocks drafted as the pair is, teacher-forced on the target's text.
         better: the same with ``changes``.
         positions: share of blocks whose first k drafts are right, as the pair is.
         tried: every convention that was judged on all blocks, the likeliest first.
-        findings: what the configs say.
-        evidence: what the verdict rests on.
+        findings: remarks on the configs.
+        evidence: of the verdict.
     """
 
     verdict: str
@@ -49,15 +48,14 @@ class Diagnosis:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of config.json that ``changes`` come to; what no field says is not among them."""
+        """The fields of config.json for ``changes``; a change without a field is left out."""
         return {name: value for one in self.changes for name, value in (one.fields or {}).items()}
 
     def __str__(self) -> str:
         said = [str(finding) for finding in self.findings]
         said.append(f"acceptance length {self.length:.2f}")
         if self.verdict == "broken":
-            for change in self.changes:
-                said.append(f"broken: {change.words}; {change.fix}")
+            said += [f"broken: {change.words}; {change.fix}" for change in self.changes]
             said.append(f"with that: {self.better:.2f}")
         elif self.verdict == "weak":
             said.append(
@@ -79,7 +77,7 @@ class Diagnosis:
 def judge_texts(
     target: Any,
     drafter: DFlashDraftModel,
-    texts: Sequence[Text],
+    texts: Sequence[Answered],
     *,
     masks: Sequence[int] = (),
     blocks: int = 256,
@@ -88,17 +86,17 @@ def judge_texts(
 
     The target runs once over the texts. Each convention then drafts the same blocks, teacher-forced, and is
     compared with others block by block: how likely it holds the target's own tokens, each convention at the
-    temperature that suits it best, which tells more than how many drafts are accepted. What counts as better
-    is said by `Tried.beats`. A pair of changes has to be better than either alone. Where too few blocks were
-    drafted to rule a change out, no verdict is given. Where taps are off by one, say, text stays right and
-    only speed is lost, so nothing else would tell.
+    temperature that suits it best, which tells more than the number of accepted drafts. `Tried.beats` defines
+    better. A pair of changes has to be better than either alone. Where too few blocks were drafted to rule a
+    change out, there is no verdict. Faults such as taps off by one cost only speed and no text, so no other
+    test finds them.
 
     Args:
         target: a live transformers causal LM.
         drafter: a `DFlashDraftModel`; neither is changed.
         texts: prompts with the target's own greedy answers; some hundred tokens of them.
         masks: ids that may have been the mask in training, such as special tokens that no text holds.
-        blocks: how many are drafted by each convention.
+        blocks: number of blocks that each convention drafts.
 
     Raises:
         TypeError, ValueError: the pair does not fit, so that nothing could be drafted, or there is no text.
@@ -129,7 +127,7 @@ def judge_texts(
 
 
 def check_judged(target: Any, drafter: DFlashDraftModel) -> None:
-    """Raise for a pair that does not fit, and for a drafter that is none, or has a part no convention has."""
+    """Raise for a pair that does not fit, and for a drafter that has no convention of ours."""
     if not isinstance(drafter, DFlashDraftModel):
         name = type(drafter).__name__
         raise TypeError(f"drafter={name}: has no conventions to be judged; pass a DFlashDraftModel.")
@@ -147,7 +145,7 @@ def _both(own: Convention, pair: tuple[Change, ...]) -> Convention:
 
 
 def _best(chosen: Tried, tried: list[Tried], known: list[Tried]) -> Tried:
-    """The best of ``tried`` that beats ``chosen`` and those ``known`` that it has all changes of."""
+    """The best of ``tried`` that beats ``chosen`` and each of ``known`` with a part of its changes."""
     for one in sorted(tried, key=lambda one: -one.nats):
         less = [other for other in known if all(change in one.changes for change in other.changes)]
         if all(one.beats(other) for other in [chosen, *less]):
@@ -156,7 +154,7 @@ def _best(chosen: Tried, tried: list[Tried], known: list[Tried]) -> Tried:
 
 
 def _finalists(judge: Judge, own: Convention, single: list[Tried]) -> list[tuple[Change, ...]]:
-    """The pairs of changes that are best on a part of the blocks."""
+    """The pairs of changes that are best on some of the blocks."""
     kinds = [one.changes[0] for one in single]
     pairs = [pair for pair in combinations(kinds, 2) if pair[0].kind != pair[1].kind]
     for blocks, most in ROUNDS:
@@ -170,8 +168,8 @@ def _finalists(judge: Judge, own: Convention, single: list[Tried]) -> list[tuple
 SHOWN = 16
 
 
-def draw(found: Diagnosis, path: Path) -> None:
-    """Acceptance length by convention, the best ones, and the share of right drafts by position, as a PNG.
+def draw_bars(found: Diagnosis, path: Path) -> None:
+    """Draw acceptance length by convention, best first, and the share of right drafts by position, as PNG.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing (extra ``demo``).

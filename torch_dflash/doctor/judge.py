@@ -1,4 +1,4 @@
-"""How well a convention drafts the target's own text, teacher-forced: what is accepted, what is likely."""
+"""Judges how well a convention drafts the target's own text, teacher-forced: acceptance and likelihood."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from torch_dflash.doctor.convention import Convention
+from torch_dflash.doctor.changes import Convention
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash.vocabulary import look_up
 from torch_dflash.targets.blocks import block_of, check_tappable, tapped
@@ -22,16 +22,16 @@ from torch_dflash.targets.weights import collect_tensors
 from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
 
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
-"""From a quarter to 64, at which nothing is said: of each convention the one that suits it best counts."""
+"""From a quarter to 64, at which all tokens are alike; each convention is judged at its best temperature."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """Blocks as a convention drafts them.
+    """The blocks of one convention.
 
     Attributes:
         accepted: drafts of each block that the target would accept.
-        likelihood: nats that each block says of the target's tokens, all rows, at each of `TEMPERATURES`.
+        likelihood: log-likelihood in nats of the target's tokens, all rows, at each of `TEMPERATURES`.
     """
 
     accepted: Int[Tensor, " blocks"]
@@ -39,26 +39,24 @@ class Drafted:
 
     @property
     def nats(self) -> Float[Tensor, " blocks"]:
-        """`likelihood` at its best temperature: to be more or less sure of everything is no merit."""
+        """`likelihood` at its best temperature: a drafter that is more sure of everything is no better."""
         return self.likelihood[:, self.likelihood.mean(dim=0).argmax()]
 
 
 class Judge:
-    """Blocks of recorded texts, drafted as one likes.
+    """Drafts the same blocks of recorded texts by any convention.
 
     Args:
         target, drafter: the pair; neither is changed.
-        recorded: of the target.
-        blocks: how many in all; their anchors lie evenly over the answers.
+        recorded: of the target, by `record`.
+        blocks: number of blocks; their anchors lie evenly over the answers.
 
     Attributes:
         places: (text, anchor) of each block.
         most: as many blocks as the answers have room for.
     """
 
-    def __init__(
-        self, target: Any, drafter: DFlashDraftModel, recorded: Sequence[Recorded], blocks: int = 256
-    ):
+    def __init__(self, target: Any, drafter: DFlashDraftModel, recorded: Sequence[Tapped], blocks: int = 256):
         self.target, self.drafter, self.recorded = target, drafter, list(recorded)
         self.width = drafter.config.block_size
         self._norm = final_norm(target)
@@ -76,18 +74,18 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, convention: Convention) -> Drafted:
-        """Every block by ``convention``."""
+        """Draft every block by ``convention``."""
         counts, nats = [], []
         for twin, batch, rows in self._drafted(convention, 1):
             counts.append(self.count(twin, convention, batch, rows))
-            nats.append(self.say(twin, convention, batch, rows))
+            nats.append(self.log_likelihood(twin, convention, batch, rows))
         return Drafted(torch.cat(counts), torch.cat(nats))
 
     @torch.no_grad()
     def likelihood(self, convention: Convention, every: int) -> float:
-        """Nats in the mean of each ``every``-th block: what is accepted would take the whole head."""
+        """Mean nats of each ``every``-th block. Cheaper than acceptance, which takes the whole head."""
         drafted = self._drafted(convention, every)
-        nats = [self.say(twin, convention, batch, rows) for twin, batch, rows in drafted]
+        nats = [self.log_likelihood(twin, convention, batch, rows) for twin, batch, rows in drafted]
         return float(torch.cat(nats).mean(dim=0).max())
 
     def _drafted(self, convention: Convention, every: int) -> Iterator[tuple[Any, Batch, Tensor]]:
@@ -113,10 +111,10 @@ class Judge:
             counts[alive] += 1
         return counts.cpu()
 
-    def say(
+    def log_likelihood(
         self, twin: Any, convention: Convention, batch: Batch, rows: Float[Tensor, "one A N H"]
     ) -> Float[Tensor, "A temperatures"]:
-        """Nats that each block says of the target's tokens, as against the others that the texts hold."""
+        """Log-likelihood of the target's tokens in nats, among the tokens that the texts hold."""
         wanted, known = block_targets(batch, self.width)
         logits = self.read(twin, convention, batch, rows, self._words)[0].float()
         logits = torch.where(torch.isfinite(logits).all(dim=-1, keepdim=True), logits, 0)  # says nothing
@@ -127,8 +125,8 @@ class Judge:
         ]
         return torch.stack(nats, dim=1).cpu()
 
-    def batch(self, convention: Convention, one: Recorded, anchors: list[int]) -> Batch:
-        """What the drafter is given of a text."""
+    def batch(self, convention: Convention, one: Tapped, anchors: list[int]) -> Batch:
+        """The drafter's inputs for blocks of a text."""
         states = [one.states[tap + 1] for tap in convention.taps]
         norm = self._norm if convention.normed else None
         features = torch.cat([state if norm is None else norm(state) for state in states], dim=-1)
@@ -153,7 +151,7 @@ class Judge:
         rows: Float[Tensor, "B A N H"],
         words: Int[Tensor, " V"] | None = None,
     ) -> Float[Tensor, "B A N V"]:
-        """What the drafter says by such states, of all tokens or of ``words``, behind the true tokens."""
+        """Logits of such states, of all tokens or of ``words``, each behind the true tokens."""
         logits, markov = twin.logits(rows, self._head(convention, words)), twin.markov_head
         if markov is None:
             return logits
@@ -173,18 +171,18 @@ class Judge:
 
 
 def standard_score(new: Tensor, old: Tensor) -> float:
-    """By how many standard errors ``new`` is better than ``old``, block by block."""
+    """Standard errors by which ``new`` is better than ``old``, block by block."""
     mean, error = (new - old).double().mean(), standard_error(new, old)
     return float(mean / error) if error > 0 else float(mean.sign()) * len(new)
 
 
 def standard_error(new: Tensor, old: Tensor) -> float:
-    """Of the mean by which ``new`` is better than ``old``, block by block; 0 of a single block."""
+    """Standard error of the mean gain of ``new`` over ``old``, block by block; 0 of a single block."""
     return float((new - old).double().std() / len(new) ** 0.5) if len(new) > 1 else 0.0
 
 
 @dataclass(frozen=True)
-class Text:
+class Answered:
     """A prompt of ``start`` tokens and the target's own greedy answer to it: ``ids`` [T]."""
 
     ids: Int[Tensor, " T"]
@@ -192,19 +190,19 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Tapped:
     """A text, and ``states``: the embedding's output, then that of each block, before the final norm."""
 
-    text: Text
+    text: Answered
     states: list[Float[Tensor, "T H"]]
 
 
 @torch.no_grad()
-def record(target: Any, texts: Sequence[Text]) -> list[Recorded]:
+def record(target: Any, texts: Sequence[Answered]) -> list[Tapped]:
     """Run ``target`` over each text once.
 
     Raises:
-        ValueError: its layers cannot be tapped, or it is none that decodes here.
+        ValueError: the layers of ``target`` cannot be tapped, or it does not decode here.
     """
     blocks = blocks_of(target)
     check_tappable(target, blocks)
@@ -220,5 +218,5 @@ def record(target: Any, texts: Sequence[Text]) -> list[Recorded]:
         for text in texts:
             step = {"input_ids": text.ids[None].to(target.device), "use_cache": False}
             torch.func.functional_call(skeleton, tensors, (), step)
-            found.append(Recorded(text, [outputs[layer][0].detach() for layer in (-1, *layers)]))
+            found.append(Tapped(text, [outputs[layer][0].detach() for layer in (-1, *layers)]))
     return found

@@ -1,4 +1,4 @@
-"""A convention that was tried: what it drafts, and whether it is better than another, or may be."""
+"""Compares conventions that were tried: statistics of their blocks, and the evidence of a verdict."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SURE = 3.5
 GAIN = 0.02
 """Nats a block that a change has to gain: another dtype shifts all blocks by a hundredth."""
 FAINT = 0.25
-"""Nats that it has to gain where the drafter stays weak: what has hardly learned is likelier by chance."""
+"""Nats that it has to gain where the drafter stays weak: gains by chance are larger there."""
 WEAK = 2.0
 """An acceptance length below which a pair without a fault is called weak: a step in two."""
 ENOUGH = 256
-"""Blocks on which a pair is called sound whatever may be left: the doctor was measured with as many."""
+"""Blocks on which a pair is called sound whatever may be left, as many as the doctor was measured with."""
 FEW = 16
-"""Blocks below which nothing is said of a pair: a standard error of fewer says little."""
+"""Blocks below which there is no verdict: the standard error of fewer is unsure itself."""
 LUCK = 1.5
-"""Standard errors by which the blocks to come, up to `ENOUGH`, may be better than those that there are."""
+"""Standard errors by which the missing blocks, up to `ENOUGH`, may be better than those at hand."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,22 @@ class Tried:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The changes in words, for tables."""
         return " and ".join(change.name for change in self.changes) or "as it is"
 
     @property
     def length(self) -> float:
-        """Acceptance length: accepted drafts of a block and the bonus token, in the mean."""
+        """Acceptance length: mean accepted drafts of a block, plus the bonus token."""
         return 1 + float(self.drafted.accepted.double().mean())
 
     @cached_property
     def nats(self) -> float:
-        """What a block says of the target's tokens, in the mean."""
+        """Mean log-likelihood of the target's tokens in a block."""
         return float(self.drafted.nats.double().mean())
 
     @property
     def least(self) -> float:
-        """Nats a block that it has to gain on another."""
+        """Nats per block that it has to gain over another."""
         return GAIN if self.length >= WEAK else FAINT
 
     def beats(self, other: Tried) -> bool:
@@ -61,7 +61,7 @@ class Tried:
         return sure and standard_score(new.accepted, old.accepted) > -1
 
     def may_beat(self, other: Tried) -> bool:
-        """Whether it might on `ENOUGH` blocks: by `LUCK` standard errors of what the further ones bring."""
+        """Whether it might beat ``other`` on `ENOUGH` blocks, if the missing ones are better by `LUCK`."""
         new, old = self.drafted, other.drafted
         missing = max(0.0, 1 - len(new.accepted) / ENOUGH)
         error = standard_error(new.nats, old.nats)
@@ -71,22 +71,22 @@ class Tried:
 
 
 def surely(blocks: int) -> float:
-    """`SURE`, and more on fewer than `ENOUGH` blocks: they are of less text, and their error is less sure."""
+    """`SURE`, and more on fewer than `ENOUGH` blocks, whose standard error is less sure."""
     return SURE * max(1.0, ENOUGH / blocks) ** 0.25 if blocks >= FEW else float("inf")
 
 
 BEYOND = 2
-"""Standard errors above what a change gains here, which it will hardly gain in truth."""
+"""Standard errors above the measured gain of a change; the true gain is hardly larger."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of a pair in which nothing was found wrong, or of one that is broken, without `gain` and `doubts`.
+    """Evidence of a verdict; for a broken pair without `gain` and `doubts`.
 
     Attributes:
         blocks: drafted by each convention; most: as many as the answers have room for; answers: their number.
-        gain: nats a block that the first of ``doubts``, or without these any change, may gain at most, as far
-            as the blocks tell; of: those that there are to gain.
+        gain: the most nats per block that the first of ``doubts``, or without these any change, may gain;
+            of: the most that any drafter could gain.
         doubts: names of changes that `ENOUGH` blocks may show to be better, single ones first.
     """
 
@@ -102,12 +102,12 @@ class Evidence:
 
     @property
     def left(self) -> str:
-        """How large a fault may be that was not seen, in words."""
+        """The size of a fault that may have been missed, in words."""
         return f"may gain up to {self.gain:.2f} nats a block, of {self.of:.1f}"
 
     @property
     def advice(self) -> str:
-        """How to come to `ENOUGH` blocks."""
+        """The way to `ENOUGH` blocks, in words."""
         prompts = math.ceil(ENOUGH * self.answers / self.most)
         more = f"give {prompts} prompts or more, or have longer answers" if self.most < ENOUGH else ""
         drafted = f"draft {ENOUGH} blocks or more" if self.blocks < min(self.most, ENOUGH) else ""
@@ -115,7 +115,7 @@ class Evidence:
 
 
 def weigh(base: Tried, others: Sequence[Tried], most: int, answers: int) -> Evidence:
-    """What the blocks of ``base`` say, and what they leave open of ``others``."""
+    """The evidence of the blocks of ``base`` against ``others``."""
 
     def up_to(one: Tried) -> float:
         return one.nats - base.nats + BEYOND * standard_error(one.drafted.nats, base.drafted.nats)

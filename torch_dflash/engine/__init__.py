@@ -1,1 +1,1 @@
-"""Who serves requests: everything on the host's side of a round."""
+"""The loop on the host: engines, batches, schedulers, sessions, replicas, saved states."""

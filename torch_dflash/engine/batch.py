@@ -1,4 +1,4 @@
-"""A batch in generation: prompts are read, rows wait for pages, rounds run, one step after another."""
+"""`Generation`: one batch, step by step: prompts, pages, rounds, reads."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Generation:
 
     @classmethod
     def resume(cls, runtime: Runtime, plan: DecodePlan, params: Any, state: DecodeState) -> Generation:
-        """What ``state`` of a paged cache is in the middle of; its prompts are read."""
+        """Resume the generation of ``state``, a paged cache's; its prompts are read."""
         read = runtime.fetch({name: getattr(state, name) for name in READ})
         return cls(runtime, plan, params, state, Scheduler.of(plan, read), [])
 
@@ -160,7 +160,7 @@ class Generation:
         return progress
 
     def _stop_rows(self, progress: Progress, since: np.ndarray) -> None:
-        """End rows where a stop rule says so. The device may be further: what it has more is cut."""
+        """End rows where a stop rule says so. The device may have run past the end; the surplus is cut."""
         rows = range(len(self.rows))
         for row, end in self._ends.items():
             progress.cut(row, end)

@@ -56,7 +56,7 @@ class Hosts(Protocol):
         ...
 
     def resting(self, what: str) -> AbstractContextManager[None]:
-        """While open, a user's code has the turn in ``what``, and needs nobody."""
+        """While open, a user's code runs in ``what``; no process waits for this one."""
         ...
 
     def step(self) -> None:
@@ -64,7 +64,7 @@ class Hosts(Protocol):
         ...
 
     def lead(self) -> Any:
-        """Of a stream, what decides how far it goes: ``go()`` and ``stop()``."""
+        """The leader of a stream, which decides its end by ``go()`` and ``stop()``."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A call whose rows several replicas decode: what they tell of it, as it comes, in the caller's thread."""
+"""`Call`: one call's rows on several replicas; their results arrive in the caller's thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_dflash.runtime import Progress, RowDelta
 
 @dataclass(frozen=True)
 class Part:
-    """What a replica has made of some ``rows`` of a call; ``progress`` has them in this order.
+    """A replica's result for some ``rows`` of a call; ``progress`` has them in this order.
 
     ``read_at`` holds when each host read ended (`time.perf_counter`); the rest as in `DecodeStats`.
     """
@@ -55,7 +55,7 @@ class Call:
         self._told.put(what)
 
     def gains(self) -> Iterator[dict[int, RowDelta]]:
-        """What rows have gained, one read of one replica after another, until all have ended.
+        """Yield the rows' new tokens, read by read, until all rows have ended.
 
         Raises:
             Exception: what a replica raised.

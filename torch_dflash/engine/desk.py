@@ -1,4 +1,4 @@
-"""Which replica decodes which rows: whichever has fewest, as long as it has room."""
+"""`Desk`: gives rows to the replica with the fewest, while it has room."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ class Desk:
         return groups
 
     def _next(self) -> int:
-        """Of those with fewest rows the one that had fewest so far."""
+        """The replica with the fewest rows now, then with the fewest so far."""
         return min(range(len(self._busy)), key=lambda at: (self._busy[at], self._taken[at], at))

@@ -1,4 +1,4 @@
-"""A compiled pair that serves many requests: it reads them, runs them and hands out what they gained."""
+"""`Engine`: a compiled pair that reads requests, runs them and returns their tokens."""
 
 from __future__ import annotations
 
@@ -254,15 +254,15 @@ class Engine(OfOneProcess):
         return collect(request, progress, times, compiled, generation.prefilled)
 
     def stream(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[GenerateOptions]
     ) -> Iterator[list[list[int]]]:
         """Yield, after each chunk of rounds, the tokens each row gained. May be abandoned at any point."""
         # Checked here, not at the first `next`: a generator's body would run only then.
-        asked = options | {"return_dict_in_generate": False}
+        asked = {**options, "return_dict_in_generate": False}
         return tokens_of(self.gains(self._read("stream", input_ids, attention_mask, asked)))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
-        """What each row of a request that was read gains, chunk by chunk."""
+        """Yield each row's new tokens, chunk by chunk."""
         with self.shared("stream"):
             steps = self._steps(self._begin(request.rows, self._params()), streamed=True)
         with closing(steps):  # at once, though a traceback holds it
@@ -274,9 +274,11 @@ class Engine(OfOneProcess):
         read = partial(self._read, "session")
         return Session(lambda: (self.runtime, self.pair), read, self._params, self._steps)
 
-    def start(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DecodeState:
+    def start(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Unpack[GenerateOptions]
+    ) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
-        asked = options | {"return_dict_in_generate": False}
+        asked = {**options, "return_dict_in_generate": False}
         rows = self._read("start", input_ids, attention_mask, asked).rows
         if any(row.stopping for row in rows):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Several processes that serve a call as one: what process 0 is asked for runs in all of them.
+"""Runs process 0's call in every process of a multi-host mesh.
 
-Which processes these are is the bridge's matter (`jax_bridge.hosts`). Alone, one does nothing of this.
+`jax_bridge.hosts` knows the processes. An engine of one process imports nothing of this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ READ = "what it reads"
 CHECK_EVERY = 32
 """Chunks between two comparisons of the text that the processes hold."""
 _NUMBER = re.compile(r" at 0x[0-9a-f]+")
-"""How Python shows an object: by an address of this process's own."""
+"""An object's address as Python prints it, which differs by process."""
 
 
 def read_together(
@@ -97,7 +97,7 @@ def _telling(hosts: Hosts, what: str) -> Iterator[None]:
 
 
 def said_of(hosts: Hosts, mesh: Any, target: Any, drafter: Any, *engine: Any) -> dict[str, str]:
-    """What has to be the same in all processes before a call, weights apart: devices, models, an engine."""
+    """Devices, models and engine options, which must be the same in all processes before a call."""
     said = {"the mesh": hosts.order(mesh)}
     for name, given in (("the target", target), ("the drafter", drafter)):
         one = inner_of(given)
@@ -112,7 +112,7 @@ def said_of(hosts: Hosts, mesh: Any, target: Any, drafter: Any, *engine: Any) ->
 
 
 def digest_of(request: Request, *more: Any) -> dict[str, str]:
-    """What has to be the same in what was read, in short.
+    """A digest of a request, which must be the same in all processes.
 
     Raises:
         ValueError: each process would end the text by a clock of its own.
@@ -132,7 +132,7 @@ def digest_of(request: Request, *more: Any) -> dict[str, str]:
 
 
 def digest_of_state(runtime: Runtime, state: DecodeState | None) -> dict[str, str]:
-    """What has to be the same in a state, if any: all of it but what its texts and the weights decide.
+    """A digest of a state, if any, without the parts that its texts and the weights decide.
 
     Raises:
         ValueError: it was consumed before.
@@ -200,7 +200,7 @@ def packed(given: Any) -> bytes:
 
 
 def unpacked(sent: bytes, own: Any) -> Any:
-    """What `packed` was given in another process; what that kept is ``own``'s, in the same place."""
+    """The value that `packed` was given in another process; parts that it kept come from ``own``."""
     return _read(json.loads(sent), own)
 
 
@@ -272,7 +272,7 @@ class HostsEngine(Engine):
         return read_alike(self.hosts, what, read, said)
 
     def bits(self) -> dict[str, str]:
-        """What processes compare of the live weights: a loaded target's are known by its checkpoint."""
+        """A checksum of the live weights, for comparison; of a loaded target its checkpoint."""
         return {"their bits": self.runtime.fingerprint(self._live())}
 
     def alike(self, what: str, read: Callable[[], T], digest: Callable[[T], dict[str, str]]) -> T:

@@ -1,4 +1,4 @@
-"""The user's models behind an engine: held weakly, read as they are now."""
+"""`Models`: weak references to the user's models, and their live weights; checks before every call."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class Models:
         Raises:
             Restructured: a model has other tensors than its skeleton. RuntimeError: it is gone.
         """
-        alive = self.target, self.drafter  # or a name would be missed where a model is
+        # Strong references first: a model that is freed meanwhile would look like a missing weight.
+        alive = self.target, self.drafter
         tensors = dict(self._arrays)
         for live in self._live:
             tensors |= live.read()

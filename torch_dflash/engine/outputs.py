@@ -1,4 +1,4 @@
-"""What `generate` returns: transformers' output class with the statistics beside it."""
+"""`GenerateOutput` and `DecodeStats`: what `generate` returns."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def collect(
 def stats_of(
     request: Request, progress: Progress, read_at: list[float], compilations: int, prefilled: int
 ) -> DecodeStats:
-    """What a call has done up to a host read.
+    """Statistics of a call up to a host read.
 
     ``read_at`` holds when each read ended, in seconds; ``prefilled`` is how many prompt tokens were read.
     """
@@ -151,13 +151,13 @@ def join_rows(input_ids: Tensor, prompt_lengths: list[int], progress: Progress, 
 
 
 class Deltas:
-    """How far a caller has been told of each row, at first of its prompt of ``lengths`` tokens alone."""
+    """Tracks the tokens that a caller has seen of each row; at first prompts of ``lengths`` tokens."""
 
     def __init__(self, lengths: Sequence[int]):
         self._shown, self._rounds = list(lengths), [0] * len(lengths)
 
     def by(self, progress: Progress) -> list[RowDelta]:
-        """What each row has more than when this was asked last."""
+        """Each row's tokens since the last call."""
         since = zip(self._shown, self._rounds, strict=True)
         gains = [_gain(progress, row, *known) for row, known in enumerate(since)]
         # A row that waits for pages has its prompt alone.
@@ -167,7 +167,7 @@ class Deltas:
 
 
 def tokens_of(gains: Generator[list[RowDelta], None, None]) -> Iterator[list[list[int]]]:
-    """Of each row's gain the tokens."""
+    """The tokens alone of each row's delta."""
     with closing(gains):  # at once, though a traceback holds it
         for gained in gains:
             yield [gain.tokens for gain in gained]
@@ -182,7 +182,7 @@ def _gain(progress: Progress, row: int, start: int, rounds: int) -> RowDelta:
 
 
 class Share(NamedTuple):
-    """What a replica did of a call: the ``rows`` that it decoded, and its ``rounds`` for them."""
+    """A replica's share of a call: the ``rows`` that it decoded, and its ``rounds`` for them."""
 
     rows: int
     rounds: int

@@ -22,7 +22,7 @@ ENGINES_PER_PAIR = 24
 
 
 class _Value:
-    """Stands in the weak keys for drafters that are known by value."""
+    """Weak-dictionary key for drafters that compare by value."""
 
 
 _plain, _keyed = _Value(), _Value()  # no drafter; all proposers with a ``key``, together
@@ -58,6 +58,6 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
 
 
 def _value(drafter: Any) -> Any:
-    """What stands for equal drafters; None for one that holds tensors, which an engine refers to."""
+    """A key that equal drafters share; None for a drafter with tensors, which an engine refers to."""
     key = getattr(drafter, "key", None)
     return None if key is None or holds_tensors(drafter) else (type(drafter), key)

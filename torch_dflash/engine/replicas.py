@@ -1,4 +1,4 @@
-"""Engines alike on devices of their own behind one front: rows go to the least busy."""
+"""`Replicas`: copies of an engine on parts of a mesh; rows go to the least busy copy."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Replicas(Engine):
         return _collect(call, started, len(self.engines))
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
-        """What each row gains, one read of one replica after another; the others' rows gain nothing then.
+        """Yield each row's new tokens, one read of one replica at a time; other rows gain nothing then.
 
         Replicas go on while the caller does something else. Left early, they stop after their chunk.
         """

@@ -101,7 +101,7 @@ def _load(file: Path, engine: Engine) -> tuple[DecodeState, str]:
 
 
 def describe_proposer(engine: Engine) -> str:
-    """What makes two proposers draft alike, weights apart: name, width, taps and plain arguments.
+    """A proposer's name, width, taps and plain arguments: equal ones draft alike, weights apart.
 
     An argument is plain if it is kept under its own name and is a number or a string: ``max_ngram``, say.
     """

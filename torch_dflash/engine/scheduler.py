@@ -12,7 +12,7 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.requests.request import Row
 
 READ = ("length", "limit", "page_table", "done", "tokens", "stop_ids")
-"""Of a `DecodeState`, what `Scheduler.of` needs on the host: kilobytes, and no cache."""
+"""The fields of a `DecodeState` that `Scheduler.of` needs on the host: kilobytes, and no cache."""
 
 
 class Step(NamedTuple):
@@ -50,12 +50,12 @@ class Scheduler:
 
     @classmethod
     def for_rows(cls, plan: DecodePlan, rows: list[Row], page_table: np.ndarray | None = None) -> Scheduler:
-        """Of rows whose prompts are still to be read."""
+        """A scheduler for rows whose prompts are still to be read."""
         return cls(plan, [row.length for row in rows], [row.limit for row in rows], page_table)
 
     @classmethod
     def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Scheduler:
-        """What a state of a paged cache is in the middle of, by its fields `READ`; its prompts are read."""
+        """A scheduler that resumes a state of a paged cache, by its fields `READ`; its prompts are read."""
         length, limit, table, done = (read[name].numpy() for name in READ[:4])
         anchor = read["tokens"].gather(1, read["length"][:, None].long())
         stopped = (anchor == read["stop_ids"]).any(dim=1).numpy()

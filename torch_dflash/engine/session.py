@@ -1,4 +1,4 @@
-"""One row that goes on from request to request: what the next prompt shares with it is not read again."""
+"""`Session`: one row that continues from request to request, without reading a shared prefix again."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Session(OfOneProcess):
         self.stats: DecodeStats | None = None
 
     def gains(self, prompt: list[int], settled: int = 0, **options: Any) -> Iterator[RowDelta]:
-        """What the row gains, chunk by chunk; it may be left at any point, and goes on with the next request.
+        """Yield the row's new tokens, chunk by chunk; may be left at any point.
 
         Args:
             prompt: the whole text.
@@ -125,7 +125,7 @@ class Session(OfOneProcess):
         return self._go_on(params, row, kept, snapshot), read
 
     def _place(self, prompt: np.ndarray) -> tuple[int, Any]:
-        """How many tokens of ``prompt`` need not be read again, and the snapshot to go on from."""
+        """(Tokens of ``prompt`` that need not be read again, the snapshot to continue from)."""
         if self._state is None:
             self._snapshots = []
             return 0, None

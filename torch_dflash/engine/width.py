@@ -1,4 +1,4 @@
-"""How many rows the next rounds verify: as many as fixed, or what gains most tokens a second here.
+"""Chooses the number of rows that rounds verify: a fixed number, or the one with the highest throughput.
 
 What a round of each width costs on this machine is measured on the rounds themselves. How often each position
 of a draft is accepted is counted as the text goes on, for it changes with the text. Neither changes a token:
@@ -27,7 +27,7 @@ from torch_dflash.runtime import Rounds
 PLAIN = 1
 """The width of a round without a draft."""
 ALLOWANCE, SHARE = 0.6, 0.005
-"""What a generation may lose on plain decoding: so many plain rounds, and this part of its tokens' time."""
+"""The loss that a generation may risk: so many plain rounds, and this part of its tokens' time."""
 LOOK_EVERY, LOOK = 64, 2
 """Rounds of a generation between two looks at as much of the draft as it can afford, and rounds of a look."""
 TRIALS, TRIAL = 2, 2
@@ -43,7 +43,7 @@ STALE_PLAIN, STALE = 128, 512
 A machine is not always equally fast, and what a bet is worth is told by both costs.
 """
 MEMORY = 0.98
-"""What a count of accepted drafts is worth a round later: half after 34 rounds."""
+"""Decay of a count of accepted drafts per round: half after 34 rounds."""
 ASSUMED = (1.0, 2.0)
 """Accepted and tried drafts of each position before anything is seen."""
 
@@ -67,7 +67,7 @@ class Pace:
 
     @property
     def stake(self) -> float:
-        """What the next chunk may lose."""
+        """The loss that the next chunk may risk."""
         return ALLOWANCE + SHARE * self.tokens + self.ahead
 
 
@@ -178,7 +178,7 @@ class Widths:
         return len(self._seconds[width]) < TRIALS
 
     def _paid(self, width: int, rounds: int, seconds: float | None) -> float:
-        """What ``rounds`` took, in rounds of width 1: more than they cost, where many of a width are slow.
+        """The time of ``rounds`` in rounds of width 1: above their cost where many of a width are slow.
 
         Here a round of width 1 is the median one: what slows all rounds alike is no loss. Of a chunk in which
         something else ran no more than `ALLOWANCE` is charged above its cost.
@@ -189,7 +189,7 @@ class Widths:
         return min(seconds / statistics.median_low(self._seconds[PLAIN]), cost + ALLOWANCE)
 
     def _cost(self, width: int) -> float:
-        """What a round takes, in rounds of width 1."""
+        """The time of a round, in rounds of width 1."""
         if not (self._seconds[width] and self._seconds[PLAIN]):
             return 1.0 if width == PLAIN else UNKNOWN
         return self._shortest(width) / self._shortest(PLAIN)

@@ -34,7 +34,7 @@ class AfterPrompt:
 
 
 def streamer_of_caller(model: Any) -> AfterPrompt | None:
-    """What ``model.generate(streamer=...)`` was given, asked by what it calls; None for any other caller.
+    """The streamer of the ``model.generate`` call that this function runs in; None in any other caller.
 
     transformers puts the prompt into it, drops it, and never ends it: its reader would wait for ever. No
     argument leads to it, so it is read off the call itself, which gives it to the first that uses it.

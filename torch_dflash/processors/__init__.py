@@ -1,4 +1,4 @@
-"""What changes the target's logits before it picks: penalties, bans, forced ids, filters, a user's own."""
+"""Logits rules: penalties, bans, forced ids, filters, grammars, and rules of users."""
 
 from torch_dflash.processors.custom import BlockProcessor as BlockProcessor
 from torch_dflash.processors.custom import HostProcessor as HostProcessor

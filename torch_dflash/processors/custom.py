@@ -1,4 +1,4 @@
-"""transformers' own kind of processor, called on the host: in eager mode alone."""
+"""`BlockProcessor` and `HostProcessor`: rules of users, in blocks or on the host."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HostProcessor(Forgetful):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"logits_processor {getattr(self.function, '__name__', type(self.function).__name__)}"
 
 

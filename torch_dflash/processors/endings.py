@@ -1,4 +1,4 @@
-"""What makes a text end, or begin, as asked."""
+"""Forced ids at the begin and end of a text, and a growing weight of stop ids."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _forced(options: dict[str, Any], batch: Batch, row: int) -> list[tuple[int, 
 
 
 def _left(name: str, options: dict[str, Any], batch: Batch, number: int) -> list[int]:
-    """Of the ids that are forced as new token ``number`` those that are not suppressed there as well."""
+    """Ids that are forced as new token ``number`` and not suppressed there."""
     vocab = batch.vocab_size
     left = id_list(name, options, vocab)
     names = "suppress_tokens", "begin_suppress_tokens"

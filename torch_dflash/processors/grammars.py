@@ -1,4 +1,4 @@
-"""Grammars of rows: what may not follow is left out, asked of the host or looked up on the device."""
+"""Grammars as logits rules: matched on the host, or by a table on the device."""
 
 from __future__ import annotations
 

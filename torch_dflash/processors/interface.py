@@ -1,4 +1,4 @@
-"""What a processor is: a rule that a plan names, with values and a memory of each row."""
+"""The `Processor` protocol: a logits rule with values and memory per row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_dflash.processors.options import Batch, Option
 
 
 class Text(NamedTuple):
-    """What stands before each row of a pass: plain decoding would show it the same.
+    """The text before each row of a pass, the same as in plain decoding.
 
     Row i of sequence b continues ``tokens[b, :length[b, i]]``, the committed text and the drafts before the
     row; what stands behind is stale. ``rows`` are the ids that no memory has taken in yet, of which row i
@@ -52,7 +52,7 @@ class Processor(Hashable, Protocol):
         ...
 
     def values(self, asked: Sequence[Any], starts: Sequence[int]) -> Any:
-        """What rows ask for (None: nothing), as tensors; ``starts`` are the lengths of their prompts."""
+        """The rows' values (None: nothing) as tensors; ``starts`` are the lengths of their prompts."""
         ...
 
     def start(self, values: Any, vocab_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""No n-gram twice."""
+"""`NoRepeatNgram`: no n-gram occurs twice."""
 
 from __future__ import annotations
 

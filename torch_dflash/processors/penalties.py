@@ -18,14 +18,14 @@ from torch_dflash.processors.options import Batch, Option, TransformersCall, Twi
 
 
 class Seen(NamedTuple):
-    """Which ids a row holds, by V+1 columns: the last one takes what is not to be kept."""
+    """Ids of a row as V+1 flags; the last column takes ids that are not kept."""
 
     penalty: Float[Tensor, " B"]
     ids: Bool[Tensor, "B columns"]
 
 
 class Counts(NamedTuple):
-    """How often the target picked each id, by V+1 columns: the last one takes what is not to be kept."""
+    """Counts of the ids that the target picked, V+1 columns; the last one takes ids that are not kept."""
 
     presence: Float[Tensor, " B"]
     frequency: Float[Tensor, " B"]
@@ -118,14 +118,14 @@ class OccurrencePenalty(Forgetful):
 
 
 def tally(like: Tensor, ids: Int[Tensor, "B C"], count: Int[Tensor, " B"]) -> Int[Tensor, "B columns"]:
-    """How often each id is among the first ``count[b]`` of ``ids[b]``; the others go to the last column."""
+    """Counts of each id among the first ``count[b]`` of ``ids[b]``; the rest go to the last column."""
     at = torch.arange(ids.shape[1], device=ids.device)
     kept = torch.where(at < count[:, None], ids, like.shape[1] - 1).to(torch.int32)
     return spread(kept[:, None], torch.ones_like(kept)[:, None], like.shape[1])[:, 0]
 
 
 def inside(text: Text, logits: Tensor) -> Any:
-    """How often each id stands in the rows up to each row, [B, M, V]."""
+    """Counts of each id in the rows up to each row, [B, M, V]."""
     if text.rows is None:
         return torch.zeros_like(logits[:, :1])
     ids = torch.arange(logits.shape[-1], device=logits.device, dtype=text.rows.dtype)

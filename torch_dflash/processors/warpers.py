@@ -89,7 +89,7 @@ class EtaCutoff(_Warper):
 
 
 def _information(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each id the logarithm of its probability, and the probability; of each row the entropy [B, M, 1]."""
+    """(Logarithms of the ids' probabilities, the probabilities, entropies of rows [B, M, 1])."""
     log = torch.log_softmax(logits, dim=-1)
     share = torch.exp(log)
     return log, share, -torch.where(share > 0, log * share, 0.0).sum(dim=-1, keepdim=True)

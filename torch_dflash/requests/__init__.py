@@ -1,1 +1,1 @@
-"""requests."""
+"""A call that is read: prompts, options, logits rules, stop conditions, log-probabilities."""

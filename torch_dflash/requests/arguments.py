@@ -1,4 +1,4 @@
-"""Arguments of transformers' ``generate`` that are no field of a ``GenerationConfig``: what to do instead."""
+"""Arguments of transformers' ``generate`` outside of ``GenerationConfig``: ignored, or refused with a fix."""
 
 from __future__ import annotations
 

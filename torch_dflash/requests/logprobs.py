@@ -1,4 +1,4 @@
-"""What a call is told of the logits that its tokens were picked from: asked for, checked, and handed out."""
+"""Log-probabilities, logits and scores: options, checks, output fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LogitOutputs:
 
 
 def read_logit_outputs(config: Any, options: dict[str, Any], vocab_size: int) -> LogitOutputs:
-    """What a call asks for, its own ``options`` those of `OF_LOGITS`.
+    """Read the outputs that a call asks for; ``options`` are those of `OF_LOGITS`.
 
     Without ``return_dict_in_generate`` scores and logits have no place to go: transformers leaves them out.
 
@@ -93,7 +93,7 @@ def check_streamed(outputs: LogitOutputs) -> None:
 
 
 def fields_of(outputs: LogitOutputs, progress: Progress, starts: list[int], device: Any) -> dict[str, Any]:
-    """Fields of a `GenerateOutput`: what is asked for of each row's new tokens, which begin at ``starts``."""
+    """Fields of a `GenerateOutput`: outputs for each row's new tokens, which begin at ``starts``."""
     ends = [int(progress.committed[row]) for row in range(len(starts))]
 
     def columns(name: str, size: int | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an engine is built for: the one list of options from which every other list is derived."""
+"""`EngineOptions`: the only list of engine options; others are derived from it."""
 
 from __future__ import annotations
 

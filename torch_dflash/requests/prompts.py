@@ -1,4 +1,4 @@
-"""Prompts come in: Hugging Face's padded layout on the border, ragged rows and their chunks inside."""
+"""Prompts: Hugging Face's padded layout comes in, ragged rows and their chunks go on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_ids(input_ids: Any) -> None:
 
 
 def real_tokens(ids: np.ndarray, attention_mask: Tensor | None, pads: list[int | None]) -> np.ndarray:
-    """Which of ``ids`` [B, T] are text, as booleans; without a mask a row's own pad id is padding.
+    """Booleans [B, T] that mark the text of ``ids``; without a mask a row's own pad id is padding.
 
     Raises:
         TypeError, ValueError: the mask is not one of 0 and 1 in the shape of the ids.

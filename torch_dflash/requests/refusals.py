@@ -1,4 +1,4 @@
-"""What each field of transformers' ``GenerationConfig`` means here: honoured, without effect, or refused."""
+"""Fields of transformers' ``GenerationConfig``: honoured, without effect, or refused."""
 
 from __future__ import annotations
 

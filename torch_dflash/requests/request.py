@@ -1,4 +1,4 @@
-"""A request: rows, each with what it asks for, and the prompts as they were given."""
+"""`Row` and `Request`: a text to decode with its own options, and a call of several."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class Row:
     Attributes:
         prompt: its ids without padding, int32.
         temperature: 0 is greedy. top_k: 0 is off.
-        rules: processors, and what the row asks of each.
-        stopping: what else than stop ids and lengths ends it.
-        logprobs: what it is handed out of logits.
+        rules: processors, and the row's value for each.
+        stopping: stop rules besides stop ids and lengths.
+        logprobs: outputs of logits.
     """
 
     prompt: np.ndarray
@@ -114,7 +114,7 @@ class Row:
         return next((value for value in self.rules.values() if isinstance(value, RowGrammar)), None)
 
     def asks(self, processor: Processor) -> Any:
-        """What it asks of a processor that is compiled in; None: nothing."""
+        """The row's value for a processor that is compiled in; None: nothing."""
         return next((value for kind, value in self.rules.items() if processor.covers(kind)), None)
 
 
@@ -138,7 +138,7 @@ class Request:
 
     @property
     def logprobs(self) -> LogitOutputs:
-        """What a call hands out of logits, alike for all of its rows."""
+        """The outputs of logits, alike for all rows of a call."""
         return self.rows[0].logprobs
 
 

@@ -1,4 +1,4 @@
-"""Stop ids and the padding id of a call."""
+"""Stop ids, padding id and seeds of a call's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logits rules of a call: which processors its options need, and what each row asks of them."""
+"""The logits rules of a call: the processors that its options need, and each row's value for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What ends a row besides stop ids and lengths: the host looks between two chunks of rounds.
+"""Stop strings, deadlines and user criteria, checked on the host between chunks of rounds.
 
-Rounds go on until then; what they gave a row behind its end is dropped.
+Tokens that rounds have added behind a row's end are dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StopRule(Protocol):
     """Looks at the texts that a read has brought, prompts included."""
 
     def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: HostRecord) -> list[int | None]:
-        """How many tokens of each row stay, if it ends here; its tokens from ``since`` on are new.
+        """Tokens to keep of each row that ends here, else None; those from ``since`` on are new.
 
         ``record``: what is kept of each new token besides (`torch_dflash.record`).
         """
@@ -117,7 +117,7 @@ def read_criteria(
     pad_token_id: int,
     normalised: bool = False,
 ) -> list[StopRule]:
-    """What transformers' criteria, and a user's own, ask for.
+    """Stop rules of transformers' criteria and of a user's.
 
     Args:
         prompts: [B, T], padded. lengths: of each without padding.
@@ -138,7 +138,7 @@ def read_criteria(
 
 
 def stop_rules_of(config: Any, tokenizer: Any) -> list[StopRule]:
-    """What ``config.stop_strings`` and ``config.max_time`` ask for.
+    """Stop rules of ``config.stop_strings`` and ``config.max_time``.
 
     Raises:
         ValueError: stop strings that are none, or without a ``tokenizer``; a time that is none.

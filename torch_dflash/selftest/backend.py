@@ -1,4 +1,4 @@
-"""What is under test: a runtime on a device, and a random pair that decodes on it."""
+"""The runtime under test on its device, and a random pair that decodes on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,7 +26,7 @@ CHUNK = 3  # rounds between host reads: several reads even in a short text
 
 @dataclass
 class Reads:
-    """Host reads seen so far, or None where nobody can count them; ``how`` says who counted."""
+    """Host reads so far, or None where they cannot be counted; ``how``: the counter, in words."""
 
     count: int | None
     how: str
@@ -35,7 +34,7 @@ class Reads:
 
 @runtime_checkable
 class Backend(Protocol):
-    """A runtime as the self-test needs it. A step is ``(pair, params, state) -> result``, as in `decode`."""
+    """The runtime under test. A step is ``(pair, params, state) -> result``, as in `decode`."""
 
     runtime: str
     accelerated: bool
@@ -45,7 +44,7 @@ class Backend(Protocol):
         ...
 
     def place(self, model: Any) -> Any:
-        """``model`` where this runtime wants it."""
+        """``model`` on the device of this runtime."""
         ...
 
     def run(self, engine: Engine, step: Callable, state: Any) -> Any:
@@ -61,7 +60,7 @@ class Backend(Protocol):
         ...
 
     def wait(self, tree: Any) -> None:
-        """Return when ``tree`` has been computed."""
+        """Wait until ``tree`` has been computed."""
         ...
 
     def watch_reads(self) -> AbstractContextManager[Reads]:
@@ -69,7 +68,7 @@ class Backend(Protocol):
         ...
 
     def reuse(self, engine: Engine, state: Any) -> tuple[bool | None, str]:
-        """Whether a chunk of rounds leaves every buffer where it was (None: does not apply), and why."""
+        """(Whether a chunk of rounds keeps every buffer in place, or None: does not apply; the reason)."""
         ...
 
     def read_speed(self) -> float:
@@ -148,10 +147,10 @@ class Case:
         self._random = make_drafter(self.target, seed=77).state_dict()
 
     def engine(self, kind: str, batch_size: int) -> Engine:
-        """The engine that drafts as ``kind`` says: "plain", "agreeing", "random", "n-gram" or "paged".
+        """The engine of a ``kind`` of drafter: "plain", "agreeing", "random", "n-gram" or "paged".
 
-        The agreeing and the random drafter share one: weights are data, and nothing compiles again. "paged"
-        is the agreeing one on a paged cache, whose pages do not suffice for all rows at once.
+        The agreeing and the random drafter share an engine: weights are data, so nothing compiles again.
+        "paged" is the agreeing drafter on a paged cache with too few pages for all rows at once.
         """
         target, drafter = self._live
         options: dict[str, Any] = {}
@@ -162,27 +161,15 @@ class Case:
             drafter.load_state_dict(self._random if kind == "random" else self.drafter.state_dict())
             kind = "DFlash"
         if (kind, batch_size) not in self._engines:
-            drafts = {
-                "DFlash": drafter,
-                "paged": drafter,
-                "plain": None,
-                "n-gram": NGramProposer(WIDTH, max_ngram=2),
-            }[kind]
-            self._engines[kind, batch_size] = compile_pair(
-                target,
-                drafts,
-                runtime=self.backend.runtime,
-                max_length=CAPACITY,
-                batch_size=batch_size,
-                rounds_per_chunk=CHUNK,
-                prefill_chunk_size=16,
-                **options,
-            )
+            own = {"plain": None, "n-gram": NGramProposer(WIDTH, max_ngram=2)}
+            options |= {"max_length": CAPACITY, "batch_size": batch_size, "rounds_per_chunk": CHUNK}
+            options |= {"runtime": self.backend.runtime, "prefill_chunk_size": 16}
+            self._engines[kind, batch_size] = compile_pair(target, own.get(kind, drafter), **options)
         return self._engines[kind, batch_size]
 
     def plain_on_cpu(self) -> Callable[..., Any]:
-        """Plain eager decoding of the reference target: what samples are compared with."""
-        return partial(compile_pair(self.target, None, runtime="eager", max_length=CAPACITY).generate)
+        """Plain eager decoding of the reference target, to compare samples with."""
+        return compile_pair(self.target, None, runtime="eager", max_length=CAPACITY).generate
 
 
 def prompts() -> list[list[int]]:

@@ -9,6 +9,7 @@ import torch
 
 from torch_dflash.engine.outputs import GenerateOutput
 from torch_dflash.requests.prompts import pad_rows
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.selftest.backend import CHUNK, Backend, Case, prompts
 from torch_dflash.selftest.report import NOT_APPLICABLE, Check, judged
 
@@ -24,7 +25,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 
 
 def hidden_costs(case: Case, backend: Backend) -> Iterator[Check]:
-    """Warm an engine up, send it requests of every kind, and count."""
+    """Warm an engine up, send it requests of every kind, and count compilations and host reads."""
     engine = case.engine("agreeing", len(prompts())).warmup()
     compiled = expected = counted = 0
     with backend.watch_reads() as reads:
@@ -37,7 +38,7 @@ def hidden_costs(case: Case, backend: Backend) -> Iterator[Check]:
             counted += out.stats.host_reads
             expected += 1 + -(-out.stats.rounds // CHUNK)
     name = "no compilation after warm-up"
-    if backend.runtime == "eager":
+    if not RUNTIMES[backend.runtime].compiles:
         yield Check(name, NOT_APPLICABLE, "eager PyTorch compiles nothing")
     else:
         detail = f"{compiled} programs in {len(REQUESTS)} requests of other lengths, options and stop ids"

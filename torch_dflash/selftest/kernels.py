@@ -1,4 +1,4 @@
-"""Attention on the device, whichever form runs there, beside its plain form in float32 on the CPU."""
+"""Attention on the device, in the form that runs there, against its plain form in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
 def paged_forms(backend: Backend) -> Iterator[Check]:
-    """One check per shape and dtype: outputs, and the pages as they are afterwards."""
+    """One check per shape and dtype: outputs, and the pages afterwards."""
     for name, shape in SHAPES.items():
         for dtype, tolerance in TOLERANCES.items():
             arguments = _arguments(shape, dtype)
@@ -91,7 +91,7 @@ def _wide(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor, table: torch.Tensor, end: torch.Tensor) -> float:
-    """Largest difference of two pools below ``end`` [B]; what lies beyond is stale."""
+    """Largest difference of two pools below ``end`` [B]; slots beyond it are stale."""
     rows = ((one - other)[table.long()].abs().amax(dim=(2, 4))).flatten(1)
     return float(rows[torch.arange(rows.shape[1]) < end[:, None]].max())
 

@@ -1,4 +1,4 @@
-"""Losslessness: whatever drafts, the text is the target's own, greedy and sampled."""
+"""Losslessness: with any drafter, the text is the target's own, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -54,14 +54,8 @@ def _same_text(case: Case, kind: str, mode: str, rows: list[int], texts: dict[st
     wanted = texts[mode]
     chosen = [prompts()[row] for row in rows]
     how: Any = _sampled([SEED + row for row in rows]) if mode == "sampled" else {"do_sample": False}
-    out = case.engine(kind, len(rows)).generate(
-        *pad_rows(chosen),
-        max_new_tokens=NEW,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        **how,
-    )
+    how |= {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+    out = case.engine(kind, len(rows)).generate(*pad_rows(chosen), **how)
     assert isinstance(out, GenerateOutput) and out.stats is not None
     wrong, ties = [], []
     for row, prompt, ids in zip(rows, chosen, out.new_tokens, strict=True):
@@ -104,13 +98,10 @@ def _difference(
     logits = case.target(torch.tensor([prompt + wanted[:at]]), use_cache=False).logits[0, -1]
     scores, temperature = logits, 1.0
     if seed is not None:
-        noise = gumbel(
-            torch.tensor([seed], dtype=torch.int32),
-            torch.tensor([[len(prompt) + at]], dtype=torch.int32),
-            len(logits),
-        )
+        place = torch.tensor([[len(prompt) + at]], dtype=torch.int32)
+        noise = gumbel(torch.tensor([seed], dtype=torch.int32), place, len(logits))
         temperature = TEMPERATURE
         scores = logits / temperature + noise[0, 0]
     gap = float(scores.max() - scores[got[at]])
-    # What two computations of the logits may differ by, once for each of the two tokens.
+    # Two computations of the logits may differ by the tolerance, once for each of the two tokens.
     return at, gap if gap * temperature <= 2 * TOLERANCE * float(logits.abs().max()) else None

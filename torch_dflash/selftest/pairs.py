@@ -6,16 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+import transformers as hf
 
 from torch_dflash.proposers.checkpoints import KINDS, drafter_of
 from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
@@ -42,25 +33,13 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+LOCAL = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
 FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": False}),
-    "qwen2": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
-    ),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
-    "gpt_oss": (
-        GptOssForCausalLM,
-        GptOssConfig,
-        {
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 6,
-            "rope_parameters": YARN,
-        },
-    ),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, {"tie_word_embeddings": False}),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, LOCAL),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "gpt_oss": (hf.GptOssForCausalLM, hf.GptOssConfig, EXPERTS | {"head_dim": 16, "rope_parameters": YARN}),
 }
 
 
@@ -104,19 +83,19 @@ def make_target(family: str = "qwen3", seed: int = 0, **overrides):
 
 
 def rope_of(family: str) -> dict[str, Any]:
-    """The field with which a drafter turns as a target of ``family`` does, where that is not the default."""
+    """The rope field of a target of ``family``, for its drafter, where it is not the default."""
     fields = FAMILIES[family][2]
     return {name: dict(fields[name]) for name in ("rope_parameters",) if name in fields}
 
 
 def make_drafter(target, seed: int = 1, **overrides):
-    """A random drafter that fits ``target``: see `drafter_config`."""
+    """A random drafter that fits ``target``, of a `drafter_config`."""
     torch.manual_seed(seed)
     return randomise(drafter_of(drafter_config(target.config, **overrides)), seed)
 
 
 def drafter_config(base: Any, **overrides) -> DFlashConfig:
-    """For a target's config: two layers, taps 0 and 2, block 6; of a selector's rank DFlash2's."""
+    """A drafter's config for a target's: two layers, taps 0 and 2, block 6; DFlash2's with a rank."""
     config_class, _ = KINDS[is_second(overrides)]
     return config_class(
         **{
@@ -149,8 +128,8 @@ def make_pair(family: str = "qwen3", seed: int = 0, agree: float = 0.0, **drafte
 def correlate(target, drafter, strength: float) -> None:
     """Let target and drafter mostly choose between the same two tokens, so that half the drafts are right.
 
-    The two have opposite rows in the head, ``1 + 2 * strength`` times the size of the others. Which one is
-    chosen hangs on the sign of one product with the hidden state, which is unrelated in the two networks.
+    The two have opposite rows in the head, ``1 + 2 * strength`` times the size of the others. The choice
+    depends on the sign of one product with the hidden state, which is unrelated in the two networks.
     Far above 8, targets with tied heads begin to loop.
     """
     generator = torch.Generator().manual_seed(99)

@@ -19,18 +19,16 @@ from torch_dflash.state import DecodeState
 # Of the largest value compared. Both sides compute the features of all rounds themselves, so rounding grows;
 # a broken convention (a mask, a tap, a norm, a position) is off by more than 1e-3.
 TOLERANCE = 1e-4
-DEPTHS = (
-    0,
-    2,
-)  # chunks of rounds before the comparison: right after prefill, and on a cache that rounds wrote
+DEPTHS = (0, 2)
+"""Chunks of rounds before the comparison: right after prefill, and on a cache that rounds wrote."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One round's passes for one row: what the drafter was given, and what came out.
+    """One round's passes for one row, inputs and outputs.
 
-    ``committed`` are all tokens up to the anchor, ``drafts`` [N] what was drafted after it, ``hidden``
-    [W-1, H] the drafter's states, ``logits`` [M, V] the target's.
+    ``committed`` are all tokens up to the anchor, ``drafts`` [N] the drafts after it, ``hidden`` [W-1, H]
+    the drafter's states, ``logits`` [M, V] the target's.
     """
 
     committed: list[int]
@@ -63,7 +61,7 @@ def _probe(pair: Pair, state: DecodeState) -> tuple[Tensor, ...]:
 
 
 def passes(case: Case, backend: Backend, depth: int) -> list[Pass]:
-    """What every row's next round computes after ``depth`` chunks of rounds."""
+    """The next round of every row after ``depth`` chunks of rounds."""
     engine = case.engine("agreeing", len(prompts()))
     state = engine.start(*pad_rows(prompts()), max_new_tokens=50, do_sample=False, eos_token_id=None)
     for _ in range(depth):
@@ -101,33 +99,27 @@ def parity(case: Case, backend: Backend, reference: Reference | None) -> Iterato
     """Compare both passes at every depth: all rows with eager PyTorch, one with ``reference`` (if any)."""
     for depth in DEPTHS:
         when = f"{case.family}, after {'prefill' if not depth else 'rounds'}"
-        worst = {"logits": 0.0, "hidden": 0.0}
-        scale = {"logits": 1.0, "hidden": 1.0}
-        found = passes(case, backend, depth)
-        first = {}
+        pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"target logits": [], "drafter hidden states": []}
+        found, first = passes(case, backend, depth), {}
         for row, item in enumerate(found):
             verified = item.logits.shape[0]
             tokens = item.committed + item.drafts[: verified - 1]
             context, width = len(item.committed) - 1, len(item.drafts) + 1
-            features, logits = eager_features(
-                case.target, case.drafter.config.target_layer_ids, tokens, context
-            )
+            taps = case.drafter.config.target_layer_ids
+            features, logits = eager_features(case.target, taps, tokens, context)
             hidden = eager_hidden(case, item.committed[-1], features, width)
             if row == 1:  # a short one: the reference compiles for every length
                 first = {"item": item, "features": features, "width": width}
-            for name, ours, theirs in (
-                ("logits", item.logits, logits[-verified:]),
-                ("hidden", item.hidden, hidden),
-            ):
-                error = float((ours - theirs).abs().max())
-                # max() would drop a NaN.
-                worst[name] = error if error != error else max(worst[name], error)
-                scale[name] = max(scale[name], float(theirs.abs().max()))
-        rows = f"{len(found)} rows, fp32 eager on CPU"
-        yield within(f"target logits, {when}", worst["logits"], TOLERANCE * scale["logits"], rows)
-        yield within(f"drafter hidden states, {when}", worst["hidden"], TOLERANCE * scale["hidden"], rows)
+            pairs["target logits"].append((item.logits, logits[-verified:]))
+            pairs["drafter hidden states"].append((item.hidden, hidden))
+        rows, scale = f"{len(found)} rows, fp32 eager on CPU", 1.0
+        for name, both in pairs.items():
+            # torch's max keeps a NaN.
+            error = float(torch.stack([(ours - theirs).abs().max() for ours, theirs in both]).max())
+            scale = max(1.0, *(float(theirs.abs().max()) for _, theirs in both))
+            yield within(f"{name}, {when}", error, TOLERANCE * scale, rows)
         if reference is not None:
-            yield _against_reference(case, reference, when, TOLERANCE * scale["hidden"], **first)
+            yield _against_reference(case, reference, when, TOLERANCE * scale, **first)
 
 
 def _against_reference(case: Case, reference: Reference, when: str, tolerance: float, **given) -> Check:

@@ -1,4 +1,4 @@
-"""What a self-test finds: checks that pass or fail by name, printed as they finish."""
+"""The results of a self-test: checks that pass or fail by name, printed as they finish."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NAME_COLUMN = 66
 class Check:
     """One line of the table.
 
-    ``status`` is `PASS`, `FAIL`, `NOT_RUN` (something was in the way, so nothing is known: counts as a
-    failure) or `NOT_APPLICABLE` (there is nothing to check here); ``detail`` says what was seen, or why not.
+    ``status`` is `PASS`, `FAIL`, `NOT_RUN` (it could not run, which counts as a failure) or
+    `NOT_APPLICABLE`; ``detail`` is the observation or the reason.
     """
 
     name: str
@@ -31,25 +31,25 @@ def judged(name: str, passed: bool, detail: str, **figures: Any) -> Check:
 
 
 def within(name: str, error: float, tolerance: float, note: str = "") -> Check:
-    """A check that a largest absolute difference stays below its tolerance; NaN does not."""
+    """A check that the largest absolute difference is at most ``tolerance``; NaN fails."""
     passed = math.isfinite(error) and error <= tolerance
     detail = f"max abs error {error:.2e}, tolerance {tolerance:.2e}"
     return judged(name, passed, f"{detail}; {note}" if note else detail, error=error, tolerance=tolerance)
 
 
 class Report:
-    """Collects checks and prints each line when it is known: what a crash leaves behind is on the screen."""
+    """Collects checks, and prints each at once, so that a crash loses none."""
 
     def __init__(self, write: Callable[[str], None]):
         self._write = write
         self.checks: list[Check] = []
 
     def attempt(self, name: str, run: Callable[[], Iterable[Check]]) -> None:
-        """Add the checks that ``run`` gives; an exception is a failure of ``name``, and the rest goes on."""
+        """Add the checks that ``run`` gives; an exception becomes a failure of ``name``."""
         try:
             for check in run():
                 self.add(check)
-        except Exception as error:  # whatever a device, a compiler or a driver throws is a finding
+        except Exception as error:  # any error of a device, a compiler or a driver is a finding
             words = " ".join(str(error).split())
             self.add(Check(name, FAIL, f"{type(error).__name__}: {words[:400]}"))
 
@@ -64,7 +64,7 @@ class Report:
         return all(check.status in (PASS, NOT_APPLICABLE) for check in self.checks)
 
     def failures(self) -> list[str]:
-        """Names of what failed or could not run."""
+        """Names of the checks that failed or could not run."""
         return [check.name for check in self.checks if check.status in (FAIL, NOT_RUN)]
 
     def as_json(self) -> list[dict[str, Any]]:

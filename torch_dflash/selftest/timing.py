@@ -1,4 +1,4 @@
-"""What a plain step, a verify pass, a draft pass and a whole round cost on this device, beside their floor.
+"""Times a plain step, a verify pass, a draft pass and a whole round on this device, with their floors.
 
 Every program runs its rounds in one go, waits for the result, and is timed in turn with the others, after
 a discarded run. States are made anew outside the timed part.
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch_dflash.engine.engine import Engine
 from torch_dflash.generation import compile as compile_pair
 from torch_dflash.ops.windows import write_rows
 from torch_dflash.proposers.base import Proposer
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.selftest.backend import Backend
 from torch_dflash.selftest.pairs import make_drafter, make_target
 from torch_dflash.state import DecodeState, Draft
@@ -47,20 +49,13 @@ class Size:
     dtype: torch.dtype
 
 
-def _shape(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
+SHAPE = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"
 
 
 def _size(layers: int, vocab: int, draft_layers: int, dtype: torch.dtype, *shape: int) -> Size:
-    """A pair of which both have ``shape``; taps spread over the target."""
+    """A pair in which both models have ``shape``; taps spread over the target."""
     taps = [1 + index * (layers - 2) // draft_layers for index in range(draft_layers)]
-    common = _shape(*shape) | {"max_position_embeddings": 4096}
+    common = dict(zip(SHAPE, shape, strict=True)) | {"max_position_embeddings": 4096}
     target = common | {"num_hidden_layers": layers, "vocab_size": vocab, "tie_word_embeddings": True}
     own = {"num_hidden_layers": draft_layers, "target_layer_ids": taps, "block_size": BLOCK}
     return Size(target, common | own | {"mask_token_id": vocab - 1}, dtype)
@@ -73,50 +68,23 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One line: median milliseconds of a pass, and the bytes it has to read at least."""
-
-    name: str
-    milliseconds: float
-    spread: tuple[float, float]
-    bytes_read: int
-
-    def row(self, plain: float, speed: float) -> dict[str, Any]:
-        """The line as data; ``plain``: milliseconds of a plain step, ``speed``: GB/s the device reads at."""
-        return {
-            "pass": self.name,
-            "ms": self.milliseconds,
-            "fastest_ms": self.spread[0],
-            "slowest_ms": self.spread[1],
-            "plain_steps": self.milliseconds / plain,
-            "bytes_read": self.bytes_read,
-            "gb_per_s": self.bytes_read / self.milliseconds / 1e6,
-            "floor_ms": self.bytes_read / speed / 1e6,
-        }
-
-
 def flat_rows(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """By arithmetic, the rows of the widest verify pass up to which none costs more than `FLAT` plain steps.
+    """By arithmetic, the rows up to which no verify pass costs more than `FLAT` plain steps.
 
-    1: not even two.
+    1: a pass of two rows costs more already.
     """
-    names = dict.fromkeys(row["arithmetic"] for row in rows)
-    return {name: _flat([row for row in rows if row["arithmetic"] == name]) for name in names}
+    costs: dict[str, dict[str, float]] = {}
+    for row in rows:
+        costs.setdefault(row["arithmetic"], {})[row["pass"]] = row["plain_steps"]
+    return {name: _flat(steps) for name, steps in costs.items()}
 
 
-def _flat(rows: list[dict[str, Any]]) -> int:
-    widest = 1
-    for width in VERIFY_WIDTHS:
-        cost = next(row["plain_steps"] for row in rows if row["pass"] == f"verify, M={width}")
-        if cost > FLAT:
-            break
-        widest = width
-    return widest
+def _flat(steps: dict[str, float]) -> int:
+    return max([1, *takewhile(lambda width: steps[f"verify, M={width}"] <= FLAT, VERIFY_WIDTHS)])
 
 
 class Unaccepted(Proposer):
-    """Drafts at no cost, and nothing of it counts: its round is the verify pass of ``width`` rows alone."""
+    """Drafts that cost nothing and are never accepted: a round is only the verify pass of ``width`` rows."""
 
     name = "unaccepted"
 
@@ -129,14 +97,14 @@ class Unaccepted(Proposer):
 
 
 def draft_pass(pair: Pair, params: Params, state: DecodeState) -> DecodeState:
-    """A round without its verify pass: propose, take one draft for committed, project its features."""
+    """A round without its verify pass: propose, commit one draft, project its features."""
     return pair.run(_draft_pass, params, state)
 
 
 def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
     drafted, pstate = steps.draft(pair, state)
     ids = torch.cat([state.anchor[:, None], drafted.tokens[:, : pair.plan.verify_width - 1]], dim=1)
-    # Features made from what was drafted: of constants, a compiler could move the projection out of the loop.
+    # Features that depend on the drafts: a compiler could move the projection of constants out of the loop.
     features = pair.target.embed(ids).repeat(1, 1, len(pair.proposer.taps))
     count = torch.ones_like(state.length)
     return replace(
@@ -150,7 +118,7 @@ def _draft_pass(pair: Pair, state: DecodeState) -> DecodeState:
 def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
     """Time every pass of a pair of ``size`` (a key of `SIZES`) on ``backend``: one row of figures each.
 
-    First in the weights' own arithmetic; where products can be narrower, then what verifies in each.
+    First in the weights' own arithmetic; then, where products can be narrower, the verify passes in each.
     """
     chosen = SIZES[size]
     target = make_target("qwen3", **chosen.target)
@@ -164,7 +132,7 @@ def measure(backend: Backend, size: str) -> Iterator[dict[str, Any]]:
     about = {"size": size, "dtype": str(chosen.dtype), "read_gb_per_s": backend.read_speed()}
     own = str(chosen.dtype).removeprefix("torch.")
     yield from _turns(backend, engines, chosen.dtype.itemsize, about | {"arithmetic": own})
-    narrows = backend.runtime == "xla" and not backend.accelerated
+    narrows = RUNTIMES[backend.runtime].needs_jax and not backend.accelerated
     for name, (options, item) in NARROW.items() if narrows else ():
         engines = _verifying(backend, target, chosen, **options)
         yield from _turns(backend, engines, item, about | {"arithmetic": name})
@@ -179,7 +147,10 @@ def _verifying(backend: Backend, target: Any, size: Size, **options: Any) -> dic
 
 
 def _turns(backend: Backend, engines: dict[str, Engine], item: int, about: Any) -> Iterator[dict[str, Any]]:
-    """Time what takes turns; ``item``: bytes that a product reads of a weight, ``about``: of all rows."""
+    """Time the engines in turn: one row of figures each, as data.
+
+    ``item``: bytes of a weight that a product reads; ``about``: figures that all rows have in common.
+    """
     programs = {
         name: backend.repeat(engine, draft_pass if name.startswith("draft") else decode_round, ROUNDS)
         for name, engine in engines.items()
@@ -191,9 +162,18 @@ def _turns(backend: Backend, engines: dict[str, Engine], item: int, about: Any) 
     plain = None
     for name, engine in engines.items():
         kept = sorted(seconds / ROUNDS * 1e3 for seconds in times[name][1:])
-        timing = Timing(name, statistics.median(kept), (kept[0], kept[-1]), _bytes(name, engine, item))
-        plain = plain or timing.milliseconds
-        yield timing.row(plain, about["read_gb_per_s"]) | about
+        took, read = statistics.median(kept), _bytes(name, engine, item)
+        plain = plain or took
+        yield {
+            "pass": name,
+            "ms": took,
+            "fastest_ms": kept[0],
+            "slowest_ms": kept[-1],
+            "plain_steps": took / plain,
+            "bytes_read": read,
+            "gb_per_s": read / took / 1e6,
+            "floor_ms": read / about["read_gb_per_s"] / 1e6,
+        } | about
 
 
 def _engine(backend: Backend, target: Any, drafter: Any, size: Size, **options: Any) -> Engine:
@@ -222,7 +202,7 @@ def _timed(backend: Backend, engine: Engine, program: Callable[[Any, Any], Any])
 
 
 def _bytes(name: str, engine: Engine, item: int) -> int:
-    """What a pass reads at the very least: its weights once, ``item`` bytes each, and its K/V once."""
+    """The least bytes that a pass reads: its weights once, ``item`` bytes each, and its K/V once."""
     tensors, pair, plan = engine.tensors(), engine.pair, engine.plan
     kept = next(iter(tensors.values())).element_size()
 

@@ -32,12 +32,19 @@ class Names(NamedTuple):
     names: tuple[str, ...]
 
 
-def is_library_code(value: Any) -> bool:
+def is_library_code(value: Any, deep: int = DEEP) -> bool:
     """Whether a function is transformers', torch's or ours, which read no global of a user."""
     if isinstance(value, classmethod | staticmethod):
         value = value.__func__
     # By its code: `functools.wraps` gives a user's function the module's name of the wrapped one.
-    return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_LIBRARY_FILES)
+    if not isinstance(value, FunctionType) or not value.__code__.co_filename.startswith(_LIBRARY_FILES):
+        return False
+    # A decorator of a library, such as `torch.no_grad`, holds the function of a user.
+    held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+    methods = [one for one in held if isinstance(one, MethodType)]
+    held = [one for one in held if isinstance(one, FunctionType)] + [one.__func__ for one in methods]
+    own = all(_is_library(type(one.__self__).__module__) for one in methods)
+    return not deep or own and all(is_library_code(one, deep - 1) for one in held)
 
 
 def names_in(code: CodeType) -> Iterator[str]:

@@ -40,7 +40,8 @@ def for_text(mask: Any, blocks: bool = False) -> Any:
     cannot be read and is refused.
     """
     if isinstance(mask, tuple | list):
-        return type(mask)(for_text(one) for one in mask)
+        parts = map(for_text, mask)
+        return type(mask)(*parts) if hasattr(mask, "_fields") else type(mask)(parts)
     if blocks and isinstance(mask, Tensor) and mask.is_meta:
         return torch.full((1, FARTHEST), -1)
     if not isinstance(mask, FunctionType) or not mask.__closure__:

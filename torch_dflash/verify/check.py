@@ -23,6 +23,7 @@ from torch_dflash.decode import Pair
 from torch_dflash.ops.windows import positions
 from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.targets.adapter import Target
 from torch_dflash.targets.binding import BoundWeights
 from torch_dflash.targets.guard import Guard, parts_of
@@ -141,9 +142,9 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str, recurr
 def _faults(target: PreTrainedModel, shape: tuple[str, int, int], runtime: str) -> Iterator[str | None]:
     # Attributes that an earlier pass wrote are absent in programs. Eager passes have them, but not those of
     # the live model: their absence may raise an error, and must not change the text.
-    passes = (True, False) if runtime == "eager" else (False,)
+    passes = (False,) if RUNTIMES[runtime].compiles else (True, False)
     by_twin, loaded = is_as_built(target), target.device.type != "meta"
-    if runtime == "xla":
+    if RUNTIMES[runtime].compiles:
         yield WRITES.fault(target, shape, (False,))
     if by_twin:
         yield _fault_of_class(target, shape, passes, runtime)
@@ -366,7 +367,8 @@ def _evaluating(model: Any) -> Iterator[None]:
             vars(module).update(training=value)
 
     with _patching:
-        kind.training = property(mode, set_mode)
+        # TorchScript deletes the flag of a module that it loads.
+        kind.training = property(mode, set_mode, lambda module: vars(module).pop("training", None))
         try:
             yield
         finally:

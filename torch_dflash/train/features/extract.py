@@ -27,6 +27,7 @@ from torch_dflash.proposers.dflash.config import default_target_layer_ids
 from torch_dflash.pytrees import register_state
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.requests.prompts import bucket, pad_rows
+from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.storage.files import StageError
 from torch_dflash.targets.blocks import check_tappable, tapped
 from torch_dflash.targets.skeleton import build_skeleton
@@ -126,7 +127,7 @@ class FeatureExtractor:
         self._engines: dict[tuple[int, int], Engine] = {}
         self._skeleton = None
         self._lock = threading.Lock()  # a forward's weights and hooks are the skeleton's while it runs
-        if runtime == "eager":
+        if not RUNTIMES[runtime].compiles:
             self._blocks = blocks_of(target)
             check_tappable(target, self._blocks)
             self._skeleton = build_skeleton(target, target.config._attn_implementation)

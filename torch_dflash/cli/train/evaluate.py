@@ -1,4 +1,4 @@
-"""``torch-dflash train evaluate``: figures of several sets in one file, each with where it came from."""
+"""``torch-dflash train evaluate``: figures of several sets in one file, each with its provenance."""
 
 from __future__ import annotations
 
@@ -6,31 +6,46 @@ import json
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_dflash.cli.arguments import check_device, template_options
+from torch_dflash.cli.arguments import DRAFTER, check_device, template_options
+from torch_dflash.cli.command import MODEL, PATH, flag, option, options_of, read_options
 from torch_dflash.cli.errors import UserError
-from torch_dflash.cli.job import tell_penalty
-from torch_dflash.cli.loading import Loaded, load_pair
-from torch_dflash.cli.options import read_options
-from torch_dflash.cli.provenance import provenance
-from torch_dflash.cli.train_fit import target_name
-from torch_dflash.cli.writable import check_outputs
-from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.storage.files import checksum_of, write_json
-from torch_dflash.train.answers.data import Prompt, read_prompts
-from torch_dflash.train.answers.provenance import TEMPLATE, agree
-from torch_dflash.train.evaluate import evaluate
-from torch_dflash.train.export import acceptance_table, add_figures, trained_template
+from torch_dflash.cli.outputs import check_writable, provenance
+from torch_dflash.cli.train.stage import TEMPLATE, load, note_penalty, paths_option, stage, target_name
 from torch_dflash.train.options import EvaluateOptions
 
+if TYPE_CHECKING:
+    from torch_dflash.cli.loading import Loaded
+    from torch_dflash.proposers.dflash.model import DFlashDraftModel
+    from torch_dflash.train.answers.data import Prompt
 
+
+@stage(
+    "evaluate",
+    [
+        option(*DRAFTER, type=MODEL, required=True, metavar="D"),
+        paths_option("--prompts", metavar="FILE"),
+        option("--json", type=PATH, metavar="FILE", help="Sets already in it are kept, not decoded again."),
+        flag("--card", help="Put the figures of --json into the drafter's card."),
+        *options_of(EvaluateOptions, without=(TEMPLATE,)),
+    ],
+    "Acceptance on held-out prompts.",
+    out=False,
+    template=True,
+)
 def run(arguments: SimpleNamespace) -> int:
-    """Decode the sets that are not in --json yet, and print the table of all."""
+    """Decode the sets that --json lacks, and print the table of all; returns the exit status."""
+    from torch_dflash.proposers.dflash.model import DFlashDraftModel
+    from torch_dflash.storage.files import write_json
+    from torch_dflash.train.answers.data import read_prompts
+    from torch_dflash.train.evaluate import evaluate
+    from torch_dflash.train.export import acceptance_table, add_figures
+
     given = template_options(arguments)
     options = read_options(EvaluateOptions, arguments, **{TEMPLATE: given})
     check_device(arguments)
-    check_outputs(json=arguments.json)
+    check_writable(json=arguments.json)
     if arguments.card and not (arguments.json and Path(arguments.drafter).is_dir()):
         raise UserError("--card: needs --json, and a --drafter that is a directory.")
     if arguments.card and options.shuffled:
@@ -43,12 +58,11 @@ def run(arguments: SimpleNamespace) -> int:
         arguments.json, before, {key: value for key, value in vars(options).items() if key != TEMPLATE}
     )
     _check_prompts(arguments.json, rows, sets, options.limit)
-    place = {"dtype": arguments.target_dtype, "device": arguments.device}
-    loaded = load_pair(arguments.target, arguments.drafter, **place, offered=["demo"])
+    loaded = load(arguments, arguments.drafter)
     if not isinstance(loaded.drafter, DFlashDraftModel):
         raise UserError(f"--drafter {arguments.drafter}: pass a DFlash drafter's directory or id.")
     options = read_options(EvaluateOptions, arguments, **{TEMPLATE: _template(given, loaded.drafter)})
-    tell_penalty("train evaluate", loaded.target)
+    note_penalty("train evaluate", loaded.target)
     settings = vars(options) | identity(arguments.target, loaded)
     _check_same(arguments.json, before, settings)
     for name, prompts in sets.items():
@@ -66,7 +80,9 @@ def run(arguments: SimpleNamespace) -> int:
 
 
 def identity(target: str, loaded: Loaded) -> dict[str, Any]:
-    """What makes figures those of one pair."""
+    """The names and checksums that figures of one pair have in common."""
+    from torch_dflash.storage.files import checksum_of
+
     embedding, weights = loaded.target.get_input_embeddings().weight, loaded.drafter.state_dict()
     return {
         "target": target_name(target),
@@ -77,7 +93,7 @@ def identity(target: str, loaded: Loaded) -> dict[str, Any]:
 
 
 def prompts_checksum(prompts: list[Prompt], limit: int) -> int:
-    """Changes with the texts that are decoded, in their order."""
+    """Checksum of the texts that are decoded, in their order."""
     return zlib.crc32(repr([prompt.turns for prompt in prompts[:limit]]).encode())
 
 
@@ -98,7 +114,10 @@ def read_figures(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _template(given: dict[str, Any] | None, drafter: DFlashDraftModel) -> dict[str, Any] | None:
-    """The variables that the drafter's answers were asked with, unless they are not recorded."""
+    """The template's variables: those given, or else those of the answers that the drafter learned from."""
+    from torch_dflash.train.answers.provenance import agree
+    from torch_dflash.train.export import trained_template
+
     recorded = trained_template(drafter)
     agree(given, recorded, "the drafter was trained on answers made")
     if given is None and len(recorded) > 1:
@@ -111,7 +130,7 @@ def _template(given: dict[str, Any] | None, drafter: DFlashDraftModel) -> dict[s
 def _check_prompts(
     path: Path | None, rows: dict[str, Any], sets: dict[str, list[Prompt]], limit: int
 ) -> None:
-    """A set that is in the file must be of the same prompts."""
+    """Raise `UserError` if a set in the file is of other prompts."""
     for name, prompts in sets.items():
         now = prompts_checksum(prompts, limit)
         if rows.get(name, {}).get("prompts_checksum", now) != now:
@@ -122,7 +141,7 @@ def _check_prompts(
 
 
 def _check_same(path: Path | None, before: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Figures of other options or of another pair must not stand in one file."""
+    """Raise `UserError` if the figures in the file are of other options or another pair."""
     for name, value in settings.items():
         if before.get(name, value) != value:
             raise UserError(

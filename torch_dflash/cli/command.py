@@ -1,4 +1,4 @@
-"""Options of a command, declared for click: by hand, or from the fields of a frozen dataclass.
+"""Declares commands and their options for click, and runs a parsed command.
 
 Nothing here imports torch: ``--help`` and wrong usage are answered at once.
 """
@@ -10,17 +10,28 @@ import inspect
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 
+from torch_dflash.cli.errors import UserError, fail, one_line, status_of
+from torch_dflash.progress import quiet
+
 T = TypeVar("T")
+Run = Callable[[SimpleNamespace], int]
+"""The body of a command: takes the parsed arguments, returns the exit status."""
+Check = Callable[[SimpleNamespace], Any] | None
+PROGRAM = "torch-dflash"
+LIGHT = ("env", "list")
+"""Commands that import no transformers, unless they are asked to."""
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(readable=False)
-"""A path as text; shells complete it, and the command refuses what it cannot read."""
+"""A path as text; shells complete it, and the command refuses a file that it cannot read."""
 
 
 def option(*names: str, many: bool = False, **more: Any) -> click.Option:
@@ -36,6 +47,11 @@ def option(*names: str, many: bool = False, **more: Any) -> click.Option:
 def flag(*names: str, help: str, **more: Any) -> click.Option:
     """An option without a value."""
     return click.Option(names, is_flag=True, help=help, show_default=False, **more)
+
+
+def quiet_flag() -> click.Option:
+    """``--quiet``, of each command and of each group before one."""
+    return flag("-q", "--quiet", help="Only errors on stderr: no bars, notes or statistics.")
 
 
 class _Model(click.Path):
@@ -86,6 +102,81 @@ def _repeated(many: set[str], words: list[str], spelling: Callable[[str], str]) 
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """A command line that was parsed: the command's ``name``, its body, and the arguments."""
+
+    name: str
+    run: Run
+    arguments: SimpleNamespace
+
+    def __call__(self) -> int:
+        """Run it; returns the exit status."""
+        return status_of(self.name, self._run)
+
+    def _run(self) -> int:
+        with quiet(self.arguments.quiet):
+            warnings.showwarning = print_warning
+            if self.arguments.quiet and self.name not in LIGHT:
+                silence()
+            status = self.run(self.arguments)
+        sys.stdout.flush()  # a reader that has left is noticed here, not when the interpreter ends
+        return status
+
+
+def command(
+    name: str, params: list[click.Parameter], help: str, more: str = "", check: Check = None
+) -> Callable[[Run], Command]:
+    """Decorator: a body becomes a command that makes an `Invocation` of it.
+
+    The body imports what it needs when it runs: ``--help`` must not wait for torch.
+
+    Args:
+        params: the options, besides ``--quiet``.
+        help: one sentence, in the list of commands too. more: the rest of the command's own help.
+        check: called with the arguments; raises `UserError` for those that need no model to be refused.
+    """
+
+    def declared(run: Run) -> Command:
+        def parsed(**values: Any) -> Invocation | int:
+            context = click.get_current_context()
+            path = context.command_path.removeprefix(PROGRAM).strip()
+            arguments = SimpleNamespace(command=name, **values)
+            while context := context.parent:
+                arguments.quiet |= context.params["quiet"]
+            try:
+                if check is not None:
+                    check(arguments)
+            except UserError as error:
+                return fail(path, error)
+            return Invocation(path, run, arguments)
+
+        text = f"{help}\n\n{more}" if more else help
+        return Command(name, params=[*params, quiet_flag()], help=text, short_help=help, callback=parsed)
+
+    return declared
+
+
+def print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as a line of a command, above its bars."""
+    from tqdm import tqdm
+
+    tqdm.write(f"{PROGRAM}: {one_line(str(message))}", file=sys.stderr)
+
+
+def silence() -> None:
+    """Silence warnings, and the bars and notes of transformers and the hub."""
+    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    warnings.simplefilter("ignore")
+    for library in (logging, hub):
+        library.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+
+
 def options_of(
     cls: type, without: tuple[str, ...] = (), optional: tuple[str, ...] = ()
 ) -> list[click.Option]:
@@ -104,21 +195,14 @@ def options_of(
             continue
         lacks = field.default is dataclasses.MISSING
         choices = get_args(kind) if get_origin(kind) is Literal else ()
-        more: dict[str, Any] = {} if choices else {"metavar": kind.__name__.upper()}
+        more: dict[str, Any] = {"type": click.Choice(choices)} if choices else {"type": kind}
+        more |= {} if choices else {"metavar": kind.__name__.upper()}
         more |= {} if lacks else {"default": field.default}
-        made.append(
-            option(
-                name,
-                type=click.Choice(choices) if choices else kind,
-                required=lacks and field.name not in optional,
-                help=text,
-                **more,
-            )
-        )
+        made.append(option(name, required=lacks and field.name not in optional, help=text, **more))
     return made
 
 
-def read_options(cls: type[T], arguments: types.SimpleNamespace, **more: Any) -> T:
+def read_options(cls: type[T], arguments: SimpleNamespace, **more: Any) -> T:
     """A ``cls`` from parsed ``arguments``; ``more`` gives the fields that were left out."""
     names = [field.name for field in dataclasses.fields(cls) if field.name not in more]  # pyright: ignore
     return cls(**{name: getattr(arguments, name) for name in names}, **more)

@@ -1,4 +1,4 @@
-"""Prompts to ids, and ids to text as they come, never half a character."""
+"""Prompts to ids, and ids to text on stdout as they come, never half a character."""
 
 from __future__ import annotations
 
@@ -10,33 +10,45 @@ import torch
 from torch_dflash.cli.errors import UserError, one_line
 from torch_dflash.pieces import TextStream
 
+GREEN, RESET = "\033[32m", "\033[0m"
 
-class StdoutStreamer:
-    """A transformers streamer that writes text to stdout as it is decoded."""
 
-    def __init__(self, tokenizer: Any):
-        self._pieces = TextStream(tokenizer)
-        self._prompt_seen = False
+class Printer:
+    """Writes an answer to stdout piece by piece.
 
-    def put(self, ids: torch.Tensor) -> None:
-        """The prompt first, which is not shown; then new ids."""
-        if self._prompt_seen:
-            self._write(self._pieces.push(ids.flatten().tolist()))
-        self._prompt_seen = True
+    With ``colour``, accepted drafts are green; the target's own tokens are not.
+    """
+
+    def __init__(self, tokenizer: Any, colour: bool = False):
+        self._text, self._colour = TextStream(tokenizer), colour
+
+    def __call__(self, piece: list[int], drafted: list[bool] | None = None) -> None:
+        """Show tokens; ``drafted``: of each, whether it was drafted (all but the last of a pass)."""
+        drafted = [True] * (len(piece) - 1) + [False] if drafted is None else drafted
+        for token, accepted in zip(piece, drafted, strict=False):
+            text = self._text.push([token])
+            sys.stdout.write(f"{GREEN}{text}{RESET}" if text and accepted and self._colour else text)
+        sys.stdout.flush()
 
     def end(self) -> None:
-        """Show what was held back, and end the line."""
-        self._write(self._pieces.push([], final=True) + "\n")
+        """Show the rest of the text, and end the line."""
+        print(self._text.push([], final=True), flush=True)
 
-    @staticmethod
-    def _write(text: str) -> None:
-        if text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+
+class StdoutStreamer(Printer):
+    """A `Printer` that is a streamer of transformers, whose first ``put`` brings the prompt."""
+
+    _prompt_seen = False
+
+    def put(self, ids: torch.Tensor) -> None:
+        """Show new ids; the prompt is not shown."""
+        if self._prompt_seen:
+            self(ids.flatten().tolist())
+        self._prompt_seen = True
 
 
 def asks(messages: list[dict[str, str]]) -> bool:
-    """Whether a user says a word in ``messages``."""
+    """Whether a message of a user holds a word."""
     return any(str(message["content"]).strip() for message in messages if message["role"] == "user")
 
 
@@ -50,9 +62,9 @@ def encode(
     """Prompt ids of a conversation, through the chat template if the tokenizer has one.
 
     Args:
-        messages: chat messages; without a template, exactly one of a user, whose text is sent as it is.
+        messages: chat messages; without a template, exactly one message, whose text is sent as it is.
         raw: send the text as it is even though there is a template.
-        template_options: further variables of the template, such as ``enable_thinking``.
+        template_options: extra variables of the template, such as ``enable_thinking``.
 
     Raises:
         UserError: an empty prompt, or messages that only a template could join.

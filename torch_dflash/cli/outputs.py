@@ -1,17 +1,28 @@
-"""Files a command writes when it is done: refused before it begins if they cannot be written."""
+"""Files that a command writes: checked before it begins, written with the provenance of their figures."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
+import json
 import os
+import platform
+import shlex
+import sys
 import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torch_dflash.cli.errors import UserError
+from torch_dflash.storage.machine import processor
+
+LOAD = getattr(os, "getloadavg", lambda: (None,))()[0]
+"""Load of the machine in the minute before this process began to measure; None: the system does not tell."""
+PACKAGES = ("torch-dflash", "torch", "torchax", "jax", "jaxlib", "transformers")
 
 
-def check_outputs(**files: str | Path | None) -> None:
-    """Raise `UserError` unless every file, by the name of its option, can be written; None is unset."""
+def check_writable(**files: str | Path | None) -> None:
+    """Raise `UserError` unless every file can be written; by the names of the options, None: unset."""
     taken: dict[str, str] = {}
     for option, given in files.items():
         if given is not None:
@@ -29,7 +40,7 @@ def _check_output(option: str, given: str | Path, taken: dict[str, str]) -> None
         raise UserError(f"{field}: its folder does not exist; make it first.")
     if path.is_dir():
         raise UserError(f"{field}: is a directory; name a file.")
-    beside = option == "png"  # it is written there and put in its place
+    beside = option == "png"  # written beside its place, then moved there
     if beside and path.exists() and not path.is_file():
         raise UserError(f"{field}: is not a regular file; name another.")
     ready = path.exists() and not beside
@@ -47,7 +58,7 @@ def check_folder(out: Path) -> None:
 
 
 def make_folder(option: str, given: str) -> Path:
-    """The directory that ``--option`` names, made if need be; `UserError` if no file can be written there."""
+    """Make the directory that ``--option`` names; raises `UserError` if no file can be written there."""
     folder, field = Path(given), f"--{option} {given}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,9 +72,48 @@ def make_folder(option: str, given: str) -> Path:
 
 
 def _holds_new_files(folder: Path) -> bool:
-    """Tried with a file that goes at once: what may be written by its mode can still be read-only."""
+    # Tried with a temporary file: a folder whose mode allows writing may lie on a read-only disk.
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:
         return False
+
+
+def provenance() -> dict:
+    """Command, date, versions, hardware and the load before this process."""
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "hardware": hardware(),
+        "load_before": LOAD,
+    }
+
+
+def write_results(path: str, results: dict) -> None:
+    """Write ``results`` with their provenance to ``path``."""
+    Path(path).write_text(json.dumps({"provenance": provenance(), **results}, indent=1) + "\n")
+
+
+def versions() -> dict[str, str | None]:
+    """The version of each of `PACKAGES`; None: not installed."""
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def hardware() -> str:
+    """The accelerators of JAX or the CUDA device of torch, if this process runs on one, or the processor."""
+    jax, torch = sys.modules.get("jax"), sys.modules.get("torch")  # only if this process decodes with them
+    if jax is not None and jax.devices()[0].platform != "cpu":
+        return f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+    if torch is not None and torch.cuda.is_initialized():
+        return f"{torch.cuda.get_device_name()}; CPU: {processor()}"
+    return f"CPU: {processor()}"

@@ -1,4 +1,4 @@
-"""``torch-dflash list``: the published pairs, and what of them the hub's cache holds."""
+"""``torch-dflash list``: the published pairs, and a check of those in the hub's cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import click
+
+from torch_dflash.cli.command import FILE, command, flag, option, silence
 from torch_dflash.cli.errors import UserError
 from torch_dflash.progress import print_status
 from torch_dflash.published.rows import Checkpoint, checkpoints, share
@@ -17,6 +20,27 @@ HEADS = ("name", "target", "drafter", "kind", "layout", "block", "taps", "decode
 DIFFERS = 1
 
 
+def _check(arguments: SimpleNamespace) -> None:
+    if arguments.cache_dir is not None and not arguments.check:
+        raise UserError(f"--cache-dir {arguments.cache_dir}: it is for --check; pass that too.")
+
+
+@command(
+    "list",
+    [
+        click.Argument(["name"], required=False, metavar="[TEXT]"),
+        flag("--decodes", help="Only pairs that decode here."),
+        flag("--json", help="Print every field, its source and what is unknown."),
+        flag("--check", help="Load and check what the hub's cache holds."),
+        option("--cache-dir", type=FILE, metavar="DIR",
+               help="A hub cache other than huggingface_hub's own, for --check."),
+    ],
+    "Show the published pairs of target and drafter.",
+    "Shows the pairs with TEXT in their names, targets or drafters, one a line; ? is unknown. With --check, "
+    "loads and checks those whose drafter the hub's cache holds; nothing is fetched. Exit status: 0, 1 if "
+    "one of those does not load or fit, 2 wrong usage or no pair.",
+    check=_check,
+)  # fmt: skip
 def run(arguments: SimpleNamespace) -> int:
     """Print the pairs; returns the exit status."""
     text = arguments.name or ""
@@ -30,8 +54,8 @@ def run(arguments: SimpleNamespace) -> int:
                 f"{text}: no such pair decodes here; leave --decodes out to see {known} that do not."
             )
     if arguments.check:
-        return _check(rows, arguments)
-    print(json.dumps([as_json(row) for row in rows], indent=1) if arguments.json else table(rows))
+        return _load_cached(rows, arguments)
+    print(json.dumps([_fields(row) for row in rows], indent=1) if arguments.json else table(rows))
     if len(rows) == len(checkpoints):
         print_status(f"{share()}.")
     return 0
@@ -47,8 +71,7 @@ def table(rows: Iterable[Checkpoint]) -> str:
     )
 
 
-def as_json(row: Checkpoint) -> dict[str, Any]:
-    """A pair with all of its fields, null where they are unknown."""
+def _fields(row: Checkpoint) -> dict[str, Any]:
     decodes, why_not = row.verdict
     return asdict(row) | {"decodes": decodes, "why_not": why_not, "unknown": list(row.unknown)}
 
@@ -61,9 +84,11 @@ def _cells(row: Checkpoint) -> tuple[str, ...]:
     return row.name, named, row.drafter or "?", row.kind, row.layout or "?", block, taps, DECODED[decodes]
 
 
-def _check(rows: list[Checkpoint], arguments: SimpleNamespace) -> int:
-    from torch_dflash.published.check import check_cached  # only when asked for: it loads transformers
+def _load_cached(rows: list[Checkpoint], arguments: SimpleNamespace) -> int:
+    from torch_dflash.published.check import check_cached
 
+    if arguments.quiet:
+        silence()
     try:
         found = check_cached(rows, arguments.cache_dir)
     except OSError as error:
