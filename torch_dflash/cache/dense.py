@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.spec import FreshRows, LayerSpec
+from torch_dflash.cache.spec import ByPosition, FreshRows, LayerSpec
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, dense_attention, grouped_attention
 from torch_dflash.ops.block_attention import Past, block_attention
@@ -20,7 +20,7 @@ from torch_dflash.pytrees import register_state
 
 @register_state
 @dataclass(frozen=True)
-class StaticLayer:
+class StaticLayer(ByPosition):
     """Dense K/V of one layer. Row b holds positions ``0 .. length[b]-1``; later slots are stale.
 
     A rollback leaves ``length`` where it was: masks hide stale slots until they are overwritten.
@@ -28,7 +28,6 @@ class StaticLayer:
 
     key: Float[Tensor, "B G S D"]
     value: Float[Tensor, "B G S Dv"]
-    trees: ClassVar[bool] = True
 
     @classmethod
     def allocate(cls, spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> Self:
@@ -48,10 +47,6 @@ class StaticLayer:
             key=write_rows(self.key, key, start, dim=2, count=count),
             value=write_rows(self.value, value, start, dim=2, count=count),
         )
-
-    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, StaticLayer]:
-        """The module's own rows: ``attend`` adds the cached ones."""
-        return key, value, self
 
     def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, StaticLayer | FreshRows]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self.
@@ -77,18 +72,6 @@ class StaticLayer:
     def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> StaticLayer:
         """Write the rows of one path of a tree; consumes self."""
         return self.write(key, value, start)
-
-    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> StaticLayer:
-        """A chain's accepted rows are already in place."""
-        return self
-
-    def snapshot(self) -> Any:
-        """Nothing: later rows leave earlier ones as they are."""
-        return ()
-
-    def restore(self, snapshot: Any) -> StaticLayer:
-        """Every mask hides the rows behind the restored length."""
-        return self
 
     def reset(self, rows: Bool[Tensor, " B"]) -> StaticLayer:
         """Zero the rows marked: values of the former request may not be finite."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -79,6 +79,28 @@ class CacheLayer(Protocol):
     def reset(self: Layer, rows: Tensor) -> Layer:
         """Clear the batch rows marked in ``rows`` [B] for other requests."""
         ...
+
+
+class ByPosition:
+    """Defaults of a `CacheLayer` of keys and values by position: masks hide rows that are not accepted."""
+
+    trees: ClassVar[bool] = True
+
+    def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, Self]:
+        """The module's own rows: ``attend`` adds the cached ones."""
+        return key, value, self
+
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Self:
+        """A chain's accepted rows are already in place."""
+        return self
+
+    def snapshot(self) -> Any:
+        """Nothing: later rows leave earlier ones as they are."""
+        return ()
+
+    def restore(self, snapshot: Any) -> Self:
+        """Every mask hides the rows behind the restored length."""
+        return self
 
 
 @register_state
