@@ -29,7 +29,7 @@ from transformers.models.llama import modeling_llama
 from transformers.utils.quantization_config import QuantizationMethod
 
 import torch_dflash as td
-from torch_dflash.doctor.judge import Text, record
+from torch_dflash.doctor.judge import Answered, record
 from torch_dflash.engine import engine as engine_module
 from torch_dflash.targets.guard import Guard
 from torch_dflash.targets.skeleton import configs_of
@@ -985,7 +985,7 @@ DOORS = {
     "Chat": chatted,
     "check": lambda model, drafter, ids, options: td.check(model),
     "diagnose": diagnosed,
-    "record": lambda model, drafter, ids, options: record(model.get_base_model(), [Text(ids[0], 2)]),
+    "record": lambda model, drafter, ids, options: record(model.get_base_model(), [Answered(ids[0], 2)]),
     "features": extracted,
 }
 

@@ -121,8 +121,8 @@ def check_implementations(model: Any) -> None:
         own = vars(sys.modules[module]).get("eager_attention_forward")
         if module.startswith("transformers.models.") and own is not None and not at_home(own):
             raise ValueError(
-                f"{module}.eager_attention_forward is {own!r}, not transformers' own, and would not run; put "
-                "that back, or use the target's own generate."
+                f"{module}.eager_attention_forward is {own!r}, not transformers' own, and would not run; "
+                "put transformers' own back, or use the target's own generate."
             )
     for kind, field, registry in kinds:
         name = getattr(config, field, None)
