@@ -104,7 +104,7 @@ def check_arithmetic(compute: Any, quantize: Any, runtime: str) -> None:
                 f"{name}={value!r}: runtime={runtime!r} has no such products; use runtime='xla'."
             )
     if quantize is not None and compute != "auto":
-        raise ValueError(f"compute={compute!r} beside quantize={quantize!r}: leave one of the two out.")
+        raise ValueError(f"compute={compute!r} with quantize={quantize!r}: leave one of the two out.")
 
 
 def check_mesh(mesh: Any, runtime: str, replicas: Any = 1) -> None:

@@ -103,8 +103,8 @@ def _with_silent(paths: dict[int, Path | None], count: int) -> list[Path | None]
     """``paths`` by layer, with those of stateless layers from the same module list."""
     homes = {(path or "").removesuffix(f".{layer}") for layer, path in paths.items()}
     home = homes.pop() if len(homes) == 1 else None
-    beside = {layer: None if home is None else f"{home}.{layer}" for layer in range(count)}
-    return [paths.get(layer, beside[layer]) for layer in range(count)]
+    siblings = {layer: None if home is None else f"{home}.{layer}" for layer in range(count)}
+    return [paths.get(layer, siblings[layer]) for layer in range(count)]
 
 
 def _single(model: Any, way: tuple[Path, ...]) -> Path | None:
@@ -157,9 +157,9 @@ def _idle(recorded: CallRecorder, block: Path) -> tuple[Path, ...]:
     """Siblings of the path from the model to ``block`` in which no module ran."""
     steps = block.split(".")
     way = {".".join(steps[:depth]) for depth in range(len(steps) - 1)}
-    beside = [path for path, _ in recorded.model.named_modules() if path and path.rpartition(".")[0] in way]
+    siblings = [path for path, _ in recorded.model.named_modules() if path and path.rpartition(".")[0] in way]
     ran = [f"{call.path}." for call in recorded.calls]
-    return tuple(path for path in beside if not any(one.startswith(f"{path}.") for one in ran))
+    return tuple(path for path in siblings if not any(one.startswith(f"{path}.") for one in ran))
 
 
 def _is_of(value: Any, result: Any) -> bool:

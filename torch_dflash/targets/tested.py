@@ -191,7 +191,9 @@ def _fault_of_module(module: nn.Module, on_cpu: bool) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return " is a TorchScript module, which cannot be copied; put back the module that it was made of"
     if kind == "Linear8bitLt":
-        return " is bitsandbytes' Linear8bitLt, with state beside its weight; load it with load_in_4bit=True"
+        return (
+            " is bitsandbytes' Linear8bitLt, with more state than its weight; load it with load_in_4bit=True"
+        )
     if getattr(module, "support_avx512bf16_for_cpu", False) and on_cpu:
         return (
             f" is a {kind} of bitsandbytes, which packs its weight for this CPU in its first forward, and "

@@ -231,7 +231,7 @@ def blocks_of(model: Any) -> Blocks:
 
 
 class _OnMeta(TorchDispatchMode):
-    """While open, a real tensor, such as a hook's vector, becomes a meta tensor beside meta ones."""
+    """While open, a real tensor, such as a hook's vector, becomes a meta tensor among meta ones."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -274,7 +274,7 @@ def _spec(cache: RecordingCache, layer: int, window: int | None) -> LayerSpec:
     if layer not in cache.shapes:
         return LayerSpec("recurrent", 0, 0, 0, None, *states)
     if any(states) and layer in cache.latent:
-        raise Refusal(f"layer {layer} recurs beside latent attention")
+        raise Refusal(f"layer {layer} has a recurrence and latent attention")
     kind = "both" if any(states) else "latent" if layer in cache.latent else "attention"
     return LayerSpec(kind, *cache.shapes[layer], window, *states)
 
@@ -300,7 +300,7 @@ def _window(cache: RecordingCache, layer: int, read: Callable, context: int) -> 
     named = cache.windows[layer]
     if named is not None and named < context and named != window:
         raise ValueError(
-            f"layer {layer} names a window of {named} beside a mask of {window}, and the attention "
+            f"layer {layer} names a window of {named}, its mask one of {window}, and the attention "
             "implementation decides; set sliding_window to the one that it was trained with, or to None."
         )
     return window

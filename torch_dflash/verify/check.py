@@ -304,8 +304,8 @@ def _sampled_otherwise(twin: Any, ids: Tensor) -> int | None:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         out = twin.generate(ids.long(), attention_mask=torch.ones_like(ids).long())
     warp: Any = LogitsProcessorList([Temperature(0.5), TopK(20), TopP(0.9)])
-    said = [torch.equal(score, warp(ids, own)) for score, own in zip(out.scores, out.logits, strict=True)]
-    return None if all(said) else ids.shape[1] + said.index(False)
+    same = [torch.equal(score, warp(ids, own)) for score, own in zip(out.scores, out.logits, strict=True)]
+    return None if all(same) else ids.shape[1] + same.index(False)
 
 
 def compare(
