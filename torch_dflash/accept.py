@@ -14,11 +14,11 @@ from torch_dflash.state import Draft
 
 
 def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Int[Tensor, " B"]:
-    """How many tokens a round commits: the longest prefix of a chain that the target picks, and the bonus.
+    """Tokens that a round commits: the longest prefix of the chain that the target picks, and the bonus.
 
-    ``target[b, i]`` is the token the target picks (argmax, or its sample) after verify row i. A draft is
-    kept while it equals that pick, and the first pick that differs is the bonus token, so every committed
-    token is the target's own: lossless for any proposal (arXiv 2602.06036 section 3; at temperature > 0
+    ``target[b, i]`` is the target's pick (argmax, or its sample) after verify row i. Drafts are kept while
+    they equal these picks, and the first pick that differs is the bonus token, so every committed token is
+    the target's own: lossless for any proposal (arXiv 2602.06036 section 3; at temperature > 0
     this is exact rejection sampling of a point-mass proposal).
     """
     rows = target.shape[1]
@@ -31,12 +31,11 @@ def accept_chain(draft: Draft, target: Int[Tensor, "B M"]) -> Int[Tensor, " B"]:
 def accept_tree(
     tokens: Int[Tensor, "B N"], tree: Tree, target: Int[Tensor, "B M"], deepest: int
 ) -> tuple[Int[Tensor, "B path"], Int[Tensor, " B"]]:
-    """(The rows of the deepest path that the target picks, how many they are: tokens that a round commits).
+    """(Rows of the deepest path that the target picks, their number: the tokens that a round commits).
 
-    A walk from the anchor: at each row the target's pick, on to the child that equals it; the first pick
-    without a child is the bonus. Each committed token is the target's own after those before it, whatever the
-    tree. ``tokens`` are those of rows 1 to N; a path has at most ``deepest`` + 1 rows; behind its last row it
-    repeats that one.
+    A walk from the anchor: from each row on to the child that equals the target's pick; the first pick
+    without a child is the bonus. Each committed token is the target's own pick, whatever the tree.
+    ``tokens`` are those of rows 1 to N; a path has at most ``deepest`` + 1 rows and repeats its last row.
     """
     row = torch.arange(target.shape[1], device=target.device, dtype=torch.int32)
     seen, depth = tree.seen(), tree.depth
@@ -44,7 +43,7 @@ def accept_tree(
     equal = (tokens == wanted) & (row[1:] <= tree.valid[:, None])
     equal = torch.cat([torch.ones_like(equal[:, :1]), equal], dim=1)
     picked = (equal[:, None] | ~seen).all(dim=-1)
-    # The deepest; of two alike, which only one that is no tree's draft has, the first.
+    # The deepest; the first of two, which only a draft that is no tree has.
     best = torch.where(picked, depth * len(row) + row.flip(0), -1).argmax(dim=1)[:, None]
     mine = (seen & (row == best)[..., None]).any(dim=1)
     step = torch.arange(min(deepest, len(row) - 1) + 1, device=target.device, dtype=torch.int32)
@@ -57,7 +56,7 @@ def accept_tree(
 def trim_at_stop(
     tokens: Int[Tensor, "B M"], count: Int[Tensor, " B"], stop_ids: Int[Tensor, "B E"]
 ) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:
-    """Cut the first ``count`` of ``tokens`` after the first stop id: (new count, whether one was hit)."""
+    """Cut the first ``count`` of ``tokens`` after the first stop id: (new count, whether there was one)."""
     at = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.int32)
     is_stop = (tokens[:, :, None] == stop_ids[:, None, :]).any(dim=2) & (at < count[:, None])
     stopped = is_stop.any(dim=1)
@@ -68,10 +67,10 @@ def trim_at_stop(
 def drafted_by(
     proposer: Any, proposed: Any, method: str = "propose", first: str = "Draft(tokens, valid)"
 ) -> tuple[Any, Any]:
-    """The two that a ``method`` of ``proposer`` has ``proposed``: a draft, or the ``first``, and its state.
+    """Unpack the result of a proposer's ``method``: (the ``first`` value, such as a draft; its state).
 
     Raises:
-        TypeError: they are not two.
+        TypeError: not two values.
     """
     if isinstance(proposed, tuple | list) and len(proposed) == 2:
         return proposed[0], proposed[1]
@@ -83,10 +82,10 @@ def drafted_by(
 
 
 def known_draft(draft: Any, plan: DecodePlan, vocab_size: int) -> Draft:
-    """The draft as far as its ids have an embedding; in the place of those that have none stands some token.
+    """The draft up to its first id outside the vocabulary; later tokens are arbitrary.
 
     Raises:
-        TypeError, ValueError: no draft of integers for every row, or a tree of a proposer without depth.
+        TypeError, ValueError: no draft of integers for every row, or a tree from a proposer without depth.
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"propose() drafted {type(draft).__name__}: return a Draft and the proposer's state.")
@@ -97,7 +96,7 @@ def known_draft(draft: Any, plan: DecodePlan, vocab_size: int) -> Draft:
                 "Draft.parent is set: a tree of drafts, and the proposer has no depth; set how many nodes "
                 "its deepest path has (depth = 7), or propose a chain and leave parent None."
             )
-        fewer = getattr(draft.tokens, "shape", ())[1:] or (plan.nodes,)  # of a narrower round
+        fewer = getattr(draft.tokens, "shape", ())[1:] or (plan.nodes,)  # in a narrower round
         wanted["tokens"] = wanted["parent"] = (plan.batch_size, min(plan.nodes, *fewer))
     for name, shape in wanted.items():
         found = getattr(draft, name)

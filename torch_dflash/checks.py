@@ -1,4 +1,4 @@
-"""Arguments checked where they come in. Each message names the field, the value and the fix.
+"""Checks of arguments. Each message names the field, the value and the fix.
 
 The command line checks its options here before torch is imported.
 """
@@ -6,7 +6,7 @@ The command line checks its options here before torch is imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,7 @@ INT32_MAX = 2**31 - 1
 
 
 def is_count(value: Any) -> bool:
-    """Whether ``value`` is an integer; a bool is a flag in the wrong place, not a number."""
+    """Whether ``value`` is an integer and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -36,23 +36,19 @@ def check_counts(least: int = 1, **values: Any) -> None:
 
 def check_width(verify_width: Any) -> None:
     """Raise ``ValueError`` unless ``verify_width`` is a count of rows, "auto" or None."""
-    if (
-        verify_width is not None
-        and verify_width != "auto"
-        and (not is_count(verify_width) or verify_width < 1)
-    ):
+    if verify_width not in (None, "auto") and (not is_count(verify_width) or verify_width < 1):
         raise ValueError(f'verify_width={verify_width!r}: must be an integer of at least 1, or "auto".')
 
 
 def row_list(value: Any) -> Any:
-    """``value`` as a list if it may hold one entry per row, else as it is."""
+    """``value`` as a list if it may hold one entry per row, else unchanged."""
     if hasattr(value, "tolist"):  # a tensor or an array
         return value.tolist()  # a number, if it has no dimension
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
 
 
-def check_rows(name: str, value: Any, rows: int) -> list:
-    """``value`` as one entry per row; ``ValueError`` if it has another number of them."""
+def one_per_row(name: str, value: Any, rows: int) -> list:
+    """``value`` as a list of one entry per row; ``ValueError`` for another number of entries."""
     value = row_list(value)
     if not isinstance(value, list):
         return [value] * rows
@@ -61,14 +57,18 @@ def check_rows(name: str, value: Any, rows: int) -> list:
     return value
 
 
+def _check_choice(name: str, value: Any, known: Iterable) -> None:
+    if not isinstance(value, str | None) or value not in known:
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, known))}.")
+
+
 def check_runtime(runtime: Any) -> None:
     """Raise ``ValueError`` unless ``runtime`` names one of `RUNTIMES`."""
-    if not isinstance(runtime, str) or runtime not in RUNTIMES:
-        raise ValueError(f"runtime={runtime!r}: choose one of {', '.join(map(repr, RUNTIMES))}.")
+    _check_choice("runtime", runtime, RUNTIMES)
 
 
 def check_autocast(runtime: str) -> None:
-    """Raise ``ValueError`` where torch would cast what the XLA runtime does not."""
+    """Raise ``ValueError`` under ``torch.autocast`` if ``runtime`` does not follow it."""
     import torch
 
     if not RUNTIMES[runtime].follows_autocast and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
@@ -80,8 +80,7 @@ def check_autocast(runtime: str) -> None:
 
 def check_cache(cache: Any) -> None:
     """Raise ``ValueError`` unless ``cache`` names one of `CACHES`."""
-    if not isinstance(cache, str) or cache not in CACHES:
-        raise ValueError(f"cache={cache!r}: choose one of {', '.join(map(repr, CACHES))}.")
+    _check_choice("cache", cache, CACHES)
 
 
 def check_flag(**values: Any) -> None:
@@ -92,34 +91,29 @@ def check_flag(**values: Any) -> None:
 
 
 def check_precision(matmul_precision: Any) -> None:
-    """Raise ``ValueError`` unless ``matmul_precision`` names one of `PRECISIONS`, which are JAX's."""
-    if not isinstance(matmul_precision, str) or matmul_precision not in PRECISIONS:
-        known = ", ".join(map(repr, PRECISIONS))
-        raise ValueError(f"matmul_precision={matmul_precision!r}: choose one of {known}.")
+    """Raise ``ValueError`` unless ``matmul_precision`` names one of JAX's `PRECISIONS`."""
+    _check_choice("matmul_precision", matmul_precision, PRECISIONS)
 
 
 def check_arithmetic(compute: Any, quantize: Any, runtime: str) -> None:
-    """Raise ``ValueError`` unless products are computed in a type that ``runtime`` has."""
+    """Raise ``ValueError`` unless ``runtime`` has products of these types."""
     for name, value, known in (("compute", compute, COMPUTE), ("quantize", quantize, QUANTIZE)):
-        if value not in known:
-            choices = ", ".join(map(repr, known))
-            raise ValueError(f"{name}={value!r}: choose one of {choices}.")
+        _check_choice(name, value, known)
         if value != known[0] and not RUNTIMES[runtime].needs_jax:
             raise ValueError(
                 f"{name}={value!r}: runtime={runtime!r} has no such products; use runtime='xla'."
             )
     if quantize is not None and compute != "auto":
-        raise ValueError(f"compute={compute!r} beside quantize={quantize!r}: leave one of the two out.")
+        raise ValueError(f"compute={compute!r} with quantize={quantize!r}: leave one of the two out.")
 
 
 def check_mesh(mesh: Any, runtime: str, replicas: Any = 1) -> None:
-    """Raise ``ValueError`` for devices that ``runtime`` does not know; which they are the bridge looks up."""
+    """Raise ``ValueError`` for a mesh that ``runtime`` does not support; the bridge finds the devices."""
     if not is_count(replicas) or replicas < 1:
         raise ValueError(f"replicas={replicas!r}: must be an integer of at least 1.")
     if mesh is None and replicas > 1:
         raise ValueError(
-            f"replicas={replicas} without a mesh: say which devices they share, as mesh={replicas} or "
-            'mesh="auto".'
+            f'replicas={replicas} without a mesh: name the devices, as mesh={replicas} or mesh="auto".'
         )
     if mesh is not None and not RUNTIMES[runtime].needs_jax:
         raise ValueError(f"mesh={mesh!r}: runtime={runtime!r} has no devices of JAX's; use runtime='xla'.")
@@ -130,34 +124,33 @@ def check_mesh(mesh: Any, runtime: str, replicas: Any = 1) -> None:
 
 
 def check_blocks(drafter: Any, **widths: Any) -> None:
-    """Raise ``ValueError`` for a ``block_size`` or ``verify_width`` that needs a drafter where there is none.
+    """Raise ``ValueError`` for a ``block_size`` or ``verify_width`` above 1 without a drafter.
 
-    The plan would name the width of a block that the user never gave.
+    The plan's own message would name a block width that the user never gave.
     """
     for name, value in widths.items():
         if drafter is None and is_count(value) and value > 1:
             verb = "draft" if name == "block_size" else "verify"
             raise ValueError(
-                f"{name}={value} without a drafter: there is nothing to {verb}; pass a drafter or leave "
-                f"{name} unset."
+                f"{name}={value} without a drafter: nothing to {verb}; pass a drafter or leave {name} unset."
             )
 
 
 def field_of(config: Any, name: str) -> Any:
-    """A config's field, None where it has none; of one that differs by layer, what it says for all others."""
+    """A config's field, or None; for a field that differs by layer, the default of all layers."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers wants such a field read layer by layer
+    except RuntimeError:  # transformers refuses to read a field that differs by layer
         return vars(config).get(name)
 
 
 def context_of(target: Any) -> int:
-    """Positions the target was made for; without a limit in its config, as many as int32 counts."""
+    """Positions that the target was made for; the largest int32 without a limit in its config."""
     return positions_of(target.config)
 
 
 def positions_of(config: Any) -> int:
-    """`context_of` a target by its config alone."""
+    """`context_of` by the target's config."""
     limit: Any = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if is_count(limit) and limit > 0 else INT32_MAX  # -1 is how XLNet says "no limit"
 
@@ -172,7 +165,7 @@ def check_context(target: Any, max_length: int) -> None:
 
 
 def check_dtype(what: str, state: Any, weights: Any) -> None:
-    """Raise ``ValueError`` if the ``what`` of a state in mid-generation has been cast to another dtype."""
+    """Raise ``ValueError`` if the model ``what`` (target or drafter) was cast after the state was made."""
     if state != weights:
         raise ValueError(
             f"the state was made with a {what} in {state}, which is in {weights} now; cast it back with "
@@ -181,19 +174,19 @@ def check_dtype(what: str, state: Any, weights: Any) -> None:
 
 
 def names_a_folder(source: str) -> bool:
-    """Whether ``source`` can only be a path, there or not; what else is no directory may be a hub id."""
+    """Whether ``source`` can only be a path, existing or not, and no hub id."""
     return not source or source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
 
 
 def check_there(name: str, source: Any) -> None:
-    """Raise ``FileNotFoundError`` if ``source`` can only be a path, and no directory lies there."""
+    """Raise ``FileNotFoundError`` if ``source`` can only be a path and is no directory."""
     path = os.fspath(source)
     if names_a_folder(path) and not os.path.isdir(path):
-        raise FileNotFoundError(f"{name}={path!r}: no such directory; pass one that is there, or a hub id.")
+        raise FileNotFoundError(f"{name}={path!r}: no such directory; pass an existing one, or a hub id.")
 
 
 def check_loaded(field: str, value: Any, call: str) -> None:
-    """Raise ``TypeError`` for a name or a path in the place of what ``call`` loads from it."""
+    """Raise ``TypeError`` for a name or path where a model is needed, which ``call`` loads."""
     if isinstance(value, str | os.PathLike):
         name = os.fspath(value)
         raise TypeError(f"{field}={name!r}: a name or a path; load it first: {call.format(repr(name))}.")
@@ -205,16 +198,14 @@ def check_target(target: Any) -> None:
     name, config = type(target).__name__, getattr(target, "config", None)
     if hasattr(target, "_orig_mod"):
         raise TypeError(
-            f"target={name}: that is what torch.compile made of a model, and its weights go by other names; "
-            "pass the original module, target._orig_mod. The XLA runtime compiles it itself."
+            f"target={name}: a module of torch.compile, whose weights have other names; pass the original "
+            "module, target._orig_mod. The XLA runtime compiles it itself."
         )
     inner = getattr(target, "module", None)
     if hasattr(inner, "get_output_embeddings") and not hasattr(type(target), "get_output_embeddings"):
-        raise TypeError(f"target={name}: that is a wrapper of a model; pass the model, target.module.")
+        raise TypeError(f"target={name}: a wrapper of a model; pass the model, target.module.")
     if hasattr(config, "dflash_config"):
-        raise TypeError(
-            f"target={name}: that is a DFlash drafter; pass the target model first, the drafter second."
-        )
+        raise TypeError(f"target={name}: a DFlash drafter; pass the target model first, the drafter second.")
     head = getattr(target, "get_output_embeddings", lambda: None)()
     if head is None or getattr(target, "generation_config", None) is None:
         raise TypeError(f"target={name}: pass a transformers causal LM (AutoModelForCausalLM).")
@@ -233,9 +224,9 @@ def check_streamer(streamer: Any, rows: int) -> None:
 
 
 def check_static_rope(config) -> None:
-    """Refuse rope types that branch on the data (they cannot be compiled once for all lengths).
+    """Raise ``ValueError`` for rope types that depend on the length at run time.
 
-    Of a model of several parts, the text's counts.
+    In a model of several parts only the text's rope counts.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parameters = getattr(text, "rope_parameters", None)
@@ -250,12 +241,11 @@ def check_static_rope(config) -> None:
             )
 
 
-# Rope types whose frequencies depend on data seen at run time cannot be traced once and reused.
 DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
 
 
 def check_types(config: dict[str, Any], where: Any) -> None:
-    """Raise ``ValueError`` for a ``dtype`` or ``quantization_config`` of no known kind."""
+    """Raise ``ValueError`` for an unknown ``dtype`` or ``quantization_config``."""
     import torch
 
     for name in ("dtype", "torch_dtype"):
@@ -263,12 +253,9 @@ def check_types(config: dict[str, Any], where: Any) -> None:
         known = isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
         if value is not None and not known:
             raise ValueError(
-                f"{name}={value!r} in {where}/config.json: torch has no such type; name the one the weights "
-                'are stored in, such as "bfloat16".'
+                f"{name}={value!r} in {where}/config.json: torch has no such type; name the weights' own."
             )
     quantized = config.get("quantization_config")
     if quantized is not None and not isinstance(quantized, dict):
-        raise ValueError(
-            f"quantization_config={quantized!r} in {where}/config.json: must be an object; remove it if the "
-            "weights are plain."
-        )
+        where = f"quantization_config={quantized!r} in {where}/config.json"
+        raise ValueError(f"{where}: must be an object; remove it if the weights are plain.")

@@ -1,7 +1,7 @@
 """The decoding round, as pure ``state -> state`` functions: draft, verify, accept, commit.
 
-Run eagerly they are the reference; `jax_bridge` lowers these same functions to one XLA program. `rows` begins
-a state, feeds it prompts and rewinds it.
+Eagerly they are the reference; `jax_bridge` lowers the same functions to one XLA program. `rows` begins a
+state, feeds it prompts and rewinds it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch_dflash.record import note_picks
 from torch_dflash.sampling import pick_tokens, warped_logits
 from torch_dflash.state import DecodeState, Draft, DraftRequest, Sampling
 from torch_dflash.targets.adapter import Target
-from torch_dflash.targets.binding import Swapped
+from torch_dflash.targets.binding import BoundWeights
 
 Params = dict[str, Tensor]
 
 
 class Pair(nn.Module):
-    """Target and proposer under one root without weights: one call binds all. ``plan`` is static."""
+    """Target and proposer under one root without weights, which each call binds. ``plan`` is static."""
 
     def __init__(self, target: Target, proposer: Proposer, plan: DecodePlan):
         super().__init__()
@@ -41,18 +41,18 @@ class Pair(nn.Module):
         self.target = target
         self.proposer: Any = proposer
         self.plan = plan
-        self._swapped = Swapped(self)
+        self._bound = BoundWeights(self)
 
     def forward(self, step, *args):
         return step(self, *args)
 
     def run(self, step, params: Params, *args):
         """``step(self, *args)`` with ``params`` in place of the weights; one thread at a time."""
-        return self._swapped.call(self, params, (step, *args))
+        return self._bound.call(self, params, (step, *args))
 
     def check_free(self) -> None:
-        """Raise ``RuntimeError`` if this thread is inside of a step of this pair."""
-        check_outside(self, self._swapped.lock)
+        """Raise ``RuntimeError`` if this thread is inside a step of this pair."""
+        check_outside(self, self._bound.lock)
 
 
 def decode_round(
@@ -60,18 +60,18 @@ def decode_round(
 ) -> DecodeState:
     """Draft, verify, accept, commit: every live row gains between 1 and M tokens.
 
-    ``width``: rows M of this round's verify pass, at most the plan's ``verify_width`` (None: as many). Rounds
-    of every width share one state; with 1 nothing is drafted, and the proposer still takes the row in.
+    ``width``: rows M of this round's verify pass; None: the plan's ``verify_width``, the most. Rounds of
+    every width share one state; with 1 nothing is drafted, and the proposer still reads the row.
     ``fewest``: as in `verify`.
     """
     return pair.run(_decode_round, params, state, width or pair.plan.verify_width, fewest)
 
 
 class Verified(NamedTuple):
-    """The target on M rows: ``ids`` [B, M], its own ``logits`` [B, M, V] and ``picks`` [B, M] after each row.
+    """The target on M rows: ``ids`` [B, M], its ``logits`` [B, M, V] and ``picks`` [B, M] after each row.
 
-    ``features`` [B, M, n*H] are the tapped layers' outputs, None without taps; ``cache`` the layers after it.
-    ``scores`` [B, M, V], what was picked from, is None unless the plan keeps it; ``tree``: None of a chain.
+    ``features`` [B, M, n*H] are the tapped layers' outputs, None without taps; ``cache`` the layers after
+    the pass. ``scores`` [B, M, V] are None unless the plan keeps them; ``tree`` is None for a chain.
     """
 
     ids: Int[Tensor, "B M"]
@@ -83,7 +83,7 @@ class Verified(NamedTuple):
     tree: Tree | None = None
 
     def along(self, path: Tensor) -> Verified:
-        """The rows ``path`` [B, path] alone; the layers wait for their ``commit``."""
+        """The rows ``path`` [B, path]; the layers are not committed yet."""
         rows = (self.ids, self.logits, self.picks, self.features, self.scores)
         ids, logits, picks, features, scores = (None if a is None else take_rows(a, path) for a in rows)
         return Verified(cast(Any, ids), cast(Any, logits), cast(Any, picks), features, self.cache, scores)
@@ -92,7 +92,7 @@ class Verified(NamedTuple):
 def draft(pair: Pair, state: DecodeState, width: int | None = None) -> tuple[Draft, Any]:
     """The proposer's pass: (a draft after each row's anchor, its state); ``width`` as in `verify`."""
     target, proposer, plan = pair.target, pair.proposer, pair.plan
-    own = state.anchor.clone(), state.length.clone()  # the proposer's: it may write into them
+    own = state.anchor.clone(), state.length.clone()  # copies, which the proposer may overwrite
     asked = DraftRequest(state.sampling, width or plan.verify_width)
     proposed = proposer.draft(state.proposer, *own, target.embed, target.head, asked)
     drafted, pstate = drafted_by(proposer, proposed)
@@ -100,7 +100,7 @@ def draft(pair: Pair, state: DecodeState, width: int | None = None) -> tuple[Dra
 
 
 def skip(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
-    """In place of `draft`: (no draft, the proposer's state, ready to take rows in)."""
+    """Replaces `draft` in a round of one row: (no draft, the proposer's state, ready to read rows)."""
     target, own = pair.target, (state.anchor.clone(), state.length.clone())
     pstate = pair.proposer.skip(state.proposer, *own, target.embed, target.head)
     return Draft(tokens=state.anchor[:, None][:, :0], valid=torch.zeros_like(state.length)), pstate
@@ -109,9 +109,9 @@ def skip(pair: Pair, state: DecodeState) -> tuple[Draft, Any]:
 def verify(
     pair: Pair, state: DecodeState, drafted: Draft, width: int | None = None, fewest: int = 1
 ) -> Verified:
-    """The target's pass over the anchor and the first M - 1 drafted tokens, and what it picks after each.
+    """The target's pass over the anchor and the first M - 1 drafted tokens, and its pick after each.
 
-    ``fewest``: rows of the pass at least; those behind the M are computed and dropped.
+    ``fewest``: rows of the pass at least; rows after the first M are computed and dropped.
     """
     plan = pair.plan
     width = width or plan.verify_width
@@ -131,7 +131,7 @@ def verify(
 
 
 def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Verified) -> DecodeState:
-    """Keep the drafts that equal the target's picks and the pick after them, up to a stop id or the limit."""
+    """Keep the drafts that equal the target's picks, and the next pick, up to a stop id or the limit."""
     seen, accepted, path = _accepted(pair.plan, drafted, seen)
     kept, stopped = trim_at_stop(seen.picks, accepted, state.stop_ids)
     room = state.limit - state.committed
@@ -154,17 +154,16 @@ def commit(pair: Pair, state: DecodeState, drafted: Draft, pstate: Any, seen: Ve
 
 
 def _tree(plan: DecodePlan, drafted: Draft, rows: Tensor) -> Tree:
-    """The tree of a pass's ``rows`` [B, M]."""
     nodes = rows.shape[1] - 1
     parent: Any = drafted.parent
     parent = parent[:, :nodes]
-    alone = torch.full_like(rows[:, parent.shape[1] + 1 :], -1)  # rows that are computed and dropped
+    alone = torch.full_like(rows[:, parent.shape[1] + 1 :], -1)  # rows to be dropped
     valid = drafted.valid.clamp(max=parent.shape[1])
     return read_tree(torch.cat([parent.to(alone.dtype), alone], dim=1), valid, plan.depth or 1)
 
 
 def _accepted(plan: DecodePlan, drafted: Draft, seen: Verified) -> tuple[Verified, Tensor, Tensor | None]:
-    """(The rows that a round may commit, how many of them it does, which they are of a tree)."""
+    """(The rows that a round may commit, the number that it commits, their path in a tree)."""
     if seen.tree is None:
         return seen, accept_chain(drafted, seen.picks), None
     path, count = accept_tree(seen.ids[:, 1:], seen.tree, seen.picks, plan.depth or 1)
@@ -174,7 +173,7 @@ def _accepted(plan: DecodePlan, drafted: Draft, seen: Verified) -> tuple[Verifie
 def pick(
     plan: DecodePlan, rules: tuple, text: Text, logits: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor | None]:
-    """The token that is to stand after each row of ``text``, and what it is picked from if that is kept."""
+    """(The token after each row of ``text``, the scores if the plan keeps them)."""
     unscaled = process(plan.processors, rules, text, logits)
     warp = partial(process, plan.processors, rules, text, scaled=True)
     picks = pick_tokens(unscaled, text.length, sampling, plan.filters, warp)

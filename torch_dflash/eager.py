@@ -1,4 +1,4 @@
-"""The eager runtime: PyTorch's own operators, on the device the models are on."""
+"""The eager runtime: PyTorch's own operators, on the models' device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_dflash.state import DecodeState, PromptChunk
 
 
 class EagerRuntime:
-    """PyTorch as it comes, on the device the models are on."""
+    """`Runtime` of PyTorch's own operators, on the models' device."""
 
     compilations = 0
 
@@ -38,10 +38,10 @@ class EagerRuntime:
         """Nothing to forget."""
 
     def release(self) -> None:
-        """It holds none."""
+        """The weights are the user's."""
 
     def fingerprint(self, tensors: Params) -> str:
-        """Nobody asks: one process decodes alone."""
+        """Unused: an eager engine has one process."""
         return ""
 
     def begin(self, params: Params, rows: RowRequests, stale: bool = False) -> DecodeState:
@@ -52,7 +52,7 @@ class EagerRuntime:
         return self._step(afresh, params, rows)
 
     def retire(self, state: DecodeState) -> None:
-        """It is freed with its last reference."""
+        """Nothing to recycle."""
 
     def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         return _checked(self._step(prefill, params, state, chunk))
@@ -90,7 +90,7 @@ class EagerRuntime:
         return pytree.tree_map(torch.clone, part)
 
     def place(self, state: DecodeState) -> DecodeState:
-        return state  # every step moves what it is given to its parameters' device
+        return state  # every step moves its arguments to the parameters' device
 
     def holds(self, state: DecodeState) -> bool:
         return True  # as `place`
@@ -118,7 +118,7 @@ class EagerRuntime:
         device = next(iter(params.values())).device
 
         def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-            # One made in inference mode cannot be written later.
+            # A tensor made in inference mode cannot be written later.
             tensor = tensor.clone() if tensor.is_inference() else tensor
             return tensor if tensor.device == device else tensor.to(device)
 
@@ -131,15 +131,15 @@ def _shapes(state: DecodeState) -> Any:
 
 
 def _checked(state: DecodeState) -> DecodeState:
-    """Assert the invariants that a silent loss of acceptance breaks first (the text would stay right)."""
+    """Assert invariants whose violation lowers acceptance but leaves the text right."""
     committed = getattr(state.proposer, "committed", None)
     assert committed is None or torch.equal(committed, state.length), (
-        f"proposer has taken in {committed.tolist()} tokens, the target has {state.length.tolist()}"
+        f"proposer has read {committed.tolist()} tokens, the target {state.length.tolist()}"
     )
     assert bool((state.done | (state.length < state.limit)).all()), "a live row is past its limit"
     return state
 
 
 def make_eager(options: Any, pair: Pair, *more: Any) -> list[EagerRuntime]:
-    """The runtime of an engine (`torch_dflash.engine.bridge.make_runtimes`)."""
+    """The runtimes of an engine, as `torch_dflash.engine.bridge.make_runtimes` asks."""
     return [EagerRuntime(pair, pair.plan)]

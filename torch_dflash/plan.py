@@ -1,4 +1,4 @@
-"""What a compiled round depends on: shapes and kinds, frozen."""
+"""`DecodePlan`: the static options of a compiled round."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ else:
     Processor = Any  # the command line reads the plan's fields without torch
 
 TILE = 16
-"""Rows of a tile of bfloat16 on every TPU. Buffers of whole tiles are laid out as they are written here."""
+"""Rows of a bfloat16 tile on every TPU. Buffers of whole tiles keep their layout."""
 MIN_BUCKET = TILE
 MOST_TREE_ROWS = 64
 OUTPUTS = ("output_scores", "output_logits", "output_logprobs")
-"""Options that ask for what tokens were picked from."""
+"""Options for logits, scores and log-probabilities of the picked tokens."""
 
 
 def whole_tiles(rows: int) -> int:
@@ -27,7 +27,7 @@ def whole_tiles(rows: int) -> int:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Shapes and kinds: everything a compiled round depends on. Frozen and hashable.
+    """Shapes and kinds of a compiled round, all that it depends on. Frozen and hashable.
 
     Args:
         batch_size: rows B.
@@ -35,16 +35,16 @@ class DecodePlan:
         block_size: rows W of a draft, the anchor included; 1 decodes without drafting.
         verify_width: rows M of the verify pass, the anchor included; at most ``block_size``.
         depth: nodes on the deepest path of a draft that may be a tree; None: drafts are chains.
-        stop_slots: stop ids E a row may carry.
+        stop_slots: most stop ids E of a row.
         rounds_per_chunk: rounds between two host reads.
         filters: whether top-k, top-p and min-p are compiled in (they sort the vocabulary).
-        processors: kinds of what changes the logits before a token is picked, in this order.
-        outputs: what is kept of those logits, of `OUTPUTS` and in its order.
-        top_logprobs: of how many ids, the likeliest ones, the log-probabilities are kept.
+        processors: kinds of logits rules, in their order.
+        outputs: kept values of the picks: some of `OUTPUTS`, in its order.
+        top_logprobs: the number of likeliest ids whose log-probabilities are kept.
         matmul_precision: XLA matmul precision; "highest" for fp32 exactness off the CPU.
         cache: kind of the target's cache: "static" (dense, a whole row's positions each) or "paged".
         page_size: positions in a page.
-        pool_pages: pages that all rows share; unset: as many as a dense cache would take.
+        pool_pages: pages of all rows together; unset: the positions of a dense cache.
     """
 
     batch_size: int
@@ -69,8 +69,8 @@ class DecodePlan:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
         if self.verify_width > self.block_size:
             raise ValueError(
-                f"verify_width={self.verify_width} is wider than block_size={self.block_size}; "
-                "at most the whole block, or all rows= of a tree, can be verified."
+                f"verify_width={self.verify_width} is wider than block_size={self.block_size}; at most the "
+                "whole block, or all rows= of a tree, can be verified."
             )
         if self.block_size > 255:
             raise ValueError(f"block_size={self.block_size}: acceptance is counted in 8 bits; use <= 255.")
@@ -93,13 +93,12 @@ class DecodePlan:
             )
         if self.pages * self.page_size > INT32_MAX:
             raise ValueError(
-                f"pool_pages={self.pool_pages}, page_size={self.page_size}: positions are counted in int32; "
-                "lower them."
+                f"pool_pages={self.pool_pages}, page_size={self.page_size}: positions are int32; lower them."
             )
         if self.pool_pages is not None and self.pool_pages < self.row_pages:
             raise ValueError(
                 f"pool_pages={self.pool_pages}: one row of max_length={self.capacity} alone may need "
-                f"{self.row_pages} pages of {self.page_size}; give at least so many, or lower max_length."
+                f"{self.row_pages} pages of {self.page_size}; pass at least so many, or lower max_length."
             )
 
     @property
@@ -109,17 +108,17 @@ class DecodePlan:
 
     @property
     def gain(self) -> int:
-        """Most tokens that a round brings: a path's drafts and the bonus."""
+        """Most tokens of a round: the drafts of a path and the bonus."""
         return self.verify_width if self.depth is None else min(self.verify_width, self.depth + 1)
 
     @property
     def most_gained(self) -> int:
-        """Most tokens that a row gains between two host reads: of all rounds, and of a prompt's pass."""
+        """Most tokens that a row gains between two host reads: those of all rounds and of a prompt's pass."""
         return self.rounds_per_chunk * self.gain + 1
 
     @property
     def slack(self) -> int:
-        """Slots past ``capacity`` that a clamped window may spill into; every buffer ends in them."""
+        """Slots past ``capacity``, at the end of every buffer, that a clamped window may write to."""
         return max(MIN_BUCKET, self.block_size if self.depth is None else self.gain)
 
     @property
@@ -129,10 +128,10 @@ class DecodePlan:
 
     @property
     def row_pages(self) -> int:
-        """Most pages that a row may have: the width of its page table."""
+        """Most pages of a row: the width of its page table."""
         return -(-self.slots // self.page_size)
 
     @property
     def pages(self) -> int:
-        """Pages P of a paged cache's pools, the write-off page 0 included."""
+        """Pages P of a paged cache's pool, with the unowned page 0."""
         return 1 + (self.pool_pages or self.batch_size * self.row_pages)

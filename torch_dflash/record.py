@@ -1,7 +1,7 @@
-"""What is kept of the logits that tokens were picked from: only what a plan names.
+"""Log-probabilities, logits and scores of the picked tokens, as the plan's ``outputs`` name them.
 
-Log-probabilities have a place for each token of a row. Whole rows of logits are kept for as many tokens as
-the host reads at once, from the first that it lacks on; the host keeps what it has read.
+Log-probabilities have an entry for each token of a row. Whole rows of logits are kept for as many tokens as
+the host reads at once, from its first unknown token on; the host keeps them after the read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch_dflash.plan import DecodePlan
 
 Record = dict[str, Tensor]
 WHOLE = {"scores": "output_scores", "logits": "output_logits"}
-"""Entries of a whole vocabulary for each token, by the option that asks for them."""
+"""Entries of a whole vocabulary for each token, with their options."""
 
 
 def start_record(plan: DecodePlan, vocab_size: int, device: Any) -> Record:
-    """An empty record, with the entries of what the plan asks for.
+    """An empty record with the entries that the plan asks for.
 
-    ``logprobs`` [B, S]; ``top_logprobs``, ``top_ids`` [B, S, K]; ``scores``, ``logits`` [B, R, V], R as many
-    as a row gains between two reads, of which the first is the token at position ``start`` [B].
+    ``logprobs`` [B, S]; ``top_logprobs``, ``top_ids`` [B, S, K]; ``scores``, ``logits`` [B, R, V]: R tokens,
+    the most of a row between two reads, from position ``start`` [B] on.
     """
     size, record = plan.batch_size, {}
 
@@ -52,10 +52,10 @@ def note_picks(
     at: Int[Tensor, " B"],
     count: Int[Tensor, " B"] | None = None,
 ) -> Record:
-    """The record after the target's ``picks``, of which the first is to stand at position ``at``.
+    """The record with the target's ``picks`` for positions from ``at`` [B] on.
 
     ``logits`` are the target's own, ``scores`` those after processors and filters. Entries past a row's
-    committed tokens are stale, as they are among the tokens. ``count``: as in `write_rows`.
+    committed tokens are stale, like the tokens. ``count``: as in `write_rows`.
     """
     found: Record = {}
     if "logprobs" in record:
@@ -66,14 +66,14 @@ def note_picks(
     noted = {name: write_rows(record[name], rows, at, dim=1, count=count) for name, rows in found.items()}
     for name, rows in {"scores": scores, "logits": logits}.items():
         if name in record and rows is not None:
-            # A row that the host has ended goes on until it is told so: nobody reads what it writes.
+            # A row that the host has ended runs on until the device knows; these entries are never read.
             place = (at - record["start"]).clamp(0, record[name].shape[1] - rows.shape[1])
             noted[name] = write_rows(record[name], rows, place, dim=1, count=count)
     return record | noted
 
 
 def read_record(record: Record, plan: DecodePlan, known: Int[Tensor, " B"]) -> Record:
-    """The entries of as many tokens as a chunk can bring, from the first unknown position on."""
+    """The entries of the most tokens of a chunk, from position ``known`` [B] on."""
     found: Record = {}
     for name, buffer in record.items():
         if name in WHOLE:
@@ -85,8 +85,8 @@ def read_record(record: Record, plan: DecodePlan, known: Int[Tensor, " B"]) -> R
     return found
 
 
-class Recorded:
-    """The host's record: of each row, one entry for each of its new tokens.
+class HostRecord:
+    """The record on the host: one entry for each new token of each row.
 
     Args:
         first: [B], the position of each row's first new token.
@@ -97,8 +97,8 @@ class Recorded:
         self._rows: dict[str, list[list[np.ndarray]]] = {}
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[Recorded, Sequence[int]]]) -> Recorded:
-        """Of several batches one, in which a batch's rows are those that are named beside it."""
+    def joined(cls, parts: Sequence[tuple[HostRecord, Sequence[int]]]) -> HostRecord:
+        """Join (record, its rows in the joined record) of several batches."""
         whole = cls(np.zeros(sum(len(rows) for _, rows in parts), np.int32))
         for part, rows in parts:
             whole._first[list(rows)] = part._first[: len(rows)]
@@ -109,11 +109,11 @@ class Recorded:
         return whole
 
     def add(self, found: dict[str, np.ndarray], row: int, since: int, end: int) -> None:
-        """Take in what a read has brought of a row's tokens from position ``since`` on."""
+        """Add a read's entries of a row's tokens from position ``since`` on."""
         for name, rows in found.items():
             kept = self._rows.setdefault(name, [[] for _ in self._first])[row]
             del kept[since - int(self._first[row]) :]
-            kept.extend(rows[row, : end - since].copy())  # else all that was read would stay
+            kept.extend(rows[row, : end - since].copy())  # a view would keep the whole read alive
 
     def __contains__(self, name: str) -> bool:
         return name in self._rows
@@ -124,12 +124,12 @@ class Recorded:
         return self._rows[name][row][since - first : end - first]
 
     def logprobs(self, row: int, since: int, end: int) -> list[float] | None:
-        """The log-probabilities of those tokens; None: not kept."""
+        """Log-probabilities of the tokens from ``since`` to before ``end``; None: not kept."""
         kept = "logprobs" in self._rows
         return [float(one) for one in self.of("logprobs", row, since, end)] if kept else None
 
     def top(self, row: int, since: int, end: int) -> list[list[tuple[int, float]]] | None:
-        """In each of those tokens' places the likeliest ids, with log-probabilities; None: not kept."""
+        """The likeliest ids and their log-probabilities for each of these tokens; None: not kept."""
         if "top_ids" not in self._rows:
             return None
         both = (self.of(name, row, since, end) for name in ("top_ids", "top_logprobs"))

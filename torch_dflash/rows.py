@@ -1,4 +1,4 @@
-"""The state's rows: begun, fed prompts, given to other requests, rewound. `decode` has their rounds."""
+"""Rows of a state: begin, feed prompts, reset for other requests, rewind. `decode` has the rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_dflash.cache.allocate import no_pages
+from torch_dflash.cache.allocate import empty_page_table
 from torch_dflash.decode import Pair, Params, pick
 from torch_dflash.ops.windows import clear_rows, write_rows
 from torch_dflash.plan import DecodePlan
@@ -23,7 +23,7 @@ from torch_dflash.state import DecodeState, PromptChunk, Sampling
 @register_state
 @dataclass(frozen=True)
 class RowRequests:
-    """What each row of a new batch asks for (fields as in `DecodeState`). ``done`` marks unused rows."""
+    """Options of each row of a new batch (fields as in `DecodeState`). ``done`` marks unused rows."""
 
     limit: Int[Tensor, " B"]
     stop_ids: Int[Tensor, "B E"]
@@ -33,7 +33,7 @@ class RowRequests:
 
     @classmethod
     def idle(cls, plan: DecodePlan, device: Any = "cpu") -> RowRequests:
-        """A request in which no row is used."""
+        """A batch without a used row."""
         unused = [None] * plan.batch_size, [0] * plan.batch_size
         rules = tuple(processor.values(*unused) for processor in plan.processors)
         with torch.device(device):
@@ -50,19 +50,19 @@ class RowRequests:
 
 
 def begin(pair: Pair, params: Params, rows: RowRequests) -> DecodeState:
-    """An empty state: nothing committed, every buffer zero."""
+    """An empty state: no token committed, every buffer zero."""
     return pair.run(_begin, params, rows)
 
 
 def prefill(pair: Pair, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
-    """Append a piece of each row's prompt, from any length; where the prompt ends, pick the next token."""
+    """Append a piece of each row's prompt at any length; pick the next token where the prompt ends."""
     return pair.run(_prefill, params, state, chunk)
 
 
 def reset(
     pair: Pair, params: Params, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests
 ) -> DecodeState:
-    """Give the rows marked in ``rows`` to other requests, as `begin` would; the others go on untouched."""
+    """Begin other requests in the rows marked in ``rows``; the others stay as they are."""
     return pair.run(_reset, params, state, rows, requests)
 
 
@@ -71,12 +71,12 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
     ids, count = chunk.ids, chunk.count
     fed, last = count > 0, (count - 1).clamp(min=0)
 
-    # A row without a piece may stand anywhere: it writes to the write-off page.
+    # A row without a piece may have any length: it writes to page 0, which no row owns.
     table = state.page_table
     table = None if table is None else torch.where(fed[:, None], table, 0)
     out = target(ids, state.length, state.cache, proposer.taps, table, count)
     length = state.length + count
-    # A row without a piece keeps what it holds: its anchor stands where the piece would be written.
+    # A row without a piece keeps its tokens: its anchor is where the piece would be written.
     tokens = write_rows(state.tokens, ids, state.length, dim=1, count=count)
     rules = tuple(
         processor.read(memory, ids, count)
@@ -104,9 +104,9 @@ def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:
 
 
 def _reset(pair: Pair, state: DecodeState, rows: Bool[Tensor, " B"], requests: RowRequests) -> DecodeState:
-    """Nothing of the old occupants is left: tokens, caches and the proposer's state are cleared.
+    """Clear tokens, caches and the proposer's state of the former requests.
 
-    A row of a paged cache loses its pages, which are the host's to give again.
+    A row of a paged cache loses its pages, which the host may assign again.
     """
 
     def chosen(fresh: Tensor, old: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
         done=rows.done,
         sampling=rows.sampling,
         cache=pair.target.start(plan),
-        page_table=no_pages(plan, device),
+        page_table=empty_page_table(plan, device),
         proposer=pair.proposer.start(plan, device),
         rules=memories(pair, rows),
         accepted=torch.zeros(shape, dtype=torch.uint8, device=device),
@@ -154,7 +154,7 @@ def _begin(pair: Pair, rows: RowRequests) -> DecodeState:
 
 
 def memories(pair: Pair, rows: RowRequests) -> tuple:
-    """The memories of rows that have no token yet."""
+    """The processors' memories of rows without tokens."""
     return tuple(
         processor.start(values, pair.target.vocab_size)
         for processor, values in zip(pair.plan.processors, rows.rules, strict=True)
@@ -162,12 +162,12 @@ def memories(pair: Pair, rows: RowRequests) -> tuple:
 
 
 def earliest(pair: Pair, pstate: Any, length: int) -> int:
-    """The fewest tokens that `rewind` can go back to without a snapshot, after ``length`` were taken in."""
+    """The fewest tokens that `rewind` can go back to from ``length`` without a snapshot."""
     return length if pair.target.recurrent else pair.proposer.earliest(pstate, length)
 
 
 def snapshot_of(pair: Pair, state: DecodeState) -> tuple[Any, tuple]:
-    """What later tokens overwrite: of the proposer, and of each layer of the target."""
+    """The values that later tokens overwrite: (of the proposer, of each layer of the target)."""
     return pair.proposer.snapshot(state.proposer), tuple(layer.snapshot() for layer in state.cache)
 
 
@@ -179,12 +179,12 @@ def rewind(
     requests: RowRequests,
     snapshot: Any = None,
 ) -> DecodeState:
-    """Each row as if it had read ``kept`` [B] tokens of its text as a prompt; `prefill` goes on from there.
+    """Each row after the first ``kept`` [B] tokens of its text, read as a prompt; `prefill` continues.
 
     Args:
-        kept: at most the row's length, and at least what the pair can go back to (`earliest`).
-        requests: what the rows ask for from here on.
-        snapshot: `snapshot_of` the state when the row held ``kept`` tokens, where they are fewer than that.
+        kept: at most the row's length, and at least `earliest` without a snapshot.
+        requests: the rows' options from here on.
+        snapshot: `snapshot_of` the state at ``kept`` tokens, where they are fewer than `earliest`.
     """
     return pair.run(_rewind, params, state, kept, requests, snapshot)
 

@@ -1,4 +1,4 @@
-"""Where steps run. A runtime owns the parameters and the device; the engine owns the request."""
+"""The `Runtime` protocol: owns the device and the weights, runs steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_dflash.decode import Params
 from torch_dflash.ops.windows import read_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.pytrees import register_state
-from torch_dflash.record import Recorded, read_record
+from torch_dflash.record import HostRecord, read_record
 from torch_dflash.rows import RowRequests
 from torch_dflash.state import DecodeState, PromptChunk
 
@@ -21,10 +21,10 @@ from torch_dflash.state import DecodeState, PromptChunk
 @register_state
 @dataclass(frozen=True)
 class HostRead:
-    """What a host read fetches: each row's tokens and acceptance lengths that it lacks, and where it is.
+    """One host read: each row's new tokens, new acceptance lengths and position.
 
     ``tokens`` [B, K] from the first unknown position on, ``accepted`` [B, R] from the first unknown round on,
-    ``record`` (`torch_dflash.record`) as far as the tokens.
+    ``record`` (`torch_dflash.record`) for the tokens.
     """
 
     tokens: Any
@@ -36,7 +36,7 @@ class HostRead:
 
 
 def host_read(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) -> HostRead:
-    """What ``state`` has beyond ``known`` [B] tokens and ``rounds`` [B] rounds: what one chunk can bring."""
+    """Tokens and rounds of one chunk in ``state`` after ``known`` [B] tokens and ``rounds`` [B] rounds."""
     return HostRead(
         tokens=read_rows(state.tokens, known, plan.most_gained),
         accepted=read_rows(state.accepted, rounds, plan.rounds_per_chunk),
@@ -48,22 +48,22 @@ def host_read(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tenso
 
 
 class Rounds(NamedTuple):
-    """One chunk: ``rounds``, at most the plan's ``rounds_per_chunk``, of ``width`` verified rows each."""
+    """One chunk: ``rounds`` (at most the plan's ``rounds_per_chunk``) of ``width`` verified rows each."""
 
     width: int
     rounds: int
 
     @classmethod
     def of(cls, plan: DecodePlan) -> Rounds:
-        """As many rounds, and as wide ones, as ``plan`` allows."""
+        """The most and widest rounds of ``plan``."""
         return cls(plan.verify_width, plan.rounds_per_chunk)
 
 
 class RowDelta(NamedTuple):
-    """What a read brought a row: its ``tokens``, how many each of its ``rounds`` committed, whether it ended.
+    """A row's part of a read: new ``tokens``, tokens committed in each of its ``rounds``, whether it ended.
 
-    Rounds may count tokens behind the row's end. ``logprobs`` and ``top`` are those of the tokens, where they
-    are kept: a number, and pairs of an id and its own, the likeliest first.
+    Rounds may count tokens past the row's end. ``logprobs`` and ``top`` are those of the tokens, if kept: a
+    number each, and pairs (id, log-probability), the likeliest first.
     """
 
     tokens: list[int]
@@ -75,11 +75,11 @@ class RowDelta(NamedTuple):
 
 @dataclass
 class Progress:
-    """The host's view of a state, filled by what each read brings. Fields as in `DecodeState`.
+    """The host's view of a state, updated by each read. Fields as in `DecodeState`.
 
-    ``known`` [B]: tokens that the host has of each row; its prompt's from the start, never read back.
-    ``ended`` [B]: rows that gain nothing more; a row may be done for a while, and wait for pages.
-    ``widths``: rounds by the rows of their verify pass.
+    ``known`` [B]: each row's tokens on the host; the prompt's are never read back. ``ended`` [B]: rows that
+    gain no more tokens; a row that waits for pages is done for a while. ``widths``: rounds by the rows of
+    their verify pass.
     """
 
     tokens: np.ndarray
@@ -89,35 +89,35 @@ class Progress:
     rounds: np.ndarray
     known: np.ndarray
     ended: np.ndarray
-    record: Recorded
+    record: HostRecord
     widths: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def empty(cls, plan: DecodePlan, lengths: np.ndarray) -> Progress:
-        """Before anything is read, of rows whose prompts have ``lengths`` tokens."""
+        """Progress before the first read, for prompts of ``lengths`` tokens."""
         shape, zeros = (plan.batch_size, plan.slots), np.zeros(plan.batch_size, np.int32)
         known = zeros.copy()
         known[: len(lengths)] = lengths
         tokens, accepted = np.zeros(shape, np.int32), np.zeros(shape, np.uint8)
         flags = zeros.astype(bool)
-        return cls(tokens, accepted, zeros, flags, zeros.copy(), known, flags.copy(), Recorded(known))
+        return cls(tokens, accepted, zeros, flags, zeros.copy(), known, flags.copy(), HostRecord(known))
 
     @property
     def committed(self) -> np.ndarray:
-        """Tokens that each row holds, the anchor included."""
+        """Committed tokens of each row, the anchor included."""
         return self.length + 1
 
     def accepted_since(self, rounds: np.ndarray) -> list[list[int]]:
-        """Of each row, the tokens that each of its rounds after the first ``rounds`` [B] committed."""
+        """Tokens committed in each round after the first ``rounds`` [B], for each row."""
         rows = zip(self.accepted, rounds, self.rounds, strict=True)
         return [row[since:last].tolist() for row, since, last in rows]
 
     def cut(self, row: int, end: int) -> None:
-        """Forget a row's tokens from ``end`` on: it has ended there."""
+        """End a row before position ``end``."""
         self.length[row], self.known[row], self.ended[row] = end - 1, end, True
 
     def add(self, found: HostRead) -> None:
-        """Take in what a read has brought."""
+        """Update from a read."""
         for row, (since, rounds) in enumerate(zip(self.known, self.rounds, strict=True)):
             end, last = max(int(since), int(found.length[row]) + 1), int(found.rounds[row])
             self.tokens[row, since:end] = found.tokens[row, : end - since]
@@ -129,92 +129,92 @@ class Progress:
 
 @runtime_checkable
 class Runtime(Protocol):
-    """Steps on a device. States are opaque to the engine and consumed by each call."""
+    """Runs steps on a device. States are opaque to the engine and consumed by each call."""
 
     @property
     def compilations(self) -> int:
-        """Programs this thread has compiled so far."""
+        """Programs compiled by this thread so far."""
         ...
 
     def check_memory(self, tensors: Params) -> None:
-        """Raise ``ValueError`` if copies of these tensors, and a state, are more than a device holds."""
+        """Raise ``ValueError`` if copies of these tensors and a state exceed a device's memory."""
         ...
 
     def refresh(self, tensors: Params) -> Any:
-        """Parameters for these live tensors; unchanged ones are not converted again."""
+        """Parameters for these live tensors; converts only changed ones."""
         ...
 
     def forget(self, tensors: Params) -> None:
-        """Have the next `refresh` convert these tensors, changed or not."""
+        """Make the next `refresh` convert these tensors, changed or not."""
         ...
 
     def release(self) -> None:
-        """Hold no weights and no spare caches until the next `refresh`; programs stay."""
+        """Free weights and recycled caches until the next `refresh`; programs stay."""
         ...
 
     def fingerprint(self, tensors: Params) -> str:
-        """The bits of live tensors in a few places, in short: other weights have others."""
+        """A short digest of samples of the live tensors' bits, which differs for other weights."""
         ...
 
     def begin(self, params: Any, rows: RowRequests, stale: bool = False) -> Any:
-        """An empty state. ``stale``: its caches may hold an earlier text, which no step reads.
+        """An empty state. ``stale``: reuse buffers that still hold an earlier text.
 
-        So it is not for one that is handed out or kept on disk.
+        No step reads that text; do not hand out or save such a state.
         """
         ...
 
     def retire(self, state: Any) -> None:
-        """Let a later stale state have what ``state`` holds; consumes it."""
+        """Recycle the buffers of ``state``; consumes it."""
         ...
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
 
     def assign(self, state: Any, page_table: np.ndarray | None, done: np.ndarray) -> Any:
-        """Set which rows rest and, where the cache is paged, the page tables; consumes ``state``."""
+        """Set the paused rows and, for a paged cache, the page tables; consumes ``state``."""
         ...
 
     def record_from(self, state: Any, known: np.ndarray) -> Any:
-        """Have the rows of logits that are kept begin at positions ``known`` [B]; consumes ``state``."""
+        """Start the kept rows of logits at positions ``known`` [B]; consumes ``state``."""
         ...
 
     def advance(self, params: Any, state: Any, turn: Rounds | None = None) -> Any:
-        """The rounds of ``turn`` (unset: `Rounds.of` the plan), fewer when every row is done."""
+        """Run the rounds of ``turn`` (unset: `Rounds.of` the plan), fewer when every row is done."""
         ...
 
     def rewind(
         self, params: Any, state: Any, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
     ) -> Any:
-        """`torch_dflash.rows.rewind`, for ``kept`` [B]; ``snapshot`` is of torch tensors. Consumes both."""
+        """`torch_dflash.rows.rewind` to ``kept`` [B]; ``snapshot`` has torch tensors. Consumes both."""
         ...
 
     def read(self, state: Any, known: np.ndarray, rounds: np.ndarray) -> HostRead:
-        """The one host read of a chunk: what the host does not have yet (`host_read`), as numpy arrays."""
+        """The one host read of a chunk (`host_read`), as numpy arrays."""
         ...
 
     def fetch(self, part: Any) -> Any:
-        """A part of a state as torch tensors of their own."""
+        """A copy of a part of a state, as torch tensors."""
         ...
 
     def place(self, state: DecodeState) -> Any:
-        """A state of torch tensors, as `fetch` gives one, on this side of the border; consumes it."""
+        """Put a state of torch tensors, such as one of `fetch`, on the runtime's device; consumes it."""
         ...
 
     def holds(self, state: DecodeState) -> bool:
-        """Whether a user's state lies where this runtime's do."""
+        """Whether a user's state is on this runtime's devices."""
         ...
 
     def import_state(self, params: Any, state: DecodeState) -> Any:
-        """A state that a user held as the steps keep it; consumes it.
+        """Convert a user's state to the runtime's; consumes it.
 
         Raises:
-            ValueError: it was consumed before, or a model was cast since it was made.
+            ValueError: the state was consumed before, or a model was cast since the state was made.
         """
         ...
 
     def export_state(self, params: Any, state: Any) -> DecodeState:
-        """A state of the steps for a user, in the models' types; consumes it."""
+        """Convert a state to a user's, in the models' dtypes; consumes it."""
         ...
 
     def warmup(self, params: Any, buckets: list[int], progress: bool | None) -> None:
-        """Compile every program a request may need; ``progress`` as in `Engine.warmup`."""
+        """Compile every program of a request; ``progress`` as in `Engine.warmup`."""
         ...

@@ -1,7 +1,7 @@
 """Counter-based sampling: a token is a pure function of (seed, position, logits).
 
-No generator is involved, so a compiled loop cannot repeat or leak random state, and the same seed
-gives the same text for any drafter, block width, batch or runtime (up to near-ties of the logits).
+Without a generator a compiled loop cannot repeat or leak random state, and a seed gives the same text for
+any drafter, block width, batch or runtime (up to near-ties of the logits).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 def noise_bits(
     seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], ids: int | Int[Tensor, " V"]
 ) -> Int[Tensor, "B M V"]:
-    """32 random bits for each of ``ids`` (a number: all below it) as the token to stand at ``position``."""
+    """32 random bits for each of ``ids`` (an int: all ids below it) as the token at ``position``."""
     key = mix(mix(seed[:, None] ^ 0x3C6EF372) + position)
     second = mix(key ^ 0x1B873593)
     if isinstance(ids, int):
         ids = torch.arange(ids, device=seed.device, dtype=torch.int32)
-    # Two keyed rounds: one would make rows of nearby keys shifted copies of each other.
+    # Two keyed rounds: with one, rows of nearby keys would be shifted copies of each other.
     return mix(mix(ids + key[..., None]) ^ second[..., None])
 
 
 def gumbel_of(bits: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Standard Gumbel noise from 32 random bits; finite for all of them.
 
-    A sample is decided by the largest noise, which comes from the smallest uniform here: floats are
-    densest next to 0, where 31 bits survive. Next to 1 they would round to 1, and the noise to infinity.
+    The largest noise decides a sample, and comes from the smallest uniform: floats are densest next to 0,
+    where 31 bits survive. Next to 1 they would round to 1, and the noise to infinity.
     """
     uniform = (_shift_right(bits, 1).to(torch.float32) + 0.5) * 2.0**-31
     return -torch.log(-torch.log1p(-uniform.clamp(max=1 - 2.0**-24)))
@@ -55,7 +55,7 @@ def gumbel_of(bits: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
 def gumbel(
     seed: Int[Tensor, " B"], position: Int[Tensor, "B M"], ids: int | Int[Tensor, " V"]
 ) -> Float[Tensor, "B M V"]:
-    """Standard Gumbel noise for the token that will stand at ``position``; ``ids`` as in `noise_bits`."""
+    """Standard Gumbel noise for the token at ``position``; ``ids`` as in `noise_bits`."""
     return gumbel_of(noise_bits(seed, position, ids))
 
 
@@ -65,9 +65,9 @@ def noisy_logits(
     sampling: Sampling,
     ids: int | Int[Tensor, " V"],
 ) -> Float[Tensor, "B M V"]:
-    """``logits`` whose largest is what the row's noise would pick from them; a greedy row's as they are.
+    """``logits`` with noise, so that the largest is the row's sample; a greedy row's logits unchanged.
 
-    They are temperature times (logits / temperature + noise), so that terms of the logits may still be added.
+    They are temperature * (logits / temperature + noise): further terms may be added to them.
     """
     temperature = sampling.temperature.clamp(min=0)[:, None, None]
     return logits.to(torch.float32) + temperature * gumbel(sampling.seed, position, ids)
@@ -81,8 +81,8 @@ def filter_logits(scaled: Float[Tensor, "B M V"], sampling: Sampling) -> Float[T
     rank = torch.arange(vocab, device=scaled.device, dtype=torch.int32)
     kept = torch.where(rank < top_k, ordered, -torch.inf)
     mass = torch.softmax(kept, dim=-1)
-    # A rank stays while the mass strictly before it is below top_p: the best one always does.
-    # Rounded sums reach 1 before the tail ends, so 1 must be off by name.
+    # A rank stays while the mass before it is below top_p; the best always stays. Rounded sums reach 1
+    # before the tail ends, so top_p = 1 is off explicitly.
     top_p = torch.where(sampling.top_p < 1, sampling.top_p, torch.inf)[:, None, None]
     inside = (torch.cumsum(mass, dim=-1) - mass < top_p) | (rank == 0)
     inside = inside & (mass >= sampling.min_p[:, None, None] * mass[..., :1]) & (rank < top_k)
@@ -93,9 +93,9 @@ def filter_logits(scaled: Float[Tensor, "B M V"], sampling: Sampling) -> Float[T
 def _scaled(
     logits: Float[Tensor, "B M V"], sampling: Sampling, filters: bool, warp: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(sampled rows' logits by temperature and filters, the best moved to 0; what it was, scaled)."""
-    # The best logit is moved to 0 first: divided by a tiny temperature, the others would overflow too. What a
-    # rule made infinite is the best: the difference of two infinities would be none.
+    """(sampled rows' logits after temperature and filters, the best moved to 0; the best, scaled)."""
+    # The best logit is moved to 0 first: others would overflow when divided by a tiny temperature. The clamp
+    # is for logits that a rule made infinite: the difference of two infinities is NaN.
     logits = logits.clamp(max=torch.finfo(logits.dtype).max)
     greedy, best = sampling.temperature <= 0, logits.amax(dim=-1, keepdim=True)
     temperature = torch.where(greedy, 1.0, sampling.temperature).clamp(min=1e-30)[:, None, None]
@@ -106,7 +106,7 @@ def _scaled(
 def warped_logits(
     logits: Float[Tensor, "B M V"], sampling: Sampling, filters: bool, warp: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "B M V"]:
-    """What `pick_tokens` picks from: a greedy row's logits as they are, a sampled row's warped."""
+    """The scores of `pick_tokens`: a greedy row's logits, a sampled row's warped logits."""
 
     def sampled(logits: Tensor) -> Tensor:
         scaled, best = _scaled(logits, sampling, filters, warp)
@@ -123,9 +123,9 @@ def pick_tokens(
     filters: bool,
     warp: Callable[[Tensor], Tensor] = lambda scaled: scaled,
 ) -> Int[Tensor, "B M"]:
-    """The target's own choice after each row, to stand at ``position``: argmax, or a Gumbel-max sample.
+    """The target's pick for each ``position``: argmax, or a Gumbel-max sample.
 
-    Rows with temperature 0 are greedy whatever the others do, whose scaled logits ``warp`` filters last.
+    Rows with temperature 0 are greedy; ``warp`` is the last filter of the other rows' scaled logits.
     """
 
     def sample(logits: Tensor, position: Tensor) -> Tensor:
@@ -137,6 +137,6 @@ def pick_tokens(
     def argmax(logits: Tensor, position: Tensor) -> Tensor:
         return torch.argmax(logits, dim=-1).to(torch.int32)
 
-    # A greedy batch must not pay for noise: hashing the vocabulary costs as much as a small head.
+    # A greedy batch skips the noise: hashing the vocabulary costs as much as a small head.
     any_sampled = (sampling.temperature > 0).any()
     return branch(any_sampled, sample, argmax, logits.to(torch.float32), position)

@@ -1,4 +1,4 @@
-"""What varies while decoding: `DecodeState`, and what the steps of a round hand on."""
+"""`DecodeState`, and the values that the steps of a round exchange."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch_dflash.pytrees import register_state
 @register_state
 @dataclass(frozen=True)
 class Sampling:
-    """How each row picks tokens: data, so that a new request never recompiles.
+    """Sampling options of each row, as data: a new request never recompiles.
 
     ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 filter nothing and are read only
-    when the plan has ``filters``. ``seed`` is the row's own 32-bit key.
+    when the plan has ``filters``. ``seed`` is the row's 32-bit key.
     """
 
     temperature: Float[Tensor, " B"]
@@ -33,8 +33,8 @@ class Sampling:
 class DecodeState:
     """A batch in mid-generation. Steps consume it: cache buffers are written in place or donated.
 
-    The anchor is derived, not stored: ``tokens[b, length[b]]`` is committed but not yet seen by the
-    target, so a row holds ``length + 1`` committed tokens. Entries past it are stale drafts.
+    The anchor is derived, not stored: ``tokens[b, length[b]]`` is committed, but the target has not read it
+    yet, so a row holds ``length + 1`` committed tokens. Later entries are stale drafts.
 
     With the prompt 5 6 7 and the first new token 9, ``tokens`` is [[5, 6, 7, 9, 0, 0]], ``length`` 3 and the
     anchor 9.
@@ -48,15 +48,15 @@ class DecodeState:
     sampling: Sampling
     cache: tuple  # one state per target layer
     page_table: Int[Tensor, "B row_pages"] | None  # paged caches: page numbers, 0 where a row has no page
-    proposer: Any  # whatever the proposer keeps
+    proposer: Any  # the state of the proposer
     rules: tuple  # one memory per processor of the plan
     accepted: UInt8[Tensor, "B S"]  # tokens committed in each round, trimmed at stop ids, not at limit
     rounds: Int[Tensor, " B"]
-    record: dict[str, Tensor] = field(default_factory=dict)  # what the plan keeps of logits (`record`)
+    record: dict[str, Tensor] = field(default_factory=dict)  # outputs of the plan (`record`)
 
     @property
     def committed(self) -> Int[Tensor, " B"]:
-        """Tokens that each row holds, the anchor included."""
+        """Committed tokens of each row, the anchor included."""
         return self.length + 1
 
     @property
@@ -68,11 +68,11 @@ class DecodeState:
 @register_state
 @dataclass(frozen=True)
 class PromptChunk:
-    """A piece of each row's prompt: ``ids`` [B, C], of which ``count`` [B] are real (0 = nothing).
+    """A piece of each row's prompt: ``ids`` [B, C], the first ``count`` [B] of them real (0: no piece).
 
-    ``following`` [B] is the prompt token after the piece, or -1 where the prompt ends in it and the
+    ``following`` [B] is the prompt token after the piece, or -1 where the prompt ends with the piece and the
     target picks the next token. A further turn begins with the row's anchor, which is committed but has no
-    K/V yet; the host raises ``limit`` and clears ``done`` for it first.
+    K/V yet; the host first raises ``limit`` and clears ``done``.
     """
 
     ids: Int[Tensor, "B C"]
@@ -85,9 +85,9 @@ class PromptChunk:
 class Draft:
     """Proposed tokens [B, N] after the anchor, ``valid`` [B] of them real, up to one out of the vocabulary.
 
-    ``parent`` [B, N] makes them a tree: nodes in depth-first preorder, each with the number of the node
-    before it, -1 for the anchor. The first nodes of a tree are a tree. One that is no preorder, or
-    deeper than `Proposer.depth`, ends before its first such node. None means a chain.
+    ``parent`` [B, N] makes them a tree: nodes in depth-first preorder, each with its parent's number, -1 for
+    the anchor; None means a chain. The first nodes of a tree are a tree. A tree ends before the first node
+    that breaks the preorder or is deeper than `Proposer.depth`.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -96,11 +96,11 @@ class Draft:
 
 
 class DraftRequest(NamedTuple):
-    """What a round asks of a draft beside the text before it.
+    """A round's options for the draft.
 
     Attributes:
-        sampling: how each row picks its tokens.
-        rows: of the verify pass, the anchor included: more nodes of a tree are dropped.
+        sampling: of each row.
+        rows: of the verify pass, the anchor included; further nodes of a tree are dropped.
     """
 
     sampling: Sampling

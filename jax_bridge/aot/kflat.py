@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jax_bridge.aot.compile import AbstractPair
 from jax_bridge.aot.floor import CHIPS, Chip, expert_weights, floor_of, target_weights
 from torch_dflash.decode import Pair
-from torch_dflash.targets.experts import ONE_BY_ONE as FEW
+from torch_dflash.targets.experts import FEW_PAIRS as FEW
 
 ROWS = tuple(1 << step for step in range(11))
 MOST = 4096

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_bridge.mesh.shape import ALL, KV
-from torch_dflash.targets.experts import all_together
+from torch_dflash.targets.experts import reading_all_experts
 
 P = PartitionSpec
 WHOLE = P()
@@ -39,7 +39,7 @@ class Slice:
         """While open, operations are traced for this slice."""
         token = _current.set(self)
         try:
-            with all_together():
+            with reading_all_experts():
                 yield
         finally:
             _current.reset(token)

@@ -25,7 +25,7 @@ from jax_bridge.mesh.shape import ALL
 from jax_bridge.tails import cut_tail, whole_tail
 from jax_bridge.weights.formats import stored_as
 from torch_dflash.cache.recurrent import FreshState
-from torch_dflash.targets.skeleton import current_cache, remembered_in
+from torch_dflash.targets.skeleton import current_cache, using_cache
 
 BY_HEADS = ("in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias")
 """Weights ordered by heads: a chip has contiguous rows."""
@@ -84,7 +84,7 @@ def mixer_on_slice(own: Slice, module: Any, forward: Callable, args: tuple, kwar
         view.states, view.count, view.tree = {at: whole_tail(layer)}, count, tree
         mine = [next(given) if isinstance(one, Tensor) else view if one is cache else one for one in leaves]
         args, kwargs = pytree.tree_unflatten(mine, kind)
-        with remembered_in(view), _of_one_chip(own, module, weights):
+        with using_cache(view), _of_one_chip(own, module, weights):
             out = forward(module, *args, **kwargs)
         made = view.states[at]
         # The pass's initial layer stays on the chip.

@@ -28,11 +28,11 @@ from jax_bridge.compilations import compilations, count
 from jax_bridge.weights.formats import bound
 from torch_dflash.decode import Pair, decode_round
 from torch_dflash.guards.processes import check_process
-from torch_dflash.guards.reentry import check_outside, holding, inside
+from torch_dflash.guards.reentry import check_outside, entering, holding
 from torch_dflash.progress import Compiling
 from torch_dflash.rows import begin, prefill
 from torch_dflash.targets.autocast import uncast
-from torch_dflash.targets.hooks import forgetting
+from torch_dflash.targets.hooks import restoring_attributes
 
 _LOWERING = {"torchax", "jax", "jaxlib", "torch"}
 _tracing = threading.RLock()
@@ -88,7 +88,7 @@ def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Calla
 
 
 def _lower_pass(step: Callable, pair: Pair) -> Callable:
-    """`lower` of a models' pass that leaves no traced tensor in the models (`forgetting`)."""
+    """`lower` of a models' pass that leaves no traced tensor in the models (`restoring_attributes`)."""
 
     def whole(*args: Any) -> Any:
         with Constants():
@@ -98,7 +98,7 @@ def _lower_pass(step: Callable, pair: Pair) -> Callable:
     lowered = lower(whole)
 
     def run(params: Any, *args: Any) -> Any:
-        with forgetting(pair):
+        with restoring_attributes(pair):
             return lowered(params, *args)
 
     run.__name__ = lowered.__name__
@@ -115,7 +115,7 @@ def tracing(matmul_precision: str) -> Iterator[None]:
     plain, precise = torch.inference_mode(False), jax.default_matmul_precision(matmul_precision)
     with (
         _tracing,
-        inside(_tracing),
+        entering(_tracing),
         jax.enable_x64(False),  # every program computes in 32 bits, whatever the process has set
         plain,
         precise,

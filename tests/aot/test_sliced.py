@@ -184,7 +184,7 @@ def test_a_cut_inside_of_experts_is_noticed(monkeypatch):
 
 
 def test_experts_one_by_one_are_noticed(monkeypatch):
-    monkeypatch.setattr(current, "all_together", nullcontext)
+    monkeypatch.setattr(current, "reading_all_experts", nullcontext)
     assert faults("qwen3-coder-30b-a3b", "v5e:2x4", 8, step="verify", verify_width=1)
 
 

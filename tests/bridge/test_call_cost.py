@@ -33,7 +33,7 @@ def counts(monkeypatch):
     counted(Engine, "follow", "asked")
     counted(jax, "device_put", "transfers")
     counted(weights, "samples", "weights looked at")
-    counted(guard, "parts", "functions looked into")
+    counted(guard, "inner_values", "functions looked into")
     return found
 
 

@@ -16,13 +16,13 @@ from jax_bridge.aot.floor import floor_of
 from jax_bridge.aot.hlo import Program
 from jax_bridge.programs.lower import EXACT, tracing
 from torch_dflash.cli.loading import load_configs
-from torch_dflash.targets.experts import ONE_BY_ONE, static_experts
+from torch_dflash.targets.experts import FEW_PAIRS, static_experts
 
 CONFIGS = ROOT / "benchmarks/configs/qwen3-coder-30b-a3b"
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("rows", [1, ONE_BY_ONE // CHOSEN, ONE_BY_ONE // CHOSEN + 1, 33])
+@pytest.mark.parametrize("rows", [1, FEW_PAIRS // CHOSEN, FEW_PAIRS // CHOSEN + 1, 33])
 def test_equal_to_transformers(flags, rows):
     torch.manual_seed(1)
     experts, given = Experts(*flags), routed(rows)

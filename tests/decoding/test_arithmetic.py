@@ -174,7 +174,7 @@ def test_a_half_precision_table_is_read_bit_by_bit():
         ({"quantize": "int4"}, "quantize='int4': choose one of None, 'int8'"),
         ({"quantize": "int8", "runtime": "eager"}, "quantize='int8': runtime='eager' has no such products"),
         ({"compute": "bfloat16", "runtime": "eager"}, "compute='bfloat16': runtime='eager' has no such"),
-        ({"compute": "bfloat16", "quantize": "int8"}, "compute='bfloat16' beside quantize='int8'"),
+        ({"compute": "bfloat16", "quantize": "int8"}, "compute='bfloat16' with quantize='int8'"),
     ],
 )
 def test_what_no_product_is_built_for_is_refused(options, said):

@@ -165,7 +165,7 @@ def test_forward_shows_it(case, monkeypatch, name):
 
 def test_inflated_lengths_stop_an_eager_round(case, monkeypatch):
     around(DFlashProposer, "observe", one_rejected_draft_counted)(monkeypatch)
-    with pytest.raises(AssertionError, match="proposer has taken in"):
+    with pytest.raises(AssertionError, match="proposer has read"):
         engine_runs(case)
 
 

@@ -15,7 +15,7 @@ from support.tiny import BASE
 
 import torch_dflash as td
 from torch_dflash.cache.view import CACHE
-from torch_dflash.targets.hooks import forgetting
+from torch_dflash.targets.hooks import restoring_attributes
 from torch_dflash.verify import check
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -241,7 +241,7 @@ def test_what_a_trace_leaves_is_taken_back():
     root = torch.nn.Linear(2, 2)
     root.size, root.names, root.rows = 3, {"a": [1, 2]}, [4]
     names, rows = root.names, root.rows
-    with forgetting(root):
+    with restoring_attributes(root):
         root.late, root.size, root.names["c"] = torch.ones(1), 5, torch.ones(1)
         root.rows.append(torch.ones(1))
         root.register_forward_hook(print)

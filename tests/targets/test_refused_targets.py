@@ -31,7 +31,7 @@ WRONG = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", BOTH_WAYS, "is_causal=False"),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", CHUNKS, "mask of layer 0"),
     "bert": ("BertLMHeadModel", "BertConfig", {"is_decoder": False}, "is_causal=False"),
-    "moshi": ("MoshiForCausalLM", "MoshiConfig", {"sliding_window": 6, "ffn_dim": 48}, "=6|hands no mask"),
+    "moshi": ("MoshiForCausalLM", "MoshiConfig", {"sliding_window": 6, "ffn_dim": 48}, "=6|passes no mask"),
     "bart": ("BartForCausalLM", "BartConfig", SMALL, "position_ids"),
     "mbart": ("MBartForCausalLM", "MBartConfig", SMALL, "position_ids"),
     "pegasus": ("PegasusForCausalLM", "PegasusConfig", SMALL, "position_ids"),

@@ -156,7 +156,7 @@ class Paired(hf.LlamaModel):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [(Between, "is not given what"), (Paired, "has no module of its own")]
+    ("kind", "words"), [(Between, "does not get the result of"), (Paired, "has no module of its own")]
 )
 def test_what_is_no_plain_row_of_blocks_is_not_tapped(kind, words):
     class Model(hf.LlamaForCausalLM):

@@ -376,7 +376,7 @@ def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
 def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
     make = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: edit(make(**given)))
-    refused("hands a mask of its own", make_target("llama"))
+    refused("passes a mask of its own", make_target("llama"))
 
 
 def test_a_verdict_is_of_the_code_it_was_about(monkeypatch):

@@ -1,1 +1,1 @@
-"""What layers keep between passes: dense buffers or pages of the target, rings of a drafter."""
+"""Caches of layers: dense buffers, pages and recurrent states of the target, rings of a drafter."""

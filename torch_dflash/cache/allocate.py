@@ -37,17 +37,15 @@ def allocate(spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> C
 
 
 def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
-    """Raise ``ValueError`` for a layer without an entry in `LAYERS`, or without trees where drafts are."""
+    """Raise ``ValueError`` for a layer without an entry in `LAYERS`, or one that cannot verify a tree."""
     for kind in sorted({spec.kind for spec in specs}):
         caches = [repr(cache) for known, cache in LAYERS if known == kind]
         if not caches:
             known = sorted({known for known, _ in LAYERS})
             raise ValueError(f"kind={kind!r} of a layer: no cache is written for it; there are {known}.")
         if repr(plan.cache) not in caches:
-            raise ValueError(
-                f"cache={plan.cache!r}: holds no {kind} layers, which the target has; "
-                f"choose {' or '.join(caches)}."
-            )
+            fix = f"choose {' or '.join(caches)}"
+            raise ValueError(f"cache={plan.cache!r}: holds no {kind} layers, which the target has; {fix}.")
         if plan.depth is not None and not all(layer.trees for layer in LAYERS[kind, plan.cache]):
             raise ValueError(
                 f"a tree of drafts with layers of kind {kind!r}: they verify chains alone; draft with the "
@@ -55,8 +53,8 @@ def check_specs(specs: tuple[LayerSpec, ...], plan: DecodePlan) -> None:
             )
 
 
-def no_pages(plan: DecodePlan, device) -> Int[Tensor, "B row_pages"] | None:
-    """The page tables of rows that have no page; None where the cache has none."""
+def empty_page_table(plan: DecodePlan, device) -> Int[Tensor, "B row_pages"] | None:
+    """Page tables of rows without pages; None for a static cache."""
     if plan.cache == "static":
         return None
     return torch.zeros(plan.batch_size, plan.row_pages, dtype=torch.int32, device=device)

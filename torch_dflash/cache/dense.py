@@ -1,15 +1,15 @@
-"""Dense buffers: a whole row's keys and values side by side, one array for each layer."""
+"""Dense buffers: keys and values of whole rows, two arrays for each layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.spec import FreshRows, LayerSpec
+from torch_dflash.cache.spec import ByPosition, FreshRows, LayerSpec
 from torch_dflash.cache.view import CacheView
 from torch_dflash.ops.attention import AttentionInputs, KeyValue, dense_attention, grouped_attention
 from torch_dflash.ops.block_attention import Past, block_attention
@@ -20,21 +20,20 @@ from torch_dflash.pytrees import register_state
 
 @register_state
 @dataclass(frozen=True)
-class StaticLayer:
-    """Dense K/V of one layer. Row b holds positions ``0 .. length[b]-1``; what lies beyond is stale.
+class StaticLayer(ByPosition):
+    """Dense K/V of one layer. Row b holds positions ``0 .. length[b]-1``; later slots are stale.
 
-    Rollback is not advancing ``length``: stale slots are behind every mask until they are overwritten.
+    A rollback leaves ``length`` where it was: masks hide stale slots until they are overwritten.
     """
 
     key: Float[Tensor, "B G S D"]
     value: Float[Tensor, "B G S Dv"]
-    trees: ClassVar[bool] = True
 
     @classmethod
     def allocate(cls, spec: LayerSpec, plan: DecodePlan, dtype: torch.dtype, device) -> Self:
         """Zeroed buffers of one layer."""
         shape = plan.batch_size, spec.heads, plan.slots
-        # Zeros, not empty: a masked slot still meets a zero weight, and 0 * NaN would be NaN.
+        # Zeros, not empty: a masked slot is multiplied by a zero weight, and 0 * NaN would be NaN.
         return cls(
             *(torch.zeros(*shape, dim, dtype=dtype, device=device) for dim in (spec.k_dim, spec.v_dim))
         )
@@ -49,14 +48,10 @@ class StaticLayer:
             value=write_rows(self.value, value, start, dim=2, count=count),
         )
 
-    def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, StaticLayer]:
-        """What the attention module goes on with: its own rows, for ``attend`` does the rest."""
-        return key, value, self
-
     def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, StaticLayer | FreshRows]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self.
 
-        Rows of a tree are not written, but kept beside the layer.
+        Rows of a tree are not written: `FreshRows` keeps them until ``commit``.
         """
         if inputs.tree is not None:
             held = Past(self.key, self.value, self.positions(inputs.start))
@@ -70,34 +65,22 @@ class StaticLayer:
         return dense_attention(inputs, layer.key, layer.value, mask), layer
 
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
-        """The position each slot holds when ``length`` [B] are committed, -1 for none."""
+        """The position in each slot when ``length`` [B] are committed, -1 for none."""
         slots = torch.arange(self.key.shape[2], device=length.device, dtype=length.dtype)
         return torch.where(slots < length[:, None], slots, -1)
 
     def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> StaticLayer:
-        """The layer with the rows of one path of a tree; consumes self."""
+        """Write the rows of one path of a tree; consumes self."""
         return self.write(key, value, start)
 
-    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> StaticLayer:
-        """A chain's accepted rows already stand where they belong."""
-        return self
-
-    def snapshot(self) -> Any:
-        """Nothing: later rows leave earlier ones as they are."""
-        return ()
-
-    def restore(self, snapshot: Any) -> StaticLayer:
-        """Rows behind the length that a row goes back to are hidden by every mask."""
-        return self
-
     def reset(self, rows: Bool[Tensor, " B"]) -> StaticLayer:
-        """Zeros in the rows marked: what an old occupant left may not be finite."""
+        """Zero the rows marked: values of the former request may not be finite."""
         return type(self)(clear_rows(self.key, rows), clear_rows(self.value, rows))
 
 
 def attend_densely(
     inputs: AttentionInputs, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Float[Tensor, "B M Q Dv"]:
-    """Attention of the rows to dense keys and values, with the rows' own scale, sinks and soft cap."""
+    """Attention of the rows to dense keys and values, with the scale, sinks and soft cap of ``inputs``."""
     part = KeyValue(key, value, mask)
     return grouped_attention(inputs.query, [part], inputs.scale, inputs.sinks, inputs.softcap)

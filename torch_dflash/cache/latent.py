@@ -17,17 +17,17 @@ from torch_dflash.pytrees import register_state
 @register_state
 @dataclass(frozen=True)
 class LatentLayer(StaticLayer):
-    """A dense layer whose model computes keys and values anew from all it has cached."""
+    """A dense layer whose model expands all cached rows to keys and values in each pass."""
 
     trees: ClassVar[bool] = False
 
     def update(self, key: Tensor, value: Tensor, view: CacheView) -> tuple[Tensor, Tensor, Self]:
-        """Write the rows, hand out the buffers as far as any row reaches; consumes self."""
+        """Write the rows and return the buffers up to the last row; consumes self."""
         layer = self.write(view.rounded(key), view.rounded(value), view.start, view.count)
         seen = reach(view.start, key.shape[2], layer.key.shape[2])
         return view.rounded(layer.key[:, :, :seen]), view.rounded(layer.value[:, :, :seen]), layer
 
     def attend(self, inputs: AttentionInputs, view: CacheView) -> tuple[Tensor, Self]:
-        """Attend causally to the rows, which are of all positions."""
+        """Attend causally to ``inputs.key``, which has all positions."""
         mask = view.mask(inputs, inputs.key.shape[2])
         return attend_densely(inputs, inputs.key, inputs.value, mask), self

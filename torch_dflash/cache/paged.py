@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_dflash.cache.spec import FreshRows
+from torch_dflash.cache.spec import ByPosition, FreshRows
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.ops.paged_attention import Pages, append_pages, paged_attention, pool_width
 from torch_dflash.plan import DecodePlan
@@ -18,30 +18,25 @@ from torch_dflash.pytrees import register_state
 
 @register_state
 @dataclass(frozen=True)
-class PagedLayer:
+class PagedLayer(ByPosition):
     """One layer's pool: position p of row b is ``pool[table[b, p // page], :, p % page]``: K, V, zeros.
 
-    The table is the same for all layers and belongs to the state (`DecodeState.page_table`). Page 0 belongs
-    to nobody: rows that are not in use, and positions without a page, write there.
+    The table belongs to the state (`DecodeState.page_table`) and serves all layers. Unused rows, and
+    positions without a page, write to page 0, which no row owns.
     """
 
     pool: Float[Tensor, "P G page_size KV"]
-    trees: ClassVar[bool] = True
 
     @classmethod
     def allocate(cls, spec: Any, plan: DecodePlan, dtype: torch.dtype, device) -> PagedLayer:
-        """Zeroed pages of one layer: finite, for a masked slot still meets a zero weight."""
+        """Zeroed pages of one layer: finite, for a masked slot is multiplied by a zero weight."""
         shape = plan.pages, spec.heads, plan.page_size, pool_width(spec.k_dim, spec.v_dim)
         return cls(torch.zeros(shape, dtype=dtype, device=device))
-
-    def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, PagedLayer]:
-        """What the attention module goes on with: its own rows, for ``attend`` does the rest."""
-        return key, value, self
 
     def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Tensor, PagedLayer | FreshRows]:
         """Write the rows' K and V, attend causally to all positions so far; consumes self.
 
-        Rows of a tree are not written, but kept beside the layer.
+        Rows of a tree are not written: `FreshRows` keeps them until ``commit``.
         """
         out, pool = paged_attention(inputs, Pages(self.pool, view.table))
         layer = PagedLayer(pool)
@@ -50,21 +45,9 @@ class PagedLayer:
         return out, FreshRows(layer, inputs.key, inputs.value, inputs.start, view.table)
 
     def append(self, key: Tensor, value: Tensor, start: Int[Tensor, " B"], table: Any) -> PagedLayer:
-        """The layer with the rows of one path of a tree; consumes self."""
+        """Write the rows of one path of a tree; consumes self."""
         return PagedLayer(append_pages(key, value, start, Pages(self.pool, table)))
 
-    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> PagedLayer:
-        """A chain's accepted rows already stand where they belong."""
-        return self
-
-    def snapshot(self) -> Any:
-        """Nothing: later rows leave earlier ones as they are."""
-        return ()
-
-    def restore(self, snapshot: Any) -> PagedLayer:
-        """Rows behind the length that a row goes back to are hidden by every mask."""
-        return self
-
     def reset(self, rows: Bool[Tensor, " B"]) -> PagedLayer:
-        """Nothing to forget: the pages that the host gives again are written before they are read."""
+        """Nothing: pages that the host assigns again are written before they are read."""
         return self

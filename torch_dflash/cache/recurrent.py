@@ -1,4 +1,4 @@
-"""Recurrent layers: a matrix for each head and the tail of a short convolution, per row of the batch."""
+"""Caches of recurrent layers: a state matrix for each head and the tail of a short convolution, per row."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from torch_dflash.pytrees import register_state
 @register_state
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """What a recurrent layer keeps of all rows so far; it cannot go back, so only accepted rows enter it.
+    """State of a recurrent layer; a round cannot be undone, so only accepted rows enter the state.
 
-    ``state`` is in float32 at least, whatever the model's type: it sums up every round. ``tail`` holds the
-    last inputs of the convolution. Either is None where the layer has none; both, where it keeps nothing.
-    On a mesh whose chips have heads of their own, ``tail`` is a tuple: its query, key and value channels.
+    ``state`` is float32 or float64, whatever the model's type: errors of every round would add up. ``tail``
+    holds the last inputs of the convolution. Both are None in a layer without state. On a mesh that shards
+    heads, ``tail`` is a tuple of its query, key and value channels.
     """
 
     state: Float[Tensor, "B H dk dv"] | None
@@ -46,7 +46,7 @@ class RecurrentLayer:
     def convolve(
         self, rows: Float[Tensor, "B C M"], weight: Tensor, bias: Tensor | None, view: Any
     ) -> tuple[Tensor, Any]:
-        """The convolution of the rows behind those so far; a prompt's rows are taken in at once."""
+        """The convolution of the new rows; the tail takes in a prompt's rows at once."""
         tail: Any = self.tail
         out = short_conv(tail, rows, weight, bias, view.tree)
         if view.count is None:
@@ -54,7 +54,7 @@ class RecurrentLayer:
         return out, replace(self, tail=next_tail(tail, rows, view.count))
 
     def scan(self, rows: ScanRows, view: Any) -> tuple[Tensor, Any]:
-        """The outputs of the rows behind those so far; a prompt's rows are taken in at once."""
+        """The outputs of the new rows; the state takes in a prompt's rows at once."""
         if view.count is None:
             return FreshState(self).scan(rows, view)
         state: Any = self.state
@@ -62,36 +62,34 @@ class RecurrentLayer:
         return out, replace(self, state=state)
 
     def update(self, key: Tensor, value: Tensor, view: Any) -> Any:
-        """No key or value comes here: the trace has seen none."""
+        """Unreachable: the trace found no keys and values."""
         raise AssertionError("a recurrent layer has no keys and values")
 
     def attend(self, inputs: AttentionInputs, view: Any) -> Any:
-        """No attention comes here: the trace has seen none."""
+        """Unreachable: the trace found no attention."""
         raise AssertionError("a recurrent layer does not attend")
 
     def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> RecurrentLayer:
-        """Nothing waits: the layer ran in no pass, or in one over a prompt."""
+        """Nothing to commit: the layer did not run, or took in a prompt."""
         return self
 
     def snapshot(self) -> RecurrentLayer:
-        """All of it: later rows overwrite it."""
+        """The whole layer: later rows overwrite the state."""
         return self
 
     def restore(self, snapshot: Any) -> RecurrentLayer:
-        """What was taken."""
         return snapshot
 
     def reset(self, rows: Bool[Tensor, " B"]) -> RecurrentLayer:
-        """Zeros in the rows marked."""
         return pytree.tree_map(lambda leaf: clear_rows(leaf, rows), self)
 
 
 @register_state
 @dataclass(frozen=True)
 class FreshState:
-    """A recurrent layer before a pass, and what the pass computed of its M rows; nothing is taken in yet.
+    """A recurrent layer before a pass, and the values that the pass computed for its M rows.
 
-    It stands in the layer's place from the pass to `commit`, inside of one round.
+    Replaces the layer from the pass to `commit`, within one round.
     """
 
     layer: RecurrentLayer
@@ -99,13 +97,12 @@ class FreshState:
     kept: Kept | None = None
 
     def scan(self, rows: ScanRows, view: Any) -> tuple[Tensor, FreshState]:
-        """As `RecurrentLayer.scan`."""
         state: Any = self.layer.state
         out, kept = scan_block(state, rows, None if view.tree is None else view.tree.seen())
         return out, replace(self, kept=kept)
 
     def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> RecurrentLayer:
-        """The layer behind the first ``count`` rows, or those of ``path``. No row is computed again."""
+        """The layer after the first ``count`` rows, or those of ``path``, without computing a row again."""
         return absorb(count, self, path)
 
 
@@ -130,44 +127,37 @@ class BothLayer:
     recurrent: Any
 
     def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, BothLayer]:
-        """As the attention's cache."""
         key, value, own = self.attention.update(key, value, view)
         return key, value, replace(self, attention=own)
 
     def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Tensor, BothLayer]:
-        """As the attention's cache."""
         out, own = self.attention.attend(inputs, view)
         return out, replace(self, attention=own)
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None, view: Any) -> tuple[Tensor, Any]:
-        """As `RecurrentLayer.convolve`."""
         out, own = self.recurrent.convolve(rows, weight, bias, view)
         return out, replace(self, recurrent=own)
 
     def scan(self, rows: ScanRows, view: Any) -> tuple[Tensor, BothLayer]:
-        """As `RecurrentLayer.scan`."""
         out, own = self.recurrent.scan(rows, view)
         return out, replace(self, recurrent=own)
 
     def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> BothLayer:
-        """Of both."""
         return BothLayer(self.attention.commit(count, path), self.recurrent.commit(count, path))
 
     def snapshot(self) -> RecurrentLayer:
-        """Of the recurrent part."""
+        """The recurrent part's: later rows leave earlier keys and values as they are."""
         return self.recurrent.snapshot()
 
     def restore(self, snapshot: Any) -> BothLayer:
-        """With the recurrent part that was taken."""
         return replace(self, recurrent=self.recurrent.restore(snapshot))
 
     def reset(self, rows: Bool[Tensor, " B"]) -> BothLayer:
-        """Of both."""
         return BothLayer(self.attention.reset(rows), self.recurrent.reset(rows))
 
 
-def kept_in_model_type(cache: tuple) -> list[Tensor]:
-    """What layers keep in the model's own type: all but recurrent states."""
+def model_dtype_leaves(cache: tuple) -> list[Tensor]:
+    """Cached tensors in the model's dtype: all but recurrent states."""
 
     def bare(node: Any) -> Any:
         return node.tail if isinstance(node, RecurrentLayer) else node

@@ -17,10 +17,10 @@ from torch_dflash.pytrees import register_state
 @register_state
 @dataclass(frozen=True)
 class RingLayer:
-    """K/V of the last R positions: slot ``p % R`` holds position p, until p + R takes its place.
+    """K/V of the last R positions: slot ``p % R`` holds position p until p + R overwrites it.
 
-    Behind the R slots lie spare ones, where rows that run over the end of the ring are written before they
-    are moved to its beginning. ``position`` says what each slot holds, -1 for nothing yet.
+    Spare slots follow the R: rows past the end of the ring are written there, then moved to its beginning.
+    ``position`` is that of each slot, -1 for an empty one.
     """
 
     key: Float[Tensor, "B G slots D"]
@@ -43,11 +43,11 @@ class RingLayer:
         )
 
     def positions(self, length: Int[Tensor, " B"]) -> Int[Tensor, "B S"]:
-        """The position each slot holds, -1 for none."""
+        """The position in each slot, -1 for none."""
         return F.pad(self.position, (0, self.key.shape[2] - self.position.shape[1]), value=-1)
 
     def reset(self, rows: Bool[Tensor, " B"]) -> RingLayer:
-        """Empty in the rows marked."""
+        """Empty the rows marked."""
         position = torch.where(rows[:, None], -1, self.position)
         return RingLayer(clear_rows(self.key, rows), clear_rows(self.value, rows), position)
 

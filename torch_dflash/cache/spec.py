@@ -1,10 +1,10 @@
-"""What a layer of the target needs from its cache, and what every kind of cache answers."""
+"""`LayerSpec`, and the `CacheLayer` protocol."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,14 +18,14 @@ Layer = TypeVar("Layer", bound="CacheLayer")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One target layer's cache needs, as seen in a traced forward (`torch_dflash.targets.trace`).
+    """The cache that one target layer needs, read from a traced forward (`torch_dflash.targets.trace`).
 
     Attributes:
-        kind: "attention" where the cached rows are what is attended to, "latent" where the model expands what
-            it has cached (multi-head latent attention), "recurrent" where nothing is kept by position, "both"
-            of a layer that attends and recurs.
-        scan: a recurrent state's heads, key width and value width.
-        conv: channels of a short convolution, and the positions before a row that it reads.
+        kind: "attention" of cached keys and values, "latent" where the model expands cached rows to keys and
+            values (multi-head latent attention), "recurrent" without any cache by position, "both" of a
+            layer that attends and recurs.
+        scan: heads, key width and value width of a recurrent state.
+        conv: channels of a short convolution, and the positions that it reads before a row.
     """
 
     kind: str
@@ -37,58 +37,78 @@ class LayerSpec:
     conv: tuple[int, int] | None = None
 
     def state_bytes(self, item: int) -> int:
-        """Bytes that a row's recurrent state and tail take, in a model whose numbers take ``item`` bytes."""
+        """Bytes of a row's recurrent state and tail, in a model with ``item`` bytes a number."""
         return max(item, 4) * prod(self.scan or (0,)) + item * prod(self.conv or (0,))
 
 
 @runtime_checkable
 class CacheLayer(Protocol):
-    """What one layer keeps between passes: a frozen dataclass of tensors, made a pytree by `register_state`.
+    """The state of one layer between passes: a frozen dataclass of tensors, registered by `register_state`.
 
     Hugging Face attention modules call ``update`` with new rows; our attention function, which they call
-    next, calls ``attend``. Both consume the layer and give the next one. ``view`` is the pass they belong to
-    (`torch_dflash.cache.view.CacheView`): the page table, and how many rows of a prompt chunk are real.
+    next, calls ``attend``. Both consume the layer and return the next one. ``view`` is the current pass
+    (`torch_dflash.cache.view.CacheView`): its page table, and the number of real rows of a prompt chunk.
     """
 
     def update(self: Layer, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, Layer]:
-        """Keys and values that the attention module goes on with."""
+        """Keys and values for the attention module to continue with, and the next layer."""
         ...
 
     def attend(self, inputs: AttentionInputs, view: Any) -> tuple[Float[Tensor, "B M Q Dv"], Any]:
-        """Causal attention of the rows to all positions so far, their own included.
+        """Causal attention of the rows to all positions so far, their own included, and the next layer.
 
-        With it comes the next layer or, of a tree, what becomes the next one by ``commit``.
+        After a pass over a tree the next layer is a `FreshRows`, until ``commit``.
         """
         ...
 
     def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Any:
-        """Keep the first ``count`` [B] rows of the pass, drop the rest: a round has rejected them.
+        """Keep the first ``count`` [B] rows of the pass and drop the rest, which the round rejected.
 
-        ``path``: of a pass over a tree, the rows of which the first ``count`` are kept; None: all, in order.
-        What stands in the layer's place after such a pass (`FreshRows`) keeps what it needs for this: keys
-        and values, or whatever a recurrent layer's state is made of.
+        ``path``: after a pass over a tree, the rows to count; None: all rows in order.
         """
         ...
 
     def snapshot(self) -> Any:
-        """What later rows overwrite; of torch tensors or none, as `restore` takes it."""
+        """The values that later rows overwrite, as torch tensors for `restore`."""
         ...
 
     def restore(self: Layer, snapshot: Any) -> Layer:
-        """The layer as it was when its `snapshot` was taken, once the rows' lengths are those of then."""
+        """The layer as of its `snapshot`; the caller restores the rows' lengths."""
         ...
 
     def reset(self: Layer, rows: Tensor) -> Layer:
-        """Forget the rows of the batch marked in ``rows`` [B]: other requests take them."""
+        """Clear the batch rows marked in ``rows`` [B] for other requests."""
         ...
+
+
+class ByPosition:
+    """Defaults of a `CacheLayer` of keys and values by position: masks hide rows that are not accepted."""
+
+    trees: ClassVar[bool] = True
+
+    def update(self, key: Tensor, value: Tensor, view: Any) -> tuple[Tensor, Tensor, Self]:
+        """The module's own rows: ``attend`` adds the cached ones."""
+        return key, value, self
+
+    def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Self:
+        """A chain's accepted rows are already in place."""
+        return self
+
+    def snapshot(self) -> Any:
+        """Nothing: later rows leave earlier ones as they are."""
+        return ()
+
+    def restore(self, snapshot: Any) -> Self:
+        """Every mask hides the rows behind the restored length."""
+        return self
 
 
 @register_state
 @dataclass(frozen=True)
 class FreshRows:
-    """A layer before a pass over a tree, and what the pass made of its M rows; nothing is written yet.
+    """A layer before a pass over a tree, and the keys and values of the M rows, not written yet.
 
-    It stands in the layer's place from the pass to `commit`, inside of one round.
+    Replaces the layer from the pass to `commit`, within one round.
     """
 
     layer: Any
@@ -98,7 +118,7 @@ class FreshRows:
     table: Int[Tensor, "B row_pages"] | None
 
     def commit(self, count: Int[Tensor, " B"], path: Int[Tensor, "B path"] | None) -> Any:
-        """The layer with the rows ``path`` behind what it holds; the first ``count`` of them count."""
+        """The layer with the rows ``path`` appended; the first ``count`` of them count."""
         assert path is not None, "a tree without a path"
         key, value = take_rows(self.key, path, dim=2), take_rows(self.value, path, dim=2)
         return self.layer.append(key, value, self.start, self.table)

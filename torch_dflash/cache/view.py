@@ -1,4 +1,4 @@
-"""The cache as Hugging Face models see it in one forward."""
+"""The cache that Hugging Face models get in one forward."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class CacheView(Cache):
     """The cache of one forward of M rows per sequence, at positions ``start .. start+M-1``.
 
     Hugging Face attention modules call ``update`` with new rows; our attention function, which they call
-    next, calls ``attend``, which also sees queries. After the forward, ``states`` holds the new layer states.
+    next, calls ``attend`` with queries too. After the forward, ``states`` holds the new layer states.
 
     Args:
         windows: each layer's sliding window, None for none.
         table: page numbers [B, row_pages], where the layers are paged.
-        count: of a prompt chunk, how many rows of each sequence are real.
-        said: the answer to how many tokens are cached. Rows differ, so nothing may depend on it.
-        tree: of rows that are a tree's.
-        dtype: what keys and values are rounded to as they are kept; a program may keep them in a wider one
-            meanwhile; unset: the buffers'.
+        count: real rows [B] of a prompt chunk.
+        reported_length: the answer to `get_seq_length`. Rows differ, so no model may depend on it.
+        tree: the tree of the rows, if they are one.
+        dtype: the type that keys and values are rounded to; a program may keep them in a wider one; unset:
+            the buffers'.
     """
 
     def __init__(
@@ -39,33 +39,30 @@ class CacheView(Cache):
         start: Int[Tensor, " B"],
         table: Int[Tensor, "B row_pages"] | None = None,
         count: Int[Tensor, " B"] | None = None,
-        said: int = 0,
+        reported_length: int = 0,
         dtype: torch.dtype | None = None,
         tree: Tree | None = None,
     ):
         super().__init__(layers=[])
-        self.said, self.dtype = said, dtype
+        self.reported_length, self.dtype = reported_length, dtype
         self.states, self.windows = list(states), windows
         self.start, self.table, self.count, self.tree = start, table, count, tree
         self._masks: dict[int | None, Tensor] = {}
-        self._layer = -1  # that asked for a recurrent state last
+        self._layer = -1  # the layer that last asked for a recurrent state
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         key, value, self.states[layer_idx] = self.states[layer_idx].update(key_states, value_states, self)
         return key, value
 
     def attend(self, layer_idx: int, inputs: AttentionInputs, *_: Any) -> Float[Tensor, "B M Q Dv"]:
-        """The layer's attention of these rows; their K and V are kept, as `finite_values` has them."""
+        """The layer's attention of these rows; the cache keeps their K and V as `finite_values` has them."""
         key, value = finite_values(self.rounded(inputs.key), self.rounded(inputs.value))
         inputs = inputs._replace(key=key, value=value, window=self.windows[layer_idx], tree=self.tree)
         out, self.states[layer_idx] = self.states[layer_idx].attend(inputs, self)
         return out
 
     def mask(self, inputs: AttentionInputs, slots: int) -> Bool[Tensor, "B one M S"]:
-        """Which dense positions each row sees, of ``slots`` as far as any row reaches.
-
-        Made once for all layers of a window.
-        """
+        """The dense positions that each row sees, up to the last row's; shared by all layers of a window."""
         if inputs.window not in self._masks:
             rows = inputs.query.shape[2]
             at, seen = positions(self.start, rows), reach(self.start, rows, slots)
@@ -74,37 +71,38 @@ class CacheView(Cache):
         return self._masks[inputs.window]
 
     def get_conv_state(self, layer_idx, state_idx=0):
-        return None  # so that every pass is one of several rows: those of one write states in place
+        return None  # so that every pass has several rows: passes of one row write states in place
 
     def get_recurrent_state(self, layer_idx, state_idx=0):
         self._layer = layer_idx
 
     def update_conv_state(self, conv_states, layer_idx, *args, **kwargs):
         self._layer = layer_idx
-        return conv_states  # `convolve` puts what is cached before them
+        return conv_states  # `convolve` adds the cached ones
 
     def update_recurrent_state(self, recurrent_states, *args, **kwargs):
-        return recurrent_states  # `scan` has seen to it
+        return recurrent_states  # `scan` has updated the state
 
     def is_recording_past(self, layer_idx):
         return True
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "B C M"]:
-        """The convolution of the layer that runs, of its rows [B, C, M]."""
+        """The running layer's convolution of its rows [B, C, M]."""
         out, self.states[self._layer] = self.states[self._layer].convolve(rows, weight, bias, self)
         return out
 
     def scan(self, rows: Any) -> Float[Tensor, "B H M dv"]:
-        """The scan of the layer that runs, of its `ScanRows`."""
+        """The running layer's scan of its `ScanRows`."""
         out, self.states[self._layer] = self.states[self._layer].scan(rows, self)
         return out
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """Keys or values in the type in which they are kept between programs."""
+        """Keys or values in the type that the cache has between programs."""
         return rows if self.dtype is None else rows.to(self.dtype)
 
     def get_seq_length(self, layer_idx=0):
-        return self.said  # positions and masks are always given, so no model may derive them from here
+        # Positions and masks are always given: no model may derive them from here.
+        return self.reported_length
 
 
 CACHE = "cache"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dflash.record import Recorded
+from torch_dflash.record import HostRecord
 from torch_dflash.requests.request import Request
 from torch_dflash.runtime import Progress, RowDelta
 
@@ -86,7 +86,7 @@ class Call:
             return np.concatenate(parts)[order]
 
         names = ("tokens", "accepted", "length", "done", "rounds", "known", "ended")
-        record = Recorded.joined([(part.progress.record, part.rows) for part in self.parts])
+        record = HostRecord.joined([(part.progress.record, part.rows) for part in self.parts])
         widths = sum((part.progress.widths for part in self.parts), Counter())
         return Progress(**{name: rows(name) for name in names}, record=record, widths=widths)
 

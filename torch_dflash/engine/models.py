@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from torch_dflash.checks import check_autocast
 from torch_dflash.decode import Pair
 from torch_dflash.guards.processes import check_process
-from torch_dflash.guards.reentry import inside
+from torch_dflash.guards.reentry import entering
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.proposers.composed import Composed, inner_of, recipe_of
 from torch_dflash.targets.guard import Guard
@@ -118,7 +118,7 @@ def marked(pair: Pair, steps: Generator[T, None, None]) -> Generator[T, None, No
     with closing(steps):
         while True:
             pair.check_free()
-            with inside(pair):
+            with entering(pair):
                 step = next(steps, None)
             if step is None:
                 return

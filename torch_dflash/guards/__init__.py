@@ -1,1 +1,1 @@
-"""What must not be crossed: process boundaries, and a step's own engine."""
+"""Guards against use in a forked process and against reentry into an engine's own step."""

@@ -1,4 +1,4 @@
-"""Forked processes and copies: what started JAX cannot be taken into another process."""
+"""Checks of forked processes and copies: a process that started JAX cannot be forked or copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_process(runtime: Any) -> None:
 
 
 class OfOneProcess:
-    """Objects that are neither copied nor pickled: they hold programs, locks and device memory."""
+    """Base of classes that cannot be copied or pickled: they hold programs, locks and device memory."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         kind = type(self).__name__

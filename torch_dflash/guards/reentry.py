@@ -1,4 +1,4 @@
-"""A step that user code asks for from inside of a step of the same engine would wait for itself."""
+"""Refuses a step that user code starts inside a step of the same engine: it would wait for itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _here = threading.local()
 
 
 @contextmanager
-def inside(owner: Any) -> Iterator[None]:
+def entering(owner: Any) -> Iterator[None]:
     """While open, `check_outside` refuses ``owner`` in this thread."""
     owners = _owners()
     owners.append(owner)
@@ -32,18 +32,18 @@ def inside(owner: Any) -> Iterator[None]:
 
 @contextmanager
 def holding(lock: Any) -> Iterator[None]:
-    """Hold ``lock``, under which user code may run; other threads wait.
+    """Hold ``lock`` while user code may run; other threads wait.
 
     Raises:
-        RuntimeError: this thread holds it already.
+        RuntimeError: this thread holds ``lock`` already.
     """
     check_outside(lock)
-    with lock, inside(lock):
+    with lock, entering(lock):
         yield
 
 
 def check_outside(*owners: Any, why: str = SAME_ENGINE) -> None:
-    """Raise ``RuntimeError`` if this thread is `inside` one of ``owners``; ``why`` ends the message."""
+    """Raise ``RuntimeError`` if this thread has entered one of ``owners``; ``why`` ends the message."""
     entered = _owners()
     if any(one is owner for one in entered for owner in owners):
         raise RuntimeError(f"user code {why}")

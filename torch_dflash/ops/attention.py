@@ -16,12 +16,12 @@ from torch_dflash.ops.windows import write_rows
 
 
 class KeyValue(NamedTuple):
-    """Keys and values with the mask that says who may see them. The values are finite (`finite_values`).
+    """Keys and values with their mask. The values are finite (`finite_values`).
 
     Shapes: ``key`` [B, G, S, D], ``value`` [B, G, S, Dv]; ``mask`` bool [B, 1, M, S], True = visible.
 
-    With ``blocks`` A > 1, query rows and keys are A equal blocks in order, each blind to the others (as in
-    training, where a pass drafts many blocks); ``mask`` is then over a block's own keys: [B, 1, M, S / A].
+    With ``blocks`` A > 1, query rows and keys are A equal blocks in order, none of which sees another
+    (training drafts many blocks in a pass); ``mask`` is then over a block's own keys: [B, 1, M, S / A].
     """
 
     key: Float[Tensor, "B G S D"]
@@ -31,16 +31,16 @@ class KeyValue(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """What a layer asks of its cache: attention of M new rows per sequence, whose K and V are to be kept.
+    """Inputs of a layer's attention: M new rows per sequence, whose K and V the cache keeps.
 
     Attributes:
         query, key, value: the rows' own, rotated.
         start: the position of each sequence's first row; the others follow.
         scale: factor on the scores.
-        window: how many positions a row sees, itself included; None for all.
-        sinks: one learned logit per query head that takes part in the softmax and carries no value.
+        window: positions that a row sees, itself included; None for all.
+        sinks: one learned logit per query head, part of the softmax, without a value.
         softcap: ``c`` in ``c * tanh(score / c)``.
-        tree: of rows that are a tree's, whose keys and values no cache holds; None: each follows the last.
+        tree: the tree of the rows, whose keys and values no cache holds yet; None: each follows the last.
     """
 
     query: Float[Tensor, "B Q M D"]
@@ -69,8 +69,8 @@ def grouped_attention(
 ) -> Float[Tensor, "B M Q Dv"]:
     """Softmax attention of M query rows over the concatenation of ``parts``.
 
-    The parts are joined at the scores, never at the K/V, so a long cache is read where it lies. Query
-    heads that share a K/V head become rows of one product, so no K/V head is repeated in memory.
+    The parts are joined at the scores, never at the K/V, so a long cache is not copied. Query heads that
+    share a K/V head become rows of one product, so no K/V head is repeated in memory.
 
     Args:
         query: query rows; ``Q`` is a multiple of the K/V heads ``G``.
@@ -105,23 +105,23 @@ def grouped_attention(
 def finite_values(
     key: Float[Tensor, "B G M D"], value: Float[Tensor, "B G M Dv"]
 ) -> tuple[Float[Tensor, "B G M D"], Float[Tensor, "B G M Dv"]]:
-    """Keys and values as they are kept: where a value is not finite it is zero, and its key is NaN.
+    """Keys and values for the cache: a value that is not finite becomes zero, and its key NaN.
 
-    A mask hides a score, but not a value: a weight of zero times NaN is NaN, in every row. The key's NaN
-    reaches just the rows that see it, through their scores, so a draft that overflows and is rejected
-    changes no other row. Marked once, on the new rows: no form of attention reads a cache for this.
+    A mask hides scores, but not values: a weight of zero times NaN is NaN, in every row. The key's NaN
+    reaches only the rows that see it, through their scores, so a rejected draft that overflows changes no
+    other row. New rows are marked once: no form of attention reads a cache for this.
     """
     bad = ~torch.isfinite(value).all(dim=-1, keepdim=True)
     return torch.where(bad, torch.nan, key), torch.where(bad, 0, value)
 
 
 def with_rows(inputs: AttentionInputs, key: Tensor, value: Tensor, seen: int) -> KeyValue:
-    """Cached keys and values [B, G, S, D], slot p the position p, with a tree's rows behind the last: a copy.
+    """A copy of cached keys and values [B, G, S, D], slot p the position p, with a tree's rows appended.
 
-    In half precision a tree's rows would say another text if their sums were parted or in another order than
-    plain decoding's. So they stand where a chain's would: the first branch rounds as plain decoding does,
-    others nearly, for their rows stand behind their siblings'.
-    ``seen``: how many slots are looked at, up to the tree's last row at least.
+    In half precision a tree's text would differ if its sums had another order than plain decoding's. So its
+    rows take the slots of a chain: the first branch rounds as plain decoding does, other branches nearly,
+    for their rows follow their siblings'.
+    ``seen``: slots to attend to, up to the tree's last row at least.
     """
     assert inputs.tree is not None
     start, at, rows = inputs.start, inputs.at, inputs.key.shape[2]
@@ -141,7 +141,7 @@ def with_rows(inputs: AttentionInputs, key: Tensor, value: Tensor, seen: int) ->
 
 
 Attend = Callable[[Tensor, float], Tensor]
-"""``(query [B, Q, M, D], scale) -> output [B, M, Q, Dv]``: attention over K/V that it knows."""
+"""``(query [B, Q, M, D], scale) -> output [B, M, Q, Dv]``: attention over given K/V."""
 
 
 def attend_to(*parts: KeyValue, sinks: Float[Tensor, " Q"] | None = None) -> Attend:
@@ -162,10 +162,10 @@ def _per_block(rows: Tensor, keyed: Tensor, blocks: int, dim: int) -> Tensor:
 def visible(
     query_position: Tensor, key_position: Tensor, window: int | None, causal: bool
 ) -> Bool[Tensor, "B one M S"]:
-    """Who sees whom by position: [B, M] query and [B or 1, S] key positions -> [B, 1, M, S].
+    """The mask by position: [B, M] query and [B or 1, S] key positions -> [B, 1, M, S].
 
-    A causal window counts back from each query; a non-causal one is symmetric (``dflash_config``'s
-    explicit ``is_causal: false``).
+    A causal window counts back from each query; a non-causal one is symmetric (``is_causal: false`` in
+    ``dflash_config``).
     """
     gap = query_position[:, :, None] - key_position[:, None, :]
     mask = gap >= 0 if causal else torch.ones_like(gap, dtype=torch.bool)
@@ -185,13 +185,12 @@ def dense_attention(
 ) -> Float[Tensor, "B M Q Dv"]:
     """Causal attention of M rows to buffers that hold these rows already, slot p the position p.
 
-    This is the plain form, which looks at the slots that ``mask`` is about; `jax_bridge.kernels.streamed`
-    ends at the last in use.
+    This plain form reads the slots of ``mask``; `jax_bridge.kernels.streamed` ends at the last in use.
 
     Args:
-        inputs: the rows'; the plain form does not read their own ``key`` and ``value``.
+        inputs: of the rows; the plain form does not read ``key`` and ``value``.
         key, value: the buffers.
-        mask: what ``inputs.start`` and ``inputs.window`` make visible, as it is shared between layers.
+        mask: `visible` by ``inputs.start`` and ``inputs.window``, shared between layers.
     """
     seen = mask.shape[3]
     part = KeyValue(key[:, :, :seen], value[:, :, :seen], mask)

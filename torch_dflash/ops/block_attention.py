@@ -13,14 +13,14 @@ from torch_dflash.ops.windows import last_used, reach
 
 
 class Past(NamedTuple):
-    """Cached keys and values in any order; ``position`` says which position a slot holds, -1 for none."""
+    """Cached keys and values in any order; ``position`` is that of each slot, -1 for an empty one."""
 
     key: Float[Tensor, "B G S D"]
     value: Float[Tensor, "B G S D"]
     position: Int[Tensor, "B S"]
 
     def used(self) -> Past:
-        """Up to the last slot that any row uses; all where the host could not know that without waiting."""
+        """The slots up to the last in use; all where the host would have to wait for that number."""
         end = last_used(self.position, self.position.shape[1], self._end)
         return Past(self.key[:, :, :end], self.value[:, :, :end], self.position[:, :end])
 
@@ -33,13 +33,13 @@ class Past(NamedTuple):
 def block_attention(inputs: AttentionInputs, past: Past, causal: bool) -> Float[Tensor, "B W Q D"]:
     """Attend from a block's W rows to the context before them and to each other.
 
-    This is the plain form; on a TPU `jax_bridge.kernels.block_attention` streams the context past the
-    block's rows instead, so that no score goes through HBM.
+    On a TPU `jax_bridge.kernels.block_attention` streams the context past the block's rows, so that no
+    score goes through HBM.
 
     Args:
         inputs: of the block; ``window`` reaches both ways unless ``causal``. No soft cap, except with a tree.
-        past: the context; all its positions are below ``inputs.start``. A tree's has position p in slot p.
-        causal: whether a row is blind to the block's later rows; those of a tree see their own paths.
+        past: the context, of positions below ``inputs.start``. With a tree, slot p holds position p.
+        causal: whether rows see no later row of the block; rows of a tree see their own paths.
     """
     if inputs.tree is not None:
         slots = past.key.shape[2] + inputs.key.shape[2]

@@ -1,4 +1,4 @@
-"""Control flow that both runtimes understand: a branch on data, and a loop over chunks of rows."""
+"""Control flow for both runtimes: a branch on data, a loop over chunks of rows, a call of the host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch_dflash.ops.lowerable import lowerable
 def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: Any) -> Any:
     """``then(*operands)`` if the scalar ``condition`` holds, else ``otherwise(*operands)``.
 
-    Operands are tensors or pytrees of them. Eagerly this reads one scalar. Under XLA `jax_bridge.ops` makes
-    it a device-side conditional, of which only the chosen side runs; both sides must return tensors of the
+    Operands are tensors or pytrees of them. Eagerly this reads one scalar. Under XLA `jax_bridge.ops` lowers
+    it to a conditional on the device, and only the chosen side runs; both sides must return tensors of the
     same shapes and dtypes.
     """
     return then(*operands) if bool(condition) else otherwise(*operands)
@@ -25,12 +25,12 @@ def branch(condition: Tensor, then: Callable, otherwise: Callable, *operands: An
 
 @lowerable
 def chunked(step: Callable, size: int, *rows: Tensor, recompute: bool = False) -> tuple[Tensor, ...]:
-    """``step`` over ``rows`` [R, ...] in chunks of ``size``, whose inner values exist one chunk at a time.
+    """``step`` over ``rows`` [R, ...] in chunks of ``size``; inner values exist for one chunk at a time.
 
-    For steps that are independent per row and much larger inside than outside (logits over a vocabulary).
-    ``step`` returns a tuple of tensors [r, ...]; so does this, joined along the rows. Gradients flow through
-    those that hold one number a row, and to ``rows`` alone; with ``recompute`` also to the weights that
-    ``step`` closes over, and the inner values are computed a second time.
+    For steps that are independent per row and have large inner values (logits over a vocabulary). ``step``
+    returns a tuple of tensors [r, ...], which are joined along the rows. Gradients flow through outputs of
+    one number a row, and to ``rows`` alone; with ``recompute`` also to the weights that ``step`` closes
+    over, and the inner values are computed a second time.
     """
     pieces = list(zip(*(tensor.split(size) for tensor in rows), strict=True))
     if recompute:
@@ -43,10 +43,10 @@ def chunked(step: Callable, size: int, *rows: Tensor, recompute: bool = False) -
 
 
 class _Chunk(torch.autograd.Function):
-    """A chunk whose rows' gradients are taken in the forward, while the inner values exist.
+    """A chunk whose rows' gradients are computed in the forward, while the inner values exist.
 
-    A row's outputs depend on that row alone, so what flows back into a row is its own gradient times what
-    flows into its output: nothing has to be computed a second time in the backward.
+    A row's outputs depend on that row alone, so the gradient of a row is its own gradient times the gradient
+    of its output: the backward computes nothing a second time.
     """
 
     @staticmethod
@@ -80,9 +80,10 @@ class _Chunk(torch.autograd.Function):
 
 @lowerable
 def on_host(*given: Tensor, function: Callable[..., Any], shape: tuple[int, ...]) -> Tensor:
-    """What ``function`` makes of ``given`` as numpy arrays: an int32 array of ``shape``.
+    """Call ``function`` on the host: numpy arrays of ``given`` -> an int32 array of ``shape``.
 
-    It has to be pure: a compiled program may call it again, or not at all where nothing reads its result.
+    ``function`` must be pure: a compiled program may call it again, or not at all where nothing reads its
+    result.
     """
     found = function(*(tensor.numpy(force=True) for tensor in given))
     assert found.shape == shape, f"{function} made {found.shape}, not {shape}"

@@ -1,4 +1,4 @@
-"""`lowerable`: marks an operation that other kinds of tensors bring an implementation of their own for."""
+"""`lowerable`: an operation that other kinds of tensors may implement themselves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 OPERATIONS: list[Callable] = []
-"""Every lowerable operation: what a backend has to provide, and what `jax_bridge.ops` does."""
+"""Every lowerable operation; a backend implements these, as `jax_bridge.ops` does."""
 
 
 def lowerable(plain: Callable) -> Callable:
-    """Let the first tensor among the positional arguments choose ``plain``, or its kind's own form.
+    """Let the first tensor among the positional arguments choose ``plain`` or the form of its type.
 
-    ``operation.plain`` is the decorated function itself, for every kind of tensor.
+    ``operation.plain`` is the decorated function, for every type of tensor.
     """
 
     @wraps(plain)

@@ -1,4 +1,4 @@
-"""Attention over pages that all rows share: write new rows, then attend to all of a row."""
+"""Attention over a pool of pages: write new rows, then attend to all positions of each row."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def paged_attention(
 ) -> tuple[Float[Tensor, "B M Q Dv"], Float[Tensor, "P G page_size KV"]]:
     """Write M new rows into the pages, then causal attention of these rows: (output, pool).
 
-    The pool is consumed: eagerly it is written in place, under XLA donated. Positions past the table's
-    columns are written to page 0 and must not be read back. Rows of a tree are not written: `append_pages`
-    does so with those of one path. This is the plain form, which gathers every row's pages;
-    `jax_bridge.kernels` has those that read pages where they lie.
+    The pool is consumed: written in place eagerly, donated under XLA. Positions past the table's columns are
+    written to page 0 and must not be read back. Rows of a tree are not written: `append_pages` writes those
+    of one path. This plain form gathers every row's pages; `jax_bridge.kernels` reads pages in place.
     """
     (pool, table), key, value, start, tree = pages, inputs.key, inputs.value, inputs.start, inputs.tree
     k_dim, v_dim = key.shape[3], value.shape[3]
@@ -38,7 +37,7 @@ def paged_attention(
         pool = append_pages.plain(key, value, start, pages)
     dense = pool[table.long()].transpose(1, 2).flatten(2, 3)
     slots = torch.arange(dense.shape[2], device=start.device, dtype=start.dtype)
-    # Behind a row's end lie other rows' pages, and what is not finite there would pass a weight of zero.
+    # Pages past a row's end are other rows', and a value there that is not finite would pass a zero weight.
     own = slots < (start if tree is not None else start + key.shape[2])[:, None]
     dense = torch.where(own[:, None, :, None], dense, 0)
     seen = visible(inputs.at, slots[None], inputs.window, causal=True) & own[:, None, None]
@@ -53,7 +52,7 @@ def paged_attention(
 def append_pages(
     key: Float[Tensor, "B G M D"], value: Float[Tensor, "B G M Dv"], start: Int[Tensor, " B"], pages: Pages
 ) -> Float[Tensor, "P G page_size KV"]:
-    """The pool with M rows more of each sequence at positions from ``start`` on; the pool is consumed."""
+    """Write M rows of each sequence at positions from ``start`` on; consumes the pool and returns it."""
     pool, table = pages
     page, columns = pool.shape[2], table.shape[1]
     at = positions(start, key.shape[2])
@@ -66,14 +65,14 @@ def append_pages(
 
 
 def side_by_side(key: Tensor, value: Tensor, width: int) -> Float[Tensor, "B G M KV"]:
-    """K and V of the new rows as they lie in a page."""
+    """K and V of the new rows in the layout of a page."""
     return F.pad(torch.cat([key, value], dim=-1), (0, width - key.shape[3] - value.shape[3]))
 
 
 def pool_width(k_dim: int, v_dim: int) -> int:
-    """Lanes of a position in a page: K and V, in whole registers."""
+    """Lanes of a position in a page: K and V, padded to whole registers."""
     return -(-(k_dim + v_dim) // LANES) * LANES
 
 
 LANES = 128
-"""K and V of a position lie side by side, padded to a multiple of this: the width of a TPU's registers."""
+"""Width of a TPU's registers: K and V of a position are joined and padded to a multiple of it."""

@@ -21,15 +21,15 @@ from torch import Tensor
 SMALLEST = -100.0
 """Logarithm of a decay that leaves nothing: sums with a smaller one would lose precision."""
 CHUNK = 64
-"""Rows of a prompt that are solved at once."""
+"""Rows of a prompt in one triangular system."""
 LEAF = 16
-"""Rows of which a triangular system is solved by products of whole matrices."""
+"""Most rows of a triangular system that is solved by products of whole matrices."""
 CHUNK_OF_CHANNELS = 16
-"""The same where each channel decays by itself: every pair of rows then has a decay per channel."""
+"""`CHUNK` where each channel decays by itself: every pair of rows then has a decay per channel."""
 
 
 def at_least_float32(kind: torch.dtype) -> torch.dtype:
-    """The type in which rows of ``kind`` are summed up: a program's tensors know no ``promote_types``."""
+    """The dtype of sums over rows of ``kind``; tensors of a program have no ``promote_types``."""
     return torch.float64 if kind == torch.float64 else torch.float32
 
 
@@ -49,23 +49,23 @@ class ScanRows(NamedTuple):
     beta: Tensor | None = None
 
     def finite(self) -> ScanRows:
-        """The rows with zeros for what is not finite: a product with zero would not hide it from others.
+        """The rows with zeros for values that are not finite, which a product with zero would not hide.
 
-        A query reaches no row but its own.
+        A query reaches only its own row.
         """
         key, value = finite(self.key), finite(self.value)
         beta = None if self.beta is None else finite(self.beta)
         return ScanRows(self.query, key, value, self.decay.nan_to_num(nan=0.0).clamp(SMALLEST, 0.0), beta)
 
     def only(self, real: Bool[Tensor, "B M"]) -> ScanRows:
-        """The finite rows with all but the ``real`` ones made to leave a state as it is."""
+        """The finite rows; all but the ``real`` ones leave the state unchanged."""
         real = real[:, None]
         decay = torch.where(real if self.decay.ndim == 3 else real[..., None], self.decay, 0.0)
         return self._replace(key=torch.where(real[..., None], self.key, 0.0), decay=decay)
 
 
 class Kept(NamedTuple):
-    """What `state_after` needs of a pass: keys, updates u, and the decays summed up along each row's path."""
+    """Values of a pass for `state_after`: keys, updates u, and decays summed along each row's path."""
 
     key: Float[Tensor, "B H M dk"]
     update: Float[Tensor, "B H M dv"]
@@ -73,7 +73,7 @@ class Kept(NamedTuple):
 
 
 class _Solved(NamedTuple):
-    """Rows with all that does not need the state: [..., M, M] and [..., M, d]."""
+    """Parts of a chunk's result that do not depend on the state: [..., M, M] and [..., M, d]."""
 
     inverse: Tensor | None
     weights: Tensor
@@ -97,10 +97,9 @@ class _Solved(NamedTuple):
 def scan_block(
     state: Float[Tensor, "B H dk dv"], rows: ScanRows, seen: Bool[Tensor, "B M M"] | None = None
 ) -> tuple[Float[Tensor, "B H M dv"], Kept]:
-    """Outputs of M rows behind ``state``, and what is kept of them until it is known which are accepted.
+    """Outputs of M rows after ``state``, and the values for `state_after` once some rows are accepted.
 
-    ``seen``: of a tree's rows, which others stand before each (`torch_dflash.ops.trees.Tree.seen`); None:
-    each follows the last.
+    ``seen``: `torch_dflash.ops.trees.Tree.seen` of a tree's rows; None: each follows the last.
     """
     solved = _solve(rows.finite(), None if seen is None else seen[:, None])
     out, update = solved.step(state)
@@ -113,10 +112,10 @@ def state_after(
     count: Int[Tensor, " B"],
     path: Int[Tensor, "B path"] | None = None,
 ) -> Float[Tensor, "B H dk dv"]:
-    """The state behind the first ``count`` [B] rows of a pass, or of its rows ``path``.
+    """The state after the first ``count`` [B] rows of a pass, or of its rows ``path``.
 
-    Rows are chosen by ``where``, so that rejected ones, whatever they hold, reach nothing: with a count of 0
-    the state is multiplied by 1, and 0 is added.
+    ``where`` selects rows, so that no value of a rejected row reaches the state: with a count of 0 the state
+    is multiplied by 1, and 0 is added.
     """
     row = torch.arange(kept.key.shape[2], device=count.device, dtype=count.dtype)
     if path is None:
@@ -136,7 +135,7 @@ def state_after(
 def scan_prompt(
     state: Float[Tensor, "B H dk dv"], rows: ScanRows, count: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, "B H M dv"], Float[Tensor, "B H dk dv"]]:
-    """Outputs of a prompt's M rows behind ``state``, and the state behind the first ``count`` [B] of them."""
+    """Outputs of a prompt's M rows after ``state``, and the state after the first ``count`` [B] of them."""
     height = rows.key.shape[2]
     row = torch.arange(height, device=count.device, dtype=count.dtype)
     rows = rows.finite().only(row < count[:, None])
@@ -191,8 +190,8 @@ def _added(state: Tensor, key: Tensor, update: Tensor) -> Tensor:
 def _inverse(lower: Tensor) -> Tensor:
     """``(1 + lower)^-1`` of a strictly lower triangular matrix, by inverses of blocks of twice the size.
 
-    As exact as substitution: every product is of a true block's inverse. A series of powers would not be,
-    for the powers grow where keys repeat.
+    As exact as substitution: each product is of a block's exact inverse. A series of powers would be less
+    exact, for powers grow where keys repeat.
     """
     height = lower.shape[-1]
     if height <= LEAF or height % (2 * LEAF):
@@ -206,11 +205,11 @@ def _inverse(lower: Tensor) -> Tensor:
 
 
 def _inverse_of_few(lower: Tensor) -> Tensor:
-    """As `_inverse`, by products of whole matrices: few rows are one tile of a TPU."""
+    """`_inverse` by products of whole matrices: few rows are one tile of a TPU."""
     row = torch.arange(lower.shape[-1], device=lower.device)
 
     def below(size: int) -> Tensor:
-        """Of each block of twice the size, the quarter below the diagonal."""
+        """The quarter below the diagonal of each block of twice the size."""
         block = row // size
         quarter = (block[:, None] % 2 == 1) & (block == block[:, None] - 1)
         return torch.where(quarter, lower, 0.0)
@@ -223,7 +222,7 @@ def _inverse_of_few(lower: Tensor) -> Tensor:
 
 
 def _chunks(rows: Tensor | None, size: int) -> Tensor | None:
-    """[B, H, M, ...] -> [B, H, chunks, size, ...]; rows of zeros at the end leave a state as it is."""
+    """[B, H, M, ...] -> [B, H, chunks, size, ...]; rows of zeros at the end leave a state unchanged."""
     if rows is None:
         return None
     spare = -rows.shape[2] % size
@@ -232,5 +231,5 @@ def _chunks(rows: Tensor | None, size: int) -> Tensor | None:
 
 
 def finite(rows: Tensor) -> Tensor:
-    """``rows`` with zeros for what is not finite: not by a product, for zero times NaN is NaN."""
+    """``rows`` with zeros for values that are not finite; a product with zero would keep NaN."""
     return rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,4 +1,4 @@
-"""A depthwise causal convolution over few rows, from the rows that stand before them."""
+"""A depthwise causal convolution over few rows and the rows before them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def short_conv(
     bias: Float[Tensor, " C"] | None,
     tree: Tree | None = None,
 ) -> Float[Tensor, "B C M"]:
-    """The convolution of M rows behind ``tail``, in the weight's type; sums in float32 at least.
+    """The convolution of M rows after ``tail``, in the weight's dtype; sums are float32 or float64.
 
     Args:
         tail: the inputs of the ``taps - 1`` positions before the first row.
-        tree: of rows that are a tree's, whose inputs are those of each row's own path.
+        tree: the tree of the rows; the inputs of a row are those of its path.
     """
     height, taps = rows.shape[2], weight.shape[1]
     wide = at_least_float32(weight.dtype)
-    # Channels last: layers hand over rows that lie so, and turn the outputs round again.
+    # Channels last: the layout of the layers' rows; they transpose the outputs back.
     both = torch.cat([tail.mT, rows.mT], dim=1).to(weight.dtype)
     inputs = _on_chain(both, taps, height) if tree is None else _on_paths(both, tree, taps)
     parts = (rows.to(wide) * weight[:, tap].to(wide) for tap, rows in enumerate(inputs))
@@ -42,7 +42,7 @@ def next_tail(
     count: Int[Tensor, " B"],
     path: Int[Tensor, "B path"] | None = None,
 ) -> Float[Tensor, "B C before"]:
-    """The inputs before the next position, once the first ``count`` rows (of ``path``) are accepted."""
+    """The inputs before the next position, after the first ``count`` rows (of ``path``) are accepted."""
     rows = rows if path is None else take_rows(rows, path, dim=2)
     before = tail.shape[2]
     at = (count[:, None].long() + torch.arange(before, device=count.device))[:, None]
@@ -59,7 +59,7 @@ def _on_paths(both: Tensor, tree: Tree, taps: int) -> list[Tensor]:
     """The inputs ``taps - 1``, ..., 0 steps up each row's path."""
     before, seen = taps - 1, tree.seen()
     row = torch.arange(seen.shape[1], device=seen.device)
-    # In preorder a row's parent is the last of those before it on its path; the anchor's is the tail's end.
+    # In preorder a row's parent is the last row before it on its path; the anchor's is the end of the tail.
     parent = torch.where(seen & (row < row[:, None]), row + before, before - 1).amax(dim=2)
     older = (torch.arange(before, device=seen.device) - 1).expand(len(seen), -1)
     above = torch.cat([older, parent], dim=1)

@@ -1,4 +1,4 @@
-"""Values of a few ids, spread over a vocabulary."""
+"""Sums over ids of a vocabulary and over stacks of experts, and the largest logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_dflash.ops.lowerable import lowerable
 
 @lowerable
 def spread(ids: Int[Tensor, "B M K"], values: Shaped[Tensor, "B M K"], size: int) -> Shaped[Tensor, "B M V"]:
-    """``values`` summed by their ids, each below ``size``; 0 where an id is not named.
+    """``values`` summed by ids below ``size``; 0 for an id without a value.
 
     On a TPU `jax_bridge.ops` compares ids instead: a scatter there runs entry by entry.
     """
@@ -23,12 +23,12 @@ def spread(ids: Int[Tensor, "B M K"], values: Shaped[Tensor, "B M K"], size: int
 def likeliest(
     logits: Float[Tensor, "B *N V"], scale: Float[Tensor, "B *ones"], most: int
 ) -> tuple[Float[Tensor, "B *N K"], Int[Tensor, "B *N K"], Float[Tensor, "B *N"]]:
-    """The K = min(``most``, V) largest of ``logits`` in falling order, their places, and a sum of all.
+    """The K = min(``most``, V) largest of ``logits`` in falling order, their places, and a log-sum of all.
 
-    The sum is the logarithm of that of ``exp((logits - the largest) / scale)``, so a value's log-probability
-    is ``(value - values[..., :1]) / scale - sum``.
+    The log-sum is that of ``exp((logits - the largest) / scale)``, so a value's log-probability is
+    ``(value - values[..., :1]) / scale - sum``.
 
-    On a slice `jax_bridge.mesh` gathers each chip's best entries and its sum, all at once.
+    On a slice `jax_bridge.mesh` gathers each chip's best entries and its sum in one collective.
     """
     values, places = logits.topk(min(most, logits.shape[-1]), dim=-1)
     return values, places, torch.logsumexp((logits - values[..., :1]) / scale, dim=-1)
@@ -40,7 +40,7 @@ def stacked_linear(
 ) -> Float[Tensor, "experts R out"]:
     """Each layer's ``rows`` times its weight, [out, in] or, ``transposed``, [in, out].
 
-    `jax_bridge.weights.products` computes a row alone as it does beside others.
+    `jax_bridge.weights.products` rounds a row alone as in a block.
     """
     return torch.bmm(rows, stack if transposed else stack.transpose(1, 2))
 

@@ -12,10 +12,10 @@ from torch_dflash.ops.windows import positions
 
 
 class Tree(NamedTuple):
-    """Who stands before whom among M rows: row j is row i, or before it, iff ``j <= i < end[j]``.
+    """A tree of M rows: row j is row i or one of its ancestors iff ``j <= i < end[j]``.
 
-    ``depth`` is a row's distance from the anchor, so that it stands at the anchor's position plus its depth.
-    ``valid`` [B] rows behind the anchor are real nodes; each row behind those follows the anchor alone.
+    ``depth`` is a row's distance from the anchor: its position is the anchor's plus its depth. The ``valid``
+    [B] rows after the anchor are real nodes; each later row is a child of the anchor.
     """
 
     depth: Int[Tensor, "B M"]
@@ -23,12 +23,12 @@ class Tree(NamedTuple):
     valid: Int[Tensor, " B"]
 
     def seen(self) -> Bool[Tensor, "B M M"]:
-        """Whether row i (second axis) sees row j (third): itself, and what stands before it on its path."""
+        """Whether row i (second axis) sees row j (third): itself and its ancestors."""
         row = torch.arange(self.end.shape[1], device=self.end.device, dtype=self.end.dtype)
         return (row <= row[:, None]) & (row[:, None] < self.end[:, None])
 
     def before(self) -> Bool[Tensor, "B M M"]:
-        """Whether row j (third axis) stands just before row i (second); nothing does before the anchor."""
+        """Whether row j (third axis) is the parent of row i (second); the anchor has none."""
         return self.seen() & (self.depth[:, None] == self.depth[..., None] - 1)
 
     def cut(self, rows: int) -> Tree:
@@ -37,10 +37,10 @@ class Tree(NamedTuple):
 
 
 def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int) -> Tree:
-    """The rows of N nodes, ``valid`` [B] of them real; ``parent`` is a node's number, -1 the anchor.
+    """The tree of N nodes, ``valid`` [B] of them real; ``parent`` is a node's number, -1 the anchor.
 
-    A tree ends before its first node whose parent is not on the path of the node before it, or that is deeper
-    than ``deepest``: what is no preorder cannot be refused on a device.
+    A tree ends before its first node whose parent is not on the path of the previous node, or that is deeper
+    than ``deepest``: a device cannot refuse an order that is no preorder.
     """
     count = parent.shape[1]
     node = torch.arange(count, device=parent.device, dtype=torch.int32)
@@ -60,24 +60,24 @@ def read_tree(parent: Int[Tensor, "B N"], valid: Int[Tensor, " B"], deepest: int
 
 
 def lines(above: Int[Tensor, "B M"], deepest: int) -> Bool[Tensor, "B M M"]:
-    """Whether row i (second axis) is row j (third), or behind it within ``deepest`` steps to ``above``.
+    """Whether row i (second axis) reaches row j (third) in at most ``deepest`` steps to ``above``.
 
-    ``above`` is a row's number; -1: there is none.
+    ``above`` is a row's number; -1: none.
     """
     row = torch.arange(above.shape[1], device=above.device, dtype=torch.int32)
     reached = ((row == above[..., None]) | (row == row[:, None])).to(torch.float32)
-    for _ in range(deepest.bit_length()):  # each product doubles the steps that are reached
+    for _ in range(deepest.bit_length()):  # each product doubles the steps
         reached = (reached @ reached > 0).to(torch.float32)
     return reached > 0
 
 
 def rows_at(start: Int[Tensor, " B"], count: int, tree: Tree | None) -> Int[Tensor, "B count"]:
-    """Positions of ``count`` rows from ``start[b]`` on: each behind the last or, in a tree, by its depth."""
+    """Positions of ``count`` rows from ``start[b]`` on: in order or, in a tree, by depth."""
     return positions(start, count) if tree is None else start[:, None] + tree.depth[:, :count]
 
 
 def take_rows(rows: Tensor, path: Int[Tensor, "B path"], dim: int = 1) -> Tensor:
-    """The rows ``path`` of each sequence, of M along ``dim``."""
+    """The rows ``path`` [B, path] of each sequence, along ``dim``."""
     shape = [1] * rows.ndim
     shape[0], shape[dim] = path.shape
     size = [*rows.shape]

@@ -1,4 +1,4 @@
-"""Per-row windows of a buffer: how the library writes to every cache but pages.
+"""Per-row windows of a buffer: reads and writes of every cache but pages.
 
 Each batch row has its own offset. On XLA a write is one ``dynamic_update_slice`` per row (an
 element-wise scatter is two orders of magnitude slower on TPU), so `write_rows` is `lowerable`.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_dflash.ops.lowerable import lowerable
 
 WHOLE = 64
-"""Attention ends at a multiple of so many slots: most passes of few and many rows multiply the same keys."""
+"""Attention ends at a multiple of this many slots, so that passes of few and many rows sum the same keys."""
 
 
 @lowerable
@@ -28,11 +28,11 @@ def write_rows(
 ) -> Tensor:
     """Put ``rows`` into ``buffer`` at ``start[b]`` along ``dim`` of each batch row b; return the buffer.
 
-    The buffer is consumed: eagerly it is written in place, under XLA it is donated. With ``count`` only the
-    first ``count[b]`` rows are put; what stands in the place of the others stays.
+    The buffer is consumed: written in place eagerly, donated under XLA. With ``count`` only the first
+    ``count[b]`` rows are written.
 
     Where anything is written, ``start[b] + rows.shape[dim]`` must not exceed the buffer: XLA clamps the
-    start and would overwrite good rows, which is why every buffer ends in slack (`DecodePlan.slack`).
+    start and would overwrite other rows, so every buffer ends in slack (`DecodePlan.slack`).
 
     Shapes: ``buffer`` [B, ..., S, ...], ``rows`` [B, ..., R, ...] with S and R at ``dim``.
     """
@@ -60,17 +60,14 @@ def positions(start: Int[Tensor, " B"], width: int) -> Int[Tensor, "B width"]:
 
 
 def reach(start: Int[Tensor, " B"], width: int, slots: int) -> int:
-    """How many of ``slots`` the rows ``start[b] .. start[b] + width - 1`` and all before them take.
-
-    As `last_used` rounds them.
-    """
+    """Slots up to the last of the rows ``start[b] .. start[b] + width - 1``, rounded by `last_used`."""
     return last_used(start, slots, lambda: int(start.max()) + width)
 
 
 def last_used(known: Tensor, slots: int, end: Callable[[], int]) -> int:
-    """The number of slots that ``end`` reads from ``known``, rounded up to a multiple of `WHOLE`.
+    """The number of slots that ``end`` computes from ``known``, rounded up to a multiple of `WHOLE`.
 
-    All ``slots`` where the host could not know without waiting: off the CPU, and in programs.
+    All ``slots`` where the host would have to wait for the number: off the CPU, and in programs.
     """
     return min(-(-end() // WHOLE) * WHOLE, slots) if known.device.type == "cpu" else slots
 

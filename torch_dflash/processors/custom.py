@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from torch_dflash.guards.reentry import inside
+from torch_dflash.guards.reentry import entering
 from torch_dflash.processors.interface import Forgetful, Text, check_callable, column
 
 
@@ -45,7 +45,7 @@ class HostProcessor(Forgetful):
 
     def _row(self, starts: Tensor, text: Text, logits: Tensor, at: int) -> Tensor:
         ids = self._ids(text.tokens, text.length[:, at], starts)
-        with inside(self.function):
+        with entering(self.function):
             scores = self.function(ids, logits[:, at].clone())
         if not isinstance(scores, Tensor) or scores.shape != logits[:, at].shape:
             found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

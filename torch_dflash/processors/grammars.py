@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_dflash.checks import check_rows
+from torch_dflash.checks import one_per_row
 from torch_dflash.grammars.grammar import Grammar
 from torch_dflash.grammars.matcher import MatcherRow, allowed_bits
 from torch_dflash.grammars.table import DEAD, FIRST, TableRow
@@ -147,7 +147,7 @@ def _asked(given: Any, batch: Batch) -> list[tuple[Any, list[RowGrammar | None]]
     """
     matched: list[RowGrammar | None] = [None] * len(batch.stop_ids)
     tabled = list(matched)
-    grammars = check_rows("grammar", given, len(batch.stop_ids))
+    grammars = one_per_row("grammar", given, len(batch.stop_ids))
     for at, (grammar, stops) in enumerate(zip(grammars, batch.stop_ids, strict=True)):
         if grammar is None:
             continue

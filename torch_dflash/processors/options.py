@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from torch_dflash.checks import INT32_MAX, check_rows, is_count, row_list
+from torch_dflash.checks import INT32_MAX, is_count, one_per_row, row_list
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Option:
         Raises:
             ValueError: no number in range, or not one a row.
         """
-        values = check_rows(self.name, given.get(self.name), len(batch.max_new_tokens))
+        values = one_per_row(self.name, given.get(self.name), len(batch.max_new_tokens))
         for value in values:
             if value is not None:
                 self.check(value)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.generation import logits_process
 
-from torch_dflash.checks import INT32_MAX, check_counts, check_rows
+from torch_dflash.checks import INT32_MAX, check_counts, one_per_row
 from torch_dflash.ops.spread import spread
 from torch_dflash.processors.interface import Forgetful, Text
 from torch_dflash.processors.options import (
@@ -189,7 +189,7 @@ def _bans(options: dict[str, Any], least: int | None, batch: Batch, row: int) ->
     for token in id_list("begin_suppress_tokens", options, vocab):
         banned.append(Entry((token,), -math.inf, first, first + 1))
     # transformers: the number of new tokens, if it is given, counts instead of that of all, though it be 0.
-    given = check_rows("min_new_tokens", options.get("min_new_tokens"), len(batch.max_new_tokens))[row]
+    given = one_per_row("min_new_tokens", options.get("min_new_tokens"), len(batch.max_new_tokens))[row]
     fewest = least or 0 if given is not None else (options.get("min_length") or 0) - batch.width
     if fewest > 0:
         banned += [Entry((stop,), -math.inf, 0, fewest) for stop in stops if stop < vocab]

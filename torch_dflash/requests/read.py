@@ -16,10 +16,10 @@ from torch_dflash.checks import (
     check_blocks,
     check_counts,
     check_loaded,
-    check_rows,
     check_runtime,
     check_target,
     context_of,
+    one_per_row,
     row_list,
 )
 from torch_dflash.grammars.grammar import Grammar
@@ -244,7 +244,7 @@ def _sampling(call: CallOptions, rows: int) -> dict[str, list]:
     found = {}
     for name, option in SAMPLING.items():
         value = call.value(name)
-        found[name] = check_rows(name, option.off if value is None else value, rows)
+        found[name] = one_per_row(name, option.off if value is None else value, rows)
         if name == "temperature" and given.get(name) is not None and not sampled:
             if any(found[name]) and given.get("do_sample") is None:
                 raise ValueError(
@@ -268,7 +268,7 @@ def _grammars(own: Own, rows: int) -> Any:
     if grammar is not None:
         raise ValueError("grammar and response_format both say what an answer may be; pass one of them.")
     made: dict[int, Grammar | None] = {}
-    each = check_rows("response_format", own.response_format, rows)
+    each = one_per_row("response_format", own.response_format, rows)
     for one in each:
         if id(one) not in made:
             made[id(one)] = None if one is None else Grammar.of_response_format(one, own.tokenizer)
@@ -283,7 +283,7 @@ def _budgets(call: CallOptions, rows: int, width: int) -> list[int]:
         # transformers' default: 20 tokens beyond the prompt
         plain = untouched and call.given.get("max_length") is None
         budget = config.max_length if plain else room_below(config.max_length, width)
-    budgets = check_rows("max_new_tokens", budget, rows)
+    budgets = one_per_row("max_new_tokens", budget, rows)
     for value in budgets:
         check_counts(max_new_tokens=value)
     return budgets

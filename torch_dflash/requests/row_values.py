@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_dflash.checks import INT32_MAX, check_rows, is_count, row_list
+from torch_dflash.checks import INT32_MAX, is_count, one_per_row, row_list
 
 
 def stop_ids(eos: Any, rows: int) -> list[tuple[int, ...]]:
@@ -21,7 +21,7 @@ def stop_ids(eos: Any, rows: int) -> list[tuple[int, ...]]:
     if not isinstance(eos, list):
         stops = [(eos,)] * rows
     elif any(isinstance(entry, list | tuple) for entry in eos):
-        entries = check_rows("eos_token_id", eos, rows)
+        entries = one_per_row("eos_token_id", eos, rows)
         stops = [tuple(entry) if isinstance(entry, list | tuple) else (entry,) for entry in entries]
     else:
         stops = [tuple(eos)] * rows
@@ -71,7 +71,7 @@ def row_seeds(seed: Any, rows: int) -> list[int]:
         if not -(2**63) <= value < 2**64:
             raise ValueError(f"seed={value}: must lie in [-2**63, 2**64); take it modulo 2**64.")
     if isinstance(given, list):
-        return [int(value) for value in check_rows("seed", given, rows)]
+        return [int(value) for value in one_per_row("seed", given, rows)]
     return [int(given) + row for row in range(rows)]
 
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
 from torch_dflash.checks import row_list
-from torch_dflash.record import Recorded
+from torch_dflash.record import HostRecord
 
 
 @runtime_checkable
 class StopRule(Protocol):
     """Looks at the texts that a read has brought, prompts included."""
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: HostRecord) -> list[int | None]:
         """Tokens to keep of each row that ends here, else None; those from ``since`` on are new.
 
         ``record``: what is kept of each new token besides (`torch_dflash.record`).
@@ -37,7 +37,7 @@ class StopStrings:
         self._criterion = criterion
         self.strings = list(criterion.stop_strings)
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: HostRecord) -> list[int | None]:
         return [self._end(text, start) for text, start in zip(texts, since, strict=True)]
 
     def _end(self, text: np.ndarray, since: int) -> int | None:
@@ -65,7 +65,7 @@ class Criterion:
         self._normalised = normalised
         self.name = f"stopping_criteria {getattr(criterion, '__name__', type(criterion).__name__)}"
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: HostRecord) -> list[int | None]:
         answer = self._criterion(self._ids(texts), self._scores_of(texts, record))
         said = torch.as_tensor(answer if isinstance(answer, int | Tensor | list) else [])
         if said.is_floating_point() or tuple(said.shape) not in ((), (1,), (len(texts),)):
@@ -83,7 +83,7 @@ class Criterion:
         fresh = torch.from_numpy(np.stack(filled).astype(np.int64))
         return torch.cat([self._prompts.long().cpu(), fresh], dim=1)
 
-    def _scores_of(self, texts: Sequence[np.ndarray], record: Recorded) -> tuple[Tensor, ...] | None:
+    def _scores_of(self, texts: Sequence[np.ndarray], record: HostRecord) -> tuple[Tensor, ...] | None:
         """With ``output_scores``, those [B, V] of each new token; NaN where a row has ended."""
         if "scores" not in record:
             return None
@@ -94,7 +94,7 @@ class Criterion:
             self._scores.append(torch.log_softmax(scores, dim=-1) if self._normalised else scores)
         return tuple(self._scores)
 
-    def _next(self, texts: Sequence[np.ndarray], record: Recorded, row: int) -> list[np.ndarray]:
+    def _next(self, texts: Sequence[np.ndarray], record: HostRecord, row: int) -> list[np.ndarray]:
         at = self._lengths[row] + len(self._scores)
         return record.of("scores", row, at, at + 1) if at < len(texts[row]) else []
 
@@ -105,7 +105,7 @@ class Deadline:
     def __init__(self, seconds: float):
         self._last = time.perf_counter() + seconds
 
-    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: Recorded) -> list[int | None]:
+    def ends(self, texts: Sequence[np.ndarray], since: Sequence[int], record: HostRecord) -> list[int | None]:
         over = time.perf_counter() > self._last
         return [len(text) if over else None for text in texts]
 

@@ -1,1 +1,1 @@
-"""A Hugging Face causal LM as a target: traced, refused where it is not understood, run without weights."""
+"""Hugging Face causal LMs as targets: traced, refused where not supported, run without weights."""

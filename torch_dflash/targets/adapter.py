@@ -15,7 +15,7 @@ from torch.overrides import has_torch_function
 from transformers import PreTrainedModel
 
 from torch_dflash.cache.allocate import allocate
-from torch_dflash.cache.recurrent import kept_in_model_type
+from torch_dflash.cache.recurrent import model_dtype_leaves
 from torch_dflash.cache.view import CACHE, CacheView
 from torch_dflash.checks import check_dtype, check_static_rope, check_target, is_count
 from torch_dflash.ops.trees import Tree, rows_at
@@ -23,9 +23,9 @@ from torch_dflash.ops.windows import take_row
 from torch_dflash.plan import DecodePlan
 from torch_dflash.targets.blocks import check_tappable, tapped
 from torch_dflash.targets.guard import attributes_of, written_in
-from torch_dflash.targets.hooks import keeping_nothing
+from torch_dflash.targets.hooks import restoring_hooks
 from torch_dflash.targets.scans import find_scans, scanning
-from torch_dflash.targets.skeleton import build_skeleton, remembered_in
+from torch_dflash.targets.skeleton import build_skeleton, using_cache
 from torch_dflash.targets.tested import check_implementations, check_instance
 from torch_dflash.targets.trace import trace_layers
 
@@ -45,13 +45,13 @@ class Target(nn.Module):
     """The target's structure without weights. Methods run inside a functional call that binds them.
 
     Args:
-        model: a live causal LM, which is copied without its weights (`build_skeleton`).
+        model: a live causal LM; `build_skeleton` copies it without its weights.
 
     Attributes:
-        written: (module's path, attribute) of what a forward writes itself.
+        written: (module's path, attribute) of attributes that a forward writes.
 
     Raises:
-        TypeError: not a transformers causal LM. ValueError: something tracing cannot do, by name.
+        TypeError: not a transformers causal LM. ValueError: an unsupported part, by name.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -63,19 +63,19 @@ class Target(nn.Module):
         self.model: Any = build_skeleton(model)
         runs = model.device.type != "meta"
         own = model.config.get_text_config()._attn_implementation
-        tried = build_skeleton(model)  # a forward may leave tensors of the meta device in it
+        tried = build_skeleton(model)  # a forward may write meta tensors into its copy
         before = attributes_of(tried)
-        with keeping_nothing(tried):
+        with restoring_hooks(tried):
             self.specs, self.blocks = trace_layers(tried, own if runs else None)
         self.written = written_in(tried, before)
         self._scans = find_scans(self.model)
         owns = [(vars(self.model.get_submodule(path)), key) for path, key in self.written]
         self._first = [(own, key, own.get(key, _ABSENT)) for own, key in owns]
         self._windows = tuple(spec.window for spec in self.specs)
-        self.tokens_said = 0  # what the cache answers when it is asked; verification tries nonsense
+        self.reported_length = 0  # the cache's answer to `get_seq_length`; verification sets nonsense
 
     def forget(self) -> None:
-        """Put back what earlier forwards wrote to attributes: a weight may have been multiplied into it."""
+        """Restore attributes that earlier forwards wrote, which may contain weights."""
         for own, key, value in self._first:
             if value is _ABSENT:
                 own.pop(key, None)
@@ -89,7 +89,7 @@ class Target(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the input embedding: the ids a prompt may contain."""
+        """Rows of the input embedding: the number of ids of a prompt."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     @property
@@ -99,16 +99,16 @@ class Target(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embedding, and so of the cache; of the weights that are bound, where some are."""
+        """Dtype of the embedding, and so of the cache; that of the bound weights during a call."""
         return self.model.get_input_embeddings().weight.dtype
 
     @property
     def recurrent(self) -> bool:
-        """Whether some layer keeps a state that cannot go back to fewer tokens."""
+        """Whether some layer has a state that cannot be rewound."""
         return any(spec.scan or spec.conv for spec in self.specs)
 
     def check_taps(self, taps: Any) -> None:
-        """Raise ``ValueError`` unless the outputs of the layers ``taps`` can be had."""
+        """Raise ``ValueError`` unless the layers ``taps`` exist and can be tapped."""
         layers = len(self.specs)
         if not isinstance(taps, Iterable):
             raise ValueError(f"taps={taps!r}: must be a tuple of layers, 0 to {layers - 1}; () for none.")
@@ -126,11 +126,11 @@ class Target(nn.Module):
         return tuple(allocate(spec, plan, weight.dtype, weight.device) for spec in self.specs)
 
     def embed(self, ids: Int[Tensor, "B W"]) -> Float[Tensor, "B W H"]:
-        """The raw embedding weight: Gemma-like modules scale in their forward, drafters are fed unscaled."""
+        """Rows of the embedding weight, unscaled for drafters: Gemma's module scales in its forward."""
         return F.embedding(ids, self.model.get_input_embeddings().weight)
 
     def head(self, hidden: Float[Tensor, "B N H"]) -> Float[Tensor, "B N V"]:
-        """The output head alone, as drafters share it."""
+        """The output head, which drafters share."""
         head = self.model.get_output_embeddings()
         return head(hidden.to(head.weight.dtype))  # the drafter may be of another dtype
 
@@ -147,25 +147,24 @@ class Target(nn.Module):
         """One cached forward of M rows per sequence at positions ``start[b] .. start[b]+M-1``.
 
         Args:
-            ids: tokens; rows past what is committed later are harmless.
+            ids: tokens; rows that are not committed later are harmless.
             start: first position of each sequence's rows.
             cache: per-layer states, consumed.
             taps: layers whose outputs (`Blocks`) are joined into ``features``.
             page_table: page numbers, where the cache is paged.
-            count: of a prompt chunk, how many rows are real; only their K/V are kept, and the head is applied
-                to the last of them alone.
-            tree: of rows that are a tree's: what they see, and how far behind ``start`` each stands. What
-                then stands in the place of a layer waits for its ``commit``.
+            count: real rows [B] of a prompt chunk; only their K/V are kept, and only the last gets logits.
+            tree: the tree of the rows: the rows that each sees, and its depth. Layers then need ``commit``.
         """
-        kept = next(iter(kept_in_model_type(cache)), None)
+        kept = next(iter(model_dtype_leaves(cache)), None)
         if kept is not None and not has_torch_function((kept,)):  # a lowered cache may be wider
             check_dtype("target", kept.dtype, self.dtype)
-        view = CacheView(cache, self._windows, start, page_table, count, self.tokens_said, self.dtype, tree)
+        length, dtype = self.reported_length, self.dtype
+        view = CacheView(cache, self._windows, start, page_table, count, length, dtype, tree)
         position = rows_at(start, ids.shape[1], tree)
         outputs: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             hooks.enter_context(tapped(self.model, self.blocks, taps, outputs))
-            hooks.enter_context(remembered_in(view))
+            hooks.enter_context(using_cache(view))
             hooks.enter_context(scanning(self.model, self._scans))
             if count is not None:
                 row = (count - 1).clamp(min=0)
@@ -184,5 +183,5 @@ class Target(nn.Module):
 
 
 def _no_mask(device) -> Tensor:
-    """Keeps transformers from making masks of its own: models hand a 4-D one on, and it is not read."""
+    """A 4-D mask, which models pass on and nothing reads: transformers then makes none."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -14,7 +14,7 @@ from transformers import (
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The one that makes a causal LM of ``config``: most of those that also read images are in another."""
+    """The auto class of ``config``'s causal LM: another one for most models that also read images."""
     kind: Any = type(config)
     images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForImageTextToText if images else AutoModelForCausalLM

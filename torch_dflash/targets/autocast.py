@@ -1,4 +1,4 @@
-"""``torch.autocast`` in a model's own forward, on devices that torch has none for: meta, and JAX's."""
+"""``torch.autocast`` in a model's own forward on meta and JAX devices, which torch does not support."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TurnsAutocastOn(ValueError):
 
 @contextmanager
 def uncast() -> Iterator[None]:
-    """While open, this thread's ``torch.autocast(x.device.type, enabled=False)`` is taken for any device.
+    """While open, this thread may call ``torch.autocast(x.device.type, enabled=False)`` for any device.
 
-    Rotary embeddings of many modelling files turn autocast off so.
+    Rotary embeddings of many modelling files turn autocast off this way.
 
     Raises:
-        TurnsAutocastOn: inside, where a forward turns it on.
+        TurnsAutocastOn: inside, where a forward turns autocast on.
     """
     kind, here = torch.autocast, threading.get_ident()
     with _patching:
@@ -52,7 +52,7 @@ def uncast() -> Iterator[None]:
 
 def _refuse() -> None:
     raise TurnsAutocastOn(
-        "its forward turns torch.autocast on, which is not followed there; cast the model instead "
+        "its forward turns torch.autocast on, which is not supported there; cast the model instead "
         "(model.to(torch.bfloat16)). Where accelerate prepared it, call accelerator.unwrap_model(model, "
         "keep_fp32_wrapper=False) first."
     )

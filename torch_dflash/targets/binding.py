@@ -1,4 +1,4 @@
-"""A skeleton that runs with given weights in the place of its own, one thread at a time."""
+"""Runs a skeleton with given weights, as `functional_call` does, with tied weights found once."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch_dflash.guards.reentry import holding
 
 
-class Swapped:
-    """Puts weights into the modules of ``root``, runs them and takes the weights out again.
+class BoundWeights:
+    """Binds weights to the modules of ``root`` for the time of a call, one thread at a time.
 
     Args:
-        root: holds no weights of its own (meta tensors).
+        root: a module without weights (meta tensors).
 
     Attributes:
-        lock: held while a call runs.
+        lock: held during a call.
     """
 
     def __init__(self, root: nn.Module):
         self.lock = threading.Lock()
         self._own = [(store, dict(store)) for part in root.modules() for store in _stores_of(part)]
-        # torch's functional_call looks for tied weights anew in each call: 3 ms of a step of four layers.
+        # torch's functional_call searches for tied weights in each call: 3 ms of a step of four layers.
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
         tied: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for path, part in root.named_modules(remove_duplicate=False):
@@ -39,34 +39,28 @@ class Swapped:
         """``root(*args)`` with ``weights``, without gradients.
 
         Raises:
-            RuntimeError: user code inside of a call asks for another one.
+            RuntimeError: user code inside a call starts another one.
         """
         with holding(self.lock), torch.no_grad():
             try:
                 for name, tensor in weights.items():
                     for store, key in self._places[name]:
-                        put(store, key, tensor)
+                        store[key] = tensor
                 out = root(*args)
-                for name in weights:  # a forward may put another one in its place
+                for name in weights:  # a forward may have replaced one
                     store, key = self._places[name][0]
                     weights[name] = store[key]
                 return out
             finally:
                 try:
-                    self._take_out()
-                except BaseException:  # Ctrl-C here would leave the user's weights, and keep them alive
-                    self._take_out()
+                    self._unbind()
+                except BaseException:  # Ctrl-C here would leave the weights bound, and alive
+                    self._unbind()
                     raise
 
-    def _take_out(self) -> None:
+    def _unbind(self) -> None:
         for store, own in self._own:
-            for key, tensor in own.items():
-                put(store, key, tensor)
-
-
-def put(store: dict[str, Any], key: str, tensor: Tensor | None) -> None:
-    """One weight into a module's own dictionary."""
-    store[key] = tensor
+            store.update(own)
 
 
 def _stores_of(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

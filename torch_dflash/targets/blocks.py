@@ -1,4 +1,4 @@
-"""Where a target's layers lie: found in one recorded forward, by who attends for which layer."""
+"""Finds the decoder blocks of a target in one recorded forward."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 from torch import Tensor, nn
 
 Path = str
-"""A module's name from the model, as ``get_submodule`` takes it."""
+"""A module's name for ``get_submodule``."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The modules that are a target's layers.
+    """The modules of a target's layers.
 
-    A layer's output is that of its whole block, transformers' ``hidden_states[layer + 1]``; of the last one
-    before the final norm, where transformers hands it out behind it.
+    A layer's output is that of its whole block, transformers' ``hidden_states[layer + 1]``; the last layer's
+    is taken before the final norm, unlike transformers'.
 
     Attributes:
-        paths: of each layer's block, in order; none where ``fault`` says why nothing can be tapped.
+        paths: of each layer's block, in order; empty where ``fault`` is the reason why none can be tapped.
         norm: path of the norm between the last block and the head; None without one.
-        idle: paths of what lies beside the decoder and does not run for text, such as a tower for images.
-        fault: what is not understood; None where the layers can be tapped.
+        idle: paths of modules that do not run for text, such as a tower for images.
+        fault: the reason why the layers cannot be tapped, or None.
     """
 
     paths: tuple[Path, ...] = ()
@@ -43,7 +43,7 @@ class _Call:
 
 
 class CallRecorder:
-    """Which modules of ``model`` run in a forward, in whose course, with what. One forward long."""
+    """Records the calls of ``model``'s modules in one forward: nesting, arguments and results."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -53,7 +53,7 @@ class CallRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While open, calls are recorded."""
+        """While open, record calls."""
         with ExitStack() as hooks:
             for path, module in self.model.named_modules():
                 before = module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True)
@@ -62,7 +62,7 @@ class CallRecorder:
             yield
 
     def attended(self, layer: int) -> None:
-        """Note that what runs now attends, or keeps another state, for ``layer``."""
+        """Note that the running modules attend, or update a recurrent state, for ``layer``."""
         self.callers[layer] = tuple(call.path for call in self.open)
 
     def _enter(self, path: Path, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -75,10 +75,10 @@ class CallRecorder:
 
 
 def find_blocks(recorded: CallRecorder, count: int) -> Blocks:
-    """The blocks of a recorded model of ``count`` layers: where the ways to the layers' states part.
+    """The blocks of a recorded model of ``count`` layers: the modules where the layers' call paths diverge.
 
-    Each block must run once, and be handed just what the block before it gave: what is done to a state
-    between two blocks would stand in no tap.
+    Each block must run once, and get the previous block's result: no tap would contain a change of the
+    hidden state between two blocks.
     """
     model = recorded.model
     ways = [recorded.callers[layer] for layer in sorted(recorded.callers)]
@@ -92,7 +92,7 @@ def find_blocks(recorded: CallRecorder, count: int) -> Blocks:
 
 
 def _parting(ways: Sequence[tuple[Path, ...]]) -> list[Path | None]:
-    """Of each way, the first module that is not on all of them."""
+    """The first module of each call path that is not on all of them."""
     shared = 0
     while all(len(way) > shared for way in ways) and len({way[shared] for way in ways}) == 1:
         shared += 1
@@ -100,22 +100,22 @@ def _parting(ways: Sequence[tuple[Path, ...]]) -> list[Path | None]:
 
 
 def _with_silent(paths: dict[int, Path | None], count: int) -> list[Path | None]:
-    """``paths`` by layer, and of layers that keep no state those beside them in the same list."""
+    """``paths`` by layer, with those of stateless layers from the same module list."""
     homes = {(path or "").removesuffix(f".{layer}") for layer, path in paths.items()}
     home = homes.pop() if len(homes) == 1 else None
-    beside = {layer: None if home is None else f"{home}.{layer}" for layer in range(count)}
-    return [paths.get(layer, beside[layer]) for layer in range(count)]
+    siblings = {layer: None if home is None else f"{home}.{layer}" for layer in range(count)}
+    return [paths.get(layer, siblings[layer]) for layer in range(count)]
 
 
 def _single(model: Any, way: tuple[Path, ...]) -> Path | None:
-    """The block of an only layer: the outermost module of a list."""
+    """The block of a single layer: the outermost module of a list."""
     inside = (path for path in way if path)
     listed = (p for p in inside if isinstance(model.get_submodule(p.rpartition(".")[0]), nn.ModuleList))
     return next(listed, None)
 
 
 def _fault(recorded: CallRecorder, paths: Sequence[Path | None]) -> str | None:
-    """Why the modules at ``paths`` are not layers to tap."""
+    """The reason why the modules at ``paths`` cannot be tapped, or None."""
     calls: list[_Call] = []
     for layer, path in enumerate(paths):
         if path is None or paths.count(path) > 1:
@@ -134,14 +134,14 @@ def _fault(recorded: CallRecorder, paths: Sequence[Path | None]) -> str | None:
     for before, after in pairwise(calls):
         state, others = output_of(before.result), _others(before.result)
         if not any(value is state for value in after.given):
-            return f"{after.path} is not given what {before.path} gives"
+            return f"{after.path} does not get the result of {before.path}"
         if any(value is other for value in after.given for other in others):
             return f"{before.path} gives {after.path} more than one state"
     return None
 
 
 def _norm(recorded: CallRecorder, last: Path) -> Path | None:
-    """What reads the last block's output and is read by the head."""
+    """The module between the last block and the head."""
     state = next(output_of(call.result) for call in recorded.calls if call.path == last)
     head = recorded.model.get_output_embeddings()
     read = [call.given[0] for call in recorded.calls if recorded.model.get_submodule(call.path) is head]
@@ -154,26 +154,25 @@ def _norm(recorded: CallRecorder, last: Path) -> Path | None:
 
 
 def _idle(recorded: CallRecorder, block: Path) -> tuple[Path, ...]:
-    """Modules next to the way from the model to ``block`` in which nothing ran."""
+    """Siblings of the path from the model to ``block`` in which no module ran."""
     steps = block.split(".")
     way = {".".join(steps[:depth]) for depth in range(len(steps) - 1)}
-    beside = [path for path, _ in recorded.model.named_modules() if path and path.rpartition(".")[0] in way]
+    siblings = [path for path, _ in recorded.model.named_modules() if path and path.rpartition(".")[0] in way]
     ran = [f"{call.path}." for call in recorded.calls]
-    return tuple(path for path in beside if not any(one.startswith(f"{path}.") for one in ran))
+    return tuple(path for path in siblings if not any(one.startswith(f"{path}.") for one in ran))
 
 
 def _is_of(value: Any, result: Any) -> bool:
-    """Whether ``value`` is ``result``, or some rows of it."""
+    """Whether ``value`` is ``result`` or a view of its rows."""
     return value is result or isinstance(value, Tensor) and value._base is not None and value._base is result
 
 
 def output_of(result: Any) -> Any:
-    """The state among what a block returns: itself, or the first of several."""
+    """The hidden state of a block's result: the result, or the first of several."""
     return result[0] if isinstance(result, tuple | list) else result
 
 
 def _others(result: Any) -> list[Tensor]:
-    """The tensors that a block returns beside its state."""
     return (
         [value for value in result[1:] if isinstance(value, Tensor)]
         if result is not output_of(result)
@@ -183,10 +182,10 @@ def _others(result: Any) -> list[Tensor]:
 
 @contextmanager
 def tapped(model: Any, blocks: Blocks, taps: tuple[int, ...], outputs: dict[int, Tensor]) -> Iterator[None]:
-    """While open, a forward of ``model`` leaves the outputs of the layers ``taps`` in ``outputs``.
+    """While open, a forward of ``model`` writes the outputs of the layers ``taps`` to ``outputs``.
 
     Raises:
-        ValueError: there are taps, and nothing of it can be tapped.
+        ValueError: there are taps, and the layers cannot be tapped.
     """
     if taps:
         check_tappable(model, blocks)
@@ -207,7 +206,7 @@ def check_tappable(model: Any, blocks: Blocks) -> None:
 
 
 def block_of(model: Any, blocks: Blocks, layer: int) -> nn.Module:
-    """The module that is ``layer``."""
+    """The module of ``layer``."""
     return model.get_submodule(blocks.paths[layer])
 
 

@@ -1,4 +1,4 @@
-"""Values that a callable or an object reaches, and the collections among them that it may write to."""
+"""Values reachable from a callable or an object, and the containers among them that it may change."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ DEEP = 4
 MOST = 1_000
 _BUILT_IN = ("builtins", "torch")
 _HOLDERS = ("argparse", "collections", "types")
-"""Python's own modules whose objects hold what their users set: namespaces and user-made collections."""
+"""Standard modules whose objects have attributes of users: namespaces and collections."""
 _LIBRARIES = ("torch", "transformers", "numpy", "jax", "torch_dflash", "jax_bridge")
 _FILES = str(torch.__file__), str(transformers.__file__), os.path.dirname(__file__)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
-_THEIRS = tuple(os.path.dirname(path) + os.sep for path in _FILES)
+_LIBRARY_FILES = tuple(os.path.dirname(path) + os.sep for path in _FILES)
 
 
 class Names(NamedTuple):
-    """Globals that a function names."""
+    """Globals in a function's code."""
 
     space: dict[str, Any]
     names: tuple[str, ...]
 
 
-def is_theirs(value: Any) -> bool:
+def is_library_code(value: Any) -> bool:
     """Whether a function is transformers', torch's or ours, which read no global that anybody sets."""
     if isinstance(value, classmethod | staticmethod):
         value = value.__func__
     # By its code: `functools.wraps` gives a user's function the name of the module that it wraps.
-    known = isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_THEIRS)
+    known = isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_LIBRARY_FILES)
     return known and not _holds_users(value, DEEP)
 
 
@@ -48,19 +48,23 @@ def _holds_users(function: FunctionType, deep: int) -> bool:
     for cell in function.__closure__ or () if deep else ():
         held = None if cell == CellType() else cell.cell_contents
         if isinstance(held, MethodType):
-            if not _is_librarys(type(held.__self__).__module__):
+            if not _is_library(type(held.__self__).__module__):
                 return True
             held = held.__func__
         if isinstance(held, FunctionType):
             file = held.__code__.co_filename
             python = file.startswith(_PYTHON) and "-packages" not in file
-            if not python and not file.startswith((*_THEIRS, _PACKAGE)) or _holds_users(held, deep - 1):
+            if (
+                not python
+                and not file.startswith((*_LIBRARY_FILES, _PACKAGE))
+                or _holds_users(held, deep - 1)
+            ):
                 return True
     return False
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """What code names beside its own variables: globals, and attributes."""
+    """Names of globals and attributes in code."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -68,23 +72,23 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def globals_of(function: FunctionType) -> Names:
-    """The globals that ``function`` names."""
+    """The globals in ``function``'s code."""
     space = function.__globals__
     return Names(space, tuple(name for name in dict.fromkeys(names_in(function.__code__)) if name in space))
 
 
 def cells_of(function: FunctionType) -> dict[str, CellType]:
-    """The variables that ``function`` closes over, without those that have no value yet."""
+    """The closure variables of ``function`` that have a value."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell for name, cell in cells if cell != CellType()}
 
 
-def parts(value: Any) -> dict[str, Any]:
-    """What a function closes over or names, and what a bound method, a partial or somebody's object holds."""
+def inner_values(value: Any) -> dict[str, Any]:
+    """Closure variables and globals of a function; contents of a method, a partial or a user's object."""
     if isinstance(value, FunctionType):
         space, names = globals_of(value)
-        found = {name: space[name] for name in names}  # a variable that it closes over may have such a name
-        found |= _named_inside(value, found)
+        found = {name: space[name] for name in names}  # a closure variable may have the same name
+        found |= _globals_of_owners(value, found)
         found |= {f"cell {name}": cell.cell_contents for name, cell in cells_of(value).items()}
         return found | {"default values": value.__defaults__, "keyword defaults": value.__kwdefaults__}
     if isinstance(value, MethodType):
@@ -92,40 +96,40 @@ def parts(value: Any) -> dict[str, Any]:
     if isinstance(value, partial):
         return {"function": value.func, "args": value.args, "more": value.keywords}
     slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
-    return (attributes(value) or {}) | slots | _of_class(type(value))
+    return (attributes(value) or {}) | slots | _class_values(type(value))
 
 
-def _named_inside(function: FunctionType, found: dict[str, Any]) -> dict[str, Any]:
-    """What ``function`` names of modules and classes of somebody's, such as ``settings.GAIN``."""
+def _globals_of_owners(function: FunctionType, found: dict[str, Any]) -> dict[str, Any]:
+    """Values of users' modules and classes in ``function``'s code, such as ``settings.GAIN``."""
     names = set(names_in(function.__code__))
     inside = {}
     for owner, held in found.items():
-        if isinstance(held, ModuleType) and not _is_librarys(held.__name__):
+        if isinstance(held, ModuleType) and not _is_library(held.__name__):
             space = vars(held)
         elif isinstance(held, type):
-            space = _of_class(held)
+            space = _class_values(held)
         else:
             continue
         inside |= {f"{owner}.{name}": space[name] for name in names & space.keys()}
     return inside
 
 
-def _is_librarys(module: str) -> bool:
+def _is_library(module: str) -> bool:
     root = module.partition(".")[0]
     return root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}
 
 
-def _of_class(kind: type) -> dict[str, Any]:
-    """Attributes and methods of a class of somebody's, without Python's own."""
+def _class_values(kind: type) -> dict[str, Any]:
+    """Attributes and methods of a user's class, without Python's own."""
     found = {}
     for base in reversed(kind.__mro__[:-1]):
-        if not _is_librarys(base.__module__):
+        if not _is_library(base.__module__):
             found |= {name: value for name, value in vars(base).items() if not name.startswith("__")}
     return found
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
-    """Those of an object of somebody's; not of Python's own, such as a logger, which notes who asked it."""
+    """Attributes of a user's object; None for Python's own, such as a logger, which changes them itself."""
     root = type(value).__module__.partition(".")[0]
     if root in sys.stdlib_module_names - {"__main__", *_HOLDERS}:
         return None
@@ -140,14 +144,14 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def holders(value: Any, deep: int = DEEP) -> list[Any]:
-    """The collections, attributes of objects, cells and named globals that a value reaches."""
-    if not deep or isinstance(value, nn.Module | Tensor | type | ModuleType) or is_theirs(value):
+    """The collections, attributes of objects, cells and named globals reachable from ``value``."""
+    if not deep or isinstance(value, nn.Module | Tensor | type | ModuleType) or is_library_code(value):
         return []
     if isinstance(value, list | dict | set | deque):
         own: list[Any] = [value]
         inner = [*(value.values() if isinstance(value, dict) else value)]
     else:
-        inner, own = [*parts(value).values()], []
+        inner, own = [*inner_values(value).values()], []
         if isinstance(value, FunctionType):
             own = [*cells_of(value).values(), globals_of(value)]
         elif (held := attributes(value)) is not None:
@@ -157,7 +161,7 @@ def holders(value: Any, deep: int = DEEP) -> list[Any]:
 
 
 def entries(holder: Any) -> list[Any]:
-    """What a holder holds, for `restore`."""
+    """Contents of a holder, for `restore`."""
     if isinstance(holder, CellType):
         return [holder.cell_contents]
     if isinstance(holder, Names):
@@ -168,7 +172,7 @@ def entries(holder: Any) -> list[Any]:
 
 
 def restore(holder: Any, before: list[Any]) -> bool:
-    """Put back what `entries` has given; whether anything had changed."""
+    """Restore the contents ``before``, of `entries`; return whether they had changed."""
     now = entries(holder)
     if len(now) == len(before) and not any(map(operator.is_not, now, before)):
         return False

@@ -1,8 +1,8 @@
 """Experts of static shape, without a copy of any expert's weights.
 
-transformers' default loops over the experts that were hit, which no compiled program can. Its static form
-gathers a copy of the weights for every (row, expert) pair, and XLA on TPU makes that copy in HBM, after first
-cutting the whole stack of experts into slices: several times the experts' own bytes, and more with every row.
+transformers' default loops over the selected experts, which a compiled program cannot. Its static form
+gathers a copy of the weights for every (row, expert) pair. XLA on TPU slices the whole stack of experts and
+writes that copy to HBM: several times the experts' own bytes, and more with every row.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from torch_dflash.ops.spread import stacked_linear, stacked_sum
 
 EXPERTS = "static_experts"
-ONE_BY_ONE = 16
-"""(Row, expert) pairs up to which each reads its own expert: fewer bytes than all experts have."""
+FEW_PAIRS = 16
+"""Most (row, expert) pairs that read their experts one by one: fewer bytes than all experts."""
 
 
-_together: ContextVar[bool] = ContextVar("together", default=False)
+_all_experts: ContextVar[bool] = ContextVar("together", default=False)
 
 
 @contextmanager
-def all_together() -> Iterator[None]:
-    """While open, no expert is read on its own: where they lie on several chips, one would have to move."""
-    token = _together.set(True)
+def reading_all_experts() -> Iterator[None]:
+    """While open, no expert is read alone: with experts on several chips, its weights would move."""
+    token = _all_experts.set(True)
     try:
         yield
     finally:
-        _together.reset(token)
+        _all_experts.reset(token)
 
 
 def static_experts(
@@ -45,30 +45,30 @@ def static_experts(
 ) -> Float[Tensor, "R H"]:
     """transformers' experts interface: the weighted sum of each row's top_k experts.
 
-    More than a few pairs reach most experts between them, so every expert then sees every row, and the
-    weights decide: the experts are read once, where they lie. The needless products cost no time while
-    reading does (up to about 160 rows on a v5p), and less than the copies at any number of rows.
+    More than a few pairs reach most experts, so every expert computes every row, and the weights mask the
+    result: each expert is read once, in place. The extra products are free while reading is the bottleneck
+    (up to about 160 rows on a v5p), and cost less than the copies at any number of rows.
 
-    Both sum in float32 in the order of the experts, so that a row of a block gets what it would get alone: a
-    sum rounded otherwise decides near-ties of the next router, and with them tokens.
+    Both sum in float32 in the order of the experts, so that a row of a block has the sum of a row alone:
+    another rounding would decide near-ties of the next router, and with them tokens.
     """
     pairs = top_k_index.numel()
-    few = pairs <= min(ONE_BY_ONE, module.num_experts - 1) and not _together.get()
-    mix = _one_by_one if few else _all_at_once
+    few = pairs <= min(FEW_PAIRS, module.num_experts - 1) and not _all_experts.get()
+    mix = _per_pair if few else _every_expert
     return mix(module, hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
 
 
-def _all_at_once(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def _every_expert(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     expert = torch.arange(module.num_experts, device=index.device, dtype=index.dtype)
     hit = index[:, :, None] == expert  # [R, top_k, experts]
     share = torch.where(hit, weights[:, :, None].float(), 0).sum(dim=1).T[:, :, None]  # [experts, R, 1]
     out = _apply(module, rows.expand(module.num_experts, -1, -1), lambda stack: stack).float()
-    # An expert that was not asked may overflow on a row of another's: zero times that would be NaN.
+    # An expert that was not selected may overflow on a row: zero times infinity would be NaN.
     return stacked_sum(torch.where(hit.any(dim=1).T[:, :, None], out * share, 0), rows.dtype)
 
 
-def _one_by_one(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    # A slice of one expert at a time: a product reads it in place, where a gather of several would copy.
+def _per_pair(module: Any, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    # A slice of one expert at a time is read in place; a gather of several would copy.
     index, order = index.sort(dim=1)
     weights = weights.gather(1, order).float()
     sums = []

@@ -10,10 +10,10 @@ from torch_dflash.targets.trace import blocks_of
 
 
 def final_norm(target: Any) -> nn.Module | None:
-    """The live target's own, where its head reads what a module makes of the last block's output.
+    """The live target's module between its last block and its head; None without one.
 
     Raises:
-        ValueError: the target is none that decodes here.
+        ValueError: the target is not supported.
     """
     path = blocks_of(target).norm
     return None if path is None else target.get_submodule(path)

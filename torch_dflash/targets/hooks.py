@@ -1,4 +1,4 @@
-"""Hooks of a copy, which are the live model's own, and what a forward leaves in values that it reaches."""
+"""Hooks of a copy, which are the live model's, and restoring the values that a forward changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from torch_dflash.targets.closure_values import entries, holders, restore
 
 TORCHS = frozenset(vars(nn.Module()))
-"""The attributes that torch gives every module."""
+"""The attributes of every torch module."""
 
 
-class Weakly:
-    """A hook of a live model, in its copy: an engine keeps no model alive by a hook that knows it."""
+class WeakHook:
+    """Weak wrapper of a user's hook: the copy must not keep the live model alive."""
 
     def __init__(self, hook: Any):
         self.hook = weakref.ref(hook)
@@ -24,27 +24,22 @@ class Weakly:
     def __call__(self, *args: Any, **named: Any) -> Any:
         hook = self.hook()
         if hook is None:
-            raise RuntimeError(
-                "a hook of the target was removed while a text was decoded; keep it to the end of the text, "
-                "or call again."
-            )
+            raise RuntimeError("a hook of the target was removed while a text was decoded; call again.")
         return hook(*args, **named)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks of a module's forward, both kinds; of a copy those of the live model."""
+    """The pre-hooks and hooks of a module's forward; those of the live model for a copy."""
     found = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
-    return [hook.hook() if isinstance(hook, Weakly) else hook for hook in found]
+    return [hook.hook() if isinstance(hook, WeakHook) else hook for hook in found]
 
 
 @contextmanager
-def keeping_nothing(model: nn.Module, refuse: bool = True) -> Iterator[None]:
-    """While open, forwards of a copy of a model run its hooks, which are the user's own objects.
-
-    What a hook has kept is taken out again. ``refuse``: and said.
+def restoring_hooks(model: nn.Module, refuse: bool = True) -> Iterator[None]:
+    """While open, a model's copy runs the user's own hooks; on exit, restores the values that they changed.
 
     Raises:
-        ValueError: a hook has kept something, such as the outputs it saw or a count; names hook and module.
+        ValueError: with ``refuse``, a hook changed a value, such as a list of outputs or a count.
     """
     found = [
         (name, hook, [(holder, entries(holder)) for holder in holders(hook)])
@@ -62,18 +57,17 @@ def keeping_nothing(model: nn.Module, refuse: bool = True) -> Iterator[None]:
     if refuse and keeps is not None:
         hook = getattr(keeps[1], "__qualname__", type(keeps[1]).__name__)
         raise ValueError(
-            f"{type(model).__name__}.{keeps[0]} carries {hook}, which keeps something from call to call (its "
-            "outputs, a count); remove the hook while decoding, or let it keep nothing."
+            f"{type(model).__name__}.{keeps[0]} carries {hook}, which keeps something from call to call "
+            "(its outputs, a count); remove the hook while decoding, or let it keep nothing."
         )
 
 
 @contextmanager
-def forgetting(root: nn.Module) -> Iterator[None]:
-    """Afterwards modules have the attributes and hooks they had, and values in attributes their entries.
+def restoring_attributes(root: nn.Module) -> Iterator[None]:
+    """On exit, restores the modules' attributes and hooks, and the contents of values in attributes.
 
-    Every program finds in a skeleton what was copied. A tensor that stayed there would be a trace's. One that
-    lies more than four deep becomes an input of the next program, which nobody has: the XLA runtime refuses
-    that by name.
+    Every program starts from the skeleton as copied: a tensor left there would be a tracer. A tracer more
+    than four levels deep would be an unknown input of the next program: the XLA runtime refuses it by name.
     """
     modules = [vars(module) for module in root.modules()]
     dicts = [(own, own["_forward_hooks"], own["_forward_pre_hooks"]) for own in modules]
@@ -86,6 +80,6 @@ def forgetting(root: nn.Module) -> Iterator[None]:
         for held, before in kept:
             for name in held.keys() - before.keys():
                 del held[name]
-            held.update(before)  # never emptied: another thread may read it
+            held.update(before)  # never cleared: another thread may read it
         for one, before in inside:
             restore(one, before)

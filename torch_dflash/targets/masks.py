@@ -1,4 +1,4 @@
-"""What the masks of a model's layers say, read from transformers' own mask functions."""
+"""Reads sliding windows from transformers' own mask functions."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import Tensor
 from transformers import masking_utils
 
 FARTHEST = 1 << 20
-"""Positions up to which a mask is looked at."""
-# The inner function of the overlay that lets an image's tokens see each other.
+"""The last position of a mask that is read."""
+# The inner function of the overlay by which tokens of an image see each other.
 _OVERLAY: Any = getattr(masking_utils, "blockwise_overlay", None)
 _OF_BLOCKS = () if _OVERLAY is None else _OVERLAY.__code__.co_consts
 NEAR = 40
-"""How many positions on either side of an edge are looked at one by one."""
+"""Positions on either side of an edge that are compared one by one."""
 
 
 def read_window(mask: Callable, context: int) -> int | None:
-    """The sliding window of a causal mask: how many positions a row sees, itself included; None for all.
+    """The sliding window of a causal mask: the positions that a row sees, itself included; None for all.
 
     Args:
         mask: a mask function of transformers, ``(batch, head, query, key) -> visible``, on index tensors.
-        context: positions the model was made for. A window as wide as that is none.
+        context: positions that the model was made for. A window of this width counts as none.
 
     Raises:
-        ValueError: the mask is neither causal nor a causal sliding window; says where it is not.
+        ValueError: the mask is neither causal nor a causal sliding window; names the first odd position.
     """
-    with torch.device("cpu"):  # whatever the caller's default device is
+    with torch.device("cpu"):  # not the caller's default device
         return _read_window(for_text(mask), context)
 
 
 def for_text(mask: Any, blocks: bool = False) -> Any:
-    """``mask`` as it is of text: on meta tensors an overlay of images' blocks has no block ids, here -1.
+    """``mask`` for text: a traced overlay of image blocks gets block ids of -1 for its meta tensors.
 
-    Only transformers' own overlay says that -1 is text. Other ids, of packed documents say, keep a mask from
-    being read, so that it is refused.
+    Only in transformers' own overlay does -1 mean text. A mask with other ids, such as packed documents',
+    cannot be read and is refused.
     """
     if isinstance(mask, tuple | list):
         parts = map(for_text, mask)
@@ -69,7 +69,7 @@ def _read_window(mask: Callable, context: int) -> int | None:
 
 
 def _first_seen(mask: Callable, query: int) -> int:
-    """The first position that ``query`` sees, by bisection: every mask that passes is one interval."""
+    """The first position that ``query`` sees, by bisection: every accepted mask is one interval."""
     unseen, seen = -1, query
     while seen - unseen > 1:
         middle = (unseen + seen) // 2

@@ -1,8 +1,8 @@
-"""transformers' recurrent layers with scans of ours: their own forwards, which read other globals.
+"""transformers' recurrent layers with our scans: their own forwards, with other globals.
 
-A layer's projections, gates and norms run as they are written. The functions at its core, which every family
-calls by the same names, are replaced: transformers' own hand out no state in the middle of their rows, and
-the state of a row that is rejected has to be left behind.
+A layer's projections, gates and norms run unchanged. Its scan functions, whose names are the same in every
+family, are replaced: transformers' own return no state between rows, and the state of a rejected row must be
+dropped.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch_dflash.ops.recurrence import ScanRows, at_least_float32
 from torch_dflash.targets.skeleton import current_cache
 
 Scans = dict[str, FunctionType]
-"""Forwards of a model's recurrent layers over our scans, by the layer's path."""
+"""Forwards of a model's recurrent layers with our scans, by the layer's path."""
 
 
 def find_scans(model: nn.Module) -> Scans:
-    """The forwards of ``model`` that name a function of `OURS`, with ours in its place.
+    """The forwards of ``model`` that call a function of `OURS`, with our functions.
 
     Raises:
-        ValueError: one of them was replaced on its instance: its code is not the one that can be given ours.
+        ValueError: a forward was replaced on its instance.
     """
     found = {}
     for path, module in model.named_modules():
@@ -42,9 +42,8 @@ def find_scans(model: nn.Module) -> Scans:
         if ours := {name: OURS[name] for name in OURS.keys() & set(code.co_names)}:
             if "forward" in vars(module):
                 raise ValueError(
-                    f"target={type(model).__name__}: the forward of its recurrent layer {path} was replaced, "
-                    f"and only that of {type(module).__name__} can be told to keep the state before rejected "
-                    "drafts; put the class's own forward back."
+                    f"the forward of its recurrent layer {path} was replaced, and only that of "
+                    f"{type(module).__name__} can drop rejected drafts; put the class's own forward back."
                 )
             space = {**forward.__globals__, **ours}
             own = FunctionType(code, space, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -55,14 +54,14 @@ def find_scans(model: nn.Module) -> Scans:
 
 @contextmanager
 def scanning(model: nn.Module, scans: Scans) -> Iterator[None]:
-    """While open, the recurrent layers of ``model``, a copy of ours, scan by the current cache."""
-    swapped = [(model.get_submodule(path), forward) for path, forward in scans.items()]
-    for module, forward in swapped:
+    """While open, the recurrent layers of ``model``, one of our copies, scan with the current cache."""
+    layers = [(model.get_submodule(path), forward) for path, forward in scans.items()]
+    for module, forward in layers:
         vars(module)["forward"] = partial(_run, module, forward)
     try:
         yield
     finally:
-        for module, _ in swapped:
+        for module, _ in layers:
             vars(module).pop("forward", None)
 
 
@@ -70,7 +69,7 @@ def scanning(model: nn.Module, scans: Scans) -> Iterator[None]:
 def run_mixer(
     tensors: tuple[Tensor, ...], module: nn.Module, forward: FunctionType, args: tuple, kwargs: dict[str, Any]
 ) -> Tensor:
-    """A recurrent layer's ``forward`` over our scans; ``tensors`` are those among what it is given."""
+    """A recurrent layer's ``forward`` with our scans; ``tensors`` are those among its arguments."""
     return forward(module, *args, **kwargs)
 
 
@@ -82,7 +81,7 @@ def _run(module: nn.Module, forward: FunctionType, *args: Any, **kwargs: Any) ->
 def _conv(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Tensor:
-    """``causal_conv1d_fn`` of the rows [B, C, M] that the cache was told of last, behind those it holds."""
+    """``causal_conv1d_fn`` of the rows [B, C, M] after the cached ones."""
     out = current_cache().convolve(hidden_states, weight, bias)
     out = out if activation is None else ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
@@ -97,7 +96,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule and Kimi delta attention, of [B, M, heads, d]; ``g`` tells them apart."""
+    """The gated delta rule and Kimi delta attention of [B, M, heads, d]; the shape of ``g`` tells which."""
     _check_unpacked(more)
     kind, shared = query.dtype, value.shape[2] // key.shape[2]
     query, key, value, decay, beta = (_by_head(one) for one in (query, key, value, g, beta))
@@ -140,7 +139,7 @@ def _mamba2(
 def _check_unpacked(more: dict[str, Any]) -> None:
     given = [name for name in ("cu_seqlens", "seq_idx", "z") if more.get(name) is not None]
     if given:
-        raise ValueError(f"a recurrent layer hands {given[0]} to its scan, which would be ignored.")
+        raise ValueError(f"a recurrent layer passes {given[0]} to its scan, which would be ignored.")
 
 
 def _by_head(rows: Tensor) -> Tensor:
@@ -161,7 +160,7 @@ OURS: dict[str, Any] = {
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
 }
-"""Functions of transformers' modelling files that take several rows, and what runs in their place.
+"""Replacements of transformers' functions for several rows, by name.
 
-Those of one row alone are not among them: no forward calls them where the cache says that it holds no state.
+Functions for one row are not replaced: no forward calls them while the cache reports no state.
 """

@@ -20,47 +20,47 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.closure_values import cells_of
 from torch_dflash.targets.experts import EXPERTS
-from torch_dflash.targets.hooks import Weakly, hooks_of
+from torch_dflash.targets.hooks import WeakHook, hooks_of
 
 ATTENTION = "grouped_rows"  # a name with "flash" in it would make transformers look for flash-attn
 MOST_SHARED = 8
-"""Times that a copy is tried again, each time with the values shared that did not copy."""
-_memory: ContextVar[Any] = ContextVar("memory")
+"""Most attempts to copy a model; each shares the values that did not copy before."""
+_current: ContextVar[Any] = ContextVar("cache")
 
 
 @contextmanager
-def remembered_in(cache: Any) -> Iterator[None]:
-    """While open, attention of a skeleton is ``cache.attend(layer, rows, mask, what else it is given)``."""
-    token = _memory.set(cache)
+def using_cache(cache: Any) -> Iterator[None]:
+    """While open, a skeleton's attention calls ``cache.attend(layer, rows, mask, other arguments)``."""
+    token = _current.set(cache)
     try:
         yield
     finally:
-        _memory.reset(token)
+        _current.reset(token)
 
 
 def _attention(module, query, key, value, attention_mask=None, scaling=None, **more):
     """transformers' attention interface: [B, Q, M, D] -> [B, M, Q, Dv].
 
-    The mask is read while a target is traced (`torch_dflash.targets.trace`); after that the cache knows
-    what it said. Windows too are taken from there: some models put theirs into the mask alone.
+    The trace (`torch_dflash.targets.trace`) reads masks; later passes use the windows that it found, which
+    some models have in the mask alone.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     given = {"sinks": more.get("s_aux"), "softcap": more.get("softcap")}
-    if more.get("is_causal") is None:  # as transformers' sdpa reads it
+    if more.get("is_causal") is None:  # as in transformers' sdpa
         more["is_causal"] = getattr(module, "is_causal", True)
-    cache = _memory.get()
+    cache = _current.get()
     inputs = AttentionInputs(query, key, value, cache.start, scale, **given)
     return cache.attend(module.layer_idx, inputs, attention_mask, more).contiguous(), None
 
 
 def _mask(*, q_length, kv_length, mask_function, **_):
-    """transformers' mask interface, called while a target is traced: no mask is made, its rule is kept."""
-    return _memory.get().make_mask(mask_function, q_length, kv_length)
+    """transformers' mask interface, called in a trace: records the rule and makes no mask."""
+    return _current.get().make_mask(mask_function, q_length, kv_length)
 
 
 def current_cache() -> Any:
-    """The cache of `remembered_in`, whose forward this is."""
-    return _memory.get()
+    """The cache of the running forward (`using_cache`)."""
+    return _current.get()
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
@@ -70,25 +70,25 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _mask)
 def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> Any:
     """A copy of the live model's structure on the meta device, with our attention and static-shape experts.
 
-    Adapters, hooks, replaced modules and attributes come along; a function in an attribute that closes over
-    modules of the model (``own = layer.forward``) then closes over those of the copy. Each parameter and
-    buffer is an empty tensor; tied ones stay tied. Hooks, and tensors in attributes, are shared with the
-    model, which is not touched.
+    Includes adapters, hooks, replaced modules and attributes; a function in an attribute that closes over
+    modules of the model (``own = layer.forward``) closes over those of the copy. Parameters and buffers are
+    empty tensors; tied ones stay tied. Hooks, and tensors in attributes, are shared with the model, which
+    does not change.
 
     Raises:
         TypeError: the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in {id(leaf): leaf for leaf in [*model.parameters(), *model.buffers()]}.values():
-        # A quantised tensor's class need not work on the meta device; its shape and type say enough there.
+        # A quantised tensor's class need not support the meta device; its shape and dtype suffice.
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         kept = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if kept else empty
     own_modules = dict.fromkeys(map(id, model.modules()))
     for hook in (hook for module in model.modules() for hook in hooks_of(module)):
-        # An object behind a hook is the user's switchboard: a copy would not see it change.
+        # A user may control a hook by its object: a copy of the object would miss later changes.
         if id(getattr(hook, "__self__", None)) not in own_modules:
-            memo[id(hook)] = Weakly(hook) if getattr(type(hook), "__weakrefoffset__", 0) else hook
+            memo[id(hook)] = WeakHook(hook) if getattr(type(hook), "__weakrefoffset__", 0) else hook
     skeleton = _copied(model, memo).eval()
     experts = takes_experts(model)
     twins = dict(zip(own_modules, skeleton.modules(), strict=True))
@@ -106,20 +106,20 @@ def build_skeleton(model: PreTrainedModel, attention: str = ATTENTION) -> Any:
 
 
 def takes_experts(model: nn.Module) -> bool:
-    """Whether some part of ``model`` lets its experts be swapped.
+    """Whether some part of ``model`` supports another implementation of experts.
 
-    transformers reads that off a class's own module, and the experts of a wrapper (Kimi-K2.5's, say) lie in
-    the module of its language model.
+    transformers asks the class's own module, but the experts of a wrapper (such as Kimi-K2.5's) are in the
+    module of its language model.
     """
     parts = (one for one in model.modules() if isinstance(one, PreTrainedModel))
     return any(one._can_set_experts_implementation() for one in parts)
 
 
 def _rebound(value: Any, twins: dict[int, Any]) -> Any:
-    """``value``, or a copy where it closes over, or holds, modules of a model (by id): it has their twins."""
+    """``value``, or a copy with ``twins`` (by id) if it contains or closes over modules of a model."""
     if id(value) in twins:
         return twins[id(value)]
-    twins = twins | {id(value): value}  # it may hold itself
+    twins = twins | {id(value): value}  # it may contain itself
     if isinstance(value, MethodType):
         parts: Any = [value.__func__, value.__self__]
     elif isinstance(value, FunctionType):
@@ -151,20 +151,20 @@ def _with_parts(function: FunctionType, parts: list[Any], twins: dict[int, Any])
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """The configs that modules of ``model`` hold, each once, the model's own first."""
+    """The configs of ``model`` and its modules, each once, the model's own first."""
     held = [value for module in model.modules() for value in vars(module).values()]
     return list({id(one): one for one in held if isinstance(one, PreTrainedConfig)}.values())
 
 
 class _Shared(TorchFunctionMode):
-    """While open, a deep copy keeps tensors as they are, except for those that its memo knows."""
+    """While open, a deep copy shares all tensors that are not in its memo."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 def _copied(model: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy; what does not copy, such as a lock or a Python module, is shared with the model."""
+    """A deep copy; values that do not copy, such as locks or Python modules, are shared with the model."""
     with torch.no_grad(), torch.inference_mode(False), _Shared():
         for _ in range(MOST_SHARED):
             try:
@@ -183,7 +183,7 @@ def _copied(model: Any, memo: dict[int, Any]) -> Any:
 
 
 def _uncopyable(value: Any, memo: dict[int, Any], own: set[int]) -> list[Any]:
-    """The innermost parts of a value that do not copy, without modules of the model (``own``, by id)."""
+    """The innermost parts of ``value`` that do not copy, without modules of the model (``own``, by id)."""
     if isinstance(value, dict | list | tuple):
         parts = _values(value)
     else:

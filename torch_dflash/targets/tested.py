@@ -1,4 +1,4 @@
-"""Whether a target runs code that was tested here: a known class, whose modules are its own."""
+"""Checks that a target is of a tested class and runs the code of that class."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torch_dflash.targets.guard import classes_of, function_of, names_read
+from torch_dflash.targets.guard import classes_of, function_of, globals_read
 from torch_dflash.targets.hooks import hooks_of
 from torch_dflash.targets.weights import model_of
 
@@ -36,29 +36,29 @@ _HOMES = (
     str(Path(__file__).parents[1]) + os.sep,
 )
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_NOT_STANDARD = ("-packages" + os.sep, os.sep + "unittest" + os.sep)  # a mock runs what it was given
+_NOT_STANDARD = ("-packages" + os.sep, os.sep + "unittest" + os.sep)  # a mock runs a user's function
 QUANTISERS = ("bitsandbytes", "quanto", "torchao")
-"""Those whose live layers were tried; transformers' other methods are refused."""
+"""Quantisation methods whose live layers were tested; transformers' others are refused."""
 
 
 def _listed(kind: str) -> frozenset[str]:
-    """The names of a kind in the list that `benchmarks/families.py` writes."""
+    """The names of one kind in the list of `benchmarks/families.py`."""
     lines = (files("torch_dflash") / "assets" / "tested.txt").read_text(encoding="utf-8").splitlines()
     return frozenset(name for word, name in map(str.split, lines) if word == kind)
 
 
 TESTED = _listed("attention")
-"""Classes of transformers whose decoding was held against their own (`docs/families.md`)."""
+"""Classes of transformers whose text was compared with their own `generate` (`docs/families.md`)."""
 TESTED_RECURRENT = _listed("recurrent")
-"""The same of models with recurrent layers: some classes build models with them and models without."""
+"""Classes tested with recurrent layers; some classes build models with and without them."""
 (WITH,) = _listed("transformers")
-"""The newest transformers that these classes were tested with: changes in a later one are not known."""
+"""The newest transformers that these classes were tested with."""
 
 
 def is_tested(model: nn.Module, recurrent: bool = False) -> bool:
-    """Whether ``model`` is of a tested class, with no patch, and every module is its own.
+    """Whether ``model`` is of a tested class, without patches or replaced modules.
 
-    ``recurrent``: whether it has recurrent layers.
+    ``recurrent``: whether the model has recurrent layers.
     """
     kind = type(model)
     if kind.__name__ not in (TESTED_RECURRENT if recurrent else TESTED) or not kind.__module__.startswith(
@@ -71,15 +71,15 @@ def is_tested(model: nn.Module, recurrent: bool = False) -> bool:
 
 
 def runs_own_code(model: nn.Module) -> bool:
-    """Whether classes and modelling files of ``model`` are as transformers and torch have them."""
+    """Whether classes and modelling files of ``model`` are transformers' and torch's, unpatched."""
     kinds = classes_of(model)
     values = [value for kind in kinds for value in vars(kind).values()]
-    values += [space[name] for space, names in names_read(kinds) for name in names]
+    values += [space[name] for space, names in globals_read(kinds) for name in names]
     return all(map(at_home, kinds)) and all(at_home(value) for value in values if _may_run(value))
 
 
 def is_as_built(model: Any) -> bool:
-    """Whether ``model`` has the modules that its class builds, with no hook, adapter or replaced method."""
+    """Whether ``model`` has the modules of its class, without hooks, adapters or replaced methods."""
     for module in model.modules():
         own = [value for name, value in vars(module).items() if name != "generate" and _may_run(value)]
         if not all(map(at_home, (*hooks_of(module), *own))):
@@ -90,13 +90,13 @@ def is_as_built(model: Any) -> bool:
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             built = type(model)(copy.deepcopy(model.config))
-    except Exception:  # a class that is not known may do anything
+    except Exception:  # an unknown class may do anything
         return False
     return _kinds(built) == _kinds(model)
 
 
 def at_home(value: Any) -> bool:
-    """Whether a callable's code is of transformers, torch, accelerate, this package or Python."""
+    """Whether a callable's code is transformers', torch's, accelerate's, this package's or Python's."""
     if isinstance(value, BuiltinFunctionType):
         return True
     if isinstance(value, type):
@@ -110,11 +110,7 @@ def at_home(value: Any) -> bool:
 
 
 def check_implementations(model: Any) -> None:
-    """Refuse attention or experts that are not transformers' and torch's own: they would not run.
-
-    Raises:
-        ValueError: names them.
-    """
+    """Raise ``ValueError`` for attention or experts of a user, which would not run."""
     kinds = (
         ("attn", "_attn_implementation", ALL_ATTENTION_FUNCTIONS),
         ("attn", "_attn_implementation", ALL_MASK_ATTENTION_FUNCTIONS),
@@ -138,19 +134,17 @@ def check_implementations(model: Any) -> None:
     scaled, softmax = functional.scaled_dot_product_attention, functional.softmax
     for name, value in (("scaled_dot_product_attention", scaled), ("softmax", softmax)):
         if not at_home(value):
-            raise ValueError(
-                f"torch.nn.functional.{name} is {value!r}, not torch's own, and would not run; put torch's "
-                "own back before passing the target."
-            )
+            text = f"torch.nn.functional.{name} is {value!r}, not torch's own, and would not run"
+            raise ValueError(f"{text}; put torch's own back before passing the target.")
 
 
 def check_instance(model: nn.Module) -> None:
-    """Refuse what cannot be copied or bound, hooks that move weights, aLoRA, replaced parts of `generate`.
+    """Raise ``ValueError`` for parts of ``model`` that cannot be decoded, naming the module and the fix.
 
-    Raises:
-        ValueError: names the module, and how to undo the change.
+    These are modules that cannot be copied or bound, hooks that move weights, aLoRA, and replaced parts of
+    `generate`.
     """
-    method = getattr(model, "quantization_method", "torchao")  # transformers says it, until it dequantises
+    method = getattr(model, "quantization_method", "torchao")  # transformers sets it, until it dequantises
     if method not in QUANTISERS:
         kind = type(getattr(model.config, "quantization_config", None)).__name__
         raise ValueError(
@@ -178,7 +172,7 @@ def check_instance(model: nn.Module) -> None:
     for name, value in vars(model).items():
         own = name == "generate" and isinstance(value, partial) and value.keywords.get("model") is model
         if callable(getattr(GenerationMixin, name, None)) and not own and not at_home(value):
-            model_of(getattr(value, "__self__", None))  # says it of a learned prompt, which PEFT hangs in so
+            model_of(getattr(value, "__self__", None))  # raises for PEFT's learned prompts
             raise ValueError(
                 f"{type(model).__name__} carries a replaced {name}, which only its own generate would call; "
                 f"delete it (`del model.{name}`) before passing the model."
@@ -186,7 +180,7 @@ def check_instance(model: nn.Module) -> None:
 
 
 def _fault_of_module(module: nn.Module, on_cpu: bool) -> str | None:
-    """The fault of a module that cannot be copied or bound, and the way out, as a sentence's rest."""
+    """The fault of a module that cannot be copied or bound, and the fix: the rest of a sentence."""
     kind, own = type(module).__name__, module._parameters
     if (hook := vars(module).get("_hf_hook")) is not None:
         return (
@@ -197,7 +191,9 @@ def _fault_of_module(module: nn.Module, on_cpu: bool) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return " is a TorchScript module, which cannot be copied; put back the module that it was made of"
     if kind == "Linear8bitLt":
-        return " is bitsandbytes' Linear8bitLt, with state beside its weight; load it with load_in_4bit=True"
+        return (
+            " is bitsandbytes' Linear8bitLt, with more state than its weight; load it with load_in_4bit=True"
+        )
     if getattr(module, "support_avx512bf16_for_cpu", False) and on_cpu:
         return (
             f" is a {kind} of bitsandbytes, which packs its weight for this CPU in its first forward, and "
@@ -221,7 +217,7 @@ def _may_run(value: Any) -> bool:
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
-    """The function behind a callable, and those that it wraps."""
+    """The function of a callable, and those that it wraps."""
     while (function := function_of(value)) is not None:
         yield function
         value = vars(function).get("__wrapped__")

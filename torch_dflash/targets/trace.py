@@ -1,4 +1,4 @@
-"""What a target's layers keep and see, learned from one forward on meta tensors, or refused."""
+"""Learns each layer's cache shapes, mask and window from one forward on meta tensors."""
 
 from __future__ import annotations
 
@@ -21,42 +21,33 @@ from torch_dflash.checks import context_of, field_of
 from torch_dflash.ops.attention import AttentionInputs
 from torch_dflash.targets.autocast import TurnsAutocastOn, uncast
 from torch_dflash.targets.blocks import Blocks, CallRecorder, find_blocks
-from torch_dflash.targets.hooks import keeping_nothing
+from torch_dflash.targets.hooks import restoring_hooks
 from torch_dflash.targets.masks import read_window
 from torch_dflash.targets.scans import Scans, find_scans, scanning
-from torch_dflash.targets.skeleton import build_skeleton, remembered_in
+from torch_dflash.targets.skeleton import build_skeleton, using_cache
 
 SUPPORTED = (
     "supported are decoders of causal attention, with or without gated delta rules, Mamba-2 or short "
     "convolutions, such as Llama, Qwen3, Qwen3.5, Gemma 3 and gpt-oss"
 )
-# What models hand to their attention and what changes no score: a round gives positions and cache itself.
-HARMLESS = {
-    "dropout",
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "is_causal",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-}
+# Arguments of attention that change no score: a round passes positions and cache itself.
+HARMLESS = set(
+    "dropout position_ids cache_position use_cache is_causal logits_to_keep output_attentions "
+    "output_hidden_states output_router_logits return_dict".split()
+)
 HONOURED = {"sliding_window", "s_aux", "softcap"}
 
 
 class Refusal(ValueError):
-    """A layer does what block decoding cannot: raised inside the model's forward, and not to be hidden."""
+    """A layer is not supported: raised inside the model's forward."""
 
 
 class RecordingCache(Cache):
-    """Notes what each layer hands over; run once on meta tensors to learn shapes and masks."""
+    """Records shapes, masks and states of each layer in one forward on meta tensors."""
 
-    def __init__(self, dtype: torch.dtype, said: int = 0, calls: CallRecorder | None = None):
+    def __init__(self, dtype: torch.dtype, calls: CallRecorder):
         super().__init__(layers=[])
         self.dtype = dtype  # of the model
-        self.said = said  # the answer to how many tokens are cached
         self.calls = calls
         self.start = torch.zeros(1, dtype=torch.int32, device="meta")
         self.shapes: dict[int, tuple[int, int, int]] = {}
@@ -68,7 +59,8 @@ class RecordingCache(Cache):
         self.beyond_sdpa: set[str] = set()
         self._made: list[tuple[Tensor, Callable]] = []
         self._handed: tuple[Tensor, Tensor] | None = None
-        self._asked: dict[int, tuple[int, Tensor | None]] = {}  # who asked for a state and has not used it
+        # Layers that asked for a state and have not used it.
+        self._asked: dict[int, tuple[int, Tensor | None]] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         if layer_idx in self.shapes:
@@ -78,19 +70,19 @@ class RecordingCache(Cache):
         return key_states, value_states
 
     def make_mask(self, rule: Callable, rows: int, keys: int) -> Tensor:
-        """A mask that stands for ``rule``, as transformers' mask functions hand one to every layer."""
+        """A placeholder mask for ``rule``, which transformers passes to every layer."""
         self._made.append((torch.ones(1, 1, rows, keys, dtype=torch.bool, device="meta"), rule))
         return self._made[-1][0]
 
     def attend(
         self, layer_idx: int, inputs: AttentionInputs, mask: Any, more: dict[str, Any]
     ) -> Float[Tensor, "B M Q Dv"]:
-        """Note the layer's mask and window; ``more``: what else the model gave its attention, by name."""
+        """Record the layer's mask and window; ``more``: the other arguments of its attention, by name."""
         if layer_idx in self.masks:
             raise Refusal(f"layer {layer_idx} attends more than once a forward")
         unknown = sorted(n for n in more.keys() - HARMLESS - HONOURED if more[n] is not None)
         if unknown:
-            raise Refusal(f"layer {layer_idx} hands {unknown[0]} to its attention, which would be ignored")
+            raise Refusal(f"layer {layer_idx} passes {unknown[0]} to its attention, which would be ignored")
         if more.get("is_causal") is False:
             raise Refusal(
                 f"layer {layer_idx} says is_causal=False, which some attention implementations follow and "
@@ -99,23 +91,22 @@ class RecordingCache(Cache):
         self.beyond_sdpa |= {n for n in ("softcap", "s_aux") if more.get(n) is not None}
         self.masks[layer_idx] = self._rule_of(mask, layer_idx)
         self.windows[layer_idx] = more.get("sliding_window")
-        if self.calls is not None:
-            self.calls.attended(layer_idx)
+        self.calls.attended(layer_idx)
         if self._handed is None or inputs.key is not self._handed[0] or inputs.value is not self._handed[1]:
             self.latent.add(layer_idx)
         return attend_densely(inputs, inputs.key, inputs.value, None)
 
     def _rule_of(self, mask: Any, layer_idx: int) -> Callable:
         for made, rule in self._made:
-            # As it was made, or all of it again; what was written into it would not be seen.
+            # The mask itself or a whole view; a write into the mask would be missed.
             whole = mask is made or getattr(mask, "_base", None) is made and mask.stride() == made.stride()
             if whole and mask.shape == made.shape and made._version == 0:
                 return rule
         kind = "no mask" if mask is None else "a mask of its own"
-        raise Refusal(f"layer {layer_idx} hands {kind} to its attention, not one that transformers made")
+        raise Refusal(f"layer {layer_idx} passes {kind} to its attention, not one that transformers made")
 
     def get_conv_state(self, layer_idx, state_idx=0):
-        return None  # so that every pass is one of several rows, as in `CacheView`
+        return None  # so that every pass has several rows, as in `CacheView`
 
     def get_recurrent_state(self, layer_idx, state_idx=0):
         self._ask(layer_idx, self.scans, state_idx, None)
@@ -131,11 +122,10 @@ class RecordingCache(Cache):
         return True
 
     def _ask(self, layer: int, known: dict[int, Any], state: int, given: Tensor | None) -> None:
-        """A layer asks for a state: what it does with it is seen in `convolve` or `scan`."""
+        """Note that a layer asks for a state, which `convolve` or `scan` then uses."""
         if layer in known or state:
             raise Refusal(f"layer {layer} keeps more than one convolution, or more than one recurrent state")
-        if self.calls is not None:
-            self.calls.attended(layer)
+        self.calls.attended(layer)
         self._asked[id(known)] = layer, given
 
     def _answer(self, known: dict[int, Any], rows: Tensor | None, what: str) -> int:
@@ -145,7 +135,7 @@ class RecordingCache(Cache):
         return layer
 
     def convolve(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Note the shapes of a layer's convolution."""
+        """Record the shapes of a layer's convolution."""
         layer = self._answer(self.convs, rows, "convolves")
         if rows.dtype != self.dtype:
             raise Refusal(f"layer {layer} convolves {rows.dtype} rows in a model of {self.dtype}")
@@ -153,13 +143,13 @@ class RecordingCache(Cache):
         return rows.to(weight.dtype)
 
     def scan(self, rows: Any) -> Tensor:
-        """Note the shapes of a layer's recurrent state."""
+        """Record the shapes of a layer's recurrent state."""
         layer = self._answer(self.scans, None, "scans")
         self.scans[layer] = rows.key.shape[1], rows.key.shape[3], rows.value.shape[3]
         return torch.empty_like(rows.value)
 
     def check_answered(self) -> None:
-        """Raise `Refusal` if a layer asked for a state and did with it what no cache here follows."""
+        """Raise `Refusal` if a layer asked for a state and used it in an unsupported way."""
         for layer, _ in self._asked.values():
             raise Refusal(
                 f"layer {layer} keeps a state that is neither a short convolution's nor one of a gated delta "
@@ -174,78 +164,74 @@ class RecordingCache(Cache):
         return rows, 0
 
     def get_seq_length(self, layer_idx=0):
-        return self.said
+        return 0
 
 
 class Traced(NamedTuple):
-    """What a forward shows: each layer's cache, and where the layers lie."""
+    """The result of a trace: each layer's cache, and the decoder blocks."""
 
     specs: tuple[LayerSpec, ...]
     blocks: Blocks
 
 
 def trace_layers(skeleton: Any, implementation: str | None = None) -> Traced:
-    """Learn of the layers from one forward on meta tensors: configs disagree about K, V, windows and names.
+    """Trace one forward on meta tensors: configs disagree about K, V, windows and names.
 
     Args:
         skeleton: the target's architecture with our attention.
-        implementation: the attention implementation that the live target runs with, if it runs.
+        implementation: the live target's attention implementation, unless its weights are on meta.
 
     Raises:
-        ValueError: the target does something else than causal attention, with or without a sliding window,
-            over keys and values that each layer keeps; says what and where.
+        ValueError: a layer is neither causal attention over its own keys and values, with or without a
+            sliding window, nor a supported recurrence; names the layer.
     """
-    name = type(skeleton).__name__
+    try:
+        with torch.inference_mode(False):  # inference mode counts no writes
+            return _trace(skeleton, implementation)
+    except ValueError as error:
+        end = f"; {SUPPORTED}." if isinstance(error, Refusal) else ""
+        raise ValueError(f"target={type(skeleton).__name__}: {error}{end}") from error
+
+
+def _trace(skeleton: Any, implementation: str | None) -> Traced:
     if "position_ids" not in inspect.signature(type(skeleton).forward).parameters:
-        raise ValueError(
-            f"target={name}: its forward names no position_ids, so it may count positions itself; "
-            f"{SUPPORTED}."
-        )
-    with torch.inference_mode(False):  # there no write would be counted
-        return _trace(skeleton, name, implementation)
-
-
-def _trace(skeleton: Any, name: str, implementation: str | None) -> Traced:
+        raise Refusal("its forward names no position_ids, so it may count positions itself")
     scans = find_scans(skeleton)
     kind = skeleton.get_input_embeddings().weight.dtype
-    cache = RecordingCache(kind, calls=(calls := CallRecorder(skeleton)))
+    cache = RecordingCache(kind, calls := CallRecorder(skeleton))
     try:
         with calls.recording():
             _run(skeleton, cache, scans, rows=1, length=2)
         cache.check_answered()
-    except Refusal as refusal:
-        raise ValueError(f"target={name}: {refusal}; {SUPPORTED}.") from refusal
-    except TurnsAutocastOn as error:
-        raise ValueError(f"target={name}: {error}") from error
-    except Exception as error:  # whatever a model of another kind trips over
-        # Recurrent layers look for a state of their own in the cache, and find no entry.
+    except (Refusal, TurnsAutocastOn):
+        raise
+    except Exception as error:  # unsupported models may raise any error
+        # Recurrent layers read their own state from the cache, and find no entry.
         reason = "a layer looks for a state of its own" if isinstance(error, IndexError) else repr(error)
-        raise ValueError(
-            f"target={name}: its forward cannot be traced with a cache of keys and values ({reason}); "
-            f"{SUPPORTED}."
-        ) from error
+        text = f"its forward cannot be traced with a cache of keys and values ({reason})"
+        raise Refusal(text) from error
     if implementation == "sdpa" and cache.beyond_sdpa:
         raise ValueError(
-            f"target={name}: its layers hand {min(cache.beyond_sdpa)} to their attention, which sdpa "
-            "drops in some releases of transformers; load the target with attn_implementation='eager'."
+            f"its layers pass {min(cache.beyond_sdpa)} to their attention, which sdpa drops in some "
+            "releases of transformers; load the target with attn_implementation='eager'."
         )
-    specs = _specs(cache, skeleton, name)
+    specs = _specs(cache, skeleton)
     return Traced(specs, find_blocks(calls, len(specs)))
 
 
 def blocks_of(model: Any) -> Blocks:
-    """Where the layers of a live model lie.
+    """The decoder blocks of a live model.
 
     Raises:
-        ValueError: as `trace_layers`.
+        ValueError: as in `trace_layers`.
     """
     skeleton = build_skeleton(model)
-    with keeping_nothing(skeleton, refuse=False):
+    with restoring_hooks(skeleton, refuse=False):
         return trace_layers(skeleton).blocks
 
 
 class _OnMeta(TorchDispatchMode):
-    """While open, tensors that a forward takes from elsewhere (a hook's vector) meet meta tensors as such."""
+    """While open, a real tensor, such as a hook's vector, becomes a meta tensor among meta ones."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -258,11 +244,11 @@ class _OnMeta(TorchDispatchMode):
 def _run(skeleton: Any, cache: RecordingCache, scans: Scans, rows: int, length: int) -> None:
     ids = torch.zeros(rows, length, dtype=torch.int32, device="meta")
     position = torch.arange(length, dtype=torch.int32, device="meta").expand(rows, length)
-    with torch.no_grad(), remembered_in(cache), scanning(skeleton, scans), _OnMeta(), uncast():
+    with torch.no_grad(), using_cache(cache), scanning(skeleton, scans), _OnMeta(), uncast():
         skeleton(input_ids=ids, position_ids=position, **{CACHE: cache, "use_cache": True})
 
 
-def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, ...]:
+def _specs(cache: RecordingCache, skeleton: Any) -> tuple[LayerSpec, ...]:
     config = skeleton.config.get_text_config()
     recurrent = cache.convs.keys() | cache.scans.keys()
     layers = field_of(config, "num_hidden_layers") or 1 + max(cache.shapes, default=-1)
@@ -270,72 +256,66 @@ def _specs(cache: RecordingCache, skeleton: Any, name: str) -> tuple[LayerSpec, 
     odd = sorted(unknown | cache.shapes.keys() ^ cache.masks.keys() | (recurrent - {*range(layers)}))
     if odd:
         kept = min(odd)
-        fewer = f" (num_hidden_layers={kept} in its config, if the others were removed)"
-        raise ValueError(
-            f"target={name}: layers {odd} keep no keys and values of their own, or attend to them by other "
-            f"means than transformers' attention interface; {SUPPORTED}"
-            f"{fewer if kept and odd == [*range(kept, layers)] else ''}."
+        removed = kept and odd == [*range(kept, layers)]
+        fewer = f" (num_hidden_layers={kept} in its config, if the others were removed)" if removed else ""
+        raise Refusal(
+            f"layers {odd} keep no keys and values of their own, or attend to them by other means than "
+            f"transformers' attention interface{fewer}"
         )
     context = context_of(skeleton)
-    read = functools.cache(functools.partial(read_window, context=context))  # layers share two masks or so
-    windows = {layer: _window(cache, layer, read, context, name) for layer in sorted(cache.masks)}
-    _check_promises(config, [windows.get(layer) for layer in range(layers)], context, name)
-    return tuple(_spec(cache, layer, windows.get(layer), name) for layer in range(layers))
+    read = functools.cache(functools.partial(read_window, context=context))  # layers share a few masks
+    windows = {layer: _window(cache, layer, read, context) for layer in sorted(cache.masks)}
+    _check_promises(config, [windows.get(layer) for layer in range(layers)], context)
+    return tuple(_spec(cache, layer, windows.get(layer)) for layer in range(layers))
 
 
-def _spec(cache: RecordingCache, layer: int, window: int | None, name: str) -> LayerSpec:
+def _spec(cache: RecordingCache, layer: int, window: int | None) -> LayerSpec:
     states = cache.scans.get(layer), cache.convs.get(layer)
     if layer not in cache.shapes:
         return LayerSpec("recurrent", 0, 0, 0, None, *states)
     if any(states) and layer in cache.latent:
-        raise ValueError(f"target={name}: layer {layer} recurs beside latent attention; {SUPPORTED}.")
+        raise Refusal(f"layer {layer} has a recurrence and latent attention")
     kind = "both" if any(states) else "latent" if layer in cache.latent else "attention"
     return LayerSpec(kind, *cache.shapes[layer], window, *states)
 
 
 def _without_state(config: Any) -> set[int]:
-    """Layers of which the config says that they only compute on each token by itself."""
+    """Layers without any state across tokens, by the config."""
     kinds = field_of(config, "layer_types") or []
     return {layer for layer, kind in enumerate(kinds) if kind in ("mlp", "moe")}
 
 
-def _window(cache: RecordingCache, layer: int, read: Callable, context: int, name: str) -> int | None:
+def _window(cache: RecordingCache, layer: int, read: Callable, context: int) -> int | None:
     try:
         window = read(cache.masks[layer])
-    except Exception as error:  # a mask function may hold anything: chunks and images, for two
+    except Exception as error:  # a mask function may depend on anything, such as chunks or images
         reason = error if isinstance(error, ValueError) else "it asks for more than two positions"
-        raise ValueError(
-            f"target={name}: the mask of layer {layer} is neither causal nor a causal sliding window "
-            f"({reason}); {SUPPORTED}."
-        ) from error
+        text = f"the mask of layer {layer} is neither causal nor a causal sliding window ({reason})"
+        raise Refusal(text) from error
     if window == 1:
         raise ValueError(
-            f"target={name}: layer {layer} sees itself alone (sliding_window=1), and transformers' own "
-            "cache then keeps all positions; use a window of 2 or more."
+            f"layer {layer} sees itself alone (sliding_window=1), and transformers' own cache then keeps "
+            "all positions; use a window of 2 or more."
         )
-    said = cache.windows[layer]
-    if said is not None and said < context and said != window:
+    named = cache.windows[layer]
+    if named is not None and named < context and named != window:
         raise ValueError(
-            f"target={name}: layer {layer} names a window of {said} beside a mask of {window}; which of "
-            "the two holds depends on the attention implementation. Set sliding_window in its config to the "
-            "one that it was trained with, or to None."
+            f"layer {layer} names a window of {named}, its mask one of {window}, and the attention "
+            "implementation decides; set sliding_window to the one that it was trained with, or to None."
         )
     return window
 
 
-def _check_promises(config: Any, windows: list[int | None], context: int, name: str) -> None:
-    """Raise ``ValueError`` where the config speaks of a window and the layers show none."""
+def _check_promises(config: Any, windows: list[int | None], context: int) -> None:
+    """Raise ``ValueError`` where the config has a window that the layers do not apply."""
     promised = field_of(config, "sliding_window")
     if not promised or promised >= context or field_of(config, "use_sliding_window") is False:
         return
     kinds = field_of(config, "layer_types") or []
-    lacking = [
-        layer
-        for layer, kind in enumerate(kinds[: len(windows)])
-        if "sliding" in str(kind) and not windows[layer]
-    ]
+    named = zip(kinds, windows, strict=False)
+    lacking = [at for at, (kind, window) in enumerate(named) if "sliding" in str(kind) and not window]
     if lacking or not kinds and not any(windows):
         raise ValueError(
-            f"target={name}: sliding_window={promised} in its config, but its layers {lacking or 'all'} see "
-            "every position; set sliding_window=None in the config if that is what it was trained with."
+            f"sliding_window={promised} in its config, but its layers {lacking or 'all'} see every position; "
+            "set sliding_window=None in the config if it was trained so."
         )

@@ -1,4 +1,4 @@
-"""A pair's configs with fewer of the target's layers, for what does not depend on how many there are."""
+"""A pair's configs with fewer target layers, for results that do not depend on their number."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def keep_layers(target: Any, drafter: Any, layers: int) -> None:
-    """Keep the first ``layers`` of a config; as many taps as before, at the same share of the depth.
+    """Keep the first ``layers`` of a config, with as many taps at the same relative depths.
 
     Args:
-        target: a causal LM's config, of at least so many layers; changed in place, as ``drafter`` is.
-        drafter: a DFlash drafter's config; anything else has no taps.
+        target: a causal LM's config of at least ``layers`` layers; both configs are changed in place.
+        drafter: a DFlash drafter's config; other values have no taps.
         layers: at least 1.
     """
     base = target.get_text_config()

@@ -1,4 +1,4 @@
-"""The weights of a target by the skeleton's names: live torch tensors, or arrays on the device."""
+"""Weights of a target by the skeleton's names: live torch tensors, or arrays on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class LoadedTarget(Protocol):
-    """What stands for a target in `torch_dflash.compile` and `generate`; `jax_bridge.load` makes them."""
+    """A target without torch weights for `torch_dflash.compile` and `generate`, as of `jax_bridge.load`."""
 
     @property
     def model(self) -> Any:
@@ -21,7 +21,7 @@ class LoadedTarget(Protocol):
     def arrays_for(
         self, runtime: str, compute: str = "auto", quantize: str | None = None
     ) -> Mapping[str, Any]:
-        """Weights and buffers for that runtime, by the model's names, tied ones once.
+        """Weights and buffers for ``runtime``, by the model's names, tied ones once.
 
         Raises:
             ValueError: this runtime cannot decode with them, or they have no such products.
@@ -29,19 +29,19 @@ class LoadedTarget(Protocol):
         ...
 
     def mesh_for(self, asked: Any, replicas: int = 1) -> Any:
-        """The mesh to decode on, where a call ``asked`` for one or for none (None), to be shared by replicas.
+        """The mesh to decode on; ``asked`` is a call's mesh or None, for ``replicas`` to share.
 
         Raises:
-            ValueError: the weights lie elsewhere.
+            ValueError: the weights are on other devices.
         """
         ...
 
 
 def model_of(target: Any) -> Any:
-    """The transformers model that ``target`` is or stands for; of a `PeftModel` the one with its adapters.
+    """The transformers model of ``target``: of a `PeftModel` the model with its adapters.
 
     Raises:
-        ValueError: the active adapter is more than modules of the model, such as a learned prompt.
+        ValueError: the active adapter is a learned prompt.
     """
     if hasattr(target, "peft_config") and hasattr(target, "get_base_model"):
         config = getattr(target, "active_peft_config", None)
@@ -63,10 +63,10 @@ def arrays_of(target: Any, *asked: Any) -> Mapping[str, Any] | None:
 
 
 def mesh_of(target: Any, asked: Any, replicas: int = 1) -> Any:
-    """The devices to decode on: those that were ``asked`` for, else those on which a loaded target lies.
+    """The devices to decode on: ``asked``, else those of a loaded target.
 
     Raises:
-        ValueError: it lies on others than were asked for.
+        ValueError: the target is on other devices.
     """
     if not isinstance(target, LoadedTarget):
         return asked
@@ -77,7 +77,7 @@ def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) ->
     """``arrays`` under the skeleton's names.
 
     Raises:
-        ValueError: they are not those of the skeleton, which the model's config describes.
+        ValueError: names or shapes differ from those of the model's config.
     """
     slots = dict(skeleton.named_parameters()) | dict(skeleton.named_buffers())
     for name in [*slots, *arrays]:
@@ -92,7 +92,7 @@ def named_arrays(skeleton: nn.Module, arrays: Mapping[str, Any], prefix: str) ->
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones by each of theirs: one walk, where torch makes two."""
+    """Parameters and buffers by name, tied ones by each name, in one walk where torch makes two."""
     found: dict[str, Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         own = {**part._parameters, **part._buffers}
@@ -103,19 +103,19 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Restructured(RuntimeError):
-    """A live model has other tensors than its skeleton: another shape, a new name, one that was untied."""
+    """A live model's tensors differ from its skeleton's: a shape, a name, or a tie."""
 
     def __init__(self, kind: str):
         super().__init__(f"{kind}: its tensors were changed while an engine was built of it; call again.")
 
 
 class LiveTensors:
-    """The tensors of a live model under the names of its skeleton, each tied one once; found in one walk.
+    """The tensors of a live model by its skeleton's names, each tied one once.
 
-    The model may be freed. `read` looks where the tensors lay, and walks over no module.
+    Keeps no model alive. `read` uses the places found at construction and walks over no module.
 
     Raises:
-        Restructured: the two differ already.
+        Restructured: the two differ.
     """
 
     def __init__(self, skeleton: nn.Module, model: nn.Module, prefix: str = ""):
@@ -136,10 +136,10 @@ class LiveTensors:
             raise Restructured(self._kind)
 
     def read(self) -> dict[str, Tensor]:
-        """The tensors as they are now.
+        """The current tensors.
 
         Raises:
-            Restructured: they no longer are those of the skeleton. ValueError: one is on the meta device.
+            Restructured: they differ from the skeleton's. ValueError: one is on the meta device.
         """
         tensors = {}
         for module, key, name, shape in self._first:
@@ -165,5 +165,5 @@ def _held(module: Any, key: str) -> Tensor | None:
 
 
 def collect_tensors(skeleton: nn.Module, model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The live tensors of ``model`` under the names of ``skeleton``, a copy of it; each tied weight once."""
+    """The live tensors of ``model`` by the names of ``skeleton``, its copy; each tied weight once."""
     return LiveTensors(skeleton, model, prefix).read()

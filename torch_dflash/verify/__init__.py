@@ -1,1 +1,1 @@
-"""Does block decoding compute what a target computes? Asked of its logits before any text is made."""
+"""Comparison of block decoding with a target's own forward, by logits."""

@@ -1,4 +1,4 @@
-"""Compares block decoding with what the target computes, by logits, before any text is made."""
+"""Compares block decoding with the target's own code, by logits, before any text is made."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from torch_dflash.plan import DecodePlan, whole_tiles
 from torch_dflash.proposers.plain import PlainProposer
 from torch_dflash.runtime_kinds import RUNTIMES
 from torch_dflash.targets.adapter import Target
-from torch_dflash.targets.binding import Swapped
+from torch_dflash.targets.binding import BoundWeights
 from torch_dflash.targets.guard import Guard, parts_of
-from torch_dflash.targets.hooks import forgetting
+from torch_dflash.targets.hooks import restoring_attributes
 from torch_dflash.targets.skeleton import build_skeleton
 from torch_dflash.targets.tested import is_as_built, is_tested
 from torch_dflash.targets.trace import trace_layers
@@ -38,29 +38,29 @@ from torch_dflash.verify.twin import PROMPT, SPECIAL, VOCAB, build_twin
 
 BLOCK = 4
 STEPS = 6
-"""Tokens that a live target's own `generate` says while it is tried."""
+"""Tokens of a live target's own `generate` in its trial."""
 WIDEST = 32
-"""Rows of the widest block that a twin is tried with."""
+"""Rows of the widest block in a trial."""
 MOST_ROWS = 8
 MOST_KNOWN = 64
 NONSENSE = 1 << 20
-"""The tokens that the cache claims to hold while it is tried: who counts them there computes nonsense."""
+"""The cache's reported length in a trial: a model that reads it computes nonsense."""
 LONGEST_CHUNK = 512
 
 
 def check(target: PreTrainedModel, length: int | None = None, cache: str = "static") -> Agreement:
-    """Hold block decoding's cached passes against the target's own forward, with its real weights.
+    """Compare block decoding's cached passes with the target's own forward, with its real weights.
 
-    Two random prompts of different lengths are read in chunks, then blocks are verified behind them, whose
-    rows are partly rejected. Runs eagerly, where the target is; takes one forward of ``length`` tokens.
+    Reads two random prompts of different lengths in chunks, then verifies blocks with some rejected rows.
+    Runs eagerly, on the target's device; takes one forward of ``length`` tokens.
 
     Args:
         target: a transformers causal LM.
-        length: tokens; unset: past the edge of its widest sliding window, at least 64.
+        length: tokens; unset: at least 64, and more than the widest sliding window.
         cache: "static" or "paged".
 
     Raises:
-        ValueError: the logits part by more than rounding explains, or the target cannot be decoded at all.
+        ValueError: the logits differ by more than rounding, or the target cannot be decoded at all.
     """
     check_counts(least=24, length=length)
     check_cache(cache)
@@ -140,8 +140,8 @@ def verify_class(target: PreTrainedModel, plan: DecodePlan, runtime: str, recurr
 
 
 def _faults(target: PreTrainedModel, shape: tuple[str, int, int], runtime: str) -> Iterator[str | None]:
-    # Programs find nothing of an earlier pass. Eager passes do, but not what the live model's left: that
-    # may be missed, and must not decide the text.
+    # Attributes that an earlier pass wrote are absent in programs. Eager passes have them, but not those of
+    # the live model: their absence may raise an error, and must not change the text.
     passes = (False,) if RUNTIMES[runtime].compiles else (True, False)
     by_twin, loaded = is_as_built(target), target.device.type != "meta"
     if RUNTIMES[runtime].compiles:
@@ -155,7 +155,7 @@ def _faults(target: PreTrainedModel, shape: tuple[str, int, int], runtime: str) 
 
 
 def _fault_of_class(target: Any, shape: tuple[str, int, int], passes: tuple, runtime: str) -> str | None:
-    """The twin's fault, the same for every model of the class and the structure."""
+    """The twin's fault, cached for all models of the class with the same structure."""
     known = _verdicts.setdefault(type(target), [])
     asked = repr(target.config.to_dict()), tuple(map(type, parts_of(target.config))), shape, runtime
     for verdict in known:
@@ -184,7 +184,7 @@ WRITES = Trial(_find_writes, "this class is not among those tested, and ")
 
 def _find_in_twin(target: Any, cache: str, width: int, rows: int, keeps: bool) -> str | None:
     twin = build_twin(target)
-    skeleton = Target(twin)  # before a forward of the twin's own, which may leave something in it
+    skeleton = Target(twin)  # before a forward of the twin, which may write attributes
     ids = _ids(VOCAB, rows, PROMPT + sum(_kept(width)[:-1]) + width)
     ids[:1] = _own_text(twin, ids[:1, :PROMPT], ids.shape[1])
     agreement, odd = compare(twin, skeleton, ids, cache, width, keeps), _unlike_forward(twin, ids[:1])
@@ -232,8 +232,8 @@ LIVE = Trial(
 
 
 def _find_in_generate(target: Any, *_: Any) -> str | None:
-    """Hooks and patches that tell single tokens from a prompt, and changes of logits in `generate`."""
-    alone = copy.copy(target)  # the modules are the target's own, and another thread may read its configs
+    """Finds hooks that distinguish single tokens from a prompt, and changes of logits in `generate`."""
+    alone = copy.copy(target)  # the same modules; another thread may read the target's configs
     options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     alone.generation_config = GenerationConfig(
         max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0, **options
@@ -264,12 +264,12 @@ GENERATE = Trial(
 
 
 def _kept(width: int) -> tuple[int, ...]:
-    """Rows of each block that count: as in decoding, the next block is written over the others."""
+    """Accepted rows of each block: as in decoding, the next block overwrites the others."""
     return min(2, width), width, 1, min(3, width)
 
 
 def _ids(vocab: int, rows: int, length: int) -> Tensor:
-    """Random ids [rows, length]; each row begins with every id below `SPECIAL`, in some order."""
+    """Random ids [rows, length]; each row's beginning has every id below `SPECIAL`."""
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(0, vocab, (rows, length), generator=generator, device="cpu")
     for row in range(rows):
@@ -279,7 +279,7 @@ def _ids(vocab: int, rows: int, length: int) -> Tensor:
 
 
 def _own_text(twin: Any, ids: Tensor, length: int) -> Tensor:
-    """``ids`` [1, T] and what the twin's own greedy `generate` says after them, to ``length`` tokens."""
+    """``ids`` [1, T], continued to ``length`` tokens by the twin's own greedy `generate`."""
     new = length - ids.shape[1]
     plain = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     twin.generation_config = plain
@@ -288,7 +288,7 @@ def _own_text(twin: Any, ids: Tensor, length: int) -> Tensor:
 
 
 def _unlike_forward(twin: Any, ids: Tensor) -> int | None:
-    """The first position whose token in a text of `_own_text` is not the best of the forward's logits."""
+    """The first position of a text of `_own_text` whose token is not the forward's argmax."""
     with torch.no_grad(), torch.device("cpu"):
         logits = _own_logits(twin, ids, PROMPT - 1)[:-1].float()
     chosen = logits.gather(1, ids[0, PROMPT:, None].long())[:, 0]
@@ -297,15 +297,15 @@ def _unlike_forward(twin: Any, ids: Tensor) -> int | None:
 
 
 def _sampled_otherwise(twin: Any, ids: Tensor) -> int | None:
-    """The first position where the twin's own sampling does more to its logits than the options say."""
+    """The first position where the twin's own sampling changes logits beyond its options."""
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "top_k": 20, "top_p": 0.9}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     twin.generation_config = GenerationConfig(max_new_tokens=4, pad_token_id=0, **options)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         out = twin.generate(ids.long(), attention_mask=torch.ones_like(ids).long())
     warp: Any = LogitsProcessorList([Temperature(0.5), TopK(20), TopP(0.9)])
-    said = [torch.equal(score, warp(ids, own)) for score, own in zip(out.scores, out.logits, strict=True)]
-    return None if all(said) else ids.shape[1] + said.index(False)
+    same = [torch.equal(score, warp(ids, own)) for score, own in zip(out.scores, out.logits, strict=True)]
+    return None if all(same) else ids.shape[1] + same.index(False)
 
 
 def compare(
@@ -319,9 +319,9 @@ def compare(
 ) -> Agreement:
     """`Agreement` on rows of tokens [B, length], in blocks of ``width``; ``skeleton`` is the model's.
 
-    ``keeps``: whether a pass finds what the one before left in attributes; compiled programs do not.
-    ``lengths``: whether differences of its own forwards of other lengths, and with its own cache, count as
-    rounding. They do not for a hook, which may look at the last position.
+    ``keeps``: whether attributes stay as the previous pass wrote them, unlike in compiled programs.
+    ``lengths``: whether differences between the model's own forwards of other lengths, and with its own
+    cache, count as rounding. They do not for a hook, which may read the last position.
     """
     device, (rows, length) = model.device, ids.shape
     ids = ids.to(device)
@@ -332,7 +332,7 @@ def compare(
         with _evaluating(model):
             own = [_own_logits(model, ids[row : row + 1], first) for row in range(rows)]
             again = [_own_logits(model, ids[:1, :-3], first)] if lengths else []
-            if lengths and not skeleton.recurrent:  # whose own cached forwards are wrong in some families
+            if lengths and not skeleton.recurrent:  # some recurrent families' own cached forwards are wrong
                 again.append(_own_cached_logits(model, ids[:1], first))
         noise = _noise(model, ids[:1], first)
         ours = _cached_logits(model, skeleton, ids, read, cache, width, keeps)
@@ -348,7 +348,7 @@ def compare(
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """While open, modules are in evaluation mode to this thread alone: no flag is set, whatever it writes."""
+    """While open, modules are in evaluation mode for this thread alone; no flag changes."""
     if not any(part.training for part in model.modules()):
         yield
         return
@@ -356,13 +356,13 @@ def _evaluating(model: Any) -> Iterator[None]:
     seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def mode(module: nn.Module) -> bool:
-        if "training" not in vars(module):  # TorchScript keeps it elsewhere, and looks there
+        if "training" not in vars(module):  # TorchScript stores the flag elsewhere
             raise AttributeError("training")
         return seen.get(module, False) if threading.get_ident() == here else vars(module)["training"]
 
     def set_mode(module: nn.Module, value: bool) -> None:
         if threading.get_ident() == here and "training" in vars(module):
-            seen[module] = value  # a forward that saves a flag and puts it back would put back ours
+            seen[module] = value  # a forward that saves and restores a flag would store ours
         else:
             vars(module).update(training=value)
 
@@ -391,7 +391,7 @@ def _own_cached_logits(model: Any, ids: Tensor, first: int) -> Tensor:
 
 
 def _noise(model: Any, ids: Tensor, first: int) -> float:
-    """How far a copy's logits move where embeddings are a rounding step larger or smaller, or as they are."""
+    """The largest change of a copy's logits when each embedding changes by at most one rounding step."""
     copied = build_skeleton(model, model.config._attn_implementation)
     generator, tensors = torch.Generator("cpu").manual_seed(0), collect_tensors(copied, model, "")
 
@@ -400,7 +400,7 @@ def _noise(model: Any, ids: Tensor, first: int) -> float:
         return (out.float() * (1 + torch.finfo(out.dtype).eps * steps)).to(out.dtype)
 
     def logits() -> Tensor:
-        return Swapped(copied).call(lambda: _own_logits(copied, ids, first), tensors, ())
+        return BoundWeights(copied).call(lambda: _own_logits(copied, ids, first), tensors, ())
 
     plain = logits()
     copied.get_input_embeddings().register_forward_hook(round_off)
@@ -410,7 +410,7 @@ def _noise(model: Any, ids: Tensor, first: int) -> float:
 def _cached_logits(
     model: Any, skeleton: Target, ids: Tensor, read: Tensor, cache: str, width: int, keeps: bool
 ) -> list[tuple[int, int, Tensor]]:
-    """(row, first position, logits [R, V]) of the last prompt token and of each block's rows."""
+    """(row, first position, logits [R, V]) of the last prompt token and of each block."""
     rows, length = ids.shape
     plan = DecodePlan(rows, length, width, width, cache=cast(Cache, cache), page_size=16)
     pair = Pair(skeleton, PlainProposer(), plan)
@@ -418,7 +418,7 @@ def _cached_logits(
     table = None
     if cache == "paged":
         table = 1 + torch.arange(rows * plan.row_pages, dtype=torch.int32, device=ids.device).view(rows, -1)
-    skeleton.tokens_said = NONSENSE
+    skeleton.reported_length = NONSENSE
     layers = pair.run(lambda pair: pair.target.start(plan), params)
     start, found = torch.zeros_like(read), []
 
@@ -426,7 +426,7 @@ def _cached_logits(
         nonlocal layers
         at = positions(start, many)
         given = ids.gather(1, at.clamp(max=length - 1).long())
-        with nullcontext() if keeps else forgetting(pair):
+        with nullcontext() if keeps else restoring_attributes(pair):
             out = pair.run(lambda pair: pair.target(given, start, layers, (), table, count), params)
         layers = out.cache
         return out.logits

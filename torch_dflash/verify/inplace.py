@@ -1,4 +1,4 @@
-"""Which of a model's own writes a lowered program would lose: those that reach a tensor through a view."""
+"""Finds writes through views in a model's forward, which a lowered program would lose."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class WritesToViews(TorchDispatchMode):
-    """While open, notes an operation in place on a view, or on a tensor that has views, in ``found``.
+    """While open, records an in-place operation on a view, or on a tensor with views, in ``found``.
 
-    A lowered program has values, not memory: what is written through one view is not seen through another.
-    Writes of a tested class's own file are let be: its text was compared.
+    A lowered program has values, not memory: a write through one view does not reach another. Writes in the
+    file of a tested class are ignored, since its text was compared.
     """
 
     def __init__(self):
@@ -41,12 +41,12 @@ class WritesToViews(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in out if isinstance(out, list | tuple) else [out]:
             if isinstance(tensor, Tensor) and any(_is_view(tensor, given) for given in args):
-                self._viewed[_storage(tensor)] = tensor  # held, so that its address is not given to another
+                self._viewed[_storage(tensor)] = tensor  # kept alive, so that its address is not reused
         return out
 
 
 def _is_tested(frame: FrameType | None) -> bool:
-    """Whether the innermost code outside torch is of a file of transformers that has a tested class."""
+    """Whether the innermost code outside torch is in a file of transformers with a tested class."""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(TRANSFORMERS):

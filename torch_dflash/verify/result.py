@@ -1,4 +1,4 @@
-"""How far two ways to compute the same logits are apart, and whether rounding explains it."""
+"""`Agreement`: the difference of two computations of the same logits, and a bound for rounding."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 import torch
 
 ROUNDING = 2e-4
-"""Differences that rounding explains in float32, as a share of the logits' spread."""
+"""Largest difference by rounding in float32, as a share of the logits' spread."""
 NOISE = 8
-"""Differences between shapes that are rounding, in multiples of the model's own."""
+"""Largest difference by rounding between shapes, as a multiple of the model's own."""
 MOST = {torch.float32: 5e-3, torch.float64: 5e-3, torch.float16: 0.5, torch.bfloat16: 1.1}
-"""The same, as a share of the spread, at most: a model that is not causal differs from itself by more."""
+"""Bound of `NOISE` times the noise, as a share of the spread: models that are not causal exceed it."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far block decoding's logits are from those of the target's own forward without a cache.
+    """Difference of block decoding's logits from those of the target's own forward without a cache.
 
     Attributes:
         difference: largest difference of two logits.
-        position: where it is: position of the row in its sequence.
+        position: the sequence position of that difference.
         spread: standard deviation of the target's logits over the vocabulary.
-        noise: largest difference of the target to itself: of forwards of two lengths, where they overlap, of
-            one with its own cache, and of one whose embeddings are a rounding step off.
-        compared: rows of logits that were compared.
+        noise: largest difference of the target from itself: between forwards of two lengths where they
+            overlap, with its own cache, and with embeddings changed by a rounding step.
+        compared: rows of logits compared.
         dtype: of the logits.
     """
 

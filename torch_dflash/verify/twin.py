@@ -19,48 +19,25 @@ WINDOW = 6
 PROMPT = 2 * WINDOW + 5
 """Tokens of a twin's prompt."""
 SHORT = PROMPT + 1
-"""The most that integers may be which only the target's author knows: they may count positions. What is
-decided by a length lies between a twin's prompt and its text then, and falls otherwise for the two."""
+"""Largest value of integers that transformers does not know, which may count positions: a length at which a
+class changes its behaviour then lies between a twin's prompt and its text."""
 SIZES = "size|dim|heads|layers|experts|vocab|hidden|positions|embd|rank|width|groups|topk|top_k"
-"""Names of integers that are shapes, whoever wrote the config."""
+"""Names of integers that are shapes in any config."""
 SPECIAL = 8
-"""Token ids below may be special ones: every prompt of a comparison holds them all."""
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "ffn_dim": 64,
-    "n_inner": 64,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "head_dim": 16,
-    "global_head_dim": 16,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCAB,
-    "word_embed_proj_dim": 64,
-    "max_position_embeddings": POSITIONS,
-    "vocab_size": VOCAB,
+"""Token ids below this may be special; every prompt of a comparison holds them all."""
+_SMALL = {
+    64: "hidden_size intermediate_size ffn_dim n_inner word_embed_proj_dim",
+    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    16: "head_dim global_head_dim kv_lora_rank q_lora_rank qk_head_dim hidden_size_per_layer_input",
+    8: "qk_rope_head_dim qk_nope_head_dim v_head_dim",
+    4: "num_local_experts num_experts n_routed_experts moe_num_experts",
+    2: "num_experts_per_tok moe_topk moe_k top_k_experts n_group",
+    1: "n_shared_experts num_shared_experts topk_group first_k_dense_replace",
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    POSITIONS: "max_position_embeddings",
 }
-"""Integer fields and the most they may be. Fields that a config lacks, or has smaller, are left alone."""
+SMALL = {name: most for most, names in _SMALL.items() for name in names.split()}
+"""Integer fields and their largest values in a twin."""
 HEADS = 4
 LEAST_LAYERS = 3
 MOST_WEIGHTS = 20_000_000
@@ -72,7 +49,7 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
     Neither the model nor torch's generator is touched.
 
     Raises:
-        Exception: whatever the class raises for such a config. ValueError: the result would not be small.
+        Exception: any that the class raises for such a config. ValueError: the result would not be small.
     """
     config = shrink(model.config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -90,14 +67,14 @@ def build_twin(model: PreTrainedModel) -> PreTrainedModel:
                     weight.copy_(noise * 1.5 / weight.shape[-1] ** 0.5)
                 else:
                     weight.add_(0.1 * noise)
-            for buffer in twin.buffers():  # what starts as zeros may not be zeros in the target
+            for buffer in twin.buffers():  # zeros may have other values in the target
                 if buffer.is_floating_point():
                     buffer.add_(0.1 * torch.rand(buffer.shape))
     return twin.eval().requires_grad_(False)
 
 
 def shrink(config: PretrainedConfig) -> Any:
-    """A copy of ``config``, nested ones included: small widths, few layers, one of each kind at least."""
+    """A copy of ``config`` and its nested configs with small widths and few layers of each kind."""
     small: Any = copy.deepcopy(config)
     for part in parts_of(small):
         _cut_layers(part)
@@ -108,7 +85,7 @@ def shrink(config: PretrainedConfig) -> Any:
 
 
 def _cut_layers(config: Any) -> None:
-    """Keep the first layer of each kind that the config's per-layer lists tell apart, in order."""
+    """Keep the first layer of each kind, by the config's per-layer lists."""
     layers = field_of(config, "num_hidden_layers")
     if not isinstance(layers, int):
         return
@@ -134,7 +111,7 @@ def _cut_layers(config: Any) -> None:
 
 
 def _overrides(config: Any) -> dict[int, dict[str, Any]]:
-    """What single layers have in place of the config's own fields: transformers' heterogeneous configs."""
+    """Fields of single layers in transformers' heterogeneous configs."""
     spec = vars(config).get("_heterogeneity_spec")
     return {} if spec is None else spec.per_layer_overrides
 
@@ -155,18 +132,20 @@ def _narrow(config: Any) -> None:
         if isinstance(groups, int):
             config.num_key_value_heads = HEADS if groups == heads else min(groups, HEADS // 2)
     if field_of(config, "kv_lora_rank") and field_of(config, "qk_rope_head_dim") and "head_dim" in names:
-        # Only the rope reads it, and turns this part of it.
+        # Only the rope reads head_dim, and rotates this share of it.
         ropes = _ropes(field_of(config, "rope_parameters") or {})
         share = next((rope["partial_rotary_factor"] for rope in ropes if "partial_rotary_factor" in rope), 1)
         config.head_dim = round(config.qk_rope_head_dim / share)
     unknown, special = vars(config).keys() - _fields_of_transformers(type(config)), []
     for name, value in vars(config).items():
         if re.search("window|chunk", name) and type(value) is int and value > WINDOW:
-            setattr(config, name, POSITIONS if 0 < context <= value else WINDOW)  # as wide: no window
+            setattr(
+                config, name, POSITIONS if 0 < context <= value else WINDOW
+            )  # as wide as the context: no window
         elif _larger(value, SHORT) and name not in SMALL and _counts(name, unknown):
             setattr(config, name, SHORT)
         if name.endswith("_token_id") and type(value) is int and not re.search("image|video|audio|oi_", name):
-            setattr(config, name, len(special))  # among `SPECIAL`, which every prompt holds
+            setattr(config, name, len(special))  # below `SPECIAL`: every prompt holds them
             special.append(name)
     head = field_of(config, "head_dim") or (field_of(config, "hidden_size") or 0) // (
         field_of(config, "num_attention_heads") or 1
@@ -178,13 +157,13 @@ def _narrow(config: Any) -> None:
 
 
 def _counts(name: str, unknown: set[str]) -> bool:
-    """Whether an integer of this name may be a length at which a class changes what it does."""
+    """Whether an integer of this name may be a length at which a class changes its behaviour."""
     known = name == "original_max_position_embeddings"
     return known or name in unknown and not re.search(SIZES, name)
 
 
 def _fields_of_transformers(kind: type) -> set[str]:
-    """Names that transformers itself gives a config of this kind; others are its user's."""
+    """Names of fields that transformers itself defines for a config of this kind."""
     base: Any = next(one for one in kind.__mro__ if one.__module__.startswith("transformers."))
     return set(inspect.signature(base.__init__).parameters) | set(vars(PretrainedConfig()))
 
