@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from transformers import GenerationConfig
 
 from torch_dflash.engine.width import Widths
-from torch_dflash.proposers.composed import inner_of, recipe_of
+from torch_dflash.proposers.composed import inner_of, key_of
 from torch_dflash.requests.request import UNSET, Request
 from torch_dflash.requests.row_values import drawn_seed
 from torch_dflash.requests.stopping import Deadline
@@ -147,7 +147,7 @@ def said_of(hosts: Hosts | None, mesh: Any, target: Any, drafter: Any, *engine: 
         one = inner_of(given)
         known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
         # In lines, for only these show a set in one order: Python's own differs by process.
-        shown = _NUMBER.sub("", pformat((settings(getattr(one, "config", None)), recipe_of(given)), width=1))
+        shown = _NUMBER.sub("", pformat((settings(getattr(one, "config", None)), key_of(given)), width=1))
         said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
         named = {option.name: repr(getattr(part, option.name)) for option in fields(part)}

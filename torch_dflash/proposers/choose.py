@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from torch_dflash.checks import check_counts, check_loaded, check_target
 from torch_dflash.proposers import DFlashProposer, PlainProposer, Proposer
-from torch_dflash.proposers.composed import inner_of, recipe_of
+from torch_dflash.proposers.composed import Composed, inner_of
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.notes import warn_once
 from torch_dflash.proposers.pair import check_pair
@@ -75,9 +75,8 @@ def make_proposer(target: PreTrainedModel, drafter, block_size: int | None) -> P
     """
     check_drafter(drafter)
     check_counts(block_size=block_size)
-    recipe = recipe_of(drafter)
-    if recipe is not None:
-        return recipe.build(make_proposer(target, inner_of(drafter), block_size))
+    if isinstance(drafter, Composed):
+        return drafter.build(make_proposer(target, drafter.drafter, block_size))
     if isinstance(drafter, DFlashDraftModel):
         check_pair(target, drafter)
         warn_once(target, drafter)

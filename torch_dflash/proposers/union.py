@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from torch_dflash.accept import drafted_by
 from torch_dflash.ops.control_flow import branch
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.proposers.composed import Composed
+from torch_dflash.proposers.composed import Composed, Several, States
 from torch_dflash.proposers.ngram import NGramProposer
-from torch_dflash.proposers.several import Beside, Several, States
-from torch_dflash.proposers.trees.proposer import TreeRecipe, check_rows
+from torch_dflash.proposers.trees.proposer import BestNodes, check_rows
 from torch_dflash.state import Draft, DraftRequest
 
 LONG = 2
@@ -28,14 +26,15 @@ class UnionProposer(Several):
 
     Args:
         inner: the other proposer, of which the union has width and taps.
-        most: rows of a draft of lookup at most, the anchor included. max_ngram: as in `NGramProposer`.
+        others: lookup, whose ``width`` is the most rows that it drafts here, the anchor included. rows: None.
     """
 
-    def __init__(self, inner: Proposer, most: int, max_ngram: int):
-        lookup = NGramProposer(max(inner.width, 2), max_ngram)
+    def __init__(self, inner: Proposer, others: tuple[NGramProposer], rows: None = None):
+        (given,) = others
+        lookup = NGramProposer(max(inner.width, 2), given.max_ngram)
         super().__init__(inner, (lookup,))
         self.name = f"{lookup.name} or {inner.name}"
-        self.lookup, self.width, self.most = lookup, inner.width, min(most, inner.width)
+        self.lookup, self.width, self.most = lookup, inner.width, min(given.width, inner.width)
 
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
         return self._draft(pstate, anchor, length, embed, head, None)
@@ -63,17 +62,6 @@ class UnionProposer(Several):
         tokens = torch.where(long[:, None], found.tokens[:, : self.width - 1], tokens)
         valid = torch.where(long, self.most - 1, valid)
         return Draft(tokens, valid.to(torch.int32)), States((lookup, inner))
-
-
-@dataclass(frozen=True)
-class UnionRecipe:
-    """A `UnionProposer` of these arguments."""
-
-    most: int
-    max_ngram: int
-
-    def build(self, inner: Proposer) -> Proposer:
-        return UnionProposer(inner, self.most, self.max_ngram)
 
 
 class Union(Composed):
@@ -104,7 +92,9 @@ class Union(Composed):
             raise TypeError(f"drafter={given}: pass a drafter of td.load_drafter, or a proposer, last.")
         if rows is not None:
             check_rows(rows)
-            return super().__init__(drafter, TreeRecipe(tuple(map(_beside, others)), rows))
+            for one in others:
+                _check_part(one)
+            return super().__init__(drafter, BestNodes, tuple(others), rows)
         lookup = others[0]
         if len(others) > 1 or not isinstance(lookup, NGramProposer):
             names = ", ".join(type(one).__name__ for one in others)
@@ -114,7 +104,7 @@ class Union(Composed):
             )
         if getattr(drafter, "depth", None) is not None:
             raise ValueError(_trees(drafter))
-        super().__init__(drafter, UnionRecipe(lookup.width, lookup.max_ngram))
+        super().__init__(drafter, UnionProposer, (lookup,), None)
 
 
 def _trees(drafter: Any) -> str:
@@ -124,8 +114,7 @@ def _trees(drafter: Any) -> str:
     )
 
 
-def _beside(proposer: Any) -> Beside:
-    """``proposer`` as part of a recipe."""
+def _check_part(proposer: Any) -> None:
     if not isinstance(proposer, Proposer):
         raise TypeError(
             f"{type(proposer).__name__} before the drafter: pass td.NGramProposer() there, the drafter last."
@@ -137,4 +126,3 @@ def _beside(proposer: Any) -> Beside:
     }
     for problem in (name for name, holds in problems.items() if holds):
         raise TypeError(f"{type(proposer).__name__} before the drafter: {problem}; pass it last.")
-    return Beside((type(proposer), proposer.key), proposer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 from torch_dflash.checks import is_count
 from torch_dflash.plan import MOST_TREE_ROWS
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.proposers.composed import Composed
+from torch_dflash.proposers.composed import Composed, Several, States
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.several import Beside, Several, States
 from torch_dflash.proposers.trees.known import known_nodes
 from torch_dflash.proposers.trees.nodes import best, in_preorder, join
 from torch_dflash.state import Draft, DraftRequest, Sampling
@@ -52,17 +50,6 @@ def _greedy(anchor: Tensor) -> Sampling:
     return Sampling(temperature=floats, top_k=ints, top_p=floats + 1, min_p=floats, seed=ints)
 
 
-@dataclass(frozen=True)
-class TreeRecipe:
-    """A `BestNodes` of these arguments."""
-
-    others: tuple[Beside, ...]
-    rows: int
-
-    def build(self, inner: Proposer) -> Proposer:
-        return BestNodes(inner, tuple(one.build() for one in self.others), self.rows)
-
-
 class TreeProposer(Composed):
     """A drafter's block as a tree: pass ``td.TreeProposer(drafter, rows=16)`` as ``drafter``.
 
@@ -82,7 +69,7 @@ class TreeProposer(Composed):
             fix = "pass rows to td.Union" if isinstance(drafter, Composed) else "pass one of td.load_drafter"
             raise TypeError(f"drafter={type(drafter).__name__}: a tree is made of a drafter's block; {fix}.")
         check_rows(rows)
-        super().__init__(drafter, TreeRecipe((), rows))
+        super().__init__(drafter, BestNodes, (), rows)
 
 
 def check_rows(rows: Any) -> None:
