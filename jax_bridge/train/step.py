@@ -19,8 +19,8 @@ from torch import nn
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
 from jax_bridge.train.autocast import Bfloat16Products
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.objective import Losses, Vocabulary
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.objective import Losses, LossVocabulary
 from torch_dflash.train.fit.options import FitOptions
 from torch_dflash.train.fit.student import Student
 
@@ -58,7 +58,7 @@ def lower_losses(student: Student, options: FitOptions) -> Callable[..., Any]:
         with Bfloat16Products() if options.mixed_precision == "bf16" else nullcontext():
             return torch.func.functional_call(skeleton, tensors, (batch, vocabulary))
 
-    def losses(params: Arrays, frozen: Arrays, batch: Batch, vocabulary: Vocabulary | None) -> Any:
+    def losses(params: Arrays, frozen: Arrays, batch: AnchorBatch, vocabulary: LossVocabulary | None) -> Any:
         tensors = frozen | {f"drafter.{name}": array for name, array in params.items()}
         return call_torch(forward, tensors, batch, _picked(frozen, vocabulary))
 
@@ -85,7 +85,7 @@ def lower_validation(student: Student, options: FitOptions, mesh: Mesh) -> Calla
 def lower_step(student: Student, options: FitOptions, mesh: Mesh) -> Callable[..., tuple]:
     """``(params, state, frozen, batches, vocabulary, rate) -> (params, state, losses, norm)``.
 
-    ``batches`` is one `Batch` with a leading axis of micro-batches, whose rows are cut over the mesh; the
+    ``batches`` is one `AnchorBatch` with a leading axis of micro-batches, its rows cut over the mesh; the
     rest is replicated. The loss is summed over rows, micro-batches and devices and divided by the step's
     number of blocks, so no cut changes the step. ``norm`` is the gradient's before clipping.
     """

@@ -18,7 +18,7 @@ from torch_dflash.doctor.diagnosis import judge_texts
 from torch_dflash.proposers.checkpoint.extras import extras_of
 from torch_dflash.proposers.checkpoint.hub import hub_card
 from torch_dflash.proposers.checkpoints import load_drafter_config
-from torch_dflash.proposers.layouts.pieces import Piece
+from torch_dflash.proposers.layouts.pieces import TensorSlice
 from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.student import KNOWN, Student
 
@@ -394,7 +394,7 @@ def test_tables_that_say_two_things_are_named(name, tensors, words, tmp_path):
 def test_tensors_are_compared_before_weights_are_read(name, tensor, tmp_path, monkeypatch):
     own = expected(name)
     publish(tmp_path, name, own, tensors={"layers.1.self_attn.k_norm.weight": tensor})
-    monkeypatch.setattr(Piece, "read", lambda self: pytest.fail("read"))
+    monkeypatch.setattr(TensorSlice, "read", lambda self: pytest.fail("read"))
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *args, **given: pytest.fail("allocated"))
     problem = "missing" if tensor is None else "mismatched"
     with pytest.raises(ValueError, match=f"{problem}_keys=.*layers.1.self_attn.k_norm.* in {tmp_path}"):

@@ -6,7 +6,7 @@ import torch
 
 from support.tiny import VOCAB
 from torch_dflash.train.fit.blocks import (
-    Batch,
+    AnchorBatch,
     draw_anchors,
 )
 
@@ -20,7 +20,7 @@ def make_batch(drafter, seed=0):
     nh = drafter.fc.in_features
     anchors = torch.stack([draw_anchors(5, length, 6, generator) for length in LENGTHS])
     anchors[0, -1] = -1
-    return Batch(
+    return AnchorBatch(
         ids=ids,
         length=torch.tensor(LENGTHS, dtype=torch.int32),
         features=torch.randn(2, width, nh, generator=generator),

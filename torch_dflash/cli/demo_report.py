@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_dflash.cli.provenance import LOAD
-from torch_dflash.demo.contest import Answer
+from torch_dflash.demo.contest import TimedAnswer
 
 PLAIN, UNION, DFLASH = "plain decoding", "DFlash + lookup", "DFlash"
 DRAFTED = UNION, DFLASH
@@ -27,8 +27,8 @@ class Asked:
     kind: str
     question: str
     ids: torch.Tensor
-    answers: dict[str, list[Answer]] = field(default_factory=dict)
-    ties: list[Answer] = field(default_factory=list)
+    answers: dict[str, list[TimedAnswer]] = field(default_factory=dict)
+    ties: list[TimedAnswer] = field(default_factory=list)
 
     def times(self, name: str) -> list[float]:
         """Seconds per output token of each answer. One token alone comes with the prompt's pass."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_dflash.grammars.vocabulary import ALL, Vocabulary, holds, library, put, words_of
+from torch_dflash.grammars.vocabulary import ALL, Vocabulary, holds, library, set_bits, words_of
 
 _numbers = itertools.count()
 _rows: weakref.WeakValueDictionary[int, MatcherRow] = weakref.WeakValueDictionary()
@@ -107,9 +107,9 @@ class MatcherRow:
         if not self._matcher.is_stopped():
             found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[:words]
             bits[: len(found)] = found
-        put(bits, self._ends | self._stops, False)
+        set_bits(bits, self._ends | self._stops, False)
         if self._matcher.is_accepting():
-            put(bits, self._stops, True)
+            set_bits(bits, self._stops, True)
         self._note_error()
         return bits
 

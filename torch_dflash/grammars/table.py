@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_dflash.grammars.matcher import MatcherRow, refused
 from torch_dflash.grammars.regular import DEAD, FIRST, byte_automaton
-from torch_dflash.grammars.vocabulary import ALL, Vocabulary, packed, put, words_of
+from torch_dflash.grammars.vocabulary import ALL, Vocabulary, pack_bits, set_bits, words_of
 
 MOST_STATES = 512
 MOST_ENTRIES = 1 << 22
@@ -48,8 +48,8 @@ class TableRow:
         classes[list(self._stops)] = 0
         allowed = np.zeros((len(table.following), words_of(vocab_size)), np.int32)
         allowed[:, : table.allowed.shape[1]] = table.allowed
-        put(allowed, self._stops, False)
-        allowed[table.accepts] |= packed(np.isin(np.arange(vocab_size), list(self._stops)))
+        set_bits(allowed, self._stops, False)
+        allowed[table.accepts] |= pack_bits(np.isin(np.arange(vocab_size), list(self._stops)))
         allowed[DEAD] = ALL
         return table.following, classes, allowed
 
@@ -104,7 +104,7 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
         alive = more
     following = np.where(alive[following], following, DEAD)
     check_size(pattern, following.shape[0], following.shape[1], len(spelt))
-    allowed = np.stack([packed(row[class_of]) for row in following != DEAD])
+    allowed = np.stack([pack_bits(row[class_of]) for row in following != DEAD])
     allowed[DEAD] = ALL
     return TokenTable(following, class_of, accepts, allowed)
 

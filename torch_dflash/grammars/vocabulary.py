@@ -78,7 +78,7 @@ def words_of(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def put(bits: np.ndarray, ids: Iterable[int], value: bool) -> None:
+def set_bits(bits: np.ndarray, ids: Iterable[int], value: bool) -> None:
     """Take ids into each set of ``bits`` [..., words], or out of it, in place."""
     for token in ids:
         if 0 <= token < 32 * bits.shape[-1]:
@@ -92,7 +92,7 @@ def holds(bits: np.ndarray, token: int) -> bool:
     return 0 <= token < 32 * len(bits) and bool(bits[token // 32] >> (token % 32) & 1)
 
 
-def packed(flags: np.ndarray) -> np.ndarray:
+def pack_bits(flags: np.ndarray) -> np.ndarray:
     """Bools [..., ids] as bits [..., words]."""
     spare = -flags.shape[-1] % 32
     whole = np.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, spare)])

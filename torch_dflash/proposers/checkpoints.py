@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.proposers.checkpoint.files import read_config
-from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
+from torch_dflash.proposers.dflash.config import DFlashConfig, is_dflash2
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.model import DFlash2Config, DFlash2DraftModel
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
@@ -58,4 +58,4 @@ def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _kind(read: Fields, source: Any) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:
-    return KINDS[is_second(in_zlabs_fields(read, source))]
+    return KINDS[is_dflash2(in_zlabs_fields(read, source))]

@@ -76,7 +76,7 @@ def tables_of_ids(config: Any) -> list[str]:
         "embed_tokens": config.own_embedding,
         "lm_head": config.own_head,
         "markov_head": config.markov_rank,
-        "candidate_selector": config.second,
+        "candidate_selector": config.dflash2,
     }
     return [name for name, there in parts.items() if there]
 

@@ -12,7 +12,7 @@ from torch_dflash.ops.control_flow import branch
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.proposers.composed import Composed, Several, States
 from torch_dflash.proposers.ngram import NGramProposer
-from torch_dflash.proposers.trees.proposer import BestNodes, check_rows
+from torch_dflash.proposers.trees.proposer import BestNodes, check_tree_rows
 from torch_dflash.state import Draft, DraftRequest
 
 LONG = 2
@@ -91,7 +91,7 @@ class Union(Composed):
             given = None if drafter is None else type(drafter).__name__
             raise TypeError(f"drafter={given}: pass a drafter of td.load_drafter, or a proposer, last.")
         if rows is not None:
-            check_rows(rows)
+            check_tree_rows(rows)
             for one in others:
                 _check_part(one)
             return super().__init__(drafter, BestNodes, tuple(others), rows)

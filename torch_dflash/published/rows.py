@@ -133,7 +133,7 @@ checkpoints: tuple[Checkpoint, ...] = _read()
 
 
 @dataclass(frozen=True)
-class Share:
+class PublishedCounts:
     """How many published drafters are of use here.
 
     Attributes:
@@ -152,8 +152,8 @@ class Share:
         )
 
 
-def share(rows: Iterable[Checkpoint] = checkpoints) -> Share:
+def share(rows: Iterable[Checkpoint] = checkpoints) -> PublishedCounts:
     """The three figures for ``rows``, without SpecForge's sample configs: those have no published weights."""
     known = [row for row in rows if row.kind in KINDS and not row.name.endswith("-sample")]
     decodes = [row for row in known if row.verdict[0]]
-    return Share(len(known), len(decodes), sum(row.loads for row in decodes))
+    return PublishedCounts(len(known), len(decodes), sum(row.loads for row in decodes))

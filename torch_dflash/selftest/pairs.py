@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from torch_dflash.proposers.checkpoints import KINDS, drafter_of
-from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
+from torch_dflash.proposers.dflash.config import DFlashConfig, is_dflash2
 
 VOCAB = 97
 MASK = 96
@@ -117,7 +117,7 @@ def make_drafter(target, seed: int = 1, **overrides):
 
 def drafter_config(base: Any, **overrides) -> DFlashConfig:
     """For a target's config: two layers, taps 0 and 2, block 6; of a selector's rank DFlash2's."""
-    config_class, _ = KINDS[is_second(overrides)]
+    config_class, _ = KINDS[is_dflash2(overrides)]
     return config_class(
         **{
             "vocab_size": base.vocab_size,

@@ -60,7 +60,7 @@ def check_extras(config: Any) -> None:
     size, whole = config.draft_vocab_size, config.vocab_size
     if size is not None and not (is_count(size) and size >= 1):
         raise ValueError(f"draft_vocab_size={size!r}: must be a positive integer, or null for the target's.")
-    named = config.own_embedding or config.own_head or size is not None or config.second or rank
+    named = config.own_embedding or config.own_head or size is not None or config.dflash2 or rank
     if named and not whole:
         raise ValueError(
             "vocab_size=0, but the drafter has tables of ids; set the target's vocab_size in its config."
@@ -71,7 +71,7 @@ def check_extras(config: Any) -> None:
             f"mask_token_id={mask} has no row in the drafter's own embedding ({whole} rows); set the id that "
             "it was trained with."
         )
-    if rank and config.second:
+    if rank and config.dflash2:
         raise ValueError(
             f"markov_rank={rank} of a DFlash2 drafter: its selector chains the drafts already; set it to 0."
         )

@@ -21,7 +21,7 @@ from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, Layout
-from torch_dflash.proposers.layouts.pieces import OWN, Piece, in_zlabs_names, turns_neighbours
+from torch_dflash.proposers.layouts.pieces import OWN, TensorSlice, in_zlabs_names, turns_neighbours
 from torch_dflash.proposers.pair import check_pair
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, beside, read_checkpoint, read_headers
 
@@ -43,7 +43,7 @@ class Files:
 
     layout: Layout
     config: Any
-    pieces: dict[str, Piece]
+    pieces: dict[str, TensorSlice]
     mask: Tensor | None
     left: dict[str, Any]
 

@@ -21,7 +21,7 @@ from torch_dflash.proposers.checkpoint.fields import (
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
 from torch_dflash.proposers.layouts.layout import Fields
 from torch_dflash.proposers.layouts.pieces import without_flags
-from torch_dflash.proposers.layouts.zlab import CLASSES, SECOND
+from torch_dflash.proposers.layouts.zlab import CLASSES, DFLASH2_CLASSES
 
 NESTED_FIELDS = (
     "block_size",
@@ -45,10 +45,10 @@ def default_target_layer_ids(num_target_layers: int, taps: int | None = None) ->
     return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
-def is_second(config: dict[str, Any]) -> bool:
+def is_dflash2(config: dict[str, Any]) -> bool:
     """Whether a ``config.json`` is a DFlash2 drafter's: by its class, or by the selector's rank."""
     nested = config.get("dflash_config") or {}
-    named = set(SECOND) & set(config.get("architectures") or [])
+    named = set(DFLASH2_CLASSES) & set(config.get("architectures") or [])
     return bool(named) or "selector_rank" in nested or "selector_rank" in config
 
 
@@ -85,7 +85,7 @@ class DFlashConfig(Qwen3Config):
 
     model_type = "qwen3"
     nested_fields: ClassVar[tuple[str, ...]] = NESTED_FIELDS
-    second: ClassVar[bool] = False  # whether a DFlash2 drafter's
+    dflash2: ClassVar[bool] = False  # whether a DFlash2 drafter's
 
     num_target_layers: int | None = None
     block_size: int = 16
@@ -143,8 +143,8 @@ class DFlashConfig(Qwen3Config):
             raise ValueError(f"vocab_size=0 in {where}: set the target's.")
         config = in_zlabs_fields(read, where)
         architectures = config.get("architectures") or []
-        if is_second(config) != cls.second:
-            own, other = ("DFlash v1", "DFlash2") if cls.second else ("DFlash2", "DFlash v1")
+        if is_dflash2(config) != cls.dflash2:
+            own, other = ("DFlash v1", "DFlash2") if cls.dflash2 else ("DFlash2", "DFlash v1")
             raise ValueError(
                 f"architectures={architectures} in {where}: a {own} drafter, not a {other} one; load it with "
                 "torch_dflash.load_drafter."

@@ -66,7 +66,7 @@ class DFlash2Config(DFlashConfig):
     """
 
     nested_fields: ClassVar[tuple[str, ...]] = (*NESTED_FIELDS, *SIZES)
-    second: ClassVar[bool] = True
+    dflash2: ClassVar[bool] = True
 
     conv_kernel_size: int = 2
     conv_group_size: int = 16

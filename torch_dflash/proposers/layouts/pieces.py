@@ -23,7 +23,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Some rows of a stored tensor, ``rows`` from ``start`` on; all of them where ``rows`` is None.
 
     With ``turned``, a head's length, they are read `in_halves`.
@@ -65,7 +65,7 @@ class Piece:
 
 def in_zlabs_names(
     layout: Layout, stored: dict[str, Stored], fields: Fields, where: Any, neighbours: bool = False
-) -> dict[str, Piece]:
+) -> dict[str, TensorSlice]:
     """Every tensor that is read, by z-lab's name; a fused one as its parts.
 
     Args:
@@ -76,7 +76,7 @@ def in_zlabs_names(
     Raises:
         ValueError: two tensors for one name, or a fused one of another shape than the config's parts have.
     """
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorSlice] = {}
     head = count(fields, "head_dim", where) if neighbours else None
     for name, tensor in stored.items():
         own = layout.zlabs(name)
@@ -91,10 +91,10 @@ def in_zlabs_names(
     return found
 
 
-def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, Piece]:
+def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, TensorSlice]:
     fused = next((one for one in _FUSED if f".{one}." in name), None)
     if fused is None:
-        return {name: Piece(stored)}
+        return {name: TensorSlice(stored)}
     if fused == "qkv_proj":
         said = ["num_attention_heads", "num_key_value_heads", "head_dim"]
         heads, dim = count(fields, said[0], where), count(fields, said[2], where)
@@ -111,7 +111,8 @@ def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, P
     names = (name.replace(fused, part) for part in _FUSED[fused])
     starts = (sum(sizes[:at]) for at in range(len(sizes)))
     return {
-        part: Piece(stored, *rows) for part, rows in zip(names, zip(starts, sizes, strict=True), strict=True)
+        part: TensorSlice(stored, *rows)
+        for part, rows in zip(names, zip(starts, sizes, strict=True), strict=True)
     }
 
 

@@ -18,8 +18,8 @@ from torch_dflash.proposers.layouts.pieces import (
     without,
 )
 
-SECOND = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")  # the second of each is NeMo Automodel's
-CLASSES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", *SECOND)
+DFLASH2_CLASSES = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")  # the second of each is NeMo Automodel's
+CLASSES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", *DFLASH2_CLASSES)
 # What servers read and what our export adds; neither is of the network.
 _UNREAD = ("use_aux_hidden_state", "chat_template_kwargs")
 

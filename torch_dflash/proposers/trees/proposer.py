@@ -68,11 +68,11 @@ class TreeProposer(Composed):
         if not isinstance(drafter, DFlashDraftModel):
             fix = "pass rows to td.Union" if isinstance(drafter, Composed) else "pass one of td.load_drafter"
             raise TypeError(f"drafter={type(drafter).__name__}: a tree is made of a drafter's block; {fix}.")
-        check_rows(rows)
+        check_tree_rows(rows)
         super().__init__(drafter, BestNodes, (), rows)
 
 
-def check_rows(rows: Any) -> None:
+def check_tree_rows(rows: Any) -> None:
     """Raise ``ValueError`` unless a tree may have so many rows."""
     if not is_count(rows) or not 2 <= rows <= MOST_TREE_ROWS:
         raise ValueError(

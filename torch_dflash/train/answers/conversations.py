@@ -11,7 +11,7 @@ from torch_dflash.train.answers.data import Messages, Prompt, encode_conversatio
 
 
 @dataclass(frozen=True)
-class Asked:
+class Exchange:
     """A question with the conversation before it, as messages and as ids, and its answer's ids."""
 
     source: str
@@ -28,7 +28,7 @@ def converse(
     batch_size: int,
     longest: int,
     template: dict[str, Any] | None = None,
-) -> Iterator[list[Asked]]:
+) -> Iterator[list[Exchange]]:
     """Ask every prompt's turns in order; yields what was asked and answered, batch by batch.
 
     A conversation ends early when its next question is beyond ``longest`` tokens.
@@ -53,7 +53,7 @@ def converse(
             responses = answer([ids for _, _, ids in batch])
             asked = []
             for (prompt, messages, ids), response in zip(batch, responses, strict=True):
-                asked.append(Asked(prompt.source, messages, ids, response))
+                asked.append(Exchange(prompt.source, messages, ids, response))
                 if turn < len(prompt.turns):
                     text = tokenizer.decode(response, skip_special_tokens=True)
                     talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))

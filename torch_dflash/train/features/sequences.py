@@ -14,7 +14,7 @@ from torch_dflash.progress import progress_bar
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, check_any
 from torch_dflash.train.features.tensorfiles import TargetFingerprint, reading_tensors
-from torch_dflash.train.fit.blocks import Batch, draw_anchors
+from torch_dflash.train.fit.blocks import AnchorBatch, draw_anchors
 from torch_dflash.train.stages import check_shards
 
 # A mask id in one of so many tokens is an accident that costs nothing; in more, it was chosen wrongly.
@@ -129,7 +129,7 @@ class OnlineSequences:
         return [row[: len(ids)] for row, ids in zip(self._extract(rows), rows, strict=True)]
 
 
-def split(sequences: Sequences, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+def split_held_out(sequences: Sequences, held_out: int, seed: int) -> tuple[list[int], list[int]]:
     """(training, held-out) sequence numbers; the same for the same seed and data."""
     order = random.Random(seed).sample(range(len(sequences)), len(sequences))
     return sorted(order[held_out:]), sorted(order[:held_out])
@@ -155,7 +155,7 @@ def epoch_batches(
 
 def make_batch(
     sequences: Sequences, indices: list[int], taps: tuple[int, ...], anchors: int, seed: str, last: int | None
-) -> Batch:
+) -> AnchorBatch:
     """A padded batch with anchors drawn by ``seed``; widths are multiples of 64, so few shapes occur.
 
     Args:
@@ -183,7 +183,7 @@ def make_batch(
                 ]
         return padded
 
-    return Batch(
+    return AnchorBatch(
         ids=ids,
         length=torch.tensor([len(row.ids) for row in rows], dtype=torch.int32),
         features=joined(taps),

@@ -18,7 +18,7 @@ from torch_dflash.pytrees import register_state
 
 @register_state
 @dataclass(frozen=True)
-class Batch:
+class AnchorBatch:
     """Sequences with their target features, and the anchors to draft from; T tokens, A anchors a row."""
 
     ids: Int[Tensor, "B T"]
@@ -57,14 +57,14 @@ def context_mask(
     return visible(at, slots[None], window, causal) & before[:, None]
 
 
-def block_targets(batch: Batch, width: int) -> tuple[Int[Tensor, "B A N"], Bool[Tensor, "B A N"]]:
+def block_targets(batch: AnchorBatch, width: int) -> tuple[Int[Tensor, "B A N"], Bool[Tensor, "B A N"]]:
     """The W-1 tokens after each anchor, and which of them are there: what a draft of W rows should say."""
     at = block_positions(batch.anchors, width)[..., 1:]
     known = (at < batch.length[:, None, None]) & (batch.anchors >= 0)[..., None]
     return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1)), known
 
 
-def previous_tokens(batch: Batch, width: int) -> Int[Tensor, "B A N"]:
+def previous_tokens(batch: AnchorBatch, width: int) -> Int[Tensor, "B A N"]:
     """The true token before each of those: the anchor itself before the first."""
     at = block_positions(batch.anchors, width)[..., :-1]
     return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1))
@@ -79,7 +79,7 @@ def gather_rows(rows: Tensor, at: Int[Tensor, "B A N"]) -> Tensor:
 
 
 def draft_blocks(
-    drafter: DFlashDraftModel, batch: Batch, embedding: Float[Tensor, "V H"], width: int
+    drafter: DFlashDraftModel, batch: AnchorBatch, embedding: Float[Tensor, "V H"], width: int
 ) -> Float[Tensor, "B A W H"]:
     """Hidden states of every block, each exactly what inference computes at that anchor (up to rounding).
 

@@ -15,7 +15,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class FitCheckpoint:
     """Everything a fit needs to go on: orders, anchors and rates are functions of ``step``.
 
     ``weights``, ``first`` and ``second`` (AdamW's moments) go by the drafter's parameter names, on either
@@ -29,7 +29,7 @@ class Checkpoint:
     second: dict[str, Tensor]
 
 
-def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
+def save_checkpoint(directory: Path, checkpoint: FitCheckpoint) -> Path:
     """Write the checkpoint, then remove all but the last few. Refuses weights that are not finite."""
     bad = [name for name, value in checkpoint.weights.items() if not torch.isfinite(value).all()]
     if bad:
@@ -49,7 +49,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
     return path
 
 
-def load_latest(directory: Path) -> Checkpoint | None:
+def load_latest(directory: Path) -> FitCheckpoint | None:
     """The last checkpoint under ``directory``, if there is one.
 
     Raises:
@@ -65,4 +65,4 @@ def load_latest(directory: Path) -> Checkpoint | None:
         for key in file.keys():  # noqa: SIM118
             group, name = key.split("/", 1)
             groups[group][name] = file.get_tensor(key)
-        return Checkpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)
+        return FitCheckpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)

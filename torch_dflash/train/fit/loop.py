@@ -22,8 +22,8 @@ from torch_dflash.proposers.dflash2.model import SIZES
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.features.extract import data_checksum
 from torch_dflash.train.features.sequences import Sequences, check_mask, check_source, check_taps
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.checkpoint import Checkpoint, load_latest, save_checkpoint
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.checkpoint import FitCheckpoint, load_latest, save_checkpoint
 from torch_dflash.train.fit.heads import head_of
 from torch_dflash.train.fit.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.fit.objective import Losses
@@ -48,11 +48,11 @@ class Trainer(Protocol):
     process: int
     main: bool
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: FitCheckpoint) -> None:
         """Go on from ``checkpoint``."""
         ...
 
-    def step(self, step: int, rate: float, batches: list[Batch]) -> Any:
+    def step(self, step: int, rate: float, batches: list[AnchorBatch]) -> Any:
         """One optimizer step, the 0-based ``step``; need not wait for it. Returns what `read` reads."""
         ...
 
@@ -60,7 +60,7 @@ class Trainer(Protocol):
         """Losses of a step over all processes, and the norm of its gradient before clipping."""
         ...
 
-    def losses(self, batch: Batch) -> Losses:
+    def losses(self, batch: AnchorBatch) -> Losses:
         """Losses of a held-out batch over the whole vocabulary."""
         ...
 
@@ -68,7 +68,7 @@ class Trainer(Protocol):
         """Whether any process wants to stop: all of them must, after the same step."""
         ...
 
-    def checkpoint(self, step: int, seconds: float) -> Checkpoint:
+    def checkpoint(self, step: int, seconds: float) -> FitCheckpoint:
         """Weights and moments after ``step`` steps; asked of the main process only."""
         ...
 
@@ -180,7 +180,7 @@ class Loop:
             draw_log(self.directory)
 
     @contextmanager
-    def _batches(self) -> Iterator[Iterator[list[Batch]]]:
+    def _batches(self) -> Iterator[Iterator[list[AnchorBatch]]]:
         """The steps' batches, each made in a thread while the step before it runs."""
         make, process = self.schedule.step_batches, self.trainer.process
         with ThreadPoolExecutor(1) as pool:

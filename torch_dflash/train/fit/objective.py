@@ -47,7 +47,7 @@ def default_gamma(width: int) -> float:
 
 @register_state
 @dataclass(frozen=True)
-class Vocabulary:
+class LossVocabulary:
     """The part of the vocabulary that the loss's softmax runs over, with the head's rows for it.
 
     ``shift`` is added to each logit: log of how many ids a sampled one stands for.
@@ -83,7 +83,7 @@ def block_losses(
     hidden: Float[Tensor, "B A N H"],
     targets: Int[Tensor, "B A N"],
     known: Bool[Tensor, "B A N"],
-    vocabulary: Vocabulary,
+    vocabulary: LossVocabulary,
     objective: Objective,
     logits_of: Any,
     teacher: Float[Tensor, "B A N H"] | None = None,
@@ -167,7 +167,7 @@ def sample_vocabulary(
     always: Int[Tensor, " K"],
     sampled: int,
     generator: torch.Generator,
-) -> Vocabulary:
+) -> LossVocabulary:
     """The ids ``always`` and ``sampled`` of the others, each standing for its share of them."""
     size = weight.shape[0]
     rest = torch.ones(size, dtype=torch.bool)
@@ -182,4 +182,4 @@ def sample_vocabulary(
     device = weight.device
     picked = ids.to(device)
     bias = None if bias is None else bias[picked]
-    return Vocabulary(weight[picked], bias, shift.to(device), index.to(device), picked.to(torch.int32))
+    return LossVocabulary(weight[picked], bias, shift.to(device), index.to(device), picked.to(torch.int32))

@@ -7,9 +7,15 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from torch_dflash.train.features.sequences import Sequences, epoch_batches, make_batch, seed_of, split
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.objective import Vocabulary, sample_vocabulary
+from torch_dflash.train.features.sequences import (
+    Sequences,
+    epoch_batches,
+    make_batch,
+    seed_of,
+    split_held_out,
+)
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.objective import LossVocabulary, sample_vocabulary
 from torch_dflash.train.fit.options import FitOptions
 
 
@@ -53,7 +59,7 @@ class Schedule:
 
     @cached_property
     def _parts(self) -> tuple[list[int], list[int]]:
-        return split(self.sequences, self.options.held_out, self.options.seed)
+        return split_held_out(self.sequences, self.options.held_out, self.options.seed)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -66,14 +72,14 @@ class Schedule:
         """Steps of the whole fit."""
         return self.options.steps or self.steps_per_epoch * self.options.epochs
 
-    def step_batches(self, step: int, process: int = 0) -> list[Batch]:
+    def step_batches(self, step: int, process: int = 0) -> list[AnchorBatch]:
         """The micro-batches of one step for one process, with their anchors."""
         epoch, place = divmod(step, self.steps_per_epoch)
         size = self.options.accumulation * self.processes
         mine = self._epoch(epoch)[place * size : (place + 1) * size][process :: self.processes]
         return [self._batch(indices, f"{self.options.seed}/{epoch}") for indices in mine]
 
-    def held_out_batches(self) -> list[Batch]:
+    def held_out_batches(self) -> list[AnchorBatch]:
         """Validation batches; their anchors never change."""
         size, indices = self.options.batch_size, self.held_out
         indices = sorted(indices, key=lambda index: len(self.sequences.sequence(index).ids))
@@ -81,7 +87,7 @@ class Schedule:
 
     def vocabulary(
         self, step: int, weight: torch.Tensor, bias: torch.Tensor | None, always: torch.Tensor
-    ) -> Vocabulary:
+    ) -> LossVocabulary:
         """The ids of this step's softmax (``options.sampled_vocabulary``)."""
         generator = torch.Generator().manual_seed(seed_of(f"vocabulary/{self.options.seed}/{step}"))
         return sample_vocabulary(weight, bias, always, self.options.sampled_vocabulary or 0, generator)
@@ -91,7 +97,7 @@ class Schedule:
         rows = (self.sequences.sequence(index) for index in range(len(self.sequences)))
         return torch.tensor(sorted({token for row in rows for token in row.ids[row.start :]}))
 
-    def _batch(self, indices: list[int], seed: str) -> Batch:
+    def _batch(self, indices: list[int], seed: str) -> AnchorBatch:
         return make_batch(self.sequences, indices, self.taps, self.options.anchors, seed, self.last)
 
     def _epoch(self, epoch: int) -> list[list[int]]:

@@ -48,7 +48,7 @@ class Selection:
         """(cross-entropy over the candidates, whether the choice is right, whether the truth is listed).
 
         Args:
-            candidates: places in ``vocabulary`` (a `Vocabulary`) of each row's likeliest tokens.
+            candidates: places in ``vocabulary`` (a `LossVocabulary`) of each row's likeliest tokens.
             labels: the true tokens' places. logits_of: as of `block_losses`.
         """
         weight, bias, ids = vocabulary.weight, vocabulary.bias, vocabulary.ids
@@ -88,7 +88,7 @@ class Chain:
         return self.head.markov_w1(self.previous.flatten())
 
     def added(self, vocabulary: Any) -> Any:
-        """``keys -> `` what is added to the logits of the ids of ``vocabulary`` (a `Vocabulary`)."""
+        """``keys -> `` what is added to the logits of the ids of ``vocabulary`` (a `LossVocabulary`)."""
         weight, ids = self.head.markov_w2.weight, vocabulary.ids
         weight = weight if ids is None else weight[ids.long()]
         return lambda keys: F.linear(keys, weight)

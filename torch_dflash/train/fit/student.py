@@ -13,8 +13,14 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair, tables_of_ids
 from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.tensorfiles import TargetFingerprint, weights_fingerprint
-from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
-from torch_dflash.train.fit.objective import Losses, Vocabulary, block_losses
+from torch_dflash.train.fit.blocks import (
+    AnchorBatch,
+    block_targets,
+    draft_blocks,
+    gather_rows,
+    previous_tokens,
+)
+from torch_dflash.train.fit.objective import Losses, LossVocabulary, block_losses
 from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.selection import Chain, Selection
 
@@ -67,7 +73,7 @@ class Student(nn.Module):
         self.register_buffer("head_bias", bias, persistent=False)
         self.final_norm: Any = _frozen_norm(target) if objective.distils else None
 
-    def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> Losses:
+    def forward(self, batch: AnchorBatch, vocabulary: LossVocabulary | None = None) -> Losses:
         """Sums over the batch; ``vocabulary`` unset: the loss runs over all ids."""
         rows = self.width - 1 + self.first_row
         hidden = draft_blocks(self.drafter, batch, self.embedding, rows)[:, :, self.first_row :]
@@ -79,7 +85,7 @@ class Student(nn.Module):
             # The k-th token was picked from the target's state one position before it.
             teacher = self.final_norm(gather_rows(last, at.clamp(max=batch.ids.shape[1] - 1)))
         if vocabulary is None:
-            vocabulary = Vocabulary(self.head_weight, self.head_bias, None, None)
+            vocabulary = LossVocabulary(self.head_weight, self.head_bias, None, None)
         return block_losses(
             hidden,
             targets,
@@ -92,13 +98,13 @@ class Student(nn.Module):
             self._chain(batch),
         )
 
-    def _selection(self, batch: Batch) -> Selection | None:
+    def _selection(self, batch: AnchorBatch) -> Selection | None:
         drafter: Any = self.drafter
-        if not drafter.config.second:
+        if not drafter.config.dflash2:
             return None
         return Selection(drafter.candidate_selector, previous_tokens(batch, self.width))
 
-    def _chain(self, batch: Batch) -> Chain | None:
+    def _chain(self, batch: AnchorBatch) -> Chain | None:
         drafter: Any = self.drafter
         if drafter.markov_head is None:
             return None
