@@ -12,14 +12,14 @@ from transformers.generation.streamers import BaseStreamer
 
 Show = Callable[[list[int]], None]
 Method = Callable[[torch.Tensor, int, Show], "TimedAnswer"]
-"""``(prompt ids [1, T], most new tokens, what is called with each piece) -> TimedAnswer``."""
+"""``(prompt ids [1, T], most new tokens, callback for each piece) -> TimedAnswer``."""
 
 
 @dataclass
 class TimedAnswer:
-    """An answer in pieces, as it came: the first with the prompt's pass, then one for each target pass.
+    """An answer in pieces: the first from the prompt's pass, then one from each target pass.
 
-    ``times``: seconds from the call on.
+    ``times``: seconds since the call.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -27,7 +27,7 @@ class TimedAnswer:
     times: list[float] = field(default_factory=list)
 
     def add(self, piece: list[int]) -> None:
-        """Note a piece that has come just now; nothing for an empty one."""
+        """Record a piece with the present time; ignores an empty one."""
         if piece:
             self.pieces.append(piece)
             self.times.append(time.perf_counter() - self.started)
@@ -39,13 +39,13 @@ class TimedAnswer:
 
     @property
     def time_per_output_token(self) -> float:
-        """Seconds, after the first piece (TPOT); NaN where there is no other."""
+        """Seconds after the first piece (TPOT); NaN without further pieces."""
         count = sum(map(len, self.pieces[1:]))
         return (self.times[-1] - self.times[0]) / count if count else float("nan")
 
 
 def ours(engine: Any, stops: list[int]) -> Method:
-    """A `torch_dflash.Engine`, which should read after each round (``rounds_per_chunk=1``)."""
+    """A `torch_dflash.Engine` as a method; it should read after each round (``rounds_per_chunk=1``)."""
 
     def answer(ids: torch.Tensor, new: int, show: Show) -> TimedAnswer:
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stops}
@@ -70,11 +70,11 @@ class _Pieces(BaseStreamer):
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no piece is held back."""
 
 
 def transformers_own(target: Any, stops: list[int], **more: Any) -> Method:
-    """transformers' ``generate``, greedy; ``more``: its further arguments."""
+    """transformers' greedy ``generate`` as a method; ``more``: further arguments."""
 
     def answer(ids: torch.Tensor, new: int, show: Show) -> TimedAnswer:
         found = TimedAnswer()

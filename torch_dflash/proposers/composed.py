@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from jaxtyping import Int
@@ -22,17 +23,16 @@ class States:
 
     @property
     def committed(self) -> Int[Tensor, " B"] | None:
-        """Tokens that the first part that counts them has taken in: all have as many."""
+        """Tokens taken in, by the first part that counts them; equal for all parts."""
         counted = (getattr(part, "committed", None) for part in self.parts)
         return next((count for count in counted if count is not None), None)
 
 
 class Several(Proposer):
-    """What proposers of several parts share; subclasses write `draft`.
+    """Base of proposers with several parts; subclasses write `draft`.
 
     Args:
-        inner: the part that has weights, and the taps; the last one.
-        others: the parts before it.
+        inner: the last part, with the weights and the taps. others: the parts before.
     """
 
     def __init__(self, inner: Proposer, others: tuple[Proposer, ...]):
@@ -41,12 +41,12 @@ class Several(Proposer):
 
     @property
     def drafter(self) -> Any:
-        """The network of the part that has weights; None: that part has none."""
+        """The network of ``inner``; None without weights."""
         return getattr(self.inner, "drafter", None)
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All of them."""
+        """All parts, ``inner`` last."""
         return *self.others, self.inner
 
     def start(self, plan, device) -> States:
@@ -89,13 +89,13 @@ class Several(Proposer):
 
 
 class Composed:
-    """A ``drafter`` of the user's, and the ``kind`` of proposer that is made of it.
+    """A user's ``drafter`` within another ``kind`` of proposer.
 
-    Engines refer to the drafter alone, and weakly: a drafter that is composed anew for each call finds its
-    engine by ``key``.
+    Engines refer to the drafter alone, and weakly. A drafter composed anew for each call finds its engine by
+    ``key``.
 
     Args:
-        drafter: the part that has weights.
+        drafter: the part with the weights.
         kind: called with the drafter's proposer, copies of ``others``, and ``rows``.
         others: proposers without weights that have a ``key``. rows: of a tree; None: drafts are chains.
     """
@@ -105,11 +105,11 @@ class Composed:
         self.key = kind, tuple((type(one), one.key) for one in others), rows
 
     def around(self, drafter: Any) -> Composed:
-        """The same of another ``drafter``."""
+        """The same composition around another ``drafter``."""
         return Composed(drafter, self.kind, self.others, self.rows)
 
     def build(self, inner: Proposer) -> Proposer:
-        """The proposer that keeps ``inner`` under that name, and no object of the user's."""
+        """The engine's proposer: holds ``inner``, and copies of the user's other proposers."""
         return self.kind(inner, copy.deepcopy(self.others), self.rows)
 
 
@@ -118,6 +118,11 @@ def inner_of(drafter: Any) -> Any:
     return drafter.drafter if isinstance(drafter, Composed) else drafter
 
 
+def holds_tensors(proposer: nn.Module) -> bool:
+    """Whether ``proposer`` has parameters or buffers."""
+    return next(chain(proposer.parameters(), proposer.buffers()), None) is not None
+
+
 def key_of(drafter: Any) -> tuple | None:
-    """The key of a `Composed`, equal for all that differ in the drafter alone; None: any other drafter."""
+    """The key of a `Composed`, which does not depend on its drafter; None for other drafters."""
     return drafter.key if isinstance(drafter, Composed) else None

@@ -1,4 +1,4 @@
-"""What a drafter has to fit of a target: read off a live model, or off its config alone."""
+"""`TargetFacts`: the properties of a target that a drafter must fit, from a model or its config."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch_dflash.storage.json_text import naming_deep_json
 from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 CHOSEN = ("revision", "subfolder")
-"""Hub options that speak of one repository, and not of another beside it."""
+"""Hub options that hold for one repository alone."""
 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """A target as far as a drafter depends on it.
+    """The properties of a target that a drafter depends on.
 
     Attributes:
         name: for messages. layers: N. hidden: H of its layers. vocab: V.
@@ -41,15 +41,14 @@ class TargetFacts:
 
 
 def facts_of(target: Any, **hub: Any) -> TargetFacts:
-    """The facts of a causal LM, of its config, or of what lies in a directory or at a hub id.
+    """The facts of a causal LM, from the model, its config, a directory or a hub id.
 
     Args:
         target: a model, a config, a path or a hub id.
-        hub: how a file is fetched, as ``from_pretrained`` takes it; what chooses a place in another
-            repository is left out.
+        hub: options for fetching, as in ``from_pretrained``; those in `CHOSEN` are left out.
 
     Raises:
-        TypeError: none of these, or a drafter. OSError, ValueError: its config cannot be read.
+        TypeError: none of these, or a drafter. OSError, ValueError: the config cannot be read.
     """
     if isinstance(target, str | os.PathLike):
         check_there("target", target)
@@ -60,17 +59,14 @@ def facts_of(target: Any, **hub: Any) -> TargetFacts:
         return _of_config(target, type(target).__name__)
     _refuse_drafter(getattr(target, "config", None), type(target).__name__)
     if not hasattr(target, "config") or not hasattr(target, "get_input_embeddings"):
-        raise TypeError(
-            f"target={type(target).__name__}: pass a transformers causal LM, its config, its directory or "
-            "its hub id."
-        )
+        raise TypeError(f"target={type(target).__name__}: pass a causal LM, its config, directory or hub id.")
     embedding = target.get_input_embeddings().weight
     stops = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
     return _of_config(target.config, type(target).__name__, tuple(embedding.shape), target.dtype, stops)
 
 
 def elsewhere(hub: dict[str, Any]) -> dict[str, Any]:
-    """Of the hub options for one repository those that hold for another, too."""
+    """The hub options without those for one repository alone."""
     return {name: hub[name] for name in HUB_OPTIONS if name in hub and name not in CHOSEN}
 
 

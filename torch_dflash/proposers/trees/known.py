@@ -1,4 +1,4 @@
-"""Checks of a proposer's `Nodes`, so that a mistake is an error where it was made, not one of indices."""
+"""Checks a proposer's `Nodes`, to name a mistake before it becomes an index error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def known_nodes(proposer: Any, found: Any, batch: int) -> tuple[Nodes, Any]:
-    """The nodes and the state that ``proposer.nodes`` has ``found``.
+    """The nodes and the state in ``found``, the result of ``proposer.nodes``.
 
-    Values are looked at on a CPU alone, where this waits for nothing. Elsewhere nodes that break the rules of
-    `Nodes` are drafted wrongly, which costs rounds and changes no text.
+    Values are checked on a CPU alone, where reading them waits for nothing. Elsewhere nodes that break the
+    rules of `Nodes` are drafted wrongly, which costs rounds and changes no text.
 
     Raises:
-        TypeError, ValueError: they are not two, have other shapes or types, or break a rule of `Nodes`.
+        TypeError, ValueError: not a pair, wrong shapes or types, or a broken rule of `Nodes`.
     """
     nodes, state = drafted_by(proposer, found, "nodes", "Nodes(tokens, parent, score)")
     name = f"{type(proposer).__name__}.nodes()"
@@ -32,9 +32,7 @@ def known_nodes(proposer: Any, found: Any, batch: int) -> tuple[Nodes, Any]:
         if not right or (value.dtype not in INTEGERS if field != "score" else not value.is_floating_point()):
             kind = f"{getattr(value, 'dtype', type(value).__name__)} {list(getattr(value, 'shape', []))}"
             wanted = "float32" if field == "score" else "int32"
-            raise ValueError(
-                f"{name}: {field} is {kind}: it must be a tensor of {wanted} [{batch}, {size[0]}]."
-            )
+            raise ValueError(f"{name}: {field} is {kind}: must be a tensor of {wanted} [{batch}, {size[0]}].")
     if nodes.tokens.device.type == "cpu":
         _check_values(name, nodes)
     return nodes, state
@@ -47,7 +45,7 @@ def _check_values(name: str, nodes: Nodes) -> None:
         row, at = odd[0].tolist()
         raise ValueError(
             f"{name}: parent[{row}, {at}] is {int(nodes.parent[row, at])}: it must be -1, for the anchor, or "
-            f"the number of an earlier node (below {at})."
+            f"an earlier node's number (below {at})."
         )
     score = torch.where(nodes.score > -torch.inf, nodes.score, -torch.inf)
     above = torch.where(nodes.parent < 0, torch.inf, score.gather(1, nodes.parent.clamp(min=0).long()))

@@ -1,4 +1,4 @@
-"""Trees of drafts: a round verifies the best nodes of one or several proposers."""
+"""`TreeProposer`: rounds that verify a tree of the best nodes of one or several proposers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch_dflash.state import Draft, DraftRequest, Sampling
 
 
 class BestNodes(Several):
-    """Drafts one tree: the nodes of all parts, equal ones once, and of those the best.
+    """Drafts one tree of the best nodes of all parts; equal nodes count once.
 
     Args:
-        inner: the part that has weights. others: as in `Several`.
-        rows: most rows of a verify pass, the anchor included; a narrower one gets a smaller tree.
+        inner, others: as in `Several`.
+        rows: most rows of a verify pass, the anchor included; a narrower pass gets a smaller tree.
     """
 
     def __init__(self, inner: Proposer, others: tuple[Proposer, ...], rows: int):
@@ -53,15 +53,15 @@ def _greedy(anchor: Tensor) -> Sampling:
 class TreeProposer(Composed):
     """A drafter's block as a tree: pass ``td.TreeProposer(drafter, rows=16)`` as ``drafter``.
 
-    A round verifies the paths through the block that are likeliest by the drafter, instead of one path. For a
-    sampled row the row's noise is part of what is likely (`docs/proposers.md`).
+    A round verifies the drafter's likeliest paths through the block, instead of one path. A sampled row's
+    paths are scored with its noise (`docs/proposers.md`).
 
     Args:
         drafter: a `DFlashDraftModel`, v1, DFlash2 or DSpark.
         rows: of the verify pass, the anchor included, from 2 to 64.
 
     Raises:
-        TypeError: ``drafter`` is something else. ValueError: ``rows`` is out of range.
+        TypeError: ``drafter`` is no `DFlashDraftModel`. ValueError: ``rows`` is out of range.
     """
 
     def __init__(self, drafter: Any, rows: int = 16):
@@ -73,8 +73,6 @@ class TreeProposer(Composed):
 
 
 def check_tree_rows(rows: Any) -> None:
-    """Raise ``ValueError`` unless a tree may have so many rows."""
+    """Raise ``ValueError`` unless a tree may have ``rows`` rows."""
     if not is_count(rows) or not 2 <= rows <= MOST_TREE_ROWS:
-        raise ValueError(
-            f"rows={rows!r}: must be an integer from 2 to {MOST_TREE_ROWS}, the anchor included."
-        )
+        raise ValueError(f"rows={rows!r}: must be an integer from 2 to {MOST_TREE_ROWS}, with the anchor.")

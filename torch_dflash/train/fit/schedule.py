@@ -1,4 +1,4 @@
-"""Which sequences each step trains on: a function of the step, so that a resumed fit goes the same way."""
+"""`Schedule`: the sequences of each step, by its number alone, so that a resumed fit repeats them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Schedule:
     """The steps of a fit.
 
     Args:
-        taps: the drafter's. last: the target's last layer, when the KL loss needs it. processes: how many
+        taps: the drafter's. last: the target's last layer, if the KL loss needs it. processes: number that
             share a step; each takes every ``processes``-th micro-batch.
     """
 
@@ -41,15 +41,13 @@ class Schedule:
                 "fewer, or train on more."
             )
         if not self.steps_per_epoch:
-            raise ValueError(
-                f"batch_size={self.options.batch_size} x accumulation={self.options.accumulation} x "
-                f"{self.processes} processes is more than the {len(self.training)} training sequences; "
-                "lower it."
-            )
+            sizes = f"batch_size={self.options.batch_size} x accumulation={self.options.accumulation}"
+            most = f"the {len(self.training)} training sequences"
+            raise ValueError(f"{sizes} x {self.processes} processes is more than {most}; lower it.")
 
     @property
     def training(self) -> list[int]:
-        """Numbers of the sequences to train on."""
+        """Numbers of the training sequences."""
         return self._parts[0]
 
     @property
@@ -63,7 +61,7 @@ class Schedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in an epoch; the batches of an incomplete one are left to other epochs' orders."""
+        """Whole steps in an epoch; batches of an incomplete step are left out."""
         batches = -(-(len(self.sequences) - self.options.held_out) // self.options.batch_size)
         return batches // (self.options.accumulation * self.processes)
 
@@ -100,14 +98,10 @@ class Schedule:
     def _batch(self, indices: list[int], seed: str) -> AnchorBatch:
         return make_batch(self.sequences, indices, self.taps, self.options.anchors, seed, self.last)
 
+    @lru_cache(maxsize=4)  # noqa: B019 (keeps the last few fits' sequences, as a fit's process does)
     def _epoch(self, epoch: int) -> list[list[int]]:
-        return _cached_epoch(self, epoch)
+        options = self.options
+        return epoch_batches(self.sequences, self.training, options.batch_size, options.seed, epoch)
 
     def __hash__(self) -> int:
         return id(self)
-
-
-@lru_cache(maxsize=4)
-def _cached_epoch(schedule: Schedule, epoch: int) -> list[list[int]]:
-    options = schedule.options
-    return epoch_batches(schedule.sequences, schedule.training, options.batch_size, options.seed, epoch)

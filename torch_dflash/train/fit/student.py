@@ -1,4 +1,4 @@
-"""The trained module: a drafter between the target's frozen embedding and head."""
+"""`Student`: a drafter between the target's frozen embedding and head."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.selection import Chain, Selection
 
 KNOWN = ("sample_from_anchor", "markov_rank")
-"""What z-lab's drafters do not have and a fit trains all the same."""
+"""Extras of a drafter that a fit trains."""
 
 
 class Student(nn.Module):
-    """Losses of a batch: the drafter's blocks against the target's tokens. Only the drafter is trained.
+    """Losses of the drafter's blocks against the target's tokens; only the drafter is trained.
 
     Args:
         drafter: trained in place. target: gives embedding, head and, for losses against its
             distributions, the final norm.
-        objective: the loss. width: rows W of a draft, the anchor included; unset: what the drafter drafts.
-        head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
+        objective: the loss. width: rows W of a draft, the anchor included; unset: the drafter's.
+        head_dtype: of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: the drafter has parts that z-lab's do not have, or does not fit the target; or the loss
-            needs what the target does not have.
+        ValueError: the drafter has parts not in `KNOWN`, or does not fit the target; or the loss needs a
+            part that the target lacks.
     """
 
     embedding: torch.Tensor
@@ -80,23 +80,14 @@ class Student(nn.Module):
         targets, known = block_targets(batch, self.width)
         teacher = None
         if self.final_norm is not None:
-            last: Any = batch.last  # given, or there is no such loss to compute
+            last: Any = batch.last  # given for these losses
             at = batch.anchors.clamp(min=0)[..., None] + torch.arange(self.width - 1, device=hidden.device)
-            # The k-th token was picked from the target's state one position before it.
+            # The target picks the k-th token from its state one position before.
             teacher = self.final_norm(gather_rows(last, at.clamp(max=batch.ids.shape[1] - 1)))
         if vocabulary is None:
             vocabulary = LossVocabulary(self.head_weight, self.head_bias, None, None)
-        return block_losses(
-            hidden,
-            targets,
-            known,
-            vocabulary,
-            self.objective,
-            self.drafter.logits,
-            teacher,
-            self._selection(batch),
-            self._chain(batch),
-        )
+        rule = self.objective, self.drafter.logits, teacher, self._selection(batch), self._chain(batch)
+        return block_losses(hidden, targets, known, vocabulary, *rule)
 
     def _selection(self, batch: AnchorBatch) -> Selection | None:
         drafter: Any = self.drafter
@@ -112,12 +103,12 @@ class Student(nn.Module):
 
 
 def _check_tables(config: Any, target: Any) -> None:
-    """A draft of an id without a row would have no loss."""
+    # A draft of an id without a row would have no loss.
     tables, rows = tables_of_ids(config), target.get_output_embeddings().weight.shape[0]
     if tables and config.vocab_size != rows:
         raise ValueError(
-            f"vocab_size={config.vocab_size} of the drafter, whose {tables[0]} has a row for each id, but "
-            f"the target has {rows}: a fit needs both alike; begin a drafter for this target."
+            f"vocab_size={config.vocab_size} of the drafter's {tables[0]}, but the target has {rows} ids: a "
+            "fit needs both alike; begin a drafter for this target."
         )
 
 

@@ -1,4 +1,4 @@
-"""Stage 3, fit: train a drafter on torch devices with accelerate; resumable, and the same after a resume."""
+"""Stage 3, fit: trains a drafter on torch devices with accelerate; a resumed fit takes the same steps."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from torch_dflash.train.fit.student import Student
 
 
 def fit(student: Student, sequences: Sequences, directory: Path, options: FitOptions) -> None:
-    """Train ``student.drafter`` in place; go on from the last checkpoint under ``directory`` if there is one.
+    """Train ``student.drafter`` in place, from the last checkpoint under ``directory`` if there is one.
 
-    Leaves ``checkpoints/``, ``log.jsonl`` and ``training.png``. Ctrl-C or SIGTERM ends it after the step at
-    hand, with a checkpoint.
+    Writes ``checkpoints/``, ``log.jsonl`` and ``training.png``. Ctrl-C or SIGTERM ends the fit after the
+    current step, with a checkpoint.
 
     Raises:
-        StageError: a loss that is not finite, a damaged file, a full disk; the message says what to do.
+        StageError: a loss that is not finite, a damaged file, a full disk; the message gives the fix.
         ValueError: the data do not fit the drafter.
     """
-    # accelerate keeps the precision of a process's first fit, and refuses another one.
+    # accelerate keeps the precision of a process's first fit and refuses another.
     AcceleratorState._reset_state()
-    # Embedding and head are buffers, the same everywhere: not to be sent around in every forward.
+    # Embedding and head are equal buffers in all processes: no broadcast in every forward.
     kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator = Accelerator(mixed_precision=options.mixed_precision, kwargs_handlers=[kwargs])
     schedule = plan_fit(student, sequences, options, accelerator.num_processes)
