@@ -14,8 +14,7 @@ from transformers.utils import cached_file
 
 from torch_dflash.checks import INT32_MAX
 from torch_dflash.proposers.dflash.config import default_target_layer_ids
-from torch_dflash.proposers.facts import TargetFacts, elsewhere, facts_of
-from torch_dflash.proposers.pair import tables_of_ids
+from torch_dflash.proposers.pair import TargetFacts, elsewhere, facts_of, tables_of_ids
 
 # Notes given for each drafter: several engines may be built for one pair.
 _warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()

@@ -62,7 +62,8 @@ def _checked(row: Checkpoint, faults: list[str], cache: Path) -> Checked:
     named = str(row.target)
     target = named if isinstance(try_to_load_from_cache(named, "config.json", cache), str) else None
     if target is None:
-        notes.append(f"the config of {row.target or row.model} is not in the cache: no comparison.")
+        model = row.target or row.model
+        notes.append(f"the config of {model} is not in the cache: the pair was not compared.")
     options: dict[str, Any] = {"local_files_only": True, "cache_dir": cache}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")

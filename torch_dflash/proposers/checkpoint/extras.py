@@ -78,10 +78,7 @@ def check_extras(config: Any) -> None:
     if rank and config.dflash2:
         raise ValueError(f"markov_rank={rank} of a DFlash2 drafter: its selector chains drafts; set it to 0.")
     if has_smaller_vocabulary(config) and not config.own_head:
-        raise ValueError(
-            f"draft_vocab_size={size} with the target's head of {whole} rows: a smaller vocabulary needs "
-            "own_head=true and its lm_head.weight."
-        )
+        raise ValueError(f"draft_vocab_size={size} of {whole} ids needs own_head=true and lm_head.weight.")
 
 
 ENDS_IN_BLOCKS = "5.18"

@@ -18,11 +18,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from torch_dflash.checks import check_there
 from torch_dflash.proposers.checkpoint.fields import check_layout
 from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, Layout
 from torch_dflash.proposers.layouts.pieces import OWN, TensorSlice, in_zlabs_names, turns_neighbours
-from torch_dflash.proposers.pair import check_pair
+from torch_dflash.proposers.pair import TargetFacts, check_pair
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, beside, read_checkpoint, read_headers
 
 # Weights from elsewhere than the plain files.

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
 from torch_dflash.proposers.checkpoint.files import MASK, check_files
-from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.pieces import OWN
 from torch_dflash.proposers.layouts.zlab import ZLAB
+from torch_dflash.proposers.pair import TargetFacts
 from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 

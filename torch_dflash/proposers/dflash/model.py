@@ -31,8 +31,8 @@ from torch_dflash.proposers.checkpoint.hub import OnHub
 from torch_dflash.proposers.checkpoint.loading import in_our_names
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
-from torch_dflash.proposers.facts import facts_of
 from torch_dflash.proposers.notes import warn_of_tokenizer, warn_once
+from torch_dflash.proposers.pair import facts_of
 
 
 class DFlashAttention(nn.Module):

@@ -81,9 +81,7 @@ def in_zlabs_names(
             continue
         for part, piece in _parts(own, tensor, fields, where).items():
             if part in found:
-                raise ValueError(
-                    f"{name} and {found[part].stored.name} in {where} are both {part}: keep one."
-                )
+                raise ValueError(f"{name}, {found[part].stored.name} in {where} are both {part}: keep one.")
             found[part] = replace(piece, turned=head) if is_turned(part) else piece
     return found
 

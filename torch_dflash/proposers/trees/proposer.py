@@ -12,8 +12,7 @@ from torch_dflash.plan import MOST_TREE_ROWS
 from torch_dflash.proposers.base import Proposer
 from torch_dflash.proposers.composed import Composed, Several, States
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.trees.known import known_nodes
-from torch_dflash.proposers.trees.nodes import best, in_preorder, join
+from torch_dflash.proposers.trees.nodes import best, in_preorder, join, known_nodes
 from torch_dflash.state import Draft, DraftRequest, Sampling
 
 

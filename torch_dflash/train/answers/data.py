@@ -190,9 +190,7 @@ def _check_text(path: Path, number: int, texts: list[str]) -> None:
     for text in texts:
         half = next((letter for letter in text if 0xD800 <= ord(letter) <= 0xDFFF), None)
         if half is not None:
-            raise StageError(
-                f"{path}:{number} holds half a surrogate pair ({half!a}); remove or complete it."
-            )
+            raise StageError(f"{path}:{number} holds half a surrogate pair ({half!a}); remove it.")
 
 
 def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:

@@ -115,9 +115,8 @@ class FeatureExtractor:
         layers = target.config.get_text_config().num_hidden_layers
         outside = [tap for tap in taps if not 0 <= tap < layers]
         if outside:
-            raise ValueError(
-                f"taps={list(taps)}: {outside} lie outside the target's {layers} layers, from 0 on."
-            )
+            known = f"the target's {layers} layers, 0 to {layers - 1}"
+            raise ValueError(f"taps={list(taps)}: {outside} lie outside {known}; choose among these.")
         self.target, self.taps, self.dtype = target, tuple(taps), dtype
         self._recorder = FeatureRecorder(self.taps, target.get_input_embeddings().weight.shape[1], dtype)
         self._engines: dict[tuple[int, int], Engine] = {}

@@ -218,6 +218,4 @@ def check_mask(sequences: Sequences, mask: int) -> None:
     rows = [sequences.sequence(index).ids for index in range(len(sequences))]
     found, tokens = sum(row.count(mask) for row in rows), sum(map(len, rows))
     if found * RARE > tokens:
-        raise ValueError(
-            f"mask_token_id={mask} occurs {found} times in {tokens} tokens; choose an unused id."
-        )
+        raise ValueError(f"mask_token_id={mask} occurs {found} times in {tokens} tokens; choose another.")
