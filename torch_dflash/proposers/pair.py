@@ -134,7 +134,7 @@ def _check_width(config: Any, facts: TargetFacts) -> None:
 
 def _check_layers(config: Any, facts: TargetFacts) -> None:
     if config.num_target_layers not in (None, facts.layers):
-        named = f"num_target_layers={config.num_target_layers}"
+        named = f"num_target_layers={config.num_target_layers} in the drafter"
         raise ValueError(f"{named}, but the target has {facts.layers} layers; {TRAINED}")
     outside = [tap for tap in config.target_layer_ids if not 0 <= tap < facts.layers]
     if outside:
