@@ -13,7 +13,7 @@ from packaging.version import Version
 from transformers.cache_utils import DFlashCache
 
 from torch_dflash.checks import is_count
-from torch_dflash.proposers.checkpoint.fields import FLAG, Rule, check_values
+from torch_dflash.proposers.checkpoint.fields import FLAG, Rule, check_rules
 
 FLAGS = (
     "own_embedding",
@@ -64,7 +64,7 @@ _RULES: dict[str, Rule] = {
 
 def check_extras(config: Any) -> None:
     """Raise ``ValueError`` for a field of the wrong type, or fields that contradict each other."""
-    check_values(config, _RULES)
+    check_rules(config, _RULES)
     rank, size, whole = config.markov_rank, config.draft_vocab_size, config.vocab_size
     named = config.own_embedding or config.own_head or size is not None or config.dflash2 or rank
     if named and not whole:

@@ -76,7 +76,7 @@ ROTATIONS = {"partial_rotary_factor": (None, 1)} | dict.fromkeys(FLAGS, (None, T
 READ_IN_ROPE = (*_ROPE_RULES, "short_factor", "long_factor", *ROTATIONS)
 
 
-def check_values(config: Any, rules: Mapping[str, Rule], where: str = "") -> None:
+def check_rules(config: Any, rules: Mapping[str, Rule], where: str = "") -> None:
     """Raise ``ValueError`` for the first field of ``config``, an object or a dict, that breaks its rule."""
     for name, (fits, words) in rules.items():
         value = config.get(name) if isinstance(config, dict) else getattr(config, name)
@@ -86,7 +86,7 @@ def check_values(config: Any, rules: Mapping[str, Rule], where: str = "") -> Non
 
 def check_fields(config: Any) -> None:
     """Raise ``ValueError`` for a field of the wrong type or out of range; names it, its value and the fix."""
-    check_values(config, _RULES)
+    check_rules(config, _RULES)
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: rotary embeddings turn pairs; set an even number.")
 
@@ -97,7 +97,7 @@ def check_window(config: Any) -> None:
         return
     if not config.sliding_window:
         raise ValueError(f"sliding_window={config.sliding_window!r} with sliding layers: set the window.")
-    check_values(config, {"sliding_window": _SIZE})
+    check_rules(config, {"sliding_window": _SIZE})
 
 
 def check_rotation(config: dict[str, Any], where: Any) -> None:
@@ -114,12 +114,12 @@ def check_rope(parameters: Any) -> None:
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters={parameters!r}: must be an object with rope_type and rope_theta.")
     given = {name: rule for name, rule in _ROPE_RULES.items() if name in parameters}
-    check_values(parameters, given, " in rope_parameters")
+    check_rules(parameters, given, " in rope_parameters")
 
 
 def check_layout(config: dict[str, Any], where: Any) -> None:
     """Raise ``ValueError`` unless the fields that identify a DFlash config.json can be read."""
-    check_values(config, _LAYOUT_RULES, f" in {where}")
+    check_rules(config, _LAYOUT_RULES, f" in {where}")
 
 
 # Fields that some version of transformers adds to a config class's own.
