@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torch_dflash.train.fit.architecture import new_drafter
-from torch_dflash.train.fit.blocks import Batch, draw_anchors
+from torch_dflash.train.fit.blocks import AnchorBatch, draw_anchors
 from torch_dflash.train.fit.objective import sample_vocabulary
 from torch_dflash.train.fit.options import DrafterShape, Objective
 from torch_dflash.train.fit.student import Student
@@ -60,7 +60,7 @@ class Setting:
     size: Size
     target: Any
     drafter: Any
-    batch: Batch
+    batch: AnchorBatch
 
 
 def make_setting(size: Size) -> Setting:
@@ -91,7 +91,7 @@ def make_setting(size: Size) -> Setting:
     # Only anchors whose whole block lies in the answer: the one kind that all contenders supervise alike.
     last_anchor = size.tokens - size.width + 1
     anchors = [draw_anchors(START, last_anchor, size.anchors, generator) for _ in range(size.sequences)]
-    batch = Batch(
+    batch = AnchorBatch(
         ids=ids,
         length=torch.full((size.sequences,), size.tokens, dtype=torch.int32),
         features=torch.randn(*tokens, size.taps * size.hidden, generator=generator),

@@ -11,7 +11,7 @@ from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.grammars import GrammarMatcher
 from torch_dflash.proposers import DFlashProposer, NGramProposer, PlainProposer
 from torch_dflash.proposers.checkpoint.extras import FLAGS
-from torch_dflash.proposers.several import Several
+from torch_dflash.proposers.composed import Several
 from torch_dflash.proposers.trees.proposer import BestNodes
 from torch_dflash.proposers.union import UnionProposer
 from torch_dflash.requests.rules import KINDS

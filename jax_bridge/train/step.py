@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 import jax_bridge.ops  # noqa: F401 - registers the lowerings
 from jax_bridge._torchax import call_torch
 from torch_dflash.ops.control_flow import chunked
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.objective import Losses, Vocabulary
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.objective import Losses, LossVocabulary
 from torch_dflash.train.fit.options import FitOptions
 from torch_dflash.train.fit.student import Student
 
@@ -59,7 +59,7 @@ def lower_losses(student: Student, options: FitOptions) -> Callable[..., Any]:
         with Bfloat16Products() if options.mixed_precision == "bf16" else nullcontext():
             return torch.func.functional_call(skeleton, tensors, (batch, vocabulary))
 
-    def losses(params: Arrays, frozen: Arrays, batch: Batch, vocabulary: Vocabulary | None) -> Any:
+    def losses(params: Arrays, frozen: Arrays, batch: AnchorBatch, vocabulary: LossVocabulary | None) -> Any:
         tensors = frozen | {f"drafter.{name}": array for name, array in params.items()}
         return call_torch(forward, tensors, batch, _picked(frozen, vocabulary))
 
@@ -86,7 +86,7 @@ def lower_validation(student: Student, options: FitOptions, mesh: Mesh) -> Calla
 def lower_step(student: Student, options: FitOptions, mesh: Mesh) -> Callable[..., tuple]:
     """``(params, state, frozen, batches, vocabulary, rate) -> (params, state, losses, norm)``.
 
-    ``batches`` is one `Batch` with a leading axis of micro-batches, whose rows are cut over the mesh; the
+    ``batches`` is one `AnchorBatch` with a leading axis of micro-batches, its rows cut over the mesh; the
     rest is replicated. The loss is summed over rows, micro-batches and devices and divided by the step's
     number of blocks, so no cut changes the step. ``norm`` is the gradient's before clipping.
     """

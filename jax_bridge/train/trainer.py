@@ -17,10 +17,10 @@ from jax_bridge.programs.lower import Programs
 from jax_bridge.state import register_states
 from jax_bridge.train.step import AXIS, Arrays, lower_step, lower_validation, optimizer
 from torch_dflash.train.features.sequences import Sequences
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.checkpoint import Checkpoint
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.checkpoint import FitCheckpoint
 from torch_dflash.train.fit.loop import Loop, open_fit, plan_fit
-from torch_dflash.train.fit.objective import Losses, Vocabulary
+from torch_dflash.train.fit.objective import Losses, LossVocabulary
 from torch_dflash.train.fit.options import FitOptions
 from torch_dflash.train.fit.schedule import Schedule
 from torch_dflash.train.fit.student import Student
@@ -87,13 +87,13 @@ class XlaTrainer:
         self._numbers = torch.arange(len(student.head_weight))[:, None]
         self._latest: Any = None
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: FitCheckpoint) -> None:
         self.params = self._put(checkpoint.weights, copy=True)
         mu, nu = self._put(checkpoint.first, copy=True), self._put(checkpoint.second, copy=True)
         count = self._put(np.int32(checkpoint.step))
         self.state = optax.tree.set(self.state, mu=mu, nu=nu, count=count)
 
-    def step(self, step: int, rate: float, batches: list[Batch]) -> Any:
+    def step(self, step: int, rate: float, batches: list[AnchorBatch]) -> Any:
         rows = self._put(self._stacked(batches), P(None, AXIS))
         vocabulary = self._put(self._vocabulary(step))
         args = (self.params, self.state, self.frozen, rows, vocabulary, self._put(np.float32(rate)))
@@ -108,7 +108,7 @@ class XlaTrainer:
         losses, norm = stepped
         return to_torch(losses), float(norm)
 
-    def losses(self, batch: Batch) -> Losses:
+    def losses(self, batch: AnchorBatch) -> Losses:
         rows = _padded(batch, self.options.batch_size, batch.ids.shape[1])
         args = (self.params, self.frozen, self._put(rows, P(AXIS)))
         return to_torch(self.programs.get("losses", self._validate, args)(*args))
@@ -116,9 +116,9 @@ class XlaTrainer:
     def agreed(self, stop: bool) -> bool:
         return stop  # one process, whatever its devices
 
-    def checkpoint(self, step: int, seconds: float) -> Checkpoint:
+    def checkpoint(self, step: int, seconds: float) -> FitCheckpoint:
         moments = [optax.tree.get(self.state, name) for name in ("mu", "nu")]
-        return Checkpoint(step, seconds, *to_torch((self.params, *moments)))
+        return FitCheckpoint(step, seconds, *to_torch((self.params, *moments)))
 
     def write_back(self) -> None:
         """Copy the trained weights into ``student.drafter``."""
@@ -137,20 +137,20 @@ class XlaTrainer:
         arrays = {memory: self._put(tensor) for memory, tensor in arrays.items()}
         return {name: arrays[_memory(tensor)] for name, tensor in tensors.items()}
 
-    def _stacked(self, batches: list[Batch]) -> Batch:
+    def _stacked(self, batches: list[AnchorBatch]) -> AnchorBatch:
         """The micro-batches as one [K, B, ...], padded to the widest: one scan, one program per width."""
         width = max(batch.ids.shape[1] for batch in batches)
         padded = [_padded(batch, self.options.batch_size, width) for batch in batches]
         return jax.tree.map(lambda *rows: torch.stack(rows), *padded)
 
-    def _vocabulary(self, step: int) -> Vocabulary | None:
+    def _vocabulary(self, step: int) -> LossVocabulary | None:
         if self._always is None:
             return None
         # Indices of head rows: the rows are on the device already.
         return self.schedule.vocabulary(step, self._numbers, None, self._always)
 
 
-def _padded(batch: Batch, rows: int, width: int) -> Batch:
+def _padded(batch: AnchorBatch, rows: int, width: int) -> AnchorBatch:
     """The batch with empty rows and columns added: they have no anchor, so no loss."""
 
     def grown(value: Any, *shape: int, fill: int = 0) -> Any:
@@ -160,7 +160,7 @@ def _padded(batch: Batch, rows: int, width: int) -> Batch:
         larger[tuple(map(slice, value.shape))] = value
         return larger
 
-    return Batch(
+    return AnchorBatch(
         ids=grown(batch.ids, rows, width),
         length=grown(batch.length, rows),
         features=grown(batch.features, rows, width),

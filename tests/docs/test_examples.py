@@ -21,7 +21,7 @@ from support.tokenizers import GROWING, NumberTokenizer, byte_tokenizer
 import torch_dflash as td
 from torch_dflash.cli import comparison, demo, errors, main
 from torch_dflash.cli.comparison import DFLASH, PLAIN, UNION, Parts, Question, figures_of, report
-from torch_dflash.demo.contest import Answer
+from torch_dflash.demo.contest import TimedAnswer
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.options import DrafterShape
@@ -173,7 +173,7 @@ def test_answers_of_one_token_have_no_speed():
     asked = Question("a", "?", torch.zeros(1, 1))
     wanted = {PLAIN: [0.5], DFLASH: [], "transformers' generate, float32": [0.5]}
     for name, lengths in zip(wanted, ((1, 3), (1, 1), (3, 1)), strict=True):
-        answers = [Answer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
+        answers = [TimedAnswer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
         asked.answers[name] = answers
     found = json.loads(json.dumps(figures_of([asked], Parts()), allow_nan=False))
     assert found["questions"][0]["token_seconds"] == wanted
@@ -184,7 +184,7 @@ def test_a_speed_that_only_a_later_answer_has_is_told(capsys):
     """Tokens a pass are the first answer's, which had none; of transformers' no speed is known."""
     asked = Question("a", "?", torch.zeros(1, 1))
     for name, lengths in {PLAIN: (3, 3), DFLASH: (1, 3), "transformers' generate, float32": (1, 1)}.items():
-        answers = [Answer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
+        answers = [TimedAnswer(0.0, [[7]] * length, [0.5 * at for at in range(length)]) for length in lengths]
         asked.answers[name] = answers
     assert not report([asked], "float32", Parts())  # the texts differ
     said = capsys.readouterr().out
@@ -298,7 +298,7 @@ def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
     monkeypatch.setattr(comparison, "LOAD", load)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     asked = Question("a", "?", torch.zeros(1, 1))
-    asked.answers = {name: [Answer(0.0, [[7], [7]], [0.5, 1.0])] for name in (PLAIN, DFLASH)}
+    asked.answers = {name: [TimedAnswer(0.0, [[7], [7]], [0.5, 1.0])] for name in (PLAIN, DFLASH)}
     report([asked], "float32", Parts())
     assert ("The machine was busy before (load 4.1" in capsys.readouterr().out) == told
 
@@ -309,7 +309,7 @@ def test_that_the_machine_was_busy_is_told(monkeypatch, capsys, load, told):
 def test_a_text_that_parts_at_a_tie_is_told_apart_from_a_wrong_one(capsys, gap, told):
     asked = Question("a", "?", torch.zeros(1, 1, dtype=torch.long))
     texts = {PLAIN: [[5], [6], [7]], UNION: [[5], [6], [8]], DFLASH: [[5], [6], [7]]}
-    asked.answers = {name: [Answer(0.0, pieces, [0.5, 1.0, 1.5])] for name, pieces in texts.items()}
+    asked.answers = {name: [TimedAnswer(0.0, pieces, [0.5, 1.0, 1.5])] for name, pieces in texts.items()}
 
     def target(ids):
         assert ids.tolist() == [[0, 5, 6]]
@@ -327,7 +327,7 @@ def test_a_text_that_parts_at_a_tie_is_told_apart_from_a_wrong_one(capsys, gap, 
 def test_a_wrong_text_of_the_drafter_alone_fails_too(capsys):
     asked = Question("a", "?", torch.zeros(1, 1))
     texts = {PLAIN: [[5], [6]], UNION: [[5], [6]], DFLASH: [[5], [7]]}
-    asked.answers = {name: [Answer(0.0, pieces, [0.5, 1.0])] for name, pieces in texts.items()}
+    asked.answers = {name: [TimedAnswer(0.0, pieces, [0.5, 1.0])] for name, pieces in texts.items()}
     assert not report([asked], "float32", Parts())
     assert "DFlash + lookup: 1.00 times as fast as plain decoding, same text" in (
         said := capsys.readouterr().out

@@ -56,7 +56,7 @@ def test_a_subfolder(sharded, tmp_path):
     for file in [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
         file.rename(folder / "v2" / file.name)
     same_tensors(td.load_drafter(folder, subfolder="v2"), tensors)
-    with refuses(ValueError, "holds no *.safetensors, but v2/ does", "subfolder='v2'"):
+    with refuses(ValueError, "holds no *.safetensors", "pass subfolder='v2'"):
         td.DFlashDraftModel.from_pretrained(folder)
     for load in (td.load_drafter, td.DFlashDraftModel.from_pretrained):
         with refuses(OSError, str(folder), "subfolder='v3'"):
@@ -85,7 +85,7 @@ def test_a_tensor_that_two_shards_hold(sharded):
     twice = sorted(load_file(folder / "model-0.safetensors"))[0]
     other = load_file(folder / "model-1.safetensors") | {twice: torch.zeros_like(tensors[twice])}
     save_file(other, folder / "model-1.safetensors", metadata={"format": "pt"})
-    with refuses(ValueError, twice, "model-0.safetensors", "model-1.safetensors", "Remove one"):
+    with refuses(ValueError, twice, "model-0.safetensors", "model-1.safetensors", "remove one"):
         td.load_drafter(folder)
 
 

@@ -14,7 +14,7 @@ from support.tiny import MASK
 
 import torch_dflash as td
 from torch_dflash.proposers.layouts import pieces as rotary
-from torch_dflash.proposers.layouts.pieces import Piece
+from torch_dflash.proposers.layouts.pieces import TensorSlice
 
 NAMES = ["deepspec", "deepspec_dflash", "specforge_dspark", "liquid_dspark"]
 CONTEXT, BLOCK = 7, 6
@@ -132,7 +132,7 @@ def test_pairs_turned_otherwise_are_seen(published, monkeypatch):
     before = compare(folder, target)[0]
     with monkeypatch.context() as patch:
         if name == "liquid_dspark":
-            patch.setattr(Piece, "read", lambda piece: piece.stored.read())
+            patch.setattr(TensorSlice, "read", lambda piece: piece.stored.read())
         else:
             patch.setattr("torch_dflash.proposers.checkpoint.files.turns_neighbours", lambda *_: True)
         assert compare(folder, target)[0] > 1e-3 > before

@@ -12,9 +12,9 @@ from support.tiny import VOCAB, make_drafter, make_pair
 import torch_dflash as td
 from torch_dflash.ops.trees import read_tree
 from torch_dflash.proposers.base import Proposer
+from torch_dflash.proposers.composed import States
 from torch_dflash.proposers.dflash.vocabulary import Noise
 from torch_dflash.proposers.ngram import NGramProposer, NGramState
-from torch_dflash.proposers.several import States
 from torch_dflash.proposers.trees import nodes as module
 from torch_dflash.proposers.trees.nodes import Nodes, beam, best, children, in_preorder, join, unscored
 from torch_dflash.proposers.trees.proposer import BestNodes

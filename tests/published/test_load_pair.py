@@ -302,14 +302,14 @@ def test_a_pair_decodes_only_if_its_drafter_drafts():
 
 def test_the_share_counts_drafters_whose_weights_are_published():
     share = rows.share()
-    assert share == rows.Share(known=103, decodes=69, loads=64)
+    assert share == rows.PublishedCounts(known=103, decodes=69, loads=64)
     assert str(share).startswith("103 published drafters are known: 69 decode here, 64 of them")
     held_back = {row.target_weights for row in td.checkpoints if row.verdict[0] and not row.loads}
     assert held_back == {"int4"}
-    assert rows.share([ROWS["qwen3-4b"], ROWS["qwen3-8b-jetspec"]]) == rows.Share(1, 1, 1)
-    assert rows.share([ROWS["qwen2.5-0.5b-sample"]]) == rows.Share(0, 0, 0)
+    assert rows.share([ROWS["qwen3-4b"], ROWS["qwen3-8b-jetspec"]]) == rows.PublishedCounts(1, 1, 1)
+    assert rows.share([ROWS["qwen2.5-0.5b-sample"]]) == rows.PublishedCounts(0, 0, 0)
     quantised = dataclasses.replace(ROWS["qwen3-4b"], target_weights="int4")
-    assert rows.share([quantised]) == rows.Share(1, 1, 0)
+    assert rows.share([quantised]) == rows.PublishedCounts(1, 1, 0)
 
 
 def test_every_drafter_is_listed_once():

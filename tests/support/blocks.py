@@ -3,7 +3,7 @@
 import torch
 
 from support.tiny import VOCAB
-from torch_dflash.train.fit.blocks import Batch, draw_anchors
+from torch_dflash.train.fit.blocks import AnchorBatch, draw_anchors
 
 LENGTHS = (23, 31)
 
@@ -15,7 +15,7 @@ def make_batch(drafter, seed=0):
     nh = drafter.fc.in_features
     anchors = torch.stack([draw_anchors(5, length, 6, generator) for length in LENGTHS])
     anchors[0, -1] = -1
-    return Batch(
+    return AnchorBatch(
         ids=ids,
         length=torch.tensor(LENGTHS, dtype=torch.int32),
         features=torch.randn(2, width, nh, generator=generator),

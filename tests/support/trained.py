@@ -18,7 +18,7 @@ from torch_dflash.train.answers.data import Answer, Prompt, read_answers
 from torch_dflash.train.answers.regenerate import regenerate
 from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features.extract import Sequence, cache_features, encode_answers
-from torch_dflash.train.features.sequences import CachedSequences, split
+from torch_dflash.train.features.sequences import CachedSequences, split_held_out
 from torch_dflash.train.fit.architecture import new_drafter
 from torch_dflash.train.fit.log import read_log
 from torch_dflash.train.fit.options import DrafterShape, FitOptions, Objective
@@ -127,6 +127,6 @@ def overfit(world, tmp_path_factory) -> Overfit:
     fit(trained, sequences, directory, options(epochs=300, log_steps=25))
     exported = directory / "drafter"
     export_drafter(trained.drafter, exported, world.target, directory, torch.float32)
-    rows = [sequences.sequence(index) for index in split(sequences, 1, 0)[0]]
+    rows = [sequences.sequence(index) for index in split_held_out(sequences, 1, 0)[0]]
     prompts = [row.ids[: row.start] for row in rows]
     return Overfit(trained.drafter.eval(), directory, exported, prompts, read_log(directory / "log.jsonl"))

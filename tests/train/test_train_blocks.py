@@ -25,7 +25,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_block_is_what_inference_computes(case):
     target, drafter = make_pair("qwen3", seed=3, **CASES[case])
-    if drafter.config.second:
+    if drafter.config.dflash2:
         randomise(drafter, 3)  # untrained convolutions are nothing
     batch, width = make_batch(drafter), drafter.config.block_size
     embedding = target.get_input_embeddings().weight

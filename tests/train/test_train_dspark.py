@@ -146,9 +146,9 @@ def test_it_begins_as_v1_does_and_keeps_its_weights():
     assert made.config.sample_from_anchor and made.config.markov_rank == 256
     second = with_head(first, "dflash2")
     for drafter, head, sizes, words in (
-        (grown, "dflash2", {}, ["head='dflash2'", "'dspark'", "not taken away"]),
+        (grown, "dflash2", {}, ["head='dflash2'", "'dspark'", "no part is removed"]),
         (grown, "dspark", {"markov_rank": 4}, ["markov_rank=4", "the drafter's own"]),
-        (second, "dspark", {}, ["head='dspark'", "'dflash2'", "not taken away"]),
+        (second, "dspark", {}, ["head='dspark'", "'dflash2'", "no part is removed"]),
         (first, "dflash2", {"markov_rank": 4}, ["markov_rank=4", "which has none"]),
         (first, "dspark", {"selector_rank": 4}, ["selector_rank=4", "which has none"]),
     ):

@@ -182,7 +182,7 @@ def test_parts_are_added_with_the_weights_kept():
         assert "selector" in name or torch.equal(own[name], weight), name
     assert with_head(second, None) is second and with_head(second, "dflash2") is second
     for drafter, head, sizes, words in (
-        (second, "dflash", {}, ["head='dflash'", "'dflash2'", "not taken away"]),
+        (second, "dflash", {}, ["head='dflash'", "'dflash2'", "no part is removed"]),
         (second, None, {"selector_rank": 4}, ["selector_rank=4", "head=None"]),
         (second, "dflash2", {"selector_rank": 4}, ["selector_rank=4", "the drafter's own"]),
         (convolved, "dflash2", {"conv_group_size": 16}, ["conv_group_size=16", "the drafter's own"]),

@@ -12,7 +12,7 @@ from support.tiny import make_pair, make_target
 
 from torch_dflash.train.fit.loop import measures
 from torch_dflash.train.fit.objective import (
-    Vocabulary,
+    LossVocabulary,
     block_losses,
     default_gamma,
     sample_vocabulary,
@@ -37,7 +37,7 @@ def case():
         "hidden": torch.randn(*BLOCKS, ROWS, HIDDEN, generator=generator),
         "targets": torch.randint(0, VOCAB, (*BLOCKS, ROWS), generator=generator, dtype=torch.int32),
         "known": torch.arange(ROWS) < count[..., None],
-        "vocabulary": Vocabulary(torch.randn(VOCAB, HIDDEN, generator=generator), None, None, None),
+        "vocabulary": LossVocabulary(torch.randn(VOCAB, HIDDEN, generator=generator), None, None, None),
         "teacher": torch.randn(*BLOCKS, ROWS, HIDDEN, generator=generator),
     }
 

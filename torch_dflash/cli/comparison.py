@@ -21,7 +21,7 @@ from torch_dflash.cli.arguments import check_room, prompt_room
 from torch_dflash.cli.loading import place_of
 from torch_dflash.cli.outputs import LOAD, hardware, write_results
 from torch_dflash.cli.text import Printer, encode
-from torch_dflash.demo.contest import Answer, Method, ours, transformers_own
+from torch_dflash.demo.contest import Method, TimedAnswer, ours, transformers_own
 from torch_dflash.demo.pair import load_demo_draft_ids, load_demo_pair
 from torch_dflash.demo.questions import QUESTIONS
 from torch_dflash.demo.target import load_demo_target
@@ -45,8 +45,8 @@ class Question:
     kind: str
     question: str
     ids: torch.Tensor
-    answers: dict[str, list[Answer]] = field(default_factory=dict)
-    ties: list[Answer] = field(default_factory=list)
+    answers: dict[str, list[TimedAnswer]] = field(default_factory=dict)
+    ties: list[TimedAnswer] = field(default_factory=list)
 
     def times(self, name: str) -> list[float]:
         """Seconds per output token of each answer. One token alone comes with the prompt's pass."""

@@ -1,1 +1,1 @@
-"""The pair that every installation can try: a small target and the drafter trained for it."""
+"""The bundled pair: a small target and a drafter trained for it."""

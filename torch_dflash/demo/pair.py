@@ -1,4 +1,4 @@
-"""The pair that comes with the library: SmolLM2-135M-Instruct and a drafter trained for it."""
+"""The bundled pair: SmolLM2-135M-Instruct and a drafter trained for it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def load_demo_pair(
     """SmolLM2-135M-Instruct, its drafter and its tokenizer, ready for `torch_dflash.generate`.
 
     The target is fetched on the first call (`load_demo_target`); the drafter is part of the package. Both
-    are Apache-2.0. How the drafter was trained and what it reaches stands in its model card beside it.
+    are Apache-2.0. The drafter's model card describes its training and figures.
 
-    Model and tokenizer are typed as `Any`, as transformers' Auto classes give them: what a tokenizer's
-    ``apply_chat_template`` is annotated to return cannot be passed on as ``**inputs``.
+    Model and tokenizer are typed as `Any`, as from transformers' Auto classes: the annotated result of
+    ``apply_chat_template`` cannot be passed on as ``**inputs``.
 
     Args:
         dtype: type of both models' weights.
-        progress: whether to say on stderr what is being fetched and converted.
+        progress: whether to report fetching and converting on stderr.
 
     Raises:
-        DemoModelError: the target could not be fetched; the message says what to do.
+        DemoModelError: the target could not be fetched; the message gives the fix.
     """
     target, tokenizer = load_demo_target(dtype, progress)
     return target, load_demo_drafter(dtype), tokenizer
@@ -44,13 +44,13 @@ def load_demo_drafter(dtype: torch.dtype = torch.float32) -> DFlashDraftModel:
 
 
 def demo_block_size() -> int:
-    """Rows of its blocks, without its weights."""
+    """The block size of the bundled drafter, read without its weights."""
     return json.loads((files("torch_dflash") / "assets" / DRAFTER / "config.json").read_text())["block_size"]
 
 
 def load_demo_draft_ids() -> list[int]:
-    """The ids that the target of `load_demo_pair` says most often, for `with_draft_vocabulary`.
+    """The most frequent ids of the target of `load_demo_pair`, for `with_draft_vocabulary`.
 
-    Counted on its own answers to the training prompts (``benchmarks/draft_ids.py``).
+    Counted in the target's answers to the training prompts (``benchmarks/draft_ids.py``).
     """
     return json.loads((files("torch_dflash") / "assets" / DRAFTER / "draft_ids.json").read_text())

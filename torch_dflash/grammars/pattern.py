@@ -1,4 +1,4 @@
-"""Reads a regular expression: the part of Rust's syntax that every dialect reads alike."""
+"""Reads a regular expression, in the part of Rust's syntax that is the same in every dialect."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import NamedTuple
 
 _LAST = 0x10FFFF
 _CHARACTERS = ((0, 0xD7FF), (0xE000, _LAST))
-"""Every character that text can hold: surrogates are none."""
+"""All characters of texts, without surrogates."""
 _CONTROLS = {"a": 7, "t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 _NUMBERED = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\}")
-# Flags that are switched off are off already, but for i and s.
+# Of the flags only i and s can be on, so switching the others off changes nothing.
 _GROUP = re.compile(r"\(\?(?:P?<[A-Za-z_][A-Za-z0-9_]*>|([is]*)(?:-([imsxU]+))?([:)]))")
 _OTHER_GROUP = re.compile(r"\(\?(?:[A-Za-z-]*[:)]|P?<[=!]|P?<[^>]*>|P?.)?", re.DOTALL)
 _REPEAT = re.compile(r"([*+?]|\{(\d+)(?:(,)(\d*))?\})\??")
 _OPERATORS = ("[", "&&", "--", "~~")
-# Beside their other case, what these letters match in any case: LONG S and KELVIN SIGN.
+# Further characters that these letters match in any case: LONG S and KELVIN SIGN.
 _FOLDED = {"s": "\u017f", "S": "\u017f", "k": "\u212a", "K": "\u212a"}
 _MOST_FOLDED = 1000
 
 
 class Chars(NamedTuple):
-    """One character: of one of these ranges, which are sorted and do not touch."""
+    """One character within ``ranges``, which are sorted and apart."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 class Join(NamedTuple):
-    """One part after another."""
+    """The parts in order."""
 
     parts: tuple[Node, ...]
 
@@ -51,15 +51,15 @@ Node = Chars | Join | Either | Repeat
 
 
 class Unread(ValueError):
-    """The pattern has what this reader does not know; the message says what, and where."""
+    """A part of the pattern that this reader does not know; the message names it and its place."""
 
 
 def read_pattern(text: str) -> Node:
     """The tree of a pattern.
 
     Raises:
-        Unread: for what is no regular expression or what dialects read differently. RecursionError: groups
-            are nested too deeply.
+        Unread: no regular expression, or a part that dialects read differently.
+        RecursionError: groups are nested too deeply.
     """
     reader = _Reader(text)
     found = reader.choice(frozenset())
@@ -73,7 +73,7 @@ class _Reader:
         self.text, self.at = text, 0
 
     def unread(self, start: int, hint: str = "") -> Unread:
-        """What stands from ``start`` to here is not read."""
+        """The error for the text from ``start`` to here."""
         what = self.text[start : self.at]
         return Unread(f"{what!r} at character {start + 1} is not read here{hint}")
 
@@ -137,7 +137,7 @@ class _Reader:
         return Chars(_sorted(self.in_any_case([(code, code)], flags, start)))
 
     def escape(self) -> int:
-        """The character that is meant by what stands behind a backslash."""
+        """The character of an escape, after its backslash."""
         start = self.at - 1
         if found := self.match(_NUMBERED):
             code = int(next(filter(None, found.groups())), 16)
@@ -157,7 +157,7 @@ class _Reader:
         return ord(letter)
 
     def set(self, flags: frozenset[str]) -> Chars:
-        """A class, behind its bracket."""
+        """A class, after its bracket."""
         begin = self.at - 1
         without, found = self.take("^"), []
         while not found or not self.take("]"):
@@ -175,7 +175,7 @@ class _Reader:
         return Chars(_others(found) if without else _sorted(found))
 
     def member(self, begin: int) -> int:
-        """A character of the class that begins there."""
+        """The next character of the class that begins at ``begin``."""
         letter = self.next()
         if not letter:
             raise self.open(begin)
@@ -184,7 +184,7 @@ class _Reader:
     def in_any_case(
         self, ranges: list[tuple[int, int]], flags: frozenset[str], start: int
     ) -> list[tuple[int, int]]:
-        """The ranges of what begins at ``start`` and, with flag i, their characters' other case."""
+        """``ranges`` and, with flag i, their characters' other case; ``start`` is for messages."""
         if "i" not in flags:
             return ranges
         if sum(high - low for low, high in ranges) > _MOST_FOLDED:
@@ -203,12 +203,12 @@ def _repeated(part: Node, repeat: re.Match[str]) -> Node:
 
 
 def _sorted(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same characters, in ranges that are sorted and do not touch."""
+    """The same characters, in sorted ranges that do not touch."""
     return _others(_others(ranges))
 
 
 def _others(ranges: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """The characters of no range, in ranges that are sorted and do not touch."""
+    """The characters of no range, in sorted ranges that do not touch."""
     found, begin = [], 0
     for low, high in sorted([*ranges, (0xD800, 0xDFFF), (_LAST + 1, _LAST + 1)]):
         if begin < low:

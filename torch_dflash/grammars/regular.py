@@ -1,4 +1,4 @@
-"""A regular expression as an automaton of bytes, whose size is bounded while it is built."""
+"""Builds an automaton of bytes from a regular expression, with bounds on its size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from torch_dflash.grammars.pattern import Chars, Either, Join, Node, Repeat, read_pattern
 
 DEAD, FIRST = 0, 1
-"""States: behind what may not stand there; before the first byte."""
+"""States: after a byte that is not allowed; before the first byte."""
 MOST_EDGES = 1 << 16
-"""Edges of the automaton that may be in several states at once: a few MB."""
+"""Most edges of the nondeterministic automaton: a few MB."""
 MOST_STEPS = 1 << 21
-"""Edges followed while its sets of states are listed: a few seconds."""
+"""Most edges followed to list the sets of states: a few seconds."""
 
 
 class _TooLarge(Exception):
@@ -22,10 +22,10 @@ class _TooLarge(Exception):
 
 
 def byte_automaton(pattern: str, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """(next states int16 [states, 256], whether a text may end in each): `DEAD`, `FIRST` and the others.
+    """(next states int16 [states, 256], whether a text may end in each); `DEAD` and `FIRST` come first.
 
     Raises:
-        ValueError: no regular expression that is read here, or one of more than ``most`` states.
+        ValueError: a pattern that is not read here, or one of more than ``most`` states.
     """
     said = f"Grammar.regex({pattern!r}, device=True)"
     try:
@@ -36,19 +36,17 @@ def byte_automaton(pattern: str, most: int) -> tuple[np.ndarray, np.ndarray]:
     except RecursionError:
         raise ValueError(f"{said}: its groups are nested too deeply; pass device=False.") from None
     except _TooLarge:
-        raise ValueError(
-            f"{said}: it has {most} states of bytes or more, or would take too long to build; pass "
-            "device=False, or a simpler pattern."
-        ) from None
+        why = f"it has {most} states of bytes or more, or would take too long to build"
+        raise ValueError(f"{said}: {why}; pass device=False, or a simpler pattern.") from None
 
 
 class _Edges:
-    """An automaton that may be in several states at once, built from the end of a pattern to its beginning.
+    """A nondeterministic automaton, built from the end of a pattern to its beginning.
 
     Attributes:
-        reads: of each state, bytes and where they lead: (low, high, state).
-        skips: of each state, those that it is in as well.
-        first, last: its states before and behind a text.
+        reads: of each state, bytes and the next state: (low, high, state).
+        skips: of each state, states reached without a byte.
+        first, last: the states before and after a text.
     """
 
     def __init__(self, tree: Node):
@@ -68,7 +66,7 @@ class _Edges:
         return len(self.reads) - 1
 
     def _reading(self, reads: tuple[tuple[int, int, int], ...]) -> int:
-        """The state with these edges; the ends of words and of characters share theirs."""
+        """The state with the edges ``reads``, shared by equal ends of words and characters."""
         if reads not in self._known:
             self._known[reads] = self._state(reads)
         return self._known[reads]
@@ -115,7 +113,7 @@ class _Edges:
 
 
 class _Sets:
-    """The sets of states that the bytes of a text lead to: each is a state of the automaton of bytes."""
+    """The deterministic automaton: each of its states is a set of states of `_Edges`."""
 
     def __init__(self, edges: _Edges):
         self._edges = edges
@@ -149,7 +147,7 @@ class _Sets:
         return np.stack(rows), np.array([False, *ends])
 
     def _with_skips(self, states: frozenset[int]) -> tuple[int, ...]:
-        """Those that read a byte or end a text, of ``states`` and those that they are in as well."""
+        """The states that read a byte or end a text, among ``states`` and their skips."""
         seen, waiting = set(states), list(states)
         for state in waiting:  # which grows
             more = [one for one in self._edges.skips[state] if one not in seen]
@@ -159,7 +157,7 @@ class _Sets:
         return tuple(sorted(one for one in seen if self._edges.reads[one] or one == self._edges.last))
 
     def _after(self, found: tuple[int, ...]) -> Iterator[tuple[int, int, frozenset[int]]]:
-        """(first byte, the one behind the last, states that these bytes lead to)."""
+        """(First byte, last byte + 1, next states of these bytes)."""
         edges = [edge for state in found for edge in self._edges.reads[state]]
         bounds = sorted({bound for low, high, _ in edges for bound in (low, high + 1)})
         lead: list[set[int]] = [set() for _ in bounds]

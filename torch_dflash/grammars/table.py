@@ -1,4 +1,4 @@
-"""A regular expression as a table: (state of an automaton, class of a token) -> next state."""
+"""`TokenTable`: a regular expression as (automaton state, token class) -> next state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_dflash.grammars.matcher import MatcherRow, refused
 from torch_dflash.grammars.regular import DEAD, FIRST, byte_automaton
-from torch_dflash.grammars.vocabulary import ALL, Vocabulary, packed, put, words_of
+from torch_dflash.grammars.vocabulary import ALL, Vocabulary, pack_bits, set_bits, words_of
 
 MOST_STATES = 512
 MOST_ENTRIES = 1 << 22
@@ -24,7 +24,7 @@ class TokenTable:
         following: int32 [states, classes]; `DEAD` where a token of the class may not follow.
         class_of: int32 [V], of each token of the tokenizer; class 0 may never follow.
         accepts: bool [states], whether the text is complete.
-        allowed: bits [states, words] of what may follow; all behind `DEAD`, where what is picked is cut.
+        allowed: bits [states, words] of the allowed tokens; all in `DEAD`, where picks are cut.
     """
 
     following: np.ndarray
@@ -34,7 +34,7 @@ class TokenTable:
 
 
 class TableRow:
-    """A table for one row of one request, whose stop ids are its own."""
+    """A table for one row of one request, with the row's stop ids."""
 
     reads = 0
 
@@ -48,13 +48,13 @@ class TableRow:
         classes[list(self._stops)] = 0
         allowed = np.zeros((len(table.following), words_of(vocab_size)), np.int32)
         allowed[:, : table.allowed.shape[1]] = table.allowed
-        put(allowed, self._stops, False)
-        allowed[table.accepts] |= packed(np.isin(np.arange(vocab_size), list(self._stops)))
+        set_bits(allowed, self._stops, False)
+        allowed[table.accepts] |= pack_bits(np.isin(np.arange(vocab_size), list(self._stops)))
         allowed[DEAD] = ALL
         return table.following, classes, allowed
 
     def check(self, answer: list[int]) -> None:
-        """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole one before a stop id."""
+        """Raise `NoTokenLeft` unless ``answer`` begins a text, or is a whole text and a stop id."""
         state, table = FIRST, self.table
         for place, token in enumerate(answer):
             if token in self._stops:
@@ -68,21 +68,21 @@ class TableRow:
             state = following
 
     def check_beginning(self, said: str) -> None:
-        """Raise ``ValueError`` where no token may come first and the empty text is none of the grammar's."""
+        """Raise ``ValueError`` if no token may come first and the empty text is not allowed."""
         if not (self.table.following[FIRST].any() or self.table.accepts[FIRST]):
-            raise ValueError(
-                f"{said}: no token may come first: no text of it can be spelt with the tokenizer's ids."
-            )
+            raise ValueError(f"{said}: no token may come first: the tokenizer's ids spell no text of it.")
 
 
 def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
-    """The automaton of ``pattern`` (Rust's regex syntax) over tokens with these bytes; b"" is no text.
+    """The automaton of ``pattern`` (Rust's regex syntax) over tokens with the bytes ``spelt``; b"": no text.
 
     Raises:
-        ValueError: no regular expression that is read here, or its tables are too large.
+        ValueError: a pattern that is not read here, or too large tables.
     """
     step, accepts = byte_automaton(pattern, MOST_STATES)
-    letters, letter_of = np.unique(step, axis=1, return_inverse=True)  # of bytes that lead alike
+    letters, letter_of = np.unique(
+        step, axis=1, return_inverse=True
+    )  # classes of bytes with equal next states
     alike = bytes(letter_of.reshape(-1).tolist())
     never = bytes(np.flatnonzero((step == DEAD).all(axis=0)).tolist())
     texts = [text.translate(alike, never) for text in spelt]
@@ -104,15 +104,15 @@ def token_table(pattern: str, spelt: Sequence[bytes]) -> TokenTable:
         alive = more
     following = np.where(alive[following], following, DEAD)
     check_size(pattern, following.shape[0], following.shape[1], len(spelt))
-    allowed = np.stack([packed(row[class_of]) for row in following != DEAD])
+    allowed = np.stack([pack_bits(row[class_of]) for row in following != DEAD])
     allowed[DEAD] = ALL
     return TokenTable(following, class_of, accepts, allowed)
 
 
 def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str) -> None:
-    """Raise ``ValueError`` unless each state of ``table`` allows what the matcher of ``source`` does.
+    """Raise ``ValueError`` unless each state of ``table`` allows the tokens of ``source``'s matcher.
 
-    Two readers read the pattern; a state is compared behind the first text that leads to it.
+    A state is compared after the first text that leads to it.
     """
     ends = (min(vocabulary.eos),)
     matched = MatcherRow(source, vocabulary, ends)
@@ -126,8 +126,8 @@ def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str
         taken = (token not in ends and matched.takes(texts[state], token) for token in further.tolist())
         if (theirs & ~allowed[state]).any() or not all(taken):
             raise ValueError(
-                f"{said}: after ids {texts[state]} the table and llguidance read it differently; write out "
-                "what they do ([0-9] for a digit, [a-z] for a letter), or pass device=False."
+                f"{said}: after ids {texts[state]} the table and llguidance read it differently; write it "
+                "out ([0-9] for a digit, [a-z] for a letter), or pass device=False."
             )
         for kind, to in enumerate(table.following[state].tolist()):
             if to != DEAD and to not in texts:
@@ -136,7 +136,7 @@ def check_same(table: TokenTable, source: str, vocabulary: Vocabulary, said: str
 
 
 def check_size(pattern: str, states: int, classes: int, vocab_size: int) -> None:
-    """Raise ``ValueError`` for tables that are larger than a row may have; sizes are those of buckets."""
+    """Raise ``ValueError`` for tables too large for a row; sizes are rounded up to buckets."""
     states, classes = (1 << (size - 1).bit_length() for size in (states, classes))
     entries = states * (classes + vocab_size // 32 + 1) + vocab_size
     if states > MOST_STATES or entries > MOST_ENTRIES:
@@ -147,7 +147,7 @@ def check_size(pattern: str, states: int, classes: int, vocab_size: int) -> None
 
 
 def _walk(step: np.ndarray, spelt: Sequence[bytes]) -> np.ndarray:
-    """Where each text leads from each state, int16 [states, texts]: all its letters, one after another."""
+    """The state after each text from each state, int16 [states, texts]."""
     lengths = np.array([len(text) for text in spelt])
     longest_first = np.argsort(-lengths, kind="stable")
     letters = np.zeros((len(spelt), max(int(lengths.max(initial=0)), 1)), np.uint8)

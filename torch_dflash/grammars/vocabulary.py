@@ -1,4 +1,4 @@
-"""A tokenizer as the libraries of grammars see it: each id with its bytes."""
+"""`Vocabulary`: a tokenizer's ids with their bytes, for llguidance; and sets of ids as bits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _known: weakref.WeakKeyDictionary[Any, Vocabulary] = weakref.WeakKeyDictionary()
 
 
 def library(name: str) -> Any:
-    """An optional library of grammars.
+    """An optional library for grammars.
 
     Raises:
-        ImportError: it is not installed; the message says how to.
+        ImportError: the library is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(name)
@@ -27,12 +27,11 @@ def library(name: str) -> Any:
 
 
 class Vocabulary:
-    """The ids of a fast ``tokenizer``, made once for each (`of`), for it takes a second.
+    """The ids of a fast ``tokenizer``; `of` makes one for each, which takes a second.
 
     Attributes:
         tokenizer: llguidance's.
-        size: number of ids.
-        eos: ids that llguidance takes for ends; here the stop ids of a row are.
+        size: number of ids. eos: llguidance's end ids; here a row's stop ids end a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -50,13 +49,11 @@ class Vocabulary:
         """The vocabulary of a transformers tokenizer.
 
         Raises:
-            TypeError: it is none, or a slow one. ValueError: llguidance cannot read it.
+            TypeError: no fast tokenizer. ValueError: llguidance cannot read it.
         """
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise TypeError(
-                f"tokenizer={type(tokenizer).__name__}: a grammar needs the model's fast tokenizer "
-                "(transformers' PreTrainedTokenizerFast)."
-            )
+            fix = "a grammar needs the model's fast tokenizer (transformers' PreTrainedTokenizerFast)"
+            raise TypeError(f"tokenizer={type(tokenizer).__name__}: {fix}.")
         found = _known.get(tokenizer)
         if found is None or found.size < len(tokenizer):  # tokens were added
             found = _known[tokenizer] = cls(tokenizer)
@@ -64,22 +61,22 @@ class Vocabulary:
 
     @cached_property
     def spelt(self) -> list[bytes]:
-        """The bytes of each id; b"" for special ones, which are no text."""
+        """The bytes of each id; b"" for special ids."""
         special, decode = self.tokenizer.is_special_token, self.tokenizer.decode_bytes
         return [b"" if special(token) else decode([token]) for token in range(self.size)]
 
 
 ALL = np.int32(-1)
-"""32 ids, each in the set."""
+"""A set of 32 ids, all of them."""
 
 
 def words_of(vocab_size: int) -> int:
-    """Integers that hold so many ids."""
+    """The number of int32 for a set of ``vocab_size`` ids."""
     return -(-vocab_size // 32)
 
 
-def put(bits: np.ndarray, ids: Iterable[int], value: bool) -> None:
-    """Take ids into each set of ``bits`` [..., words], or out of it, in place."""
+def set_bits(bits: np.ndarray, ids: Iterable[int], value: bool) -> None:
+    """Add ids to each set in ``bits`` [..., words], or remove them, in place."""
     for token in ids:
         if 0 <= token < 32 * bits.shape[-1]:
             bit = np.array(1 << token % 32, np.uint32).view(np.int32)
@@ -88,11 +85,11 @@ def put(bits: np.ndarray, ids: Iterable[int], value: bool) -> None:
 
 
 def holds(bits: np.ndarray, token: int) -> bool:
-    """Whether a token is in the set ``bits`` [words]."""
+    """Whether ``token`` is in the set ``bits`` [words]."""
     return 0 <= token < 32 * len(bits) and bool(bits[token // 32] >> (token % 32) & 1)
 
 
-def packed(flags: np.ndarray) -> np.ndarray:
+def pack_bits(flags: np.ndarray) -> np.ndarray:
     """Bools [..., ids] as bits [..., words]."""
     spare = -flags.shape[-1] % 32
     whole = np.pad(flags, [(0, 0)] * (flags.ndim - 1) + [(0, spare)])

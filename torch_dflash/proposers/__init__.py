@@ -1,4 +1,4 @@
-"""What drafts: the `Proposer` base class, and the methods built on it."""
+"""Drafting methods: the `Proposer` base class and its implementations."""
 
 from torch_dflash.proposers.base import Proposer as Proposer
 from torch_dflash.proposers.dflash.proposer import DFlashProposer as DFlashProposer

@@ -1,4 +1,4 @@
-"""The one interface every drafting method meets."""
+"""`Proposer`: the interface of every drafting method."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch_dflash.state import Draft, DraftRequest
 
 
 class Cost(NamedTuple):
-    """What a proposer reads and computes for a draft, its weights and the head apart.
+    """A proposer's reads and computation for a draft, without weights and head.
 
     Attributes:
         cached: elements of one row's cache that a draft pass reads.
         flops: of attention over the context, all rows together.
-        prompt: the modules whose weights turn a prompt's features into what is cached.
+        prompt: modules that turn a prompt's features into cached values.
     """
 
     cached: int = 0
@@ -30,21 +30,21 @@ class Cost(NamedTuple):
 
 
 class Proposer(nn.Module):
-    """Drafts N tokens a round. Pure: all it keeps is in ``pstate``, which the loop carries and never reads.
+    """Drafts N tokens a round. Pure: its memory is ``pstate``, which the loop carries and never reads.
 
-    To write one, give it a ``name`` and a ``width`` and implement `propose`; the rest has defaults for a
-    proposer that keeps nothing. Its weights are bound with the target's in one call. Every leaf of ``pstate``
-    is a tensor whose first axis is the batch.
+    A new proposer needs a ``name``, a ``width`` and `propose`; the other methods have defaults for a proposer
+    without memory. Its weights are bound with the target's in one call. Every leaf of ``pstate`` is a tensor
+    whose first axis is the batch.
 
-    A state that counts what it has taken in shows it as ``committed`` [B]; eager rounds assert that it
-    equals the target's committed length. A proposer that keeps no weights may have a hashable ``key``:
-    objects of equal keys then share engines.
+    A state may show the number of tokens taken in as ``committed`` [B]; eager rounds assert that it equals
+    the target's committed length. A proposer without weights may have a hashable ``key``: objects with equal
+    keys share engines.
 
     Attributes:
         name: of the method; saved states carry it, so it must not change.
-        taps: target layers whose outputs it wants (0-based block indices), () for none.
+        taps: target layers whose outputs it reads (0-based block indices), () for none.
         width: rows W of its draft, the anchor included.
-        depth: of one that drafts trees (`Draft.parent`), nodes on the deepest path; None: it drafts chains.
+        depth: nodes on the deepest path of a tree (`Draft.parent`); None: it drafts chains.
     """
 
     name: str
@@ -57,24 +57,24 @@ class Proposer(nn.Module):
         return ()
 
     def reset(self, pstate: Any, rows: Bool[Tensor, " B"]) -> Any:
-        """``pstate`` with the rows marked in ``rows`` as `start` made them: other requests take them."""
+        """``pstate`` with the rows marked in ``rows`` as `start` makes them, for new requests."""
         return pytree.tree_map_only(Tensor, lambda leaf: clear_rows(leaf, rows), pstate)
 
     def earliest(self, pstate: Any, length: int) -> int:
-        """The fewest tokens that `rewind` can go back to without a snapshot, after ``length`` were taken in.
+        """The fewest tokens that `rewind` can return to without a snapshot, after ``length`` tokens.
 
-        Only the tree of ``pstate`` and its shapes may be read.
+        Reads only the tree of ``pstate`` and its shapes.
         """
         return length if pytree.tree_leaves(pstate) else 0
 
     def snapshot(self, pstate: Any) -> Any:
-        """What of ``pstate`` cannot be made again when later tokens were taken in."""
+        """The part of ``pstate`` that later tokens overwrite."""
         return pstate
 
     def rewind(self, pstate: Any, kept: Int[Tensor, " B"], snapshot: Any = None) -> Any:
-        """``pstate`` as it was when it had taken in the first ``kept`` [B] tokens, by its `snapshot` of then.
+        """``pstate`` as after the first ``kept`` [B] tokens, from the `snapshot` made then.
 
-        None: ``kept`` is as `earliest` allows.
+        Without a snapshot ``kept`` is at least `earliest`.
         """
         return pstate if snapshot is None else snapshot
 
@@ -87,17 +87,17 @@ class Proposer(nn.Module):
     def observe(
         self, pstate: Any, features: Tensor | None, ids: Tensor, next_ids: Tensor, count: Tensor
     ) -> Any:
-        """Take in the first ``count`` [B] of the M rows of a round that `propose` or `skip` has begun.
+        """Take in the first ``count`` [B] of the M rows of a round, after `propose` or `skip`.
 
-        M may differ from round to round, up to the plan's ``gain``: of a tree, only a path's rows come here.
+        M varies up to the plan's ``gain``: of a tree, only the accepted path's rows arrive.
 
-        ``ids`` [B, M] are the tokens the features [B, M, n*H] belong to (the anchor and what was accepted),
+        ``ids`` [B, M] are the tokens of the features [B, M, n*H] (the anchor and accepted drafts),
         ``next_ids`` [B, M] the tokens after them (accepted and bonus; the bonus has no feature yet).
         """
         return pstate
 
     def propose(self, pstate: Any, anchor: Tensor, length: Tensor, embed, head) -> tuple[Draft, Any]:
-        """Draft after ``anchor`` [B], which stands at position ``length`` [B].
+        """Draft after ``anchor`` [B] at position ``length`` [B].
 
         ``embed(ids)`` gives raw target embeddings, ``head(hidden)`` target logits.
         """
@@ -106,17 +106,17 @@ class Proposer(nn.Module):
     def draft(
         self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: DraftRequest
     ) -> tuple[Draft, Any]:
-        """`propose`, by a method that heeds ``asked``; what a round calls."""
+        """`propose` with the round's request ``asked``; rounds call this method."""
         return self.propose(pstate, anchor, length, embed, head)
 
     def nodes(
         self, pstate: Any, anchor: Tensor, length: Tensor, embed, head, asked: DraftRequest
     ) -> tuple[Nodes, Any]:
-        """`draft` as scored nodes, of which a tree takes the best; by default siblings are equally likely.
+        """`draft` as scored nodes for a tree; by default siblings are equally likely.
 
         Returns:
-            `torch_dflash.Nodes`: tokens and parent int32 [B, C], score float32 [B, C], for any C that is the
-            same in every round; and the state. A node's parent has a lower number and no lower score.
+            `torch_dflash.Nodes`: tokens and parent int32 [B, C], score float32 [B, C], with the same C in
+            every round; and the state. A node's parent has a lower number and no lower score.
         """
         draft, pstate = drafted_by(self, self.draft(pstate, anchor, length, embed, head, asked))
         return unscored(draft, self.deepest), pstate
@@ -135,5 +135,5 @@ class Proposer(nn.Module):
         return drafted_by(self, self.propose(pstate, anchor, length, embed, head))[1]
 
     def cost(self, plan: DecodePlan, context: int) -> Cost:
-        """What a draft costs with ``context`` committed tokens in every row."""
+        """The cost of a draft with ``context`` committed tokens in every row."""
         return Cost()

@@ -1,4 +1,4 @@
-"""Drafters from files, of every kind that is known. Another one joins `KINDS`."""
+"""Loads drafters of every known kind; a new kind joins `KINDS`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torch_dflash.proposers.checkpoint.files import read_config
-from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
+from torch_dflash.proposers.dflash.config import DFlashConfig, is_dflash2
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.dflash2.model import DFlash2Config, DFlash2DraftModel
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
@@ -18,26 +18,26 @@ KINDS: dict[bool, tuple[type[DFlashConfig], type[DFlashDraftModel]]] = {
     False: (DFlashConfig, DFlashDraftModel),
     True: (DFlash2Config, DFlash2DraftModel),
 }
-"""Config and model, by whether a config.json is a DFlash2 drafter's."""
+"""Config and model, by `is_dflash2`."""
 
 
 def load_drafter(
     source: str | os.PathLike[str], target: Any = None, dtype: Any = "auto", **options: Any
 ) -> DFlashDraftModel:
-    """The drafter in a directory or hub repository, of whichever kind and layout its ``config.json`` says.
+    """The drafter in a directory or hub repository, of any kind and layout.
 
     Args:
         source: a path or a hub id.
-        target: the model it is for, its config, its directory or its hub id: what does not fit is refused
-            before any weight is read, and what is odd is warned of. None: an engine checks when it is built.
-        dtype: of its weights; "auto" is the type they are stored in.
-        **options: further ones of ``from_pretrained`` (``revision``, ``subfolder``, ``token`` ...).
+        target: the target model, its config, directory or hub id: a misfit is refused before any weight is
+            read, and unusual fields are warned of. None: an engine checks when it is built.
+        dtype: of the weights; "auto" is the stored type.
+        **options: further options of ``from_pretrained`` (``revision``, ``subfolder``, ``token`` ...).
 
     Returns:
         A `DFlashDraftModel` or a `DFlash2DraftModel`.
 
     Raises:
-        OSError, ValueError, TypeError: it cannot be read, by the field or tensor that is at fault.
+        OSError, ValueError, TypeError: names the field or tensor at fault.
     """
     read = read_config(source, options)
     _, model = _kind(read, source)
@@ -53,9 +53,9 @@ def load_drafter_config(source: str | os.PathLike[str], **options: Any) -> PreTr
 
 
 def drafter_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """A drafter that ``config`` describes, with weights that nobody has trained."""
+    """An untrained drafter of ``config``."""
     return KINDS[isinstance(config, DFlash2Config)][1](config)
 
 
 def _kind(read: Fields, source: Any) -> tuple[type[DFlashConfig], type[DFlashDraftModel]]:
-    return KINDS[is_second(in_zlabs_fields(read, source))]
+    return KINDS[is_dflash2(in_zlabs_fields(read, source))]

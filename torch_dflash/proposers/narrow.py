@@ -1,7 +1,7 @@
-"""A drafter that drafts some ids only, so that a draft pass reads few rows of the head.
+"""Drafters of fewer ids, whose draft pass reads fewer rows of the head.
 
 A small drafter's pass is mostly its head: two layers of 5.9 M weights before 28 M of SmolLM2-135M's. The
-target verifies with its whole head, so text stays the same; an id that is left out is never drafted.
+target verifies with its whole head, so texts stay the same; ids left out are never drafted.
 
 Source: FR-Spec (arXiv 2502.14856), which ranks ids by how often they occur; ``d2t`` is EAGLE-3's.
 """
@@ -24,7 +24,7 @@ from torch_dflash.proposers.pair import check_pair, tables_of_ids
 
 
 def count_ids(texts: Iterable[Sequence[int] | Tensor]) -> Counter[int]:
-    """How often each id stands in ``texts``."""
+    """The number of times each id occurs in ``texts``."""
     counts: Counter[int] = Counter()
     for text in texts:
         counts.update(text.tolist() if isinstance(text, Tensor) else text)
@@ -38,7 +38,7 @@ def frequent_ids(texts: Iterable[Sequence[int] | Tensor], rows: int) -> list[int
         texts: of ids, such as the target's own answers. rows: most ids.
 
     Raises:
-        TypeError: a text holds something else than ids.
+        TypeError: a text holds an object that is no id.
     """
     check_counts(rows=rows)
     counts = count_ids(texts)
@@ -50,26 +50,23 @@ def frequent_ids(texts: Iterable[Sequence[int] | Tensor], rows: int) -> list[int
 
 @torch.no_grad()
 def with_draft_vocabulary(drafter: DFlashDraftModel, target: Any, ids: Sequence[int]) -> Any:
-    """``drafter`` with a head of its own: the rows ``ids`` of the target's, or of its own whole one.
+    """A drafter with its own small head: the rows ``ids`` of the target's head, or of the drafter's.
 
-    It shares its other weights with ``drafter``, which stays as it is; the rows are copied.
-    ``save_pretrained`` writes it with ``lm_head.weight`` and ``d2t``, as speculators' drafters have them.
+    It shares the other weights with ``drafter``, which stays unchanged; the rows are copied.
+    ``save_pretrained`` writes the head with ``lm_head.weight`` and ``d2t``, as in speculators' drafters.
 
     Args:
         drafter: a DFlash or DFlash2 drafter, without a smaller vocabulary yet.
-        target: the live target that it drafts for.
-        ids: of the target, each once; their order does not matter. `frequent_ids` finds them.
+        target: the live target. ids: the target's, each once, in any order; see `frequent_ids`.
 
     Raises:
-        ValueError: an id that has no row in the head or stands twice, too few ids, or a head or a drafter
-            that cannot be cut; the message names the field and the fix.
+        ValueError: an id without a row in the head or given twice, too few ids, or a head or drafter that
+            cannot be cut; the message names the field and the fix.
     """
     check_pair(target, drafter)
     if has_smaller_vocabulary(drafter.config):
-        raise ValueError(
-            f"draft_vocab_size={drafter.config.draft_vocab_size} of the drafter: it has a smaller vocabulary "
-            "already; give the drafter that has the whole one."
-        )
+        size = drafter.config.draft_vocab_size
+        raise ValueError(f"draft_vocab_size={size} of the drafter: give the one with the whole vocabulary.")
     head = _head(target) if drafter.lm_head is None else drafter.lm_head
     config, size = copy.deepcopy(drafter.config), head.weight.shape[0]
     if tables_of_ids(config):  # of so many ids; the target may have more
@@ -95,8 +92,8 @@ def _head(target: Any) -> nn.Linear:
     plain = type(head) is nn.Linear and head.bias is None and head.weight.is_floating_point()
     if not plain or type(head.weight) not in (Tensor, nn.Parameter):
         raise ValueError(
-            f"target={type(target).__name__}: its head is no plain linear layer without bias, so its rows "
-            "cannot be taken; draft with the drafter as it is."
+            f"target={type(target).__name__}: its head is no plain linear layer without bias; keep the whole "
+            "vocabulary."
         )
     return head
 
@@ -109,8 +106,8 @@ def _checked(ids: Sequence[int], rows: int, least: int) -> Tensor:
     kept = torch.tensor(kept, dtype=torch.int64)
     if not least <= len(kept) < rows:
         raise ValueError(
-            f"ids: {len(kept)} given; a smaller vocabulary has at least {least} (the selector's candidates, "
-            f"or one) and fewer than the head's {rows} rows."
+            f"ids: {len(kept)} given; give at least {least} (the selector's candidates, or one) and fewer "
+            f"than the head's {rows} rows."
         )
     kept = kept.sort().values
     if kept[0] < 0 or kept[-1] >= rows:

@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the latest earlier match of the row's last tokens. No weights."""
+"""`NGramProposer`: drafts the continuation of the latest earlier match of the row's last tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch_dflash.state import Draft
 
 MOST = 255
 LIKELY, LATER = (0.0, 0.25, 0.5, 0.7), 0.8
-"""The probability that the target picks what follows a match of so many tokens, and each token after it."""
+"""Probability that the target picks the token after a match of 0, 1, 2, 3 tokens, and each later token."""
 
 
 @register_state
 @dataclass(frozen=True)
 class NGramState:
-    """The row's committed tokens: ``history[b, :length[b]]``, the anchor not among them yet."""
+    """The row's committed tokens ``history[b, :length[b]]``, without the anchor."""
 
     history: Int[Tensor, "B S"]
     length: Int[Tensor, " B"]
@@ -38,7 +38,7 @@ class NGramState:
 
 
 class Found(NamedTuple):
-    """What lookup finds: ``tokens`` [B, N] that may follow, and how many before them ``matched`` [B]."""
+    """A lookup's result: the next ``tokens`` [B, N] and the length ``matched`` [B] of the match."""
 
     tokens: Int[Tensor, "B N"]
     matched: Int[Tensor, " B"]
@@ -49,7 +49,7 @@ class NGramProposer(Proposer):
 
     Args:
         width: rows W of the draft, the anchor included.
-        max_ngram: longest suffix that is looked up.
+        max_ngram: longest suffix to look up.
 
     Raises:
         ValueError: ``width`` is not in 2 .. `MOST`, or ``max_ngram`` not in 1 .. `MOST`.
@@ -67,7 +67,7 @@ class NGramProposer(Proposer):
 
     @property
     def key(self) -> tuple:
-        """What makes two of these the same, so that they share engines."""
+        """Equal for proposers that may share engines."""
         return type(self), self.width, self.max_ngram
 
     def start(self, plan: DecodePlan, device) -> NGramState:
@@ -105,7 +105,7 @@ class NGramProposer(Proposer):
     def look_up(
         self, pstate: NGramState, anchor: Int[Tensor, " B"], length: Int[Tensor, " B"]
     ) -> tuple[Found, NGramState]:
-        """What followed the best match of the text up to ``anchor``, which stands at ``length``."""
+        """The tokens after the best match of the text up to ``anchor`` at ``length``."""
         # The anchor is committed, so it ends the suffix; the slot it gets is rewritten by `observe`.
         history = write_rows(pstate.history, anchor[:, None], length, dim=1)
         slot = torch.arange(history.shape[1], device=length.device, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""No drafting: the round becomes one-token autoregressive decoding, the baseline of every comparison."""
+"""`PlainProposer`: no drafts, so a round is one step of autoregressive decoding."""
 
 from __future__ import annotations
 

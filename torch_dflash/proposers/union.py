@@ -1,9 +1,7 @@
-"""Prompt lookup beside a drafter: both in one tree, or lookup's chain where the text repeats itself."""
+"""`Union`: prompt lookup and a drafter, in one tree or taking turns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,10 +9,9 @@ import torch
 from torch_dflash.accept import drafted_by
 from torch_dflash.ops.control_flow import branch
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.proposers.composed import Composed
+from torch_dflash.proposers.composed import Composed, Several, States, holds_tensors
 from torch_dflash.proposers.ngram import NGramProposer
-from torch_dflash.proposers.several import Beside, Several, States
-from torch_dflash.proposers.trees.proposer import TreeRecipe, check_rows
+from torch_dflash.proposers.trees.proposer import BestNodes, check_tree_rows
 from torch_dflash.state import Draft, DraftRequest
 
 LONG = 2
@@ -22,20 +19,21 @@ LONG = 2
 
 
 class UnionProposer(Several):
-    """Lookup's draft where its match is `LONG` tokens or more, else the other's.
+    """Lookup's draft where its match is `LONG` tokens or more, else the draft of ``inner``.
 
-    The other's pass is left out in a round in which no row needs it.
+    ``inner`` makes no pass in a round in which no row needs it.
 
     Args:
-        inner: the other proposer, of which the union has width and taps.
-        most: rows of a draft of lookup at most, the anchor included. max_ngram: as in `NGramProposer`.
+        inner: the other proposer; gives width and taps.
+        others: lookup; its ``width`` is the most rows it drafts here, the anchor included. rows: None.
     """
 
-    def __init__(self, inner: Proposer, most: int, max_ngram: int):
-        lookup = NGramProposer(max(inner.width, 2), max_ngram)
+    def __init__(self, inner: Proposer, others: tuple[NGramProposer], rows: None = None):
+        (given,) = others
+        lookup = NGramProposer(max(inner.width, 2), given.max_ngram)
         super().__init__(inner, (lookup,))
         self.name = f"{lookup.name} or {inner.name}"
-        self.lookup, self.width, self.most = lookup, inner.width, min(most, inner.width)
+        self.lookup, self.width, self.most = lookup, inner.width, min(given.width, inner.width)
 
     def propose(self, pstate, anchor, length, embed, head) -> tuple[Draft, States]:
         return self._draft(pstate, anchor, length, embed, head, None)
@@ -65,34 +63,23 @@ class UnionProposer(Several):
         return Draft(tokens, valid.to(torch.int32)), States((lookup, inner))
 
 
-@dataclass(frozen=True)
-class UnionRecipe:
-    """A `UnionProposer` of these arguments."""
-
-    most: int
-    max_ngram: int
-
-    def build(self, inner: Proposer) -> Proposer:
-        return UnionProposer(inner, self.most, self.max_ngram)
-
-
 class Union(Composed):
-    """Prompt lookup beside a drafter: pass ``td.Union(td.NGramProposer(), drafter)`` as ``drafter``.
+    """Prompt lookup and a drafter: pass ``td.Union(td.NGramProposer(), drafter)`` as ``drafter``.
 
-    With ``rows`` a round verifies one tree of the best nodes of all proposers, by one score: for a drafter's
-    node the log-probability of its path, for lookup's a table by the length of its match. Without, drafts are
-    chains: a row drafts what lookup finds if it matches two tokens or more, else what the drafter says, in
-    rounds as wide as the drafter's.
+    With ``rows`` a round verifies one tree of the best nodes of all proposers, by one score: a drafter's node
+    scores the log-probability of its path, lookup's a table's value for the length of the match. Without
+    ``rows`` drafts are chains as wide as the drafter's: lookup's for a match of two tokens or more, else the
+    drafter's.
 
     Args:
         proposers: an `NGramProposer`, then a `DFlashDraftModel` or another proposer; all take in all text.
-            Lookup's ``width`` is the most tokens it drafts, the anchor included. With ``rows`` more may stand
-            before the last: proposers without weights that have a ``key``.
+            Lookup's ``width`` is the most tokens it drafts, the anchor included. With ``rows`` further
+            proposers without weights and with a ``key`` may stand before the last.
         rows: of the verify pass, the anchor included, from 2 to 64; None: drafts are chains.
 
     Raises:
-        TypeError: they are something else, or in another order.
-        ValueError: ``rows`` is out of range, or missing beside a proposer that drafts trees.
+        TypeError: other objects, or another order.
+        ValueError: ``rows`` is out of range, or missing with a proposer that drafts trees.
     """
 
     def __init__(self, *proposers: Any, rows: int | None = None):
@@ -103,18 +90,18 @@ class Union(Composed):
             given = None if drafter is None else type(drafter).__name__
             raise TypeError(f"drafter={given}: pass a drafter of td.load_drafter, or a proposer, last.")
         if rows is not None:
-            check_rows(rows)
-            return super().__init__(drafter, TreeRecipe(tuple(map(_beside, others)), rows))
+            check_tree_rows(rows)
+            for one in others:
+                _check_part(one)
+            return super().__init__(drafter, BestNodes, tuple(others), rows)
         lookup = others[0]
         if len(others) > 1 or not isinstance(lookup, NGramProposer):
             names = ", ".join(type(one).__name__ for one in others)
-            raise TypeError(
-                f"{names} before the drafter: pass one td.NGramProposer() there, or rows=... for a tree of "
-                "all proposers' drafts."
-            )
+            fix = "pass one td.NGramProposer() there, or rows=... for a tree of all proposers' drafts"
+            raise TypeError(f"{names} before the drafter: {fix}.")
         if getattr(drafter, "depth", None) is not None:
             raise ValueError(_trees(drafter))
-        super().__init__(drafter, UnionRecipe(lookup.width, lookup.max_ngram))
+        super().__init__(drafter, UnionProposer, (lookup,), None)
 
 
 def _trees(drafter: Any) -> str:
@@ -124,17 +111,14 @@ def _trees(drafter: Any) -> str:
     )
 
 
-def _beside(proposer: Any) -> Beside:
-    """``proposer`` as part of a recipe."""
+def _check_part(proposer: Any) -> None:
+    name = type(proposer).__name__
     if not isinstance(proposer, Proposer):
-        raise TypeError(
-            f"{type(proposer).__name__} before the drafter: pass td.NGramProposer() there, the drafter last."
-        )
+        raise TypeError(f"{name} before the drafter: pass td.NGramProposer() there, the drafter last.")
     problems = {
-        "it holds tensors": next(chain(proposer.parameters(), proposer.buffers()), None) is not None,
+        "it holds tensors": holds_tensors(proposer),
         "it has taps": bool(proposer.taps),
         "it has no key, a hashable value that says what it is": getattr(proposer, "key", None) is None,
     }
     for problem in (name for name, holds in problems.items() if holds):
-        raise TypeError(f"{type(proposer).__name__} before the drafter: {problem}; pass it last.")
-    return Beside((type(proposer), proposer.key), proposer)
+        raise TypeError(f"{name} before the drafter: {problem}; pass it last.")

@@ -1,1 +1,1 @@
-"""Drafters that others have published, as data, and a pair of them by its name."""
+"""Published drafters as data, and pairs loaded by name."""

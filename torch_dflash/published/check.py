@@ -1,4 +1,4 @@
-"""The published drafters that the hub's cache holds, loaded and compared with what is known of them."""
+"""Loads the published drafters in the hub's cache and compares them with their rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch_dflash.proposers.checkpoints import load_drafter
 from torch_dflash.published.rows import Checkpoint
 
 COMPARED = ("num_hidden_layers", "block_size", "target_layer_ids", "num_target_layers", "mask_token_id")
-"""Fields of a drafter's config that are held against the row's."""
+"""Fields of a drafter's config to compare with the row."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What came out for one pair.
+    """The result for one pair.
 
     Attributes:
-        name: of the pair. cached: whether the cache holds its drafter, be it in part.
-        problem: why it does not load or fit; None: it does, or it is not there.
-        compared: whether its target's config was there to compare it with.
-        notes: what differs from the row, is odd, or could not be compared.
+        name: of the pair. cached: whether the cache holds the drafter, at least in part.
+        problem: why the drafter does not load or fit; None: no problem, or not cached.
+        compared: whether the target's config was there for comparison.
+        notes: differences from the row, unusual fields, and missing comparisons.
     """
 
     name: str
@@ -38,20 +38,18 @@ class Checked:
 
 
 def check_cached(rows: Iterable[Checkpoint], cache_dir: str | Path | None = None) -> list[Checked]:
-    """Load each drafter that the hub's cache holds, and check it against its target's config. Fetch nothing.
+    """Load each drafter in the hub's cache and check it against its target's config; fetches nothing.
 
     Args:
         rows: the pairs. cache_dir: a cache other than huggingface_hub's own.
 
     Raises:
-        OSError: there is no such cache.
+        OSError: no such cache.
     """
     try:
         faults = [str(fault) for fault in scan_cache_dir(cache_dir).warnings]
     except (CacheNotFound, ValueError) as error:  # ValueError: the path is a file
-        raise OSError(
-            f"no hub cache could be read ({error}); fetch a drafter, or name another cache."
-        ) from error
+        raise OSError(f"no hub cache could be read ({error}); fetch a drafter or name another.") from error
     return [_checked(row, faults, Path(cache_dir or HF_HUB_CACHE)) for row in rows]
 
 
@@ -64,17 +62,14 @@ def _checked(row: Checkpoint, faults: list[str], cache: Path) -> Checked:
     named = str(row.target)
     target = named if isinstance(try_to_load_from_cache(named, "config.json", cache), str) else None
     if target is None:
-        notes.append(
-            f"the config of {row.target or row.model} is not in the cache: the pair was not compared."
-        )
+        model = row.target or row.model
+        notes.append(f"the config of {model} is not in the cache: the pair was not compared.")
     options: dict[str, Any] = {"local_files_only": True, "cache_dir": cache}
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
             config = load_drafter(str(row.drafter), target, **options).config
-        except (
-            Exception
-        ) as error:  # whatever a damaged file makes a library raise; the others are still asked
+        except Exception as error:  # a damaged file may raise anything; the other pairs are still checked
             said = " ".join(str(error).split()) or type(error).__name__
             return Checked(row.name, True, said, target is not None, notes)
     notes += [str(one.message) for one in heard if str(one.message).startswith("note: ")]

@@ -1,4 +1,4 @@
-"""A published pair by its name: checked first, then fetched."""
+"""`load_pair`: checks and fetches a published pair by its name."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def load_pair(
 ) -> tuple["PreTrainedModel", "DFlashDraftModel", "PreTrainedTokenizerBase"]:
     """A published target, its drafter and its tokenizer, ready for `torch_dflash.generate`.
 
-    What does not decode here is refused before anything is fetched. The drafter comes first: it is small, and
-    shows by the target's config whether the two fit.
+    A pair that does not decode here is refused before anything is fetched. The small drafter is fetched and
+    checked against the target's config first.
 
     Args:
         name: of one of `torch_dflash.checkpoints`, such as "qwen3-4b".
-        dtype: of both models' weights; "auto" is the type they are stored in.
-        **options: how to fetch, for all three (``cache_dir``, ``token``, ``local_files_only``).
+        dtype: of both models' weights; "auto" is the stored type.
+        **options: for fetching all three (``cache_dir``, ``token``, ``local_files_only``).
 
     Returns:
         Target, drafter and tokenizer, as `torch_dflash.load_demo_pair`.
 
     Raises:
-        ValueError: no such pair, one that does not decode here, or files that do not fit each other.
-        OSError: they cannot be fetched.
+        ValueError: no such pair, one that does not decode here, or files that do not fit.
+        OSError: a failed fetch.
     """
     row = find(name)
     check_row(row)
@@ -63,7 +63,7 @@ def find(name: str) -> Checkpoint:
     """The pair of that ``name``.
 
     Raises:
-        ValueError: there is none; names those that are near.
+        ValueError: no such pair; names similar ones.
     """
     named = {row.name: row for row in checkpoints}
     if name in named:
@@ -76,7 +76,7 @@ def find(name: str) -> Checkpoint:
 
 
 def check_row(row: Checkpoint) -> None:
-    """Raise ``ValueError`` unless a pair can be decoded here, as far as its row tells."""
+    """Raise ``ValueError`` for a row whose pair does not decode here."""
     if row.decoded is False:
         raise ValueError(
             f"name={row.name!r}: its target {row.model} ({row.family}) is refused here, for it has "
@@ -96,13 +96,13 @@ def check_row(row: Checkpoint) -> None:
 
 
 def load_target(source: str | os.PathLike[str], dtype: Any, config: Any, **options: Any) -> Any:
-    """A causal LM of ``config``, which lies in ``source`` too, with all of its weights, from safetensors.
+    """A causal LM of ``config`` with all of its weights, from the safetensors in ``source``.
 
     Raises:
-        IncompleteWeights: some are missing. OSError, ValueError: as transformers.
+        IncompleteWeights: weights are missing. OSError, ValueError: as transformers.
     """
     where = {name: options[name] for name in ("cache_dir", "local_files_only") if name in options}
-    options["adapter_kwargs"] = where  # or transformers asks the network for an adapter, with retries
+    options["adapter_kwargs"] = where  # else transformers looks for an adapter on the network, with retries
     loading: Any = auto_class(config).from_pretrained(
         source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )

@@ -1,6 +1,6 @@
-"""The published pairs: what is known of each, from where, and what is not.
+"""The published pairs of ``pairs.json``, with the source of each field.
 
-``pairs.json`` holds them. Nobody here has loaded their weights: a field says what its source says.
+The fields are quoted: the weights were not loaded here.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from importlib.resources import files
 from typing import Any
 
 UNSOURCED = ("name", "model", "kind", "family", "note", "measured", "sources", "decoded", "refused_for")
-"""Fields that say what the others are about, or how they come out here."""
+"""Fields without a source of their own."""
 KINDS = ("DFlash", "DFlash2", "DSpark")
-"""The kinds of drafter that draft here."""
+"""Kinds of drafters that draft here."""
 DSPARK_LAYOUTS = ("speculators", "DeepSpec", "SpecForge", "LiquidAI")
-"""Layouts whose DSpark drafters are read."""
+"""Layouts of readable DSpark drafters."""
 PLAIN_FORMS = ("mxfp4", "fp8", "int8")
-"""Forms of quantised weights that ``jb.load`` dequantises."""
+"""Quantised forms that ``jb.load`` dequantises."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published drafter and its target. None is unknown.
+    """A published drafter and its target; None: unknown.
 
     Attributes:
-        name: what `load_pair` takes.
+        name: for `load_pair`.
         model: the target's name. target, drafter: hub ids.
-        kind: "DFlash", "DFlash2", "DSpark", or another method's name, which does not draft here.
-        layout: whose field and tensor names its files have.
-        family: transformers' type of the target, with the variant behind a colon.
+        kind: "DFlash", "DFlash2", "DSpark", or another method, which does not draft here.
+        layout: of the field and tensor names.
+        family: transformers' type of the target, and the variant after a colon.
         num_hidden_layers: of the drafter.
         block_size: W, the anchor included.
         target_layer_ids: the taps, 0-based block indices.
         num_target_layers: layers of the target. mask_token_id: id of the mask.
         shape: further fields of the drafter's config.
-        size: of its weights, in the words of the source.
-        target_weights: the form that the target's weights are published in, if they are quantised.
-        license: of the drafter, by the hub's name for it.
-        acceptance: mean acceptance length by set of prompts. measured: under which conditions.
-        note: what else has to be known.
+        size: of the weights, in the source's words.
+        target_weights: the form of the target's weights, if quantised.
+        license: of the drafter, by the hub's name.
+        acceptance: mean acceptance length by set of prompts. measured: the conditions.
+        note: further facts.
         decoded: whether such targets decode here (docs/families.md); None: not compared.
-        refused_for: why not.
-        sources: where each field is from.
+        refused_for: the reason if not.
+        sources: of each field.
     """
 
     name: str
@@ -70,43 +70,42 @@ class Checkpoint:
     sources: dict[str, str] = field(default_factory=dict, hash=False)
 
     def mentions(self, text: str) -> bool:
-        """Whether the name, the target or the drafter has ``text`` in it; ``_`` is ``-``, any case."""
+        """Whether name, target or drafter contains ``text``, in any case, with ``_`` for ``-``."""
         names = (self.name, self.target or self.model, self.drafter or "")
         return self.is_of(text) or any(_plain(text) in _plain(name) for name in names)
 
     def is_of(self, target: str) -> bool:
-        """Whether ``target``, a hub id or a directory, ends with the name of this pair's target."""
+        """Whether ``target``, a hub id or directory, ends in the name of this pair's target."""
         own, given = ((name.rstrip("/").rpartition("/")[2]) for name in (self.target or self.model, target))
         return _plain(own) == _plain(given)
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The fields of which no source is known."""
+        """The fields without a known value."""
         return tuple(name for name in vars(self) if name not in UNSOURCED and getattr(self, name) is None)
 
     @property
     def foreign(self) -> str | None:
-        """The drafter's method or layout, if that is not read here."""
+        """The drafter's method or layout, if not read here."""
         if self.kind not in KINDS:
             return f"of kind {self.kind}"
         trained_as_dspark = self.kind == "DSpark" or str(self.layout).startswith("DeepSpec")
         if trained_as_dspark and self.layout not in DSPARK_LAYOUTS:
-            where = (
-                "a layout that no public config shows" if self.layout is None else f"the layout {self.layout}"
-            )
+            unshown = "a layout that no public config shows"
+            where = unshown if self.layout is None else f"the layout {self.layout}"
             return f"of kind {self.kind} in {where}"
         return None
 
     @property
     def verdict(self) -> tuple[bool | None, str | None]:
-        """Whether the pair decodes here (None: its family was not compared), and why not."""
+        """(whether the pair decodes here; None: family not compared, the reason if not)."""
         if self.decoded is not False and self.foreign is not None:
             return False, f"a drafter {self.foreign}"
         return self.decoded, self.refused_for
 
     @property
     def loads(self) -> bool:
-        """Whether the pair decodes here from the target's published weights, by ``jb.load``."""
+        """Whether the pair decodes here from the published weights, by ``jb.load``."""
         return self.verdict[0] is True and self.target_weights in (None, *PLAIN_FORMS)
 
 
@@ -129,16 +128,16 @@ def _row(raw: dict[str, Any], family: dict[str, Any], sources: dict[str, str]) -
 
 
 checkpoints: tuple[Checkpoint, ...] = _read()
-"""Every published pair that is known here, as `Checkpoint`."""
+"""Every known published pair, as `Checkpoint`."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """How many published drafters are of use here.
+class PublishedCounts:
+    """Numbers of published drafters.
 
     Attributes:
-        known: drafters of `KINDS` with published weights. decodes: those that decode here.
-        loads: those that also load from the target's published weights.
+        known: of `KINDS`, with published weights. decodes: decoding here.
+        loads: decoding from the target's published weights.
     """
 
     known: int
@@ -152,8 +151,8 @@ class Share:
         )
 
 
-def share(rows: Iterable[Checkpoint] = checkpoints) -> Share:
-    """The three figures for ``rows``, without SpecForge's sample configs: those have no published weights."""
+def share(rows: Iterable[Checkpoint] = checkpoints) -> PublishedCounts:
+    """The counts for ``rows``, without SpecForge's sample configs, which have no published weights."""
     known = [row for row in rows if row.kind in KINDS and not row.name.endswith("-sample")]
     decodes = [row for row in known if row.verdict[0]]
-    return Share(len(known), len(decodes), sum(row.loads for row in decodes))
+    return PublishedCounts(len(known), len(decodes), sum(row.loads for row in decodes))

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 from torch_dflash.proposers.checkpoints import KINDS, drafter_of
-from torch_dflash.proposers.dflash.config import DFlashConfig, is_second
+from torch_dflash.proposers.dflash.config import DFlashConfig, is_dflash2
 
 VOCAB = 97
 MASK = 96
@@ -96,7 +96,7 @@ def make_drafter(target, seed: int = 1, **overrides):
 
 def drafter_config(base: Any, **overrides) -> DFlashConfig:
     """A drafter's config for a target's: two layers, taps 0 and 2, block 6; DFlash2's with a rank."""
-    config_class, _ = KINDS[is_second(overrides)]
+    config_class, _ = KINDS[is_dflash2(overrides)]
     return config_class(
         **{
             "vocab_size": base.vocab_size,

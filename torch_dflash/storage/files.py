@@ -1,4 +1,4 @@
-"""Writes files that are whole or absent, and says when the disk is full."""
+"""Writes files whole or not at all, and names a full disk."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torch import Tensor
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Have ``write`` fill a file beside ``path``, then rename it: a reader sees all of it or nothing.
+    """Have ``write`` fill a temporary file, then rename it to ``path``: readers see all of it or nothing.
 
     Raises:
-        OSError: the disk is full, say. Whatever ``write`` does; what stood at ``path`` is then untouched.
+        OSError: such as a full disk; also any error of ``write``. ``path`` is then untouched.
     """
-    # A name of its own, not to be guessed, and made here: no other thread writes it, and no link leads away.
+    # A new file of a secret name: no other thread writes it, and no link leads away.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.{os.getpid()}.part")
     part.touch(exist_ok=False)
     try:
         mode = part.stat().st_mode
         write(part)
-        part.chmod(mode)  # as any other file's: safetensors writes for the owner alone
+        part.chmod(mode)  # safetensors writes for the owner alone
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -46,16 +46,16 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 class StageError(RuntimeError):
-    """A stage cannot go on; the message says what was kept and what to do."""
+    """A stage cannot go on; the message says what is kept and gives the fix."""
 
 
 class Stopped(StageError):
-    """A stage was asked to stop, and left everything needed to go on."""
+    """A stage stopped on request and can be resumed."""
 
 
 @contextmanager
 def naming_a_full_disk(path: Path) -> Iterator[None]:
-    """Rounds what a write under this raises when there is no room for ``path`` into a `StageError`."""
+    """Turn errors of a full disk, or of a too large file, while writing ``path`` into `StageError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -76,13 +76,13 @@ def naming_a_full_disk(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """`torch_dflash.storage.files.write_whole`, cleaning up after processes that were killed in it.
+    """`write_whole`, which also removes temporary files of killed processes.
 
     Raises:
-        StageError: the disk is full; what was there before is untouched.
+        StageError: the disk is full; ``path`` is untouched.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        if not _runs(left.name.split(".")[-2]):  # it was killed while it wrote this file
+        if not _runs(left.name.split(".")[-2]):  # killed while writing
             left.unlink(missing_ok=True)
     with naming_a_full_disk(path):
         write_whole(path, write)
@@ -94,7 +94,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _number_of(error: Exception) -> int | None:
-    """The system's error number; safetensors writes in Rust, so its errors say it in their message alone."""
+    # safetensors writes in Rust: only its message holds the system's error number.
     found = re.search(r"os error (\d+)", str(error))
     return None if found is None else int(found[1])
 
@@ -105,7 +105,7 @@ def _runs(number: str) -> bool:
         os.kill(int(number), 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, ValueError, OverflowError):  # another user's; or no number: not ours to judge
+    except (PermissionError, ValueError, OverflowError):  # another user's process, or no number
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""Where this library keeps what it can make again."""
+"""The cache folder of this library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Return the folder for our caches, by the convention of the platform."""
+    """The folder for caches, by the platform's convention."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":

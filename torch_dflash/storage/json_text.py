@@ -1,4 +1,4 @@
-"""Reads JSON that a user wrote; whatever is wrong with it is a ``ValueError``."""
+"""Reads users' JSON; every fault is a ``ValueError``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from contextlib import contextmanager
 from typing import Any
 
 MOST_DEPTH = 200
-"""Lists and objects within each other. Python itself gives up at a depth that varies with the caller's."""
+"""Most levels of lists and objects; Python's own limit varies with the caller's depth."""
 _DEEP = f"it is nested more than {MOST_DEPTH} levels deep"
 
 
 def parse_json(text: str, used: Iterable[str] | None = None) -> Any:
-    """The value of a JSON text; of a name that an object has twice, the last value counts.
+    """The value of a JSON text; the last value counts for a repeated name.
 
     Args:
-        text: what a user wrote.
-        used: the fields of an object that are read at all; None: every field.
+        text: the user's. used: fields of an object that are read; None: every field.
 
     Raises:
-        ValueError: no JSON; NaN, Infinity or a number that Python does not hold; half a surrogate pair, which
-            is no character, in what is used; or deeper than `MOST_DEPTH`.
+        ValueError: no JSON; NaN, Infinity or a number too large for Python; half a surrogate pair in a used
+            field; or more levels than `MOST_DEPTH`.
     """
     try:
         found = json.loads(text, **_HOOKS)
@@ -43,17 +42,15 @@ def parse_json(text: str, used: Iterable[str] | None = None) -> Any:
 
 @contextmanager
 def naming_deep_json(source: Any) -> Iterator[None]:
-    """Rounds what another library raises over a JSON file of ``source`` that is nested too deeply.
+    """Turn a library's RecursionError over a JSON file of ``source`` into ``ValueError``.
 
     Raises:
-        ValueError: in place of RecursionError.
+        ValueError: the file is nested too deeply.
     """
     try:
         yield
     except RecursionError:
-        raise ValueError(
-            f"{source}: a JSON file of it is nested too deeply to be read; fetch it again."
-        ) from None
+        raise ValueError(f"{source}: a JSON file in it is nested too deeply; fetch it again.") from None
 
 
 def _refuse(word: str) -> Any:
@@ -74,11 +71,7 @@ def _whole(text: str) -> int:
         raise ValueError(f"a number of {len(text)} digits is too long") from None
 
 
-_HOOKS: dict[str, Any] = {
-    "parse_constant": _refuse,
-    "parse_float": _number,
-    "parse_int": _whole,
-}
+_HOOKS: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _number, "parse_int": _whole}
 
 
 def _check_depth(value: Any) -> None:

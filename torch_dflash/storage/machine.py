@@ -1,4 +1,4 @@
-"""Which machine this is."""
+"""Names of this machine and its processors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import lru_cache
 from pathlib import Path
 
 NARROW = ("amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", "avx_vnni")
-"""Instructions for products in narrow types, by Linux's names."""
+"""Instructions for products in narrow types, in Linux's names."""
 WIDE = ("avx512f", "avx2")
 
 
 @lru_cache(maxsize=1)
 def processor() -> str:
-    """How many processors of which kind, and what they multiply with, as in "2 x AMD EPYC, avx2".
+    """Number, name and product instructions of the processors, as in "2 x AMD EPYC, avx2".
 
-    Of rented machines the name may be a whole family's; the instructions say which member is fast at what.
+    Rented machines may have a family's name; the instructions tell its members apart.
     """
     names, flags = _values("model name"), instructions()
     known = [flag for flag in NARROW if flag in flags] or [flag for flag in WIDE if flag in flags][:1]
@@ -27,19 +27,19 @@ def processor() -> str:
 
 @lru_cache(maxsize=1)
 def fingerprint() -> str:
-    """`processor` with what tells machines apart that it calls alike: features, and how many it may use."""
+    """`processor` with a checksum of all features, and the number of usable processors."""
     features = zlib.crc32("".join(_values("flags")[:1]).encode())
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{processor()}, features {features:08x}, {usable} in use"
 
 
 def instructions() -> list[str]:
-    """What the processor can do, by Linux's names; empty where nothing is known."""
+    """The processor's features in Linux's names; empty if unknown."""
     return " ".join(_values("flags")[:1]).split()
 
 
 def _values(field: str) -> list[str]:
-    """What Linux says of each processor."""
+    """A field of Linux's /proc/cpuinfo, for each processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return [line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field]

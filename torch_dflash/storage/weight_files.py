@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: found, and their headers read."""
+"""Finds a checkpoint's safetensors files and reads their headers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Types of quantised weights, whose values a scale beside them gives."""
+"""Types of quantised weights, which need a scale."""
 _DTYPES |= {"F8_E4M3": NARROW[0], "F8_E5M2": NARROW[1], "F8_E8M0": torch.float8_e8m0fnu}
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-"""How ``from_pretrained`` is told where in a repository to look, and how to fetch it."""
+"""Options of ``from_pretrained`` for the place in a repository and for fetching."""
 CONVERTED = (
     "If transformers converts this checkpoint while loading (quantised weights, other names), "
     "load it with AutoModelForCausalLM.from_pretrained and pass that model."
@@ -31,7 +31,7 @@ CONVERTED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file, known by its header and read when it is asked for."""
+    """One tensor in a file, known by its header; read on demand."""
 
     file: Path
     name: str
@@ -44,12 +44,12 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """A view of the mapped file; the mapping, and the memory its pages take, goes with the tensor."""
+        """A view of the mapped file; the mapping and its memory live as long as the tensor."""
         with safe_open(self.file, "pt") as opened:
             return opened.get_tensor(self.name)
 
     def read_part(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """A part of it, a slice of each axis; nothing else of the file is read."""
+        """A slice of each axis; only this part of the file is read."""
         if not self.shape:
             return self.read()
         with safe_open(self.file, "pt") as opened:
@@ -57,15 +57,15 @@ class Stored:
 
 
 def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> tuple[list[Path], Path | None]:
-    """(The checkpoint's safetensors files, fetched where a hub has them; the index of several).
+    """(The checkpoint's safetensors files, fetched from a hub if need be; the index of several files).
 
     Args:
         path_or_id: a directory or a hub id.
-        hub: where in it and how to fetch it, as ``from_pretrained`` takes them (``revision``, ``subfolder``).
+        hub: options of ``from_pretrained`` for place and fetching (``revision``, ``subfolder``).
 
     Raises:
-        FileNotFoundError: no safetensors, or a shard that the index names is absent.
-        ValueError: the index is damaged, or names a file outside of the checkpoint.
+        FileNotFoundError: no safetensors, or a missing shard of the index.
+        ValueError: a damaged index, or one that names a file outside of the checkpoint.
     """
     absent_is_none: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
     single = cached_file(path_or_id, SAFE_WEIGHTS_NAME, **absent_is_none)
@@ -86,17 +86,16 @@ def find_files(path_or_id: str | os.PathLike[str], **hub: Any) -> tuple[list[Pat
 
 
 def _place(hub: dict[str, Any]) -> str:
-    """Where in a repository, in words."""
     chosen = [f"{name}={hub[name]!r}" for name in ("revision", "subfolder") if hub.get(name)]
     return f" at {', '.join(chosen)}" if chosen else ""
 
 
 def read_checkpoint(path_or_id: str | os.PathLike[str], **hub: Any) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by name, of one file or of all shards; reads no data.
+    """Every tensor of a checkpoint by name, from one file or all shards; reads no data.
 
     Raises:
-        FileNotFoundError, ValueError: as `find_files` and `read_headers`; or a tensor that the index names
-            lies in no file.
+        FileNotFoundError, ValueError: as `find_files` and `read_headers`; or no file has a tensor of the
+            index.
     """
     files, index = find_files(path_or_id, **hub)
     stored = read_headers(files)
@@ -111,17 +110,17 @@ def read_checkpoint(path_or_id: str | os.PathLike[str], **hub: Any) -> dict[str,
 
 
 def beside(files: list[Path]) -> list[Path]:
-    """The other safetensors files in the checkpoint's folder: nothing of them is read."""
+    """The other safetensors files in the checkpoint's folder, which are not read."""
     known = {file.name for file in files}
     return sorted(one for one in files[0].parent.glob("*.safetensors") if one.name not in known)
 
 
 def named_files(file: Path) -> dict[str, str]:
-    """Tensors and their files by an index; ``ValueError`` unless it is what transformers reads as one."""
+    """Tensors and their files from an index; ``ValueError`` unless transformers reads it as one."""
     fix = "fetch it again, or save_pretrained() the model anew."
     try:
         index = parse_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or not even text
+    except ValueError as error:  # no JSON, or no text
         raise ValueError(f"{file} is damaged ({error}); {fix}") from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
@@ -130,14 +129,12 @@ def named_files(file: Path) -> dict[str, str]:
         raise ValueError(f'{file} has no metadata, which transformers asks for; add "metadata": {{}} to it.')
     for tensor, name in names.items():
         if _leaves(name):
-            raise ValueError(
-                f"{file}: weight_map says that {tensor} is in {name!r}, outside of the checkpoint; {fix}"
-            )
+            raise ValueError(f"{file}: weight_map has {tensor} in {name!r}, outside of the checkpoint; {fix}")
     return names
 
 
 def _leaves(name: str) -> bool:
-    """Whether a file's name leads out of its folder. By its text: in the hub's cache the files are links."""
+    """Whether the text of a file's name leads out of its folder; the hub's cache holds links."""
     path, windows = PurePosixPath(name), PureWindowsPath(name)
     return bool(path.root or windows.drive or windows.root) or ".." in path.parts + windows.parts
 
@@ -146,7 +143,7 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
     """Every tensor of the files by name; reads no data.
 
     Raises:
-        ValueError: a damaged file, a type that no plain weight has, or a tensor that lies in two files.
+        ValueError: a damaged file, an unknown type, or a tensor in two files.
     """
     found: dict[str, Stored] = {}
     for file in files:
@@ -159,8 +156,8 @@ def read_headers(files: list[Path]) -> dict[str, Stored]:
                         raise ValueError(f"{file}: {name} is stored as {part.get_dtype()}. {CONVERTED}")
                     if name in found:
                         raise ValueError(
-                            f"{name} lies in {found[name].file.name} and in {file}; which one counts is not "
-                            "said. Remove one, or save_pretrained() the model anew."
+                            f"{name} lies in both {found[name].file.name} and {file}; remove one, or "
+                            "save_pretrained() the model anew."
                         )
                     found[name] = Stored(file, name, tuple(part.get_shape()), dtype)
         except SafetensorError as error:

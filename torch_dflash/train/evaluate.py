@@ -1,4 +1,4 @@
-"""Stage 4, evaluate: real speculative decoding of held-out prompts, and n-gram lookup on the same texts."""
+"""Stage 4, evaluate: speculative decoding of held-out prompts, and n-gram lookup on the same texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Acceptance:
 
     Attributes:
         lengths: acceptance length of every whole round (accepted drafts and the bonus token).
-        width: rows verified, so no length is above it.
+        width: rows verified, the largest length.
     """
 
     lengths: list[int]
@@ -43,14 +43,14 @@ class Acceptance:
 
     @property
     def per_position(self) -> list[float]:
-        """Share of rounds in which draft k, and so every one before it, was accepted; k = 1 .. width-1."""
+        """Share of rounds that accepted draft k and all drafts before; k = 1 .. width-1."""
         count = max(len(self.lengths), 1)
         return [sum(length > k for length in self.lengths) / count for k in range(1, self.width)]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One set of prompts: both methods on the same texts, and what the decoding took."""
+    """Results for one set of prompts: both methods on the same texts, and the cost of decoding."""
 
     drafter: Acceptance
     ngram: Acceptance
@@ -60,7 +60,7 @@ class Evaluation:
     left_out: int
 
     def row(self) -> dict[str, Any]:
-        """The figures of a table row; None for the acceptance length of no rounds."""
+        """The figures of a table row; an acceptance length without rounds is None."""
         return {
             "prompts": self.prompts,
             "left_out": self.left_out,
@@ -81,15 +81,14 @@ def _figure(found: Acceptance) -> float | None:
 def evaluate(
     target, drafter, tokenizer, prompts: list[Prompt], options: EvaluateOptions, name: str = "evaluate"
 ) -> Evaluation:
-    """Decode the first ``options.limit`` of ``prompts`` with ``drafter`` and count what was accepted.
+    """Decode the first ``options.limit`` of ``prompts`` with ``drafter`` and count accepted drafts.
 
-    Later turns are asked after the earlier answers. A question that does not fit the target's context ends
-    its conversation; ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished
-    texts: greedy text does not depend on the drafter, so this gives the rounds it would have had. The
-    model's repetition penalty is left out.
+    Later turns follow the earlier answers. A question beyond the target's context ends its conversation;
+    ``left_out`` counts the turns not asked. N-gram lookup is replayed on the finished texts, for greedy texts
+    do not depend on the drafter. The model's repetition penalty is left out.
 
     Raises:
-        ValueError, StageError: these prompts cannot be asked so; the message says what to change.
+        ValueError, StageError: prompts that cannot be asked; the message gives the fix.
     """
     prompts = prompts[: options.limit]
     longest, started = context_of(target) - options.max_new_tokens, time.monotonic()
@@ -121,7 +120,7 @@ def evaluate(
 
 
 class _Decoder:
-    """Answers batches with an engine per prompt bucket, and keeps count."""
+    """Answers batches with an engine per prompt bucket, and counts."""
 
     def __init__(self, target, drafter, options: EvaluateOptions, stops: list[int]):
         self.target, self.drafter, self.options, self.stops = target, drafter, options, stops
@@ -160,7 +159,7 @@ class _Decoder:
 def decode_batch(
     engine: Engine, rows: list[list[int]], max_new_tokens: int, stops: list[int]
 ) -> tuple[list[list[int]], list[int]]:
-    """Greedy answers to ragged prompts, and the acceptance length of every round that no cap cut."""
+    """Greedy answers to ragged prompts, and the acceptance lengths of rounds that no cap cut."""
     ids, mask = pad_rows(rows)
     output: Any = engine.generate(
         ids,
@@ -177,9 +176,9 @@ def decode_batch(
 def replay_ngram(
     prompts: list[list[int]], answers: list[list[int]], stopped: list[bool], width: int
 ) -> list[int]:
-    """Acceptance lengths that n-gram lookup would have had on these texts, all rows at once.
+    """Acceptance lengths of n-gram lookup on these texts, all rows at once.
 
-    ``stopped`` says which answers end in a stop id; the others were cut by the cap.
+    ``stopped`` marks answers that end in a stop id; the cap cut the others.
     """
     if width < 2:
         return []
@@ -202,7 +201,7 @@ def replay_ngram(
         same = (draft.tokens == true[:, :-1]) & (torch.arange(width - 1) < draft.valid[:, None])
         count = 1 + torch.cumprod(same.to(torch.int32), dim=1).sum(1)
         room = end - 1 - length
-        # As in a real run: a round is trimmed at the stop id, and left out where the cap cut it.
+        # As in a real run: a stop id trims a round, and a round cut by the cap is left out.
         lengths += torch.minimum(count, room)[live & (complete | (count <= room))].tolist()
         step = torch.where(live, torch.minimum(count, room), 0).to(torch.int32)
         state = proposer.observe(state, None, _window(text, length, width), true, step)
@@ -216,10 +215,10 @@ def _window(text: Tensor, start: Tensor, width: int) -> Tensor:
 
 
 class ShuffledFeatures(DFlashProposer):
-    """Drafts with every batch row's features taken from the next row; needs a batch of 2 or more.
+    """Drafts with each batch row's features taken from the next row; needs a batch of 2 or more.
 
-    What the drafter still accepts it owes to the anchor's embedding and to the commonest tokens, so the
-    distance to its true acceptance length is what it learned to read from the target's states.
+    Remaining acceptance comes from the anchor's embedding and the commonest tokens. The distance to the true
+    acceptance length is the drafter's use of the target's states.
     """
 
     name = "shuffled"

@@ -1,4 +1,4 @@
-"""A fitted drafter as a checkpoint in z-lab's layout, with a model card."""
+"""Exports a fitted drafter as a checkpoint in z-lab's layout, with a model card."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def export_drafter(
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` (in ``dtype``) and ``README.md`` to ``directory``.
 
-    Figures that `card.add_figures` put into the card stay while the weights are the same.
+    Figures of `add_figures` in the card stay while the weights are equal.
 
     Args:
-        fitted: the fit's directory, whose settings and log go into the card.
-        data: what `train.answers.provenance` says; None: the card says that it is not recorded.
-        name: the target's, for the card; unset: that of its directory.
-        command: what repeats the fit.
+        fitted: the fit's directory, with settings and log for the card.
+        data: of `train.answers.provenance`; None: not recorded.
+        name: the target's, for the card; unset: its directory's.
+        command: repeats the fit.
     """
     copied: Any = copy.deepcopy(drafter)
     copied = copied.to(dtype)
     copied.config.architectures = [type(drafter).__name__]
-    if data is not None and data[TEMPLATE]:  # evaluations ask as the answers were asked
+    if data is not None and data[TEMPLATE]:  # evaluations use the answers' variables
         copied.config.dflash_config[TEMPLATE] = data[TEMPLATE]
     name = name or Path(target.config.name_or_path).name or type(target).__name__
     figures = acceptance_section(directory) if _same_weights(directory, copied) else ""
@@ -59,7 +59,7 @@ def export_drafter(
 
 
 def trained_template(drafter: DFlashDraftModel) -> list[dict[str, Any]]:
-    """Variables of the chat template that the drafter's answers were asked with; empty: not recorded."""
+    """The chat template's variables of the drafter's answers; empty: not recorded."""
     config: Any = drafter.config
     return list(config.dflash_config.get(TEMPLATE) or [])
 
@@ -80,18 +80,18 @@ HEADING = "## Acceptance\n"
 def model_card(
     config: Any, weights: int, fitted: Path, name: str, data: dict[str, Any] | None, command: str | None
 ) -> str:
-    """The card: what it drafts for, how and on what it was trained, how it did on held-out sequences.
+    """The card: target, data, settings of the training, and figures on held-out sequences.
 
     Args:
-        config: the drafter's. weights: how many it has. fitted: the fit's directory. name: the target's.
-        data: what `train.answers.provenance` says of the answers. command: what repeats the fit.
+        config: the drafter's. weights: their number. fitted: the fit's directory. name: the target's.
+        data: of `train.answers.provenance`. command: repeats the fit.
     """
     layers = f"{config.num_hidden_layers} layers (`--head {head_of(config)}`)"
     drafts = config.block_size - (not config.sample_from_anchor)
     settings = json.loads((fitted / MANIFEST).read_text())
     held_out = [line for line in read_log(fitted / "log.jsonl") if line["kind"] == "held_out"]
     found = "The fit's log holds no figures of held-out answers."
-    for last in held_out[-1:]:  # a crash of the machine may take lines that a checkpoint outlives
+    for last in held_out[-1:]:  # a crash may lose log lines that a checkpoint outlives
         rates = ", ".join(f"{rate:.3f}" for rate in last["accuracy"])
         found = f"""{last["step"]} steps in {last["seconds"] / 60:.0f} minutes.
 On held-out answers, at random anchors: acceptance length {last["acceptance_length"]:.2f}; accuracy of
@@ -135,14 +135,14 @@ On answers that the target itself wrote.
 
 
 def _shown(value: Any) -> Any:
-    """A setting; of a path, its last part: a card names nobody's home directory."""
+    # Of a path the last part: a card names nobody's home directory.
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def acceptance_table(sets: dict[str, dict[str, Any]]) -> str:
-    """`Evaluation.row` figures by set as Markdown: acceptance lengths, then the rate of each position.
+    """`Evaluation.row` figures by set as Markdown: acceptance lengths and each position's rate.
 
-    Below it, the turns that were left out.
+    Below the table: the turns left out.
     """
     width = max(len(row["per_position"]) for row in sets.values())
     heads = ["set", "acceptance length", "n-gram lookup", *map(str, range(1, width + 1))]
@@ -157,7 +157,7 @@ def acceptance_table(sets: dict[str, dict[str, Any]]) -> str:
 
 
 def add_figures(directory: Path, figures: dict[str, Any]) -> None:
-    """Put the figures that ``train evaluate --json`` wrote at the end of the card in ``directory``."""
+    """Put the figures of ``train evaluate --json`` at the end of the card in ``directory``."""
     card = directory / CARD
     before = card.read_text().partition(HEADING)[0].rstrip() if card.exists() else f"# {directory.name}"
     options, sets = figures["options"], figures["sets"]
@@ -187,7 +187,7 @@ accepted. N-gram lookup on the same texts.
 
 
 def acceptance_section(directory: Path) -> str:
-    """The figures in the card of ``directory``, as they stand at its end; empty if there are none."""
+    """The figures at the end of the card in ``directory``; empty if there are none."""
     card = directory / CARD
     _, heading, rest = card.read_text().partition(HEADING) if card.exists() else ("", "", "")
     return f"\n{heading}{rest}" if heading else ""

@@ -1,4 +1,4 @@
-"""Options of the features stage. The command line reads them without torch."""
+"""Options of the stages regenerate, features and evaluate; the command line reads them without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_layers(taps: Iterable[int]) -> None:
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """How features are cached.
+    """Options for caching features.
 
     Args:
         taps: target layers (0-based), also those of several drafters; unset: five, evenly spaced as z-lab's.
@@ -57,16 +57,16 @@ class FeatureOptions:
 
 @dataclass(frozen=True)
 class RegenerateOptions:
-    """How the target answers.
+    """Options for the target's answers.
 
     Args:
         max_new_tokens: longest answer, in tokens.
-        max_prompt_tokens: longer prompts, and those without room for the longest answer in the target's
+        max_prompt_tokens: longer prompts, and prompts without room for the longest answer in the target's
             context, are left out and counted.
         batch_size: rows decoded together.
-        shard_size: prompts per file; a file is written when all its prompts are answered.
+        shard_size: prompts per file; a file is written once all prompts are answered.
         sampled: answer with the model's own ``generation_config`` sampling, else greedily.
-        seed: orders the prompts, and is the seed of sampled answers.
+        seed: of the order of prompts and of sampled answers.
         runtime: as in `torch_dflash.generate`.
         chat_template_kwargs: further variables of the chat template; recorded with every answer.
     """
@@ -88,11 +88,11 @@ class RegenerateOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """How prompts are decoded: greedily, so that the text is the target's whatever drafts.
+    """Options of an evaluation, which decodes greedily: texts do not depend on the drafter.
 
     Args:
         limit: first prompts of each set. max_new_tokens: per turn. batch_size: rows decoded together.
-        verify_width: how much of the block is verified, the anchor included; unset: all of it.
+        verify_width: verified rows of a block, the anchor included; unset: all.
         shuffled: the control: each row drafts from another row's features.
         runtime: as in `torch_dflash.generate`.
         chat_template_kwargs: further variables of the chat template.

@@ -1,4 +1,4 @@
-"""The directory of a stage: one process at a time, and only with the settings it was begun with."""
+"""A stage's directory: one process at a time, and one set of settings."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from filelock import FileLock, Timeout
 from torch_dflash.storage.files import StageError, naming_a_full_disk, write_json
 
 LOCK, HOLDER = ".lock", ".lock.holder"
-"""The file that is locked, which stays, and who holds it: Windows lets nobody read a locked file."""
+"""The lock file, which stays, and the file that names its holder: Windows cannot read a locked file."""
 
 
 @contextmanager
 def open_stage(directory: Path, settings: dict[str, Any], made: str) -> Iterator[None]:
-    """Make ``directory`` the home of a stage with ``settings``, or go on in one that has the same.
+    """Begin a stage with ``settings`` in ``directory``, or resume one with the same settings.
 
-    No other process can open it until the ``with`` block ends, or until this process does.
+    No other process can open the directory until the ``with`` block or this process ends.
 
     Args:
         made: pattern of the files that the stage makes, such as ``features-*``.
 
     Raises:
-        StageError: another process is at work there; the directory holds the stage with other settings, for
-            mixing the two would go unnoticed; or what says its settings is missing or damaged.
+        StageError: another process is at work there; the directory holds a stage with other settings, which
+            would mix unnoticed; or the settings file is missing or damaged.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _alone(directory):
@@ -45,14 +45,11 @@ def _alone(directory: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         named = holder.read_text() if holder.exists() else "just started"
-        raise StageError(
-            f"another process ({named}) is at work in {directory}; wait for it or choose another directory."
-        ) from None
+        fix = "wait for it or choose another directory."
+        raise StageError(f"another process ({named}) is at work in {directory}; {fix}") from None
     except (OSError, NotImplementedError) as error:
-        raise StageError(
-            f"{directory}: its file system cannot lock files ({error}), so two runs could mix there "
-            "unnoticed; choose a directory on another one."
-        ) from error
+        why = f"its file system cannot lock files ({error})"
+        raise StageError(f"{directory}: {why}; choose a directory on another one.") from error
     try:
         with naming_a_full_disk(holder):
             holder.write_text(f"pid {os.getpid()} on {socket.gethostname()}")
@@ -68,8 +65,8 @@ def _check_settings(directory: Path, settings: dict[str, Any], made: str) -> Non
         left = sorted(directory.glob(made))
         if left:
             raise StageError(
-                f"{directory} holds {left[0].relative_to(directory)}, but no {MANIFEST} that says how it was "
-                f"made: restore that file, choose another directory, or delete {made} there to begin anew."
+                f"{directory} holds {left[0].relative_to(directory)}, but no {MANIFEST} with its settings: "
+                f"restore that file, choose another directory, or delete {made} there to begin anew."
             )
         write_json(manifest, settings)
         return
@@ -77,13 +74,11 @@ def _check_settings(directory: Path, settings: dict[str, Any], made: str) -> Non
     changed = [name for name in before | settings if before.get(name) != settings.get(name)]
     if not changed:
         return
-    # What a user chose says more than the checksums that differ with it.
+    # Name a user's option before the checksums that differ with it.
     name = min(changed, key=lambda name: (name != "stage", name.endswith(("checksum", "weights")), name))
     if name not in before or name not in settings:
-        raise StageError(
-            f"{directory} was begun by another version of torch-dflash: {name} is in one {MANIFEST} only. "
-            "Choose another directory."
-        )
+        begun = f"{directory} was begun by another version of torch-dflash"
+        raise StageError(f"{begun}: {name} is in one {MANIFEST} only. Choose another directory.")
     raise StageError(
         f"{directory} was begun with {name}={before[name]!r}, now {name}={settings[name]!r}: go on with the "
         "old value, or choose another directory."
@@ -104,12 +99,10 @@ MANIFEST = "stage.json"
 
 
 def check_shards(directory: Path, files: list[Path], remedy: str) -> None:
-    """Raise ``StageError`` unless all of the shards ``...-00000-of-00003...`` among ``files`` are there."""
+    """Raise ``StageError`` unless ``files`` holds every shard ``...-00000-of-00003...``."""
     counts = [int(found[1]) for file in files if (found := re.search(r"-\d+-of-(\d+)\.", file.name))]
     if len(set(counts)) > 1:
-        raise StageError(
-            f"{directory} holds shards of {' and of '.join(map(str, sorted(set(counts))))}, of different "
-            "runs; delete those of one."
-        )
+        sizes = " and of ".join(map(str, sorted(set(counts))))
+        raise StageError(f"{directory} holds shards of {sizes}, of different runs; delete those of one.")
     if counts and len(counts) < counts[0]:
         raise StageError(f"{directory} holds {len(counts)} of {counts[0]} shards; {remedy}")

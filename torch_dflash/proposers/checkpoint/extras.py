@@ -1,4 +1,4 @@
-"""What some vendors' drafters have beyond z-lab's: parts of the network, each switched on by a field.
+"""Parts of a drafter's network that z-lab's do not have, each switched on by a field.
 
 Sources: vLLM's ``qwen3_dflash.py`` and ``laguna_dflash.py``, speculators 0.9.0's ``models/dflash`` and
 ``models/dspark``.
@@ -13,6 +13,7 @@ from packaging.version import Version
 from transformers.cache_utils import DFlashCache
 
 from torch_dflash.checks import is_count
+from torch_dflash.proposers.checkpoint.fields import FLAG, Rule, check_rules
 
 FLAGS = (
     "own_embedding",
@@ -27,7 +28,7 @@ GATES = ("per-head", "per-element")
 
 
 def extras_of(config: Any) -> dict[str, Any]:
-    """The fields that are set, with their values; of z-lab's own drafters none is."""
+    """The fields that are set, with their values; none in z-lab's own drafters."""
     found = {name: True for name in FLAGS if getattr(config, name)}
     found |= {"gating": config.gating} if config.gating is not None else {}
     found |= {"markov_rank": config.markov_rank} if config.markov_rank else {}
@@ -35,69 +36,65 @@ def extras_of(config: Any) -> dict[str, Any]:
 
 
 def has_smaller_vocabulary(config: Any) -> bool:
-    """Whether drafts are ids of a vocabulary of the drafter's own, which ``d2t`` maps to the target's."""
+    """Whether the drafter has fewer ids than the target; ``d2t`` maps its ids to the target's."""
     return config.draft_vocab_size not in (None, config.vocab_size)
 
 
 def refuse_extras(config: Any, where: str, instead: str, known: tuple[str, ...] = ()) -> None:
-    """Raise ``ValueError`` if the drafter has a part that ``where`` does not know; ``instead`` is the fix."""
+    """Raise ``ValueError`` if the drafter has a part unknown to ``where``; ``instead`` is the fix."""
     found = {name: value for name, value in extras_of(config).items() if name not in known}
     if found:
         name, value = next(iter(found.items()))
         raise ValueError(f"{name}={value!r} of the drafter: {where} does not know that part; {instead}")
 
 
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(FLAGS, FLAG),
+    "gating": (lambda value: value in (None, *GATES), f"one of {', '.join(GATES)}, or null for none"),
+    "markov_rank": (
+        lambda value: is_count(value) and value >= 0,
+        "the rank of the Markov head, or 0 for none",
+    ),
+    "draft_vocab_size": (
+        lambda value: value is None or (is_count(value) and value >= 1),
+        "a positive integer, or null for the target's",
+    ),
+}
+
+
 def check_extras(config: Any) -> None:
     """Raise ``ValueError`` for a field of the wrong type, or fields that contradict each other."""
-    for name in FLAGS:
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}={getattr(config, name)!r}: must be true or false.")
-    if config.gating is not None and config.gating not in GATES:
-        raise ValueError(f"gating={config.gating!r}: must be one of {', '.join(GATES)}, or null for none.")
-    rank = config.markov_rank
-    if not is_count(rank) or rank < 0:
-        raise ValueError(f"markov_rank={rank!r}: must be the rank of the Markov head, or 0 for none.")
-    size, whole = config.draft_vocab_size, config.vocab_size
-    if size is not None and not (is_count(size) and size >= 1):
-        raise ValueError(f"draft_vocab_size={size!r}: must be a positive integer, or null for the target's.")
-    named = config.own_embedding or config.own_head or size is not None or config.second or rank
+    check_rules(config, _RULES)
+    rank, size, whole = config.markov_rank, config.draft_vocab_size, config.vocab_size
+    named = config.own_embedding or config.own_head or size is not None or config.dflash2 or rank
     if named and not whole:
-        raise ValueError(
-            "vocab_size=0, but the drafter has tables of ids; set the target's vocab_size in its config."
-        )
+        raise ValueError("vocab_size=0, but the drafter has tables of ids; set the target's in its config.")
     mask = config.mask_token_id
     if config.own_embedding and is_count(mask) and mask >= whole:
         raise ValueError(
             f"mask_token_id={mask} has no row in the drafter's own embedding ({whole} rows); set the id that "
             "it was trained with."
         )
-    if rank and config.second:
-        raise ValueError(
-            f"markov_rank={rank} of a DFlash2 drafter: its selector chains the drafts already; set it to 0."
-        )
-    if not has_smaller_vocabulary(config):
-        return
-    if not config.own_head:
-        raise ValueError(
-            f"draft_vocab_size={size} with the target's head of {whole} rows: a smaller vocabulary needs "
-            "own_head=true and its lm_head.weight."
-        )
+    if rank and config.dflash2:
+        raise ValueError(f"markov_rank={rank} of a DFlash2 drafter: its selector chains drafts; set it to 0.")
+    if has_smaller_vocabulary(config) and not config.own_head:
+        raise ValueError(f"draft_vocab_size={size} of {whole} ids needs own_head=true and lm_head.weight.")
 
 
 ENDS_IN_BLOCKS = "5.18"
 
 
 def ends_in_blocks() -> bool:
-    """Whether that loop ends a text at a stop id inside of a block; before 5.18 it wrote on behind it."""
+    """Whether transformers' DFlash loop stops at a stop id within a block; before 5.18 it wrote on."""
     return Version(transformers.__version__).release >= Version(ENDS_IN_BLOCKS).release
 
 
 def check_loop(cache: Any, config: Any) -> None:
-    """Refuse to draft for a loop whose text may be wrong, or that leaves out a part of the drafter.
+    """Refuse to draft in transformers' loop where its text may be wrong or it lacks a part of the drafter.
 
     Raises:
-        ValueError: ``cache`` is that of transformers' own loop, which in versions before 5.18 writes on; or
-            a drafter of ``config`` has its own embedding, head or order of rows.
+        ValueError: ``cache`` is of transformers' loop, and that is older than 5.18, or a drafter of
+            ``config`` has its own embedding, head or order of rows.
     """
     if not isinstance(cache, DFlashCache):
         return

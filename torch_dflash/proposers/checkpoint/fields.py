@@ -1,9 +1,10 @@
-"""The fields of a drafter's config, each by its type and range."""
+"""Checks of a drafter's config fields, each by its type and range."""
 
 from __future__ import annotations
 
 import reprlib
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from math import isfinite
 from numbers import Real
@@ -17,58 +18,86 @@ from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, architectures
 from torch_dflash.proposers.layouts.pieces import CONFIDENCE, FLAGS
 
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+Rule = tuple[Callable[[Any], bool], str]
+"""A test of a field's value, and words for the allowed values."""
+
+
+def _or_null(rule: Rule) -> Rule:
+    return lambda value: value is None or rule[0](value), rule[1]
+
+
+def _list_of(fits: Callable[[Any], bool], words: str) -> Rule:
+    return lambda value: isinstance(value, list | tuple) and all(map(fits, value)), f"a list of {words}"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+FLAG: Rule = (lambda value: isinstance(value, bool), "true or false")
+_SIZE: Rule = (lambda value: is_count(value) and 1 <= value <= INT32_MAX, f"an integer from 1 to {INT32_MAX}")
+_ABOVE_0: Rule = (lambda value: _is_number(value) and value > 0, "a finite number above 0")
+_FROM_0: Rule = (lambda value: _is_number(value) and value >= 0, "a finite number of 0 or more")
+_OBJECT: Rule = (lambda value: isinstance(value, dict | None), "an object, or absent")
+_ROPE_KIND: Rule = (_is_text, "a name (default, linear, yarn, llama3)")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 _SCALES = ("input_embedding_scale", "output_multiplier", "rms_norm_eps")
-_ROPE_FLAGS = ("truncate",)
-_ROPE_NUMBERS = ("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "mscale")
-_ROPE_NUMBERS += ("mscale_all_dim", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
-_ROPE_NUMBERS += ("partial_rotary_factor",)
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys((*_SIZES, "max_position_embeddings"), _SIZE),
+    **dict.fromkeys(("num_key_value_heads", "num_target_layers"), _or_null(_SIZE)),
+    "vocab_size": (lambda value: value == 0 or _SIZE[0](value), _SIZE[1]),
+    **dict.fromkeys(_SCALES, _ABOVE_0),
+    "final_logit_softcapping": _or_null((_FROM_0[0], "a number above 0, or null for no cap")),
+    "is_causal": _or_null((FLAG[0], "true, false, or null for causal sliding layers")),
+    "hidden_act": (lambda value: value in [*ACT2FN], "the name of one in transformers, such as silu"),
+    "target_layer_ids": _or_null(_list_of(is_count, "layer indices")),
+    "layer_types": _or_null(_list_of(_is_text, "names")),
+}
+_LAYOUT_RULES: dict[str, Rule] = {
+    "model_type": _or_null((_is_text, "a name, or absent")),
+    **dict.fromkeys(("dflash_config", "dspark_config"), _OBJECT),
+    "architectures": _or_null(_list_of(_is_text, "class names")),
+}
+_ROPE_NUMBERS = """original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow
+low_freq_factor high_freq_factor partial_rotary_factor""".split()
+_ROPE_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("rope_type", "type"), _ROPE_KIND),
+    "truncate": FLAG,
+    "rope_theta": _ABOVE_0,
+    "factor": _or_null(_ABOVE_0),
+    **dict.fromkeys(_ROPE_NUMBERS, _or_null(_FROM_0)),
+}
 ROTATIONS = {"partial_rotary_factor": (None, 1)} | dict.fromkeys(FLAGS, (None, True, False))
-"""Fields that say which part of a head turns, and with which, with the values that are known here."""
-READ_IN_ROPE = ("rope_type", "type", "short_factor", "long_factor", *_ROPE_FLAGS, *_ROPE_NUMBERS, *ROTATIONS)
+"""Fields on which channels of a head turn, and in which pairs, with the known values."""
+READ_IN_ROPE = (*_ROPE_RULES, "short_factor", "long_factor", *ROTATIONS)
+
+
+def check_rules(config: Any, rules: Mapping[str, Rule], where: str = "") -> None:
+    """Raise ``ValueError`` for the first field of ``config``, an object or a dict, that breaks its rule."""
+    for name, (fits, words) in rules.items():
+        value = config.get(name) if isinstance(config, dict) else getattr(config, name)
+        if not fits(value):
+            raise ValueError(f"{name}={value!r}{where}: must be {words}.")
 
 
 def check_fields(config: Any) -> None:
     """Raise ``ValueError`` for a field of the wrong type or out of range; names it, its value and the fix."""
-    for name in _SIZES:
-        _check_count(name, getattr(config, name))
-    for name, unset in (("num_key_value_heads", None), ("num_target_layers", None), ("vocab_size", 0)):
-        if getattr(config, name) != unset:
-            _check_count(name, getattr(config, name))
+    check_rules(config, _RULES)
     if config.head_dim % 2:
         raise ValueError(f"head_dim={config.head_dim}: rotary embeddings turn pairs; set an even number.")
-    for name in _SCALES:
-        scale = getattr(config, name)
-        if not _is_number(scale) or scale <= 0:
-            raise ValueError(f"{name}={scale!r}: must be a finite number above 0.")
-    cap = config.final_logit_softcapping
-    if cap is not None and not (_is_number(cap) and cap >= 0):
-        raise ValueError(f"final_logit_softcapping={cap!r}: must be a number above 0, or null for no cap.")
-    if config.is_causal is not None and not isinstance(config.is_causal, bool):
-        raise ValueError(
-            f"is_causal={config.is_causal!r}: must be true, false, or null for causal sliding layers."
-        )
-    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
-        raise ValueError(f"hidden_act={config.hidden_act!r}: transformers has none of that name; use silu.")
-    _check_list("target_layer_ids", config.target_layer_ids, "layer indices", is_count)
-    _check_list("layer_types", config.layer_types, "names", lambda one: isinstance(one, str))
 
 
 def check_window(config: Any) -> None:
     """Raise ``ValueError`` unless the sliding layers, if any, have a window."""
-    window = config.sliding_window
     if "sliding_attention" not in config.layer_types:
         return
-    if not window:
-        raise ValueError(f"sliding_window={window!r} with sliding layers in layer_types; set the window.")
-    _check_count("sliding_window", window)
+    if not config.sliding_window:
+        raise ValueError(f"sliding_window={config.sliding_window!r} with sliding layers: set the window.")
+    check_rules(config, {"sliding_window": _SIZE})
 
 
 def check_rotation(config: dict[str, Any], where: Any) -> None:
@@ -77,66 +106,28 @@ def check_rotation(config: dict[str, Any], where: Any) -> None:
     for part in (config, rope if isinstance(rope, dict) else {}):
         for name, known in ROTATIONS.items():
             if part.get(name) not in known:
-                raise ValueError(
-                    f"{name}={part[name]!r} in {where}: the drafters known here turn all of a head; this "
-                    "one is another network."
-                )
+                raise ValueError(f"{name}={part[name]!r} in {where}: drafters known here turn all of a head.")
 
 
 def check_rope(parameters: Any) -> None:
-    """Raise ``ValueError`` unless the values in ``rope_parameters`` are what their names say."""
+    """Raise ``ValueError`` for a bad value in ``rope_parameters``."""
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters={parameters!r}: must be an object with rope_type and rope_theta.")
-    for name, value in parameters.items():
-        said = f"{name}={value!r} in rope_parameters"
-        if name in ("rope_type", "type"):
-            if not isinstance(value, str):
-                raise ValueError(f"{said}: must be a name (default, linear, yarn, llama3).")
-        elif name in _ROPE_FLAGS:
-            if not isinstance(value, bool):
-                raise ValueError(f"{said}: must be true or false.")
-        elif name in _ROPE_NUMBERS and (value is not None or name == "rope_theta"):  # else unset
-            positive = name in ("rope_theta", "factor")
-            if not _is_number(value) or value < 0 or (positive and value == 0):
-                raise ValueError(
-                    f"{said}: must be a finite number {'above 0' if positive else 'of 0 or more'}."
-                )
+    given = {name: rule for name, rule in _ROPE_RULES.items() if name in parameters}
+    check_rules(parameters, given, " in rope_parameters")
 
 
 def check_layout(config: dict[str, Any], where: Any) -> None:
-    """Raise ``ValueError`` unless the fields that tell a DFlash config.json from others can be read."""
-    for name, kind, words in (
-        ("model_type", str, "a name"),
-        ("dflash_config", dict, "an object"),
-        ("dspark_config", dict, "an object"),
-        ("architectures", list, "a list of class names"),
-    ):
-        value = config.get(name)
-        if value is not None and not isinstance(value, kind):
-            raise ValueError(f"{name}={value!r} in {where}: must be {words}, or absent.")
-    _check_list("architectures", config.get("architectures"), "class names", lambda one: isinstance(one, str))
+    """Raise ``ValueError`` unless the fields that identify a DFlash config.json can be read."""
+    check_rules(config, _LAYOUT_RULES, f" in {where}")
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not is_count(value) or not 1 <= value <= INT32_MAX:
-        raise ValueError(f"{name}={value!r}: must be an integer from 1 to {INT32_MAX}.")
-
-
-def _check_list(name: str, value: Any, words: str, fits: Any) -> None:
-    if value is not None and not (isinstance(value, list | tuple) and all(map(fits, value))):
-        raise ValueError(f"{name}={value!r}: must be a list of {words}.")
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
-
-
-# What transformers writes, or wrote, beside a config class's own fields.
+# Fields that some version of transformers adds to a config class's own.
 _OF_ANY = {"_attn_implementation_autoset", "_name_or_path", "attn_implementation", "auto_map", "model_type"}
 _OF_ANY |= {"finetuning_task", "prefix", "rope_scaling", "rope_theta", "task_specific_params", "torch_dtype"}
 _OF_ANY |= {"is_decoder", "sep_token_id", "tie_encoder_decoder", "tokenizer_class", "torchscript"}
 _OF_ANY |= {"add_cross_attention", "cross_attention_hidden_size", "use_bfloat16"}
-_OF_ANY |= {"_commit_hash"}  # 5.15 adds it to what it reads from a hub's cache
+_OF_ANY |= {"_commit_hash"}  # added by 5.15 to configs from a hub's cache
 _OF_ANY |= set(PreTrainedConfig().to_dict()) | set(GenerationConfig().to_dict()) | {"tie_word_embeddings"}
 _OF_ANY |= set(ROTATIONS)
 # Of training, by the names in public recipes; and positions of pictures, which a text does not have.
@@ -148,14 +139,13 @@ _ROPES = ("rope_parameters", "rope_scaling", "swa_rope_parameters", "full_attent
 
 
 def known_fields(read: Fields, config_class: Any) -> tuple[Fields, list[str]]:
-    """(``read`` without the fields that are not known here, those of them that may matter as "name=value").
+    """(``read`` without its unknown fields, those of them that may matter as "name=value").
 
-    These may not: a field of training, one whose value says that something is absent (false, null, empty),
-    one that has the default of its name, and one that says what the object around it says.
+    These do not matter: fields of training, values for something absent (false, null, empty), default values,
+    and values repeated from the object around.
 
     Args:
-        read: config.json as it was read, of any layout.
-        config_class: ours, of that kind of drafter.
+        read: config.json as read, of any layout. config_class: our class for that kind of drafter.
     """
     layout = layout_of(read)
     own = {one.name: one.default for one in fields(config_class)}
@@ -172,7 +162,7 @@ def known_fields(read: Fields, config_class: Any) -> tuple[Fields, list[str]]:
 
 
 def warn_of(unread: list[str], read: Fields, where: Any) -> None:
-    """Name the fields that are not read, all in one warning, and a convention that may be another."""
+    """Warn once of all unread fields, and of DSpark's fields without ``sample_from_anchor``."""
     if layout_of(read).name == "z-lab" and read.get("sample_from_anchor") is None and _DSPARKS & set(read):
         warnings.warn(
             f"note: sample_from_anchor is missing in {where}/config.json, and read as false; DSpark's "
@@ -190,7 +180,7 @@ def warn_of(unread: list[str], read: Fields, where: Any) -> None:
 def _judged(
     given: Fields, known: set[str], within: dict[str, set[str]], neutral: Fields
 ) -> tuple[Fields, list[str]]:
-    """`known_fields` of one object and of the objects in it; ``within``: what is known in those, by name."""
+    """`known_fields` of an object and the objects in it; ``within`` holds their known fields, by name."""
     kept, unread = {}, []
     for name, value in given.items():
         if name in known:

@@ -1,4 +1,4 @@
-"""A drafter's checkpoint, checked before the network is built: what it holds is known from its config."""
+"""Checks a drafter's checkpoint against its config before the network is built."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from torch_dflash.checks import check_there
 from torch_dflash.proposers.checkpoint.fields import check_layout
 from torch_dflash.proposers.dflash.config import DFlashConfig
-from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.known import layout_of
 from torch_dflash.proposers.layouts.layout import Fields, Layout
-from torch_dflash.proposers.layouts.pieces import OWN, Piece, in_zlabs_names, turns_neighbours
-from torch_dflash.proposers.pair import check_pair
+from torch_dflash.proposers.layouts.pieces import OWN, TensorSlice, in_zlabs_names, turns_neighbours
+from torch_dflash.proposers.pair import TargetFacts, check_pair
 from torch_dflash.storage.weight_files import HUB_OPTIONS, Stored, beside, read_checkpoint, read_headers
 
 # Weights from elsewhere than the plain files.
@@ -33,31 +32,31 @@ _MAPS = ("d2t", "t2d")  # compared when they are read
 
 @dataclass(frozen=True)
 class Files:
-    """A checkpoint that fits its config; of its tensors the headers are read, and the mask file.
+    """A checkpoint that fits its config; only the tensors' headers and the mask file are read.
 
     Attributes:
-        layout: which it is in. config: unbuilt, with the parts that the files hold.
-        pieces: its tensors under z-lab's names. mask: the mask embedding [H] beside them.
+        layout: of the files. config: the drafter's, with the parts that the files hold.
+        pieces: the tensors under z-lab's names. mask: the mask embedding [H] of its own file.
         left: arguments of ``from_pretrained`` that the config does not take.
     """
 
     layout: Layout
     config: Any
-    pieces: dict[str, Piece]
+    pieces: dict[str, TensorSlice]
     mask: Tensor | None
     left: dict[str, Any]
 
 
 def read_config(source: str | os.PathLike[str], given: dict[str, Any]) -> Fields:
-    """The config.json of a directory or hub id, as it is; ``given``: how to fetch it, and other options.
+    """The config.json of a directory or hub id, unchanged; ``given`` holds the options for fetching.
 
     Raises:
-        OSError: there is none. ValueError: it is no drafter's. TypeError: no path or hub id.
+        OSError: no such file. ValueError: not a drafter's config. TypeError: no path or hub id.
     """
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            f"source={type(source).__name__}: must be the drafter's directory or hub id; the target comes "
-            "second: torch_dflash.load_drafter(path_or_id, target)."
+            f"source={type(source).__name__}: must be the drafter's directory or hub id, the first argument: "
+            "torch_dflash.load_drafter(path_or_id, target)."
         )
     check_there("source", source)
     try:
@@ -75,11 +74,11 @@ def check_files(
 
     Args:
         source: a directory or a hub id.
-        given: what ``from_pretrained`` was called with besides; ``config`` may be what `read_config` gave.
-        kind: the class of drafter. target: what the drafter is checked against.
+        given: further arguments of ``from_pretrained``; ``config`` may be the result of `read_config`.
+        kind: the drafter's class. target: facts to check the drafter against.
 
     Returns:
-        What was read; None where the weights come from elsewhere.
+        The files; None where the weights come from another source.
 
     Raises:
         OSError: no such checkpoint. ValueError: names the field or tensor, the value and the file.
@@ -115,14 +114,12 @@ def check_files(
 
 
 def _check_parts(files: Files, kind: Any, source: Any) -> None:
-    """Compare the tensors with the config, which is first told what of ids and masks the files hold."""
+    """Note embedding, head and mask of the files in the config, then compare all tensors with it."""
     weights = {name: piece for name, piece in files.pieces.items() if name not in _MAPS}
     for name, piece in weights.items():
         if not piece.dtype.is_floating_point or piece.dtype.itemsize < 2:
-            raise ValueError(
-                f"{name} in {source} is stored as {piece.dtype}: a quantised drafter, or a damaged one; load "
-                "one with plain weights."
-            )
+            found = f"{name} in {source} is stored as {piece.dtype}, quantised or damaged"
+            raise ValueError(f"{found}; load a drafter with plain weights.")
     shapes = {name: piece.shape for name, piece in weights.items()}
     if files.mask is not None:
         if MASK in shapes:
@@ -136,29 +133,27 @@ def _check_parts(files: Files, kind: Any, source: Any) -> None:
 
 
 def _fields(read: Fields, chosen: Any, config_class: type[DFlashConfig], source: Any, hub: Any) -> Fields:
-    """What the config says: the one that is given, or lies elsewhere, or the checkpoint's own."""
+    """The fields of the given config, of the one at a given place, or of the checkpoint's own."""
     if isinstance(chosen, DFlashConfig):
         return chosen.to_dict()
     if chosen is None or isinstance(chosen, dict):
-        fields = config_class.in_our_fields(read, source)
-    else:
-        fields, _ = config_class.get_config_dict(chosen, **hub)
-    return fields
+        return config_class.in_our_fields(read, source)
+    return config_class.get_config_dict(chosen, **hub)[0]
 
 
 def hub_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of ``given`` that say how files are fetched."""
+    """The options of ``given`` for fetching files."""
     return {name: given[name] for name in HUB_OPTIONS if name in given}
 
 
 def _check_rest(stored: dict[str, Stored], source: Any) -> None:
-    """Refuse safetensors beside the checkpoint's that hold tensors of their own: they would go unread."""
+    # Further safetensors in the folder with tensors of their own would go unread.
     for file in beside(sorted({part.file for part in stored.values()})):
         unread = sorted(set(read_headers([file])) - set(stored))
         if unread:
             raise ValueError(
-                f"{file.name} in {source} holds {unread[:3]}, which neither model.safetensors nor an index "
-                "names, so they are not read; merge them in, or move the file away."
+                f"{file.name} in {source} holds {unread[:3]}, not read, for neither model.safetensors nor "
+                "an index names them; merge them in, or move the file away."
             )
 
 
@@ -168,28 +163,22 @@ def _check_dtype(given: dict[str, Any]) -> None:
         found = getattr(torch, asked, None) if isinstance(asked, str) else asked
         weights = isinstance(found, torch.dtype) and found.is_floating_point
         if asked not in (None, "auto") and not weights:
-            raise ValueError(
-                f"{name}={asked!r}: must be a type of weights, such as torch.bfloat16, its name, or 'auto'."
-            )
+            raise ValueError(f"{name}={asked!r}: must be a float type such as torch.bfloat16, or 'auto'.")
 
 
 def _require_safetensors(source: Any, given: dict[str, Any]) -> None:
     if given.setdefault("use_safetensors", True) is not True:
-        raise ValueError(
-            f"use_safetensors={given['use_safetensors']!r}: weights are read from safetensors only."
-        )
+        raise ValueError(f"use_safetensors={given['use_safetensors']!r}: only safetensors are read.")
     folder = Path(source, given.get("subfolder", ""))
     found = any(folder.glob("*.safetensors")) or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file()
     if folder.is_dir() and not found:
         below = sorted({path.parent.name for path in folder.glob("*/*.safetensors")})
         if below:
-            raise ValueError(
-                f"{folder} holds no *.safetensors, but {below[0]}/ does: pass subfolder={below[0]!r}."
-            )
-        others = sorted(path.name for path in folder.glob("*.bin"))
+            raise ValueError(f"{folder} holds no *.safetensors; pass subfolder={below[0]!r}.")
+        others = "".join(f" but {path.name}" for path in sorted(folder.glob("*.bin"))[:1])
         raise ValueError(
-            f"{folder} holds no *.safetensors{f' but {others[0]}' if others else ''}: weights are read from "
-            "safetensors only; save them with save_pretrained or safetensors.torch.save_file."
+            f"{folder} holds no *.safetensors{others}: only safetensors are read; save with "
+            "save_pretrained or safetensors.torch.save_file."
         )
 
 
@@ -207,7 +196,7 @@ SAID_BY = {
     "selector_rank": _SELECTOR + "hidden_projection.weight",
     "vocab_size": _SELECTOR + "predecessor_codebook",
 }
-"""For each field a tensor whose shape it gives, once those before it are right."""
+"""For each field a tensor whose shape shows the field, once the fields before are right."""
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], kind: Any, config: Any, source: Any) -> None:
@@ -219,10 +208,8 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], kind: Any, config: Any, 
     layers = {name.split(".")[1] for name in found if name.startswith("layers.")}
     wrong = "config and weights are of different drafters."
     if config.num_hidden_layers > len(layers):
-        raise ValueError(
-            f"num_hidden_layers={config.num_hidden_layers} in {source}: its weights have {len(layers)} "
-            f"layers; {wrong}"
-        )
+        count = config.num_hidden_layers
+        raise ValueError(f"num_hidden_layers={count} in {source}: its weights have {len(layers)}; {wrong}")
     try:
         with torch.device("meta"):
             own = {name: tuple(one.shape) for name, one in kind(config).state_dict().items() if name != "d2t"}
@@ -246,23 +233,23 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], kind: Any, config: Any, 
 
 
 def refuse_weights(problem: str, names: Iterable[Any], source: Any, kind: str) -> NoReturn:
-    """Raise ``ValueError`` for weights that are not the config's; ``problem`` in transformers' words."""
+    """Raise ``ValueError`` for weights of another config; ``problem`` is transformers' word."""
     raise ValueError(
-        f"{problem}={sorted(map(str, names))[:5]} in {source}: the weights are not those of a {kind} drafter "
-        "with this config; check both files."
+        f"{problem}={sorted(map(str, names))[:5]} in {source}: not the weights of a {kind} drafter with this "
+        "config; check both files."
     )
 
 
 MASK_FILE = "mask_embedding.pt"
-"""A vector [H], or a dict with it as ``embedding``."""
+"""Holds a vector [H], or a dict with the vector as ``embedding``."""
 MASK = "mask_embedding"
 
 
 def read_mask(source: Any, hub: dict[str, Any], config: Any) -> Tensor | None:
-    """The vector [H] of a checkpoint; None if it has no such file. Read as tensors alone: no code of it runs.
+    """The mask embedding [H] of a checkpoint; None without `MASK_FILE`. No code of the file runs.
 
     Raises:
-        ValueError: it holds none for this ``config``.
+        ValueError: the file holds no such vector for this ``config``.
     """
     absent_is_none: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False} | hub
     file = cached_file(source, MASK_FILE, **absent_is_none)
@@ -271,19 +258,15 @@ def read_mask(source: Any, hub: dict[str, Any], config: Any) -> Tensor | None:
     try:
         found = torch.load(io.BytesIO(Path(file).read_bytes()), weights_only=True, map_location="cpu")
     except Exception as error:  # a pickle of anything else
-        raise ValueError(
-            f"{MASK_FILE} in {source} holds no plain tensor ({error}); fetch it again."
-        ) from error
+        raise ValueError(f"{MASK_FILE} in {source}: no plain tensor ({error}); fetch it again.") from error
     if isinstance(found, dict):
         mask = found.get("mask_token_id", config.mask_token_id)
         if mask != config.mask_token_id:
             raise ValueError(
-                f"mask_token_id={config.mask_token_id} in {source}, but {MASK_FILE} is of {mask}; they are "
+                f"mask_token_id={config.mask_token_id} in {source}, but {MASK_FILE} is of {mask}; both are "
                 "of different drafters."
             )
         found = found.get("embedding")
     if not isinstance(found, Tensor) or found.numel() != config.hidden_size:
-        raise ValueError(
-            f"{MASK_FILE} in {source} holds no vector of hidden_size={config.hidden_size} numbers."
-        )
+        raise ValueError(f"{MASK_FILE} in {source} holds no vector of hidden_size={config.hidden_size}.")
     return found.reshape(-1)

@@ -1,4 +1,4 @@
-"""A drafter's way to the hub, with a card of its own; it comes back by transformers' ``from_pretrained``."""
+"""Pushes a drafter to the hub with a model card; ``from_pretrained`` loads it again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CARD = "README.md"
 
 
 class OnHub:
-    """What a drafter does otherwise than the ``PreTrainedModel`` beside it."""
+    """Mixin: a drafter's own ``push_to_hub`` and ``save_pretrained``."""
 
     config: Any
 
@@ -38,13 +38,13 @@ class OnHub:
     ) -> Any:
         """Commit config, weights and model card to the hub; as ``PreTrainedModel.push_to_hub``.
 
-        A card that the repository has already stays, unless this call says something for it.
+        An existing card of the repository stays, unless this call gives something for the card.
 
         Args:
-            repo_id: "owner/name"; made if need be.
-            target: hub id of the model that it drafts for; license: the hub's name of one, as "apache-2.0";
-                acceptance: mean acceptance length by set of prompts. All for the card.
-            card: one of your own instead.
+            repo_id: "owner/name"; created if missing.
+            target: hub id of the target; license: the hub's name for it, as "apache-2.0"; acceptance: mean
+                acceptance length by set of prompts. All for the card.
+            card: your own card instead.
             commit_message, commit_description, private, token, revision, create_pr, max_shard_size, tags: as
                 in transformers.
 
@@ -52,13 +52,13 @@ class OnHub:
             huggingface_hub's ``CommitInfo``.
 
         Raises:
-            ValueError: `save_pretrained` or the card refuses; the hub was not asked.
+            ValueError: `save_pretrained` or the card refuses, before any request to the hub.
             huggingface_hub.errors.HfHubHTTPError: the hub refuses.
         """
         said: Any = {"target": target, "license": license, "acceptance": acceptance, "tags": tags}
         keeps = card is None and not any(said.values())
         with tempfile.TemporaryDirectory() as folder:
-            # What may refuse, before there is a repository.
+            # Both may refuse: before the repository is created.
             self.save_pretrained(folder, max_shard_size=max_shard_size)
             hub_card(self, repo_id, **said)
             api = HfApi(token=token, library_name="torch-dflash")
@@ -80,16 +80,14 @@ class OnHub:
         """Write ``config.json`` and safetensors; as ``PreTrainedModel.save_pretrained``.
 
         Raises:
-            ValueError: ``push_to_hub=True``, whose card would be transformers' empty one; or the layout
-                that the drafter came in does not say how many ids there are.
+            ValueError: ``push_to_hub=True``, which would write transformers' empty card; or the drafter's
+                layout does not state ``vocab_size``.
         """
         if push_to_hub:
             raise ValueError("push_to_hub=True in save_pretrained: call drafter.push_to_hub(repo_id).")
         parent: Any = super()
         if not self.config.vocab_size:
-            raise ValueError(
-                "vocab_size=0: its layout does not say it; set drafter.config.vocab_size to the target's."
-            )
+            raise ValueError("vocab_size=0: set drafter.config.vocab_size to the target's number of ids.")
         parent.save_pretrained(save_directory, *args, **kwargs)
 
 
@@ -105,15 +103,11 @@ def hub_card(
     acceptance: Mapping[str, float] | None = None,
     tags: list[str] | None = None,
 ) -> ModelCard:
-    """What the drafter is for, what it reads, how it is loaded; what nobody said is said to be unknown.
+    """The card: target, fields, loading code and acceptance lengths; missing facts are named as unknown.
 
     Args:
-        drafter: a `DFlashDraftModel`.
-        repo_id: where it will lie.
-        target: hub id of the model that it drafts for.
-        license: the hub's name of one, as "apache-2.0".
-        acceptance: mean acceptance length by set of prompts.
-        tags: besides `TAGS`.
+        drafter: a `DFlashDraftModel`. repo_id: where the card will lie.
+        target, license, acceptance: as in `OnHub.push_to_hub`. tags: besides `TAGS`.
     """
     config = drafter.config
     layers = config.num_target_layers
@@ -172,7 +166,6 @@ ids = target.generate(**inputs, custom_generate=td.dflash(drafter), max_new_toke
 
 
 def _tables(config: Any) -> str:
-    """What of the drafter is not z-lab's."""
     own = extras_of(config)
     if not own:
         return "It has no embedding and no head: both are the target's."

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as transformers' ``from_pretrained`` takes it: its files, or tensors read."""
+"""Prepares a checkpoint of any layout for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torch_dflash.proposers.checkpoint.extras import has_smaller_vocabulary
 from torch_dflash.proposers.checkpoint.files import MASK, check_files
-from torch_dflash.proposers.facts import TargetFacts
 from torch_dflash.proposers.layouts.pieces import OWN
 from torch_dflash.proposers.layouts.zlab import ZLAB
+from torch_dflash.proposers.pair import TargetFacts
 from torch_dflash.storage.weight_files import HUB_OPTIONS
 
 
@@ -20,9 +20,9 @@ def in_our_names(
 ) -> tuple[tuple[Any], dict[str, Any]]:
     """The arguments with which ``from_pretrained`` loads ``source``, checked before anything is allocated.
 
-    A checkpoint in z-lab's layout is left to transformers. The tensors of any other are read here and handed
-    over under our network's names; so are those of one with an embedding, a head or a mask embedding of its
-    own, or with a rotary embedding that turns neighbouring channels.
+    transformers reads a checkpoint in z-lab's layout. The tensors of other layouts are read here and passed
+    on under our network's names, as are those of a drafter with its own embedding, head or mask embedding, or
+    with a rotary embedding that turns neighbouring channels.
 
     Raises:
         OSError, ValueError: as `check_files`; or the tensors contradict each other.
@@ -42,26 +42,21 @@ def in_our_names(
 
 
 def _check_ids(tensors: dict[str, Tensor], config: Any, source: Any) -> None:
-    """Compare ``d2t`` with the two vocabularies, and with ``t2d``, which is then dropped."""
+    """Compare ``d2t`` with both vocabularies and with ``t2d``, then drop ``t2d``."""
     marked, offsets = tensors.pop("t2d", None), tensors.get("d2t")
     if offsets is not None and (offsets.is_floating_point() or offsets.is_complex()):
         raise ValueError(f"d2t in {source} is of {offsets.dtype}; ids are whole numbers: fetch it again.")
     if not has_smaller_vocabulary(config):
         tensors.pop("d2t", None)
         if offsets is not None and offsets.any():
-            raise ValueError(
-                f"d2t in {source} maps ids to others, but the config names no smaller draft_vocab_size."
-            )
+            raise ValueError(f"d2t in {source} maps ids to others, but no smaller draft_vocab_size is set.")
         return
     size, ids_known = config.draft_vocab_size, max(config.draft_vocab_size, config.vocab_size)
     if offsets is None and size == ids_known:  # a padded head, whose ids are the target's
         offsets = tensors["d2t"] = torch.zeros(size, dtype=torch.int64)
     if offsets is None or offsets.shape != (size,):
         shape = None if offsets is None else tuple(offsets.shape)
-        raise ValueError(
-            f"d2t in {source} should have shape ({size},) by draft_vocab_size, it has "
-            f"{shape}; without it no draft can be said in the target's ids."
-        )
+        raise ValueError(f"d2t in {source} should have shape ({size},) by draft_vocab_size, it has {shape}.")
     ids = torch.arange(len(offsets)) + offsets
     if ids.min() < 0 or ids.max() >= ids_known or len(ids.unique()) < len(ids):
         raise ValueError(

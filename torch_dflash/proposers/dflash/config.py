@@ -1,4 +1,4 @@
-"""The drafter's configuration: one class for v1 drafters of every layout, read as z-lab writes it."""
+"""`DFlashConfig`: the configuration of v1 drafters of every layout, in z-lab's fields."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch_dflash.proposers.checkpoint.fields import (
     warn_of,
 )
 from torch_dflash.proposers.layouts.known import in_zlabs_fields
-from torch_dflash.proposers.layouts.layout import Fields
+from torch_dflash.proposers.layouts.layout import Fields, refused_field
 from torch_dflash.proposers.layouts.pieces import without_flags
-from torch_dflash.proposers.layouts.zlab import CLASSES, SECOND
+from torch_dflash.proposers.layouts.zlab import CLASSES, DFLASH2_CLASSES
 
 NESTED_FIELDS = (
     "block_size",
@@ -34,9 +34,9 @@ NESTED_FIELDS = (
 
 
 def default_target_layer_ids(num_target_layers: int, taps: int | None = None) -> list[int]:
-    """The layers z-lab taps when a checkpoint names none: evenly from 1 to ``num_target_layers - 3``.
+    """z-lab's default taps: evenly from 1 to ``num_target_layers - 3``.
 
-    ``taps``: how many; unset: five, or as many as a small target has.
+    ``taps``: their number; unset: five, or as many as a small target has.
     Ids are 0-based block indices; the tap is the block's output (Hugging Face ``hidden_states[id + 1]``).
     """
     taps = min(5, max(1, num_target_layers - 3)) if taps is None else taps
@@ -45,10 +45,10 @@ def default_target_layer_ids(num_target_layers: int, taps: int | None = None) ->
     return [round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps)]
 
 
-def is_second(config: dict[str, Any]) -> bool:
-    """Whether a ``config.json`` is a DFlash2 drafter's: by its class, or by the selector's rank."""
+def is_dflash2(config: dict[str, Any]) -> bool:
+    """Whether a ``config.json`` is of a DFlash2 drafter, by its class or the selector's rank."""
     nested = config.get("dflash_config") or {}
-    named = set(SECOND) & set(config.get("architectures") or [])
+    named = set(DFLASH2_CLASSES) & set(config.get("architectures") or [])
     return bool(named) or "selector_rank" in nested or "selector_rank" in config
 
 
@@ -67,17 +67,16 @@ class DFlashConfig(Qwen3Config):
             explicit value holds for every layer, and ``False`` makes sliding windows symmetric.
         input_embedding_scale: factor on the target's raw embedding weight.
         output_multiplier: factor on the draft logits, applied before ``final_logit_softcapping``.
-        vocab_size: of the target; 0 where a layout does not say it.
-        own_embedding, own_head: whether the drafter has an embedding (of ``vocab_size`` rows) or a head of
-            its own, in place of the target's.
+        vocab_size: of the target; 0 if the layout has none.
+        own_embedding, own_head: whether the drafter has its own embedding (``vocab_size`` rows) or head.
         draft_vocab_size: rows of its own head; None for ``vocab_size``.
-        mask_embedding: whether a vector of its own stands for a token to be drafted.
-        sample_from_anchor: row k says the token after it, so W rows give W drafts; else the one in its place.
+        mask_embedding: whether its own vector stands for a token to be drafted.
+        sample_from_anchor: row k drafts the token after it, so W rows give W drafts; else its own token.
         attention_sink_bias: a logit per head that takes part in each softmax and carries no value.
         gating: "per-head" or "per-element": attention's output is weighted by softplus of ``g_proj``.
         aux_hidden_norms: a norm for each tap, before ``fc``.
         context_layernorm: whether each layer's ``input_layernorm`` norms the context too.
-        markov_rank: of DSpark's Markov head, by which the token before a draft adds to its logits; 0: none.
+        markov_rank: of DSpark's Markov head, which adds to a draft's logits by the token before; 0: none.
 
     Raises:
         ValueError: a field is missing or cannot be honoured; the message names it and the fix.
@@ -85,7 +84,7 @@ class DFlashConfig(Qwen3Config):
 
     model_type = "qwen3"
     nested_fields: ClassVar[tuple[str, ...]] = NESTED_FIELDS
-    second: ClassVar[bool] = False  # whether a DFlash2 drafter's
+    dflash2: ClassVar[bool] = False
 
     num_target_layers: int | None = None
     block_size: int = 16
@@ -132,51 +131,48 @@ class DFlashConfig(Qwen3Config):
 
     @classmethod
     def in_our_fields(cls, read: Fields, where: Any) -> Fields:
-        """What a config.json of any layout says, in this class's fields.
+        """A config.json of any layout, in this class's fields.
 
         Raises:
-            ValueError: it is not of a drafter of this kind, or says what cannot be honoured.
+            ValueError: another kind of drafter, or a field that cannot be honoured.
         """
         check_layout(read, where)
-        check_types(read, where)  # a quantization_config is then left out: the tensors say what they are
-        if read.get("vocab_size") == 0:  # which is ours for a layout that does not say it
+        check_types(read, where)  # a quantization_config is left out: the tensors have their types
+        if read.get("vocab_size") == 0:  # our mark of a layout without it
             raise ValueError(f"vocab_size=0 in {where}: set the target's.")
         config = in_zlabs_fields(read, where)
         architectures = config.get("architectures") or []
-        if is_second(config) != cls.second:
-            own, other = ("DFlash v1", "DFlash2") if cls.second else ("DFlash2", "DFlash v1")
-            raise ValueError(
-                f"architectures={architectures} in {where}: a {own} drafter, not a {other} one; load it with "
-                "torch_dflash.load_drafter."
-            )
+        named = f"architectures={architectures} in {where}"
+        if is_dflash2(config) != cls.dflash2:
+            own, other = ("DFlash v1", "DFlash2") if cls.dflash2 else ("DFlash2", "DFlash v1")
+            kinds = f"a {own} drafter, not a {other} one"
+            raise ValueError(f"{named}: {kinds}; load it with torch_dflash.load_drafter.")
         if config and "dflash_config" not in config and "target_layer_ids" not in config:
             if not set(CLASSES) & set(architectures):
                 raise ValueError(
-                    f"architectures={architectures} in {where}: not a DFlash drafter (no dflash_config, no "
-                    "target_layer_ids); pass the drafter's directory or id."
+                    f"{named}: not a DFlash drafter (no dflash_config, no target_layer_ids); pass the "
+                    "drafter's directory or id."
                 )
         known, unread = known_fields(read, cls)
         config = dict(in_zlabs_fields(known, where))
         check_rotation(config, where)
         config = without_flags(config)
         warn_of(unread, read, where)
-        config["model_type"] = cls.model_type  # published drafters say qwen3 or gpt_oss: same network
+        config["model_type"] = cls.model_type  # published drafters have qwen3 or gpt_oss: same network
         if config.get("pad_token_id") == config.get("vocab_size"):
             config.pop("pad_token_id", None)  # as `to_diff_dict` wrote it
         config.pop("auto_map", None)  # points at remote code that we neither need nor re-publish
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers; a field that was set since counts within ``dflash_config`` too."""
+        """As in transformers; ``dflash_config`` holds the present values of its fields."""
         return super().to_dict() | {"dflash_config": self._nested()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What ``config.json`` holds.
+        """The content of ``config.json``, with a padding id beyond the vocabulary.
 
-        With a padding id beyond the vocabulary. A drafter has no embedding and never asks for it, but
-        ``AutoModel``, to which these files are a Qwen3 without one, would draw the missing weights at random:
-        of this config it builds nothing. Servers know drafters by ``model_type`` "qwen3", so that cannot say
-        it.
+        ``AutoModel`` takes these files for a Qwen3 and would fill the missing embedding at random; with this
+        id it fails. Servers know drafters by ``model_type`` "qwen3", so that must stay.
         """
         return super().to_diff_dict() | {"pad_token_id": self.vocab_size}
 
@@ -186,43 +182,29 @@ class DFlashConfig(Qwen3Config):
         try:
             return super().from_dict(config_dict, **kwargs)
         except StrictDataclassError as error:
-            name = next((one for one in config_dict if f"field '{one}'" in str(error)), None)
-            said = "the drafter's config" if name is None else f"{name}={config_dict[name]!r}"
-            raise ValueError(f"{said}: {error.__cause__ or error}; correct it in config.json.") from error
+            raise refused_field(error, config_dict, "the drafter's config") from error
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a field that the network cannot be built from."""
+        """Raise ``ValueError`` for a field that no network can be built from."""
         check_fields(self)  # again: any may have been set since
         if not self.target_layer_ids:
-            raise ValueError(
-                f"target_layer_ids={self.target_layer_ids!r}: give the tapped target layers, or "
-                "num_target_layers to tap z-lab's default ones."
-            )
+            raise ValueError(f"target_layer_ids={self.target_layer_ids!r}: give these or num_target_layers.")
         check_counts(least=0, mask_token_id=self.mask_token_id)
         for tap in self.target_layer_ids:
             check_counts(least=0, target_layer_ids=tap)
         if not is_count(self.block_size) or self.block_size < 2:
-            raise ValueError(
-                f"block_size={self.block_size!r}: a block is the anchor and at least one draft; set >= 2."
-            )
+            raise ValueError(f"block_size={self.block_size!r}: the anchor and at least one draft; set >= 2.")
         if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is no multiple of num_key_value_heads="
-                f"{self.num_key_value_heads}; every kv head serves as many query heads."
-            )
+            heads, groups = self.num_attention_heads, self.num_key_value_heads
+            raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}.")
         unknown = set(self.layer_types or ()) - {"full_attention", "sliding_attention"}
         if unknown:
-            raise ValueError(
-                f"layer_types holds {sorted(unknown)}; drafters have full_attention and sliding_attention."
-            )
+            raise ValueError(f"layer_types holds {sorted(unknown)}; use full_attention or sliding_attention.")
         layer_types = self.layer_types or []
         if len(layer_types) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_types has {len(layer_types)} entries for num_hidden_layers="
-                f"{self.num_hidden_layers}; give one per layer."
-            )
+            count = f"num_hidden_layers={self.num_hidden_layers}"
+            raise ValueError(f"layer_types has {len(layer_types)} entries for {count}; give one per layer.")
         check_extras(self)
         check_window(self)
         check_static_rope(self)
         check_rope(self.rope_parameters)
-        check_static_rope(self)

@@ -31,8 +31,8 @@ from torch_dflash.proposers.checkpoint.hub import OnHub
 from torch_dflash.proposers.checkpoint.loading import in_our_names
 from torch_dflash.proposers.dflash.config import DFlashConfig
 from torch_dflash.proposers.dflash.vocabulary import DraftVocabulary
-from torch_dflash.proposers.facts import facts_of
 from torch_dflash.proposers.notes import warn_of_tokenizer, warn_once
+from torch_dflash.proposers.pair import facts_of
 
 
 class DFlashAttention(nn.Module):
@@ -66,12 +66,12 @@ class DFlashAttention(nn.Module):
         return _rotate(self.q_norm(self._heads(self.q_proj(block))).transpose(1, 2), rope)
 
     def key_value(self, rows: Float[Tensor, "B R H"], rope) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values [B, G, R, D] of any rows, context or block, as `finite_values` has them."""
+        """Rotated keys and values [B, G, R, D] of context or block rows, through `finite_values`."""
         key = _rotate(self.k_norm(self._heads(self.k_proj(rows))).transpose(1, 2), rope)
         return finite_values(key, self._heads(self.v_proj(rows)).transpose(1, 2))
 
     def forward(self, block, rope, attend: Attend) -> Float[Tensor, "B W H"]:
-        """Attend from the block and project back; with a gate, what attention gives is weighted before."""
+        """Attend from the block, apply the gate if there is one, and project back."""
         seen = attend(self.query(block, rope), self.scale)
         if self.g_proj is not None:  # one weight a head, or one a channel; softplus in float32
             gate = F.softplus(self.g_proj(block).float()).to(seen.dtype)
@@ -80,7 +80,7 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashLayer(nn.Module):
-    """One Qwen3 block; ``memory`` takes this layer's fresh keys and values and says how to attend to all."""
+    """One Qwen3 block; ``memory`` takes the layer's new keys and values and returns its `Attend`."""
 
     def __init__(self, config: DFlashConfig, index: int):
         super().__init__()
@@ -91,7 +91,7 @@ class DFlashLayer(nn.Module):
         self.norms_context = config.context_layernorm
 
     def context_rows(self, context: Float[Tensor, "B R H"]) -> Float[Tensor, "B R H"]:
-        """The context as this layer's keys and values read it: once normed, in Laguna's drafters twice."""
+        """The context for this layer's keys and values; Laguna's drafters norm it a second time."""
         return self.input_layernorm(context) if self.norms_context else context
 
     def forward(self, block, context, rope, block_rope, memory, blocks=1) -> Float[Tensor, "B W H"]:
@@ -101,7 +101,7 @@ class DFlashLayer(nn.Module):
         return block + self.feed(self.post_attention_layernorm(block), blocks)
 
     def attend(self, normed, blocks, context, rope, block_rope, memory) -> Float[Tensor, "B W H"]:
-        """From normed block rows to both; which rows of ``blocks`` see each other is ``memory``'s to say."""
+        """Attention from normed block rows to context and block; ``memory`` masks ``blocks``."""
         rows = torch.cat([self.context_rows(context), normed], dim=1)
         key, value = self.self_attn.key_value(rows, rope)
         return self.self_attn(normed, block_rope, memory(self.self_attn, key, value))
@@ -143,15 +143,13 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
             self.rotary_emb = Qwen3RotaryEmbedding(config)
         except KeyError as error:
             raise ValueError(
-                f"rope_parameters={config.rope_parameters}: {error} is unknown or missing; name a static "
-                "rope_type (default, linear, yarn, llama3) with all of its fields."
+                f"rope_parameters={config.rope_parameters}: {error} is unknown or missing; set a static "
+                "rope_type (default, linear, yarn, llama3) and its fields."
             ) from error
         self.post_init()
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name == "generation_config"
-        ):  # what transformers asks an assistant for, if it is to generate itself
+        if name == "generation_config":  # read by transformers from an assistant that generates itself
             raise AttributeError(
                 "a DFlash drafter does not generate on its own: pass speculation_type='dflash' beside "
                 "assistant_model, or custom_generate=torch_dflash.dflash(drafter) without it."
@@ -210,8 +208,8 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
         """The stack on a block, given projected context rows new to this pass, up to the final norm.
 
         ``position`` holds absolute positions of the context rows, then of the block rows.
-        ``memory(attention, key, value)`` stores what a cache keeps and returns an `Attend` over all of it.
-        ``blocks``: how many blocks, one behind the other, the W rows are (training drafts many in one pass).
+        ``memory(attention, key, value)`` stores context rows and returns an `Attend` over all rows.
+        ``blocks``: number of consecutive blocks in the W rows (training drafts many in one pass).
         """
         rope = self.rotary_emb(noise, position)
         block_rope = tuple(table[:, context.shape[1] :] for table in rope)
@@ -243,7 +241,7 @@ class DFlashDraftModel(DraftVocabulary, OnHub, PreTrainedModel):
             ``.last_hidden_state`` [B, W, H]; row i is the state of the token at the block's position i.
 
         Raises:
-            ValueError: that loop writes on behind a stop id, or does not know a part of this drafter.
+            ValueError: as of `check_loop`.
         """
         if isinstance(noise_embeds, nn.Module):  # as transformers calls a custom generate
             raise TypeError("custom_generate=DFlashDraftModel: pass torch_dflash.dflash(drafter).")

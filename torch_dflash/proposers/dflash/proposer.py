@@ -1,4 +1,4 @@
-"""DFlash as a proposer: static draft K/V arrays, and a context buffer of features not yet in them."""
+"""`DFlashProposer`: static draft K/V arrays, and a buffer of context features not yet in them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DFlashProposer(Proposer):
         super().__init__()
         self.drafter: Any = build_skeleton(drafter)
         self.taps = tuple(drafter.config.target_layer_ids)
-        self.first_row = int(not drafter.config.sample_from_anchor)  # the anchor's says no draft in z-lab's
+        self.first_row = int(not drafter.config.sample_from_anchor)  # z-lab's anchor row drafts nothing
         self.width = drafter.config.block_size + 1 - self.first_row if width is None else width
 
     def start(self, plan: DecodePlan, device) -> DFlashState:
@@ -91,10 +91,10 @@ class DFlashProposer(Proposer):
 
     def earliest(self, pstate, length) -> int:
         whole = all(length <= ring.position.shape[1] for ring in _rings(pstate))
-        return 0 if whole else length - pstate.context.shape[1]  # a ring holds a window and so many more
+        return 0 if whole else length - pstate.context.shape[1]  # a ring holds a window and as many rows more
 
     def snapshot(self, pstate) -> DFlashState:
-        """All but the dense buffers, in which earlier positions stay as they are."""
+        """The state without the dense buffers, whose earlier positions never change."""
         return replace(pstate, layers=_rings(pstate))
 
     def rewind(self, pstate, kept, snapshot=None) -> DFlashState:
@@ -108,7 +108,7 @@ class DFlashProposer(Proposer):
     def ingest(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
         context = self.drafter.project(features.to(self.drafter.fc.weight.dtype))
         check_dtype("drafter", pstate.context.dtype, context.dtype)
-        # What a previous turn left in the buffer, then these rows, straight into the K/V.
+        # The rest of the previous turn in the buffer, then these rows, straight into the K/V.
         return self._append(self._flush(pstate), context, count)
 
     def observe(self, pstate, features: Any, ids, next_ids, count) -> DFlashState:
@@ -169,7 +169,7 @@ class DFlashProposer(Proposer):
         return beam(following, anchor, self.width - 1, asked.rows), pstate
 
     def _block(self, pstate: DFlashState, anchor, length, embed) -> tuple[Tensor, DFlashState]:
-        """(The hidden states [B, N, H] of the rows that say the drafts, the state after the pass)."""
+        """(Hidden states [B, N, H] of the drafting rows, the state after the pass)."""
         drafter, context = self.drafter, pstate.context
         rows = context.shape[1]
         check_dtype("drafter", context.dtype, drafter.fc.weight.dtype)
@@ -210,7 +210,7 @@ def _rings(pstate: DFlashState) -> tuple[RingLayer, ...]:
 
 
 def _noise(length: Tensor, asked: DraftRequest) -> Noise:
-    """What sampled rows draft with: the noise of those positions at which their drafts are to stand."""
+    """The sampled rows' noise at the positions of their drafts."""
     sampling, sampled = asked.sampling, asked.sampling.temperature > 0
     return Noise(
         sampled,

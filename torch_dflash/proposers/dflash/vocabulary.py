@@ -1,4 +1,4 @@
-"""A drafter between ids and logits: with the target's embedding and head, or with its own."""
+"""A drafter's embedding, head and vocabulary: the target's or its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch_dflash.proposers.trees.nodes import Following
 
 
 class Noise(NamedTuple):
-    """The noise by which rows pick their tokens.
+    """The sampling noise of rows.
 
     Attributes:
-        sampled: [B], the rows that have some.
+        sampled: [B], rows with noise.
         added: (draft logits [B, N, V], the target's ids of the V places) -> logits [B, N, V] with noise.
-        scale: [B], by which logits are divided where they become probabilities; 1 of a greedy row.
+        scale: [B], divisor of logits before softmax; 1 for a greedy row.
     """
 
     sampled: Bool[Tensor, " B"]
@@ -31,13 +31,13 @@ class Noise(NamedTuple):
 
 
 class DraftVocabulary:
-    """What a drafter does with ids and logits. Its weights are those of the model that it is mixed into.
+    """Mixin: from ids to embeddings and from hidden states to drafts, with the model's weights.
 
     - ``embed_tokens`` in place of the target's embedding, of the same ids.
     - ``mask_embedding`` [H] in place of the embedding of ``mask_token_id``.
     - ``lm_head`` in place of the target's head. With fewer rows than the target has ids, row k stands for the
       target's id ``k + d2t[k]``: ``d2t`` holds offsets, as EAGLE-3's does.
-    - ``markov_head``, DSpark's: each draft hangs on the one before it.
+    - ``markov_head``, DSpark's: each draft depends on the draft before.
 
     Sources: speculators 0.9.0, ``models/dflash`` and ``models/dspark``; vLLM's ``qwen3_dflash.py``.
     """
@@ -50,7 +50,7 @@ class DraftVocabulary:
     markov_head: MarkovHead | None
 
     def add_vocabulary(self: Any, config: Any) -> None:
-        """Make the weights that ``config`` names; without them the attributes are None."""
+        """Create the weights that ``config`` names; the other attributes are None."""
         hidden, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden) if config.own_embedding else None
         self.lm_head = nn.Linear(hidden, rows, bias=False) if config.own_head else None
@@ -76,7 +76,7 @@ class DraftVocabulary:
         head,
         noise: Noise | None = None,
     ) -> Int[Tensor, "B N"]:
-        """The drafts after ``anchor``, of the hidden states of the rows that say them; the target's ids."""
+        """The drafts after ``anchor`` from their rows' hidden states; the target's ids."""
         logits = self.logits(hidden, head)
         if noise is None:
             return self.chosen(hidden, logits, anchor)
@@ -97,7 +97,7 @@ class DraftVocabulary:
         before, drafts = anchor, []
         for at in range(hidden.shape[1]):
             added = self.markov_head(before)
-            both = min(logits.shape[-1], added.shape[-1])  # ids that one of the two lacks are not drafted
+            both = min(logits.shape[-1], added.shape[-1])  # ids missing in either are not drafted
             before = self._likeliest(logits[:, at, :both] + added[:, :both])
             drafts.append(before)
         return torch.stack(drafts, dim=1)
@@ -106,7 +106,7 @@ class DraftVocabulary:
         return self.targets_ids(torch.argmax(logits, dim=-1)).to(torch.int32)
 
     def branches(self, hidden: Float[Tensor, "B N H"], head, noise: Noise, most: int) -> Following:
-        """The ``most`` likeliest drafts at each position; with `Noise`, of sampled rows those it makes so.
+        """The ``most`` likeliest drafts at each position, of sampled rows by the noisy logits.
 
         Log-probabilities of a sampled row are those of ``log_softmax(logits / temperature + noise)``.
         """
@@ -136,13 +136,13 @@ class DraftVocabulary:
 
         def after(at: int, before: Tensor) -> tuple[Tensor, Tensor]:
             added = markov(before)
-            both = min(logits.shape[-1], added.shape[-1])  # ids that one of the two lacks are not drafted
+            both = min(logits.shape[-1], added.shape[-1])  # ids missing in either are not drafted
             return drafts(logits[:, at, None, :both] + added[..., :both])
 
         return after
 
     def _known_ids(self, logits: Float[Tensor, "B N V"]) -> int | Int[Tensor, " V"]:
-        """The target's ids of all places; a number where they are the places."""
+        """The target's ids of all places; the count of places where both are equal."""
         if self.d2t is None:
             return logits.shape[-1]
         places = torch.arange(len(self.d2t), device=self.d2t.device)
@@ -155,8 +155,7 @@ class DraftVocabulary:
     def logits(self, hidden: Float[Tensor, "B N H"], head) -> Float[Tensor, "B N V"]:
         """Draft logits through ``head``, or the drafter's own, with its multiplier and soft cap.
 
-        V is the drafter's vocabulary, which `choose` maps to the target's. What a Markov head adds is not
-        in them.
+        V is the drafter's vocabulary, which `choose` maps to the target's. A Markov head adds later.
         """
         logits = (head if self.lm_head is None else self.lm_head)(hidden)
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
@@ -166,28 +165,28 @@ class DraftVocabulary:
 
 
 class MarkovHead(nn.Module):
-    """What a token adds to the logits after it: ``W2 W1[token]``, whatever the hidden state.
+    """Logits that a token adds for the next token: ``W2 W1[token]``, without the hidden state.
 
     Args:
-        ids: of the target, rows of W1. said: of the drafter, rows of W2. rank: columns of both.
+        ids: the target's, rows of W1. drafted: the drafter's, rows of W2. rank: columns of both.
 
     Source: vllm-project/speculators, ``models/dspark``, its "vanilla" head.
     """
 
-    def __init__(self, ids: int, said: int, rank: int):
+    def __init__(self, ids: int, drafted: int, rank: int):
         super().__init__()
         self.markov_w1 = nn.Embedding(ids, rank)
-        self.markov_w2 = nn.Linear(rank, said, bias=False)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
 
     def begin_as_nothing(self) -> None:
-        """Weights with which nothing is added."""
+        """Set weights that add nothing."""
         nn.init.zeros_(self.markov_w2.weight)
 
     def forward(self, before: Int[Tensor, "*R"]) -> Float[Tensor, "*R V"]:
-        """What is added to the logits after the tokens ``before``, the target's ids."""
+        """Logits to add after the tokens ``before``, the target's ids."""
         return self.markov_w2(look_up(before, self.markov_w1.weight))
 
 
 def look_up(ids: Int[Tensor, "*R"], table: Float[Tensor, "V K"]) -> Float[Tensor, "*R K"]:
-    """The rows ``ids`` of a drafter's table; an id of the target's beyond the table reads its last row."""
+    """The rows ``ids`` of a drafter's table; an id beyond the table reads the last row."""
     return F.embedding(ids.clamp(max=table.shape[0] - 1), table)

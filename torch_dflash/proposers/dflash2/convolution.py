@@ -1,4 +1,4 @@
-"""Grouped dynamic convolution over a block's rows: each row looks back at the rows just before it."""
+"""Grouped dynamic convolution over a block's rows and the rows just before each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 class DynamicConvolution(nn.Module):
-    """A causal convolution before a sublayer and one after it; both kernels come of the sublayer's input.
+    """A causal convolution before a sublayer and one after; the sublayer's input gives both kernels.
 
-    A kernel is a learned one of each channel plus a dynamic one of each group of channels. Rows before the
-    block are zeros: nothing of the context is read.
+    A kernel is a learned part of each channel plus a dynamic part of each group of channels. Rows before the
+    block count as zeros.
 
     Args:
         hidden: channels. taps: rows seen. group: channels that share a dynamic kernel.
@@ -27,7 +27,7 @@ class DynamicConvolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden, 2 * taps * self.groups, bias=False)
 
     def begin_as_nothing(self) -> None:
-        """Weights with which every row stays as it is."""
+        """Set weights that leave every row unchanged."""
         with torch.no_grad():
             self.base_kernel.zero_()
             self.base_kernel[:, 0] = 1
@@ -44,7 +44,7 @@ class DynamicConvolution(nn.Module):
 
 
 def convolve(rows: Float[Tensor, "B W H"], dynamic: Tensor, base: Tensor) -> Float[Tensor, "B W H"]:
-    """Each row and those before it, weighted by ``base`` [taps, H] and ``dynamic`` [B, W, taps, groups]."""
+    """The sum of each row and the rows before, by ``base`` [taps, H] and ``dynamic`` [B, W, taps, groups]."""
     taps, groups = dynamic.shape[2:]
     out = torch.zeros_like(rows)
     for back in range(taps):

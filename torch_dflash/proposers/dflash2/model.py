@@ -39,7 +39,7 @@ class DFlash2Layer(DFlashLayer):
 
 
 def _apart(rows: Float[Tensor, "B R H"], blocks: int) -> Tensor:
-    """Blocks that stand in line as rows of the batch: no convolution reaches from one into the next."""
+    """Consecutive blocks as rows of the batch, so no convolution crosses from block to block."""
     return rows.unflatten(1, (blocks, -1)).flatten(0, 1)
 
 
@@ -51,7 +51,7 @@ SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k
 
 
 class DFlash2Config(DFlashConfig):
-    """Configuration of a DFlash2 drafter. Its fields lie beside v1's, nested or at the top.
+    """Configuration of a DFlash2 drafter; its fields stand with v1's, nested or at the top.
 
     Args:
         conv_kernel_size: rows of the block that a convolution sees, its own and those just before.
@@ -66,7 +66,7 @@ class DFlash2Config(DFlashConfig):
     """
 
     nested_fields: ClassVar[tuple[str, ...]] = (*NESTED_FIELDS, *SIZES)
-    second: ClassVar[bool] = True
+    dflash2: ClassVar[bool] = True
 
     conv_kernel_size: int = 2
     conv_group_size: int = 16
@@ -82,8 +82,8 @@ class DFlash2Config(DFlashConfig):
             check_counts(**{name: getattr(self, name)})
         if self.hidden_size % self.conv_group_size:
             raise ValueError(
-                f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}; set "
-                "the one the drafter was trained with."
+                f"conv_group_size={self.conv_group_size} does not divide hidden_size={self.hidden_size}; "
+                "set the one it was trained with."
             )
         size = self.draft_vocab_size or self.vocab_size
         if self.selector_top_k > size:
@@ -94,7 +94,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     """A DFlash2 drafter. As v1's, z-lab's have no embedding and no head.
 
     Drafts are the selector's best candidates.
-    ``from_pretrained`` reads what v1's does.
+    ``from_pretrained`` reads the same layouts as v1's.
     """
 
     config_class = DFlash2Config
@@ -127,12 +127,12 @@ class DFlash2DraftModel(DFlashDraftModel):
         """As v1's.
 
         Raises:
-            ValueError: it is called by transformers' own loop, which drafts without a selector.
+            ValueError: called by transformers' own loop, which drafts without a selector.
         """
         if any(isinstance(given, DFlashCache) for given in (*args, *kwargs.values())):
             raise ValueError(
-                "speculation_type='dflash' with a DFlash2 drafter: that loop drafts without the candidate "
-                "selector; use custom_generate=torch_dflash.dflash(drafter)."
+                "speculation_type='dflash' with a DFlash2 drafter drafts without its selector; use "
+                "custom_generate=torch_dflash.dflash(drafter)."
             )
         return super().forward(*args, **kwargs)
 
@@ -146,5 +146,5 @@ class DFlash2DraftModel(DFlashDraftModel):
         return self.candidate_selector.followers(hidden, self._coded(logits), scale, most, self.targets_ids)
 
     def _coded(self, logits: Tensor) -> Tensor:
-        """The logits of ids that the codebooks have: the others are not drafted."""
+        """The logits of ids with a row in the codebooks; other ids are not drafted."""
         return logits[..., : self.config.vocab_size] if self.d2t is None else logits

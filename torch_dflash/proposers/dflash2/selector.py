@@ -1,4 +1,4 @@
-"""The candidate selector: drafts of one pass are chained, each with the draft before it in view."""
+"""`CandidateSelector`: chooses each draft of a block by the draft before."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch_dflash.proposers.trees.nodes import Following
 
 
 class CandidateSelector(nn.Module):
-    """Chooses one of each position's likeliest tokens, from the first position on.
+    """Chooses among each position's likeliest tokens, from the first position on.
 
     A candidate's score is its logit plus a bilinear term of three factors: the predecessor's codebook row,
     the position's hidden state, and the candidate's codebook row.
 
     Args:
         vocab: rows of both codebooks. hidden: channels of a hidden state. rank: columns of the codebooks.
-        candidates: tokens of a position among which is chosen.
+        candidates: tokens to choose from at each position.
 
     Source: dflash 0.1.0, ``CandidateSelector``.
     """
 
-    lookups = ("predecessor_codebook", "successor_codebook")  # tables of which rows are read
+    lookups = ("predecessor_codebook", "successor_codebook")  # tables read by rows
 
     def __init__(self, vocab: int, hidden: int, rank: int, candidates: int):
         super().__init__()
@@ -36,7 +36,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
     def begin_as_nothing(self, std: float) -> None:
-        """Weights with which the likeliest candidate is chosen."""
+        """Set weights that choose the likeliest candidate."""
         with torch.no_grad():
             self.predecessor_codebook.normal_(std=std)
             self.successor_codebook.zero_()
@@ -45,7 +45,7 @@ class CandidateSelector(nn.Module):
     def transitions(
         self, hidden: Float[Tensor, "R H"], previous: Int[Tensor, " R"], candidates: Int[Tensor, "R K"]
     ) -> Float[Tensor, "R K"]:
-        """What follows ``previous`` adds to each candidate's logit: the bilinear term, of any rows."""
+        """The bilinear term for each candidate's logit after ``previous``."""
         key = look_up(previous, self.predecessor_codebook) * self.hidden_projection(hidden)
         return torch.matmul(look_up(candidates, self.successor_codebook), key[..., None])[..., 0]
 
@@ -58,7 +58,7 @@ class CandidateSelector(nn.Module):
     ) -> Int[Tensor, "B N"]:
         """The drafts after ``anchor``: at each position the best-scored candidate.
 
-        ``name``: from the places of ``logits`` to ids, where these have places of their own.
+        ``name``: maps places of ``logits`` to ids.
         """
         unary, places = torch.topk(logits, min(self.candidates, logits.shape[-1]), dim=-1)
         candidates, state, successors = self._candidates(hidden, places, name)
@@ -81,7 +81,7 @@ class CandidateSelector(nn.Module):
     ) -> Following:
         """The ``most`` best candidates at each position after any tokens.
 
-        All candidates together are as likely as they are by ``logits``.
+        The candidates' total probability is that of ``logits``.
         """
         unary, places, every = likeliest(logits, scale, self.candidates)
         candidates, state, successors = self._candidates(hidden, places, name)

@@ -1,7 +1,7 @@
 """transformers' own DFlash assistant: fields at the top, ``fc`` and its norm within ``encoder``.
 
-No layer is causal within the block. A window reaches ``sliding_window`` positions besides a row's own, which
-is one more than z-lab's. Its config does not say how many ids there are.
+No layer is causal within the block. A window reaches ``sliding_window`` positions besides a row's own, one
+more than z-lab's. The config has no ``vocab_size``.
 
 Source: transformers 5.24, ``models/muse_glimmer_assistant``.
 """
@@ -24,9 +24,7 @@ def _claims(config: Fields) -> bool:
 def _fields(config: Fields, where: Any) -> Fields:
     kind = config.get("model_type") or KIND
     if kind != KIND:
-        raise ValueError(
-            f"model_type={kind!r} in {where}: of transformers' assistants only {KIND} is a DFlash drafter."
-        )
+        raise ValueError(f"model_type={kind!r} in {where}: of assistants only {KIND} is a DFlash drafter.")
     whole = whole_fields(KIND, config, where)
     read = {name: value for name, value in whole.items() if name not in OWN}
     read |= {"is_causal": False, "vocab_size": config.get("vocab_size", 0)}

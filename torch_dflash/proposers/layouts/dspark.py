@@ -30,7 +30,7 @@ CLASSES = (DEEPSPEC, "DSparkDraftModel", "Lfm2DSparkDraftModel")
 _OTHERS = ("attention_mode", "projector_type", "num_target_layers", "causal")
 _PARTIAL = ("partial_rotary_factor",)
 _OWN = ("block_size", "mask_token_id", "target_layer_ids")
-# Servers' names for fields, which count where the plain one is absent, and an object that may hold them.
+# Servers' names for fields, read where the plain name is absent, and an object that may hold fields.
 _TOP = (*(f"dspark_{name}" for name in (*_OWN, *MARKOV)), "n_predict", INSIDE)
 
 
@@ -41,24 +41,15 @@ def _claims(config: Fields) -> bool:
 def _fields(config: Fields, where: Any) -> Fields:
     named = architectures(config)
     if not set(CLASSES) & set(named):
-        raise ValueError(
-            f"architectures={named} in {where}: of DSpark's networks those of {', '.join(CLASSES)} are "
-            "known here; load a drafter of one of them."
-        )
+        raise ValueError(f"architectures={named} in {where}: of DSpark's known: {', '.join(CLASSES)}.")
     own = (config.get(INSIDE) or {}) | nested(config)
     found = {name: config.get(name, config.get(f"dspark_{name}")) for name in (*_OWN, *MARKOV, *_OTHERS)}
     said = {name: value for name, value in found.items() if value is not None} | own
     if said.get("attention_mode") not in (None, "gqa"):
-        raise ValueError(
-            f"attention_mode={said['attention_mode']!r} in {where}: drafters known here have 'gqa', with "
-            "keys and values for each group of heads."
-        )
+        raise ValueError(f"attention_mode={said['attention_mode']!r} in {where}: only 'gqa' is known here.")
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and set(kinds) - {"full_attention"}:
-        raise ValueError(
-            f"layer_types={kinds!r} in {where}: DSpark drafters of this layout are known with full_attention "
-            "alone."
-        )
+        raise ValueError(f"layer_types={kinds!r} in {where}: only full_attention is known in this layout.")
     rank = required(said, "markov_rank", where)
     check_markov(said.get("markov_head_type", "vanilla"), rank, where)
     read = without(config, (*MARKOV, *CONFIDENCE, *_OTHERS, *_TOP))
@@ -72,7 +63,7 @@ def _fields(config: Fields, where: Any) -> Fields:
 
 
 def _whole_heads(config: Fields) -> Fields:
-    """``config`` without its target's partial rotation: DeepSpec copies the field, its network turns all."""
+    """``config`` without the target's partial rotation: DeepSpec copies the field but turns whole heads."""
     rope = config.get("rope_parameters")
     if isinstance(rope, dict) and rope.get("rope_type", "default") == "default":
         config = without(config, _PARTIAL) | {"rope_parameters": without(rope, _PARTIAL)}

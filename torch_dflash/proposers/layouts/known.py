@@ -1,4 +1,4 @@
-"""The layouts that are known, and which one a config.json is of. Another one joins `LAYOUTS`."""
+"""The known layouts; a new one joins `LAYOUTS`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_dflash.proposers.layouts.speculators import SPECULATORS
 from torch_dflash.proposers.layouts.zlab import ZLAB
 
 LAYOUTS = (SPECULATORS, ASSISTANT, LAGUNA, DSPARK, ZLAB)
-"""The first that claims a config.json is its layout; z-lab's claims all."""
+"""The first that claims a config.json is its layout; z-lab's claims any."""
 
 
 def layout_of(config: Fields) -> Layout:
@@ -21,9 +21,9 @@ def layout_of(config: Fields) -> Layout:
 
 
 def in_zlabs_fields(config: Fields, where: Any) -> Fields:
-    """A config.json of any layout as z-lab would write it.
+    """A config.json of any layout in z-lab's fields.
 
     Raises:
-        ValueError: a field is missing, or says what is not known here.
+        ValueError: a field is missing, or has an unknown value.
     """
     return layout_of(config).fields(config, where)

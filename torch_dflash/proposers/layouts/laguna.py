@@ -1,4 +1,4 @@
-"""Poolside Laguna's drafter: fused products, a gate behind attention, and norms that z-lab's have not.
+"""Poolside Laguna's drafter: fused products, a gate after attention, and further norms.
 
 Each tap is normed before ``fc``, and each layer's ``input_layernorm`` norms the context once more.
 
@@ -25,10 +25,7 @@ _GATES = {
 def _fields(config: Fields, where: Any) -> Fields:
     kinds = required(config, "layer_types", where)
     if not isinstance(kinds, list) or any(kind != kinds[0] for kind in kinds) or not kinds:
-        raise ValueError(
-            f"layer_types={kinds!r} in {where}: must be a list with one entry per layer, and a Laguna "
-            "drafter has layers of one kind."
-        )
+        raise ValueError(f"layer_types={kinds!r} in {where}: must be a list, one entry per layer, all alike.")
     gate = config.get("gating", True)
     if not isinstance(gate, bool | str) or gate not in _GATES:
         raise ValueError(f"gating={gate!r} in {where}: known are {', '.join(map(repr, _GATES))}.")
@@ -41,7 +38,7 @@ def _fields(config: Fields, where: Any) -> Fields:
 
 
 def _rope(config: Fields, kind: Any, where: Any) -> Fields:
-    """The rotary parameters of layers of ``kind``: given once, by kind, or for sliding ones apart."""
+    """The rotary parameters of layers of ``kind``: shared, by kind, or separate for sliding layers."""
     for name in ("rope_parameters", "swa_rope_parameters"):
         if not isinstance(config.get(name), dict | None):
             raise ValueError(f"{name}={config[name]!r} in {where}: must be an object.")

@@ -1,4 +1,4 @@
-"""What is known of a layout: whose config.json it is, its fields and its tensors' names in z-lab's words."""
+"""`Layout`: recognises a config.json, maps its fields and tensor names to z-lab's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from torch_dflash.checks import is_count
 
 Fields = dict[str, Any]
-"""A config.json, as it was read."""
+"""A config.json, as read."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Layout:
         name: of the library or vendor.
         claims: whether a config.json is of this layout.
         fields: ``(config.json, where it lies) -> z-lab's fields and ours``; raises ``ValueError`` by field.
-        renamed: patterns of tensors' names and what z-lab calls them, each tried in order.
+        renamed: patterns of tensor names and z-lab's names, applied in order.
         unread: names of tensors that no draft needs.
-        classes: what ``architectures`` may name; none: it is not asked.
-        top, nested: fields besides our config's own, at the top and within ``dflash_config``.
-        kinds: transformers' types whose fields may stand at the top, too.
-        network: the field that holds the network's, if they are not at the top.
-        whole: whether our config's own fields are no part of this layout.
+        classes: names allowed in ``architectures``; empty: any.
+        top, nested: known fields besides our config's, at the top and within ``dflash_config``.
+        kinds: transformers' types whose fields may also stand at the top.
+        network: the field that holds the network's fields, if not the top.
+        whole: whether the layout has none of our config's own fields.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Layout:
     whole: bool = False
 
     def zlabs(self, name: str) -> str | None:
-        """What z-lab calls the tensor ``name``; None if it is not read."""
+        """z-lab's name of the tensor ``name``; None for one that is not read."""
         name = name.removeprefix("model.")
         if name in self.unread:
             return None
@@ -61,7 +61,7 @@ def nested(config: Fields) -> Fields:
 
 
 def architectures(config: Fields) -> list[str]:
-    """Its classes' names."""
+    """The names in ``architectures``."""
     return config.get("architectures") or []
 
 
@@ -69,7 +69,7 @@ def switch(config: Fields, name: str, where: Any, unset: bool | None) -> bool | 
     """The field ``name``, ``unset`` where it is absent or null.
 
     Raises:
-        ValueError: it is neither true nor false.
+        ValueError: the field is neither true nor false.
     """
     value = config.get(name)
     if not isinstance(value, bool | None):
@@ -78,10 +78,10 @@ def switch(config: Fields, name: str, where: Any, unset: bool | None) -> bool | 
 
 
 def count(config: Fields, name: str, where: Any) -> int:
-    """The field ``name``, a number of something.
+    """The field ``name``, a positive integer.
 
     Raises:
-        ValueError: it is missing, or no positive integer.
+        ValueError: the field is missing, or no positive integer.
     """
     value = required(config, name, where)
     if not is_count(value) or value < 1:
@@ -93,28 +93,24 @@ def required(config: Fields, name: str, where: Any) -> Any:
     """The field ``name``.
 
     Raises:
-        ValueError: it is missing.
+        ValueError: the field is missing.
     """
     if config.get(name) is None:
-        raise ValueError(
-            f"{name} is missing in {where}/config.json; add the one the drafter was trained with."
-        )
+        raise ValueError(f"{name} is missing in {where}/config.json; add the one it was trained with.")
     return config[name]
 
 
-_APART = ("model_type", "dtype", "torch_dtype")  # the class, and what is checked where weights are read
+_APART = ("model_type", "dtype", "torch_dtype")  # the class, and types, which are checked with the weights
 
 
 def whole_fields(kind: Any, given: Fields, where: Any) -> Fields:
     """Every field of transformers' config class ``kind``, with the values of ``given``.
 
     Raises:
-        ValueError: there is no such class, or it does not take a field.
+        ValueError: no such class, or the class refuses a field.
     """
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"model_type={kind!r} in {where}: this version of transformers has none of that name."
-        )
+        raise ValueError(f"model_type={kind!r} in {where}: this transformers has none of that name.")
     try:
         built = CONFIG_MAPPING[kind](**{name: given[name] for name in given if name not in _APART}).to_dict()
     except (StrictDataclassError, TypeError, AttributeError, IndexError) as error:
@@ -123,7 +119,7 @@ def whole_fields(kind: Any, given: Fields, where: Any) -> Fields:
 
 
 def refused_field(error: Exception, given: Fields, where: str) -> ValueError:
-    """What a config class says of a field, with its value and the fix."""
+    """A config class's error as a `ValueError` with the field, its value and the fix."""
     named = next((name for name in given if f"'{name}'" in str(error) or f"`{name}`" in str(error)), None)
     said = where if named is None else f"{named}={given[named]!r} in {where}"
     return ValueError(f"{said}: {error.__cause__ or error}; correct it in config.json.")

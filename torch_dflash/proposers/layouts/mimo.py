@@ -1,6 +1,6 @@
 """Xiaomi MiMo's fields within z-lab's: windows by ``use_swa``, a sink in every head, and ``causal``.
 
-Its mask embedding lies beside the weights, in ``mask_embedding.pt``. Model-Optimizer writes some of them.
+The mask embedding has its own file, ``mask_embedding.pt``. Model-Optimizer writes some of these fields.
 
 Source: vLLM, ``qwen3_dflash.py`` (``_resolve_layer_attention``).
 """
@@ -20,7 +20,7 @@ def windows(config: Fields, where: Any) -> Fields:
     """``config`` with these fields in ours.
 
     Raises:
-        ValueError: one is of another type.
+        ValueError: a field has another type.
     """
     own, kinds = nested(config), config.get("layer_types")
     if not set(NESTED) & set(own) and TOP[0] not in config:
@@ -32,7 +32,7 @@ def windows(config: Fields, where: Any) -> Fields:
     causal = config.get("is_causal")
     if causal is None:
         causal = own.get("causal")
-    if causal is None and forced:  # the rule "sliding layers are causal" is of listed ones
+    if causal is None and forced:  # only listed sliding layers are causal by default
         causal = False
     if forced:
         kinds = [SLIDING] * count(config, "num_hidden_layers", where)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, of any layout, by z-lab's names: known by their headers, read when asked for."""
+"""`TensorSlice`: a checkpoint's tensors of any layout by z-lab's names, read on demand."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ OWN = {
     "own_head": "lm_head.weight",
     "mask_embedding": "mask_embedding",
 }
-"""Fields of a drafter's config that say whether it has a tensor."""
+"""Config fields, and the tensor whose presence each states."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some rows of a stored tensor, ``rows`` from ``start`` on; all of them where ``rows`` is None.
+class TensorSlice:
+    """Rows of a stored tensor, ``rows`` from ``start`` on; None: all rows.
 
-    With ``turned``, a head's length, they are read `in_halves`.
+    With ``turned``, the length of a head, `read` returns them `in_halves`.
     """
 
     stored: Stored
@@ -50,11 +50,8 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return (
-            self.stored.nbytes
-            if self.rows is None
-            else self.stored.nbytes // self.stored.shape[0] * self.rows
-        )
+        whole = self.stored.nbytes
+        return whole if self.rows is None else whole // self.stored.shape[0] * self.rows
 
     def read(self) -> Tensor:
         """Its values."""
@@ -65,18 +62,18 @@ class Piece:
 
 def in_zlabs_names(
     layout: Layout, stored: dict[str, Stored], fields: Fields, where: Any, neighbours: bool = False
-) -> dict[str, Piece]:
+) -> dict[str, TensorSlice]:
     """Every tensor that is read, by z-lab's name; a fused one as its parts.
 
     Args:
-        layout: of the checkpoint. fields: of its config.json, as z-lab would write it.
-        stored: every tensor of its files. where: the checkpoint, for the message.
-        neighbours: whether its rotary embedding turns neighbouring channels.
+        layout: of the checkpoint. fields: of its config.json, in z-lab's words.
+        stored: every tensor of the files. where: the checkpoint, for messages.
+        neighbours: whether the rotary embedding turns neighbouring channels.
 
     Raises:
-        ValueError: two tensors for one name, or a fused one of another shape than the config's parts have.
+        ValueError: two tensors for one name, or a fused one whose shape contradicts the config.
     """
-    found: dict[str, Piece] = {}
+    found: dict[str, TensorSlice] = {}
     head = count(fields, "head_dim", where) if neighbours else None
     for name, tensor in stored.items():
         own = layout.zlabs(name)
@@ -84,17 +81,15 @@ def in_zlabs_names(
             continue
         for part, piece in _parts(own, tensor, fields, where).items():
             if part in found:
-                raise ValueError(
-                    f"{name} in {where} and {found[part].stored.name} are both {part}; keep one."
-                )
+                raise ValueError(f"{name}, {found[part].stored.name} in {where} are both {part}: keep one.")
             found[part] = replace(piece, turned=head) if is_turned(part) else piece
     return found
 
 
-def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, Piece]:
+def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, TensorSlice]:
     fused = next((one for one in _FUSED if f".{one}." in name), None)
     if fused is None:
-        return {name: Piece(stored)}
+        return {name: TensorSlice(stored)}
     if fused == "qkv_proj":
         said = ["num_attention_heads", "num_key_value_heads", "head_dim"]
         heads, dim = count(fields, said[0], where), count(fields, said[2], where)
@@ -105,29 +100,23 @@ def _parts(name: str, stored: Stored, fields: Fields, where: Any) -> dict[str, P
         sizes = [count(fields, said[0], where)] * 2
     if stored.shape[:1] != (sum(sizes),):
         raise ValueError(
-            f"{stored.name} in {where} has shape {stored.shape}; by the config its rows are {sizes}, joined "
-            f"in that order ({', '.join(said)}); config and weights are of different drafters."
+            f"{stored.name} in {where} has shape {stored.shape}; by the config its rows are {sizes} "
+            f"({', '.join(said)}); config and weights are of different drafters."
         )
-    names = (name.replace(fused, part) for part in _FUSED[fused])
-    starts = (sum(sizes[:at]) for at in range(len(sizes)))
-    return {
-        part: Piece(stored, *rows) for part, rows in zip(names, zip(starts, sizes, strict=True), strict=True)
-    }
+    parts = zip(_FUSED[fused], (sum(sizes[:at]) for at in range(len(sizes))), sizes, strict=True)
+    return {name.replace(fused, part): TensorSlice(stored, start, rows) for part, start, rows in parts}
 
 
 MARKOV = ("markov_rank", "markov_head_type", "sample_from_anchor")
 CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
-"""Fields of the head that says how much of a draft to verify; it is not read."""
+"""Fields of the confidence head, which says how much of a draft to verify; it is not read."""
 CONFIDENCE_WEIGHTS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def check_markov(head: Any, rank: Any, where: Any) -> None:
-    """Raise ``ValueError`` for a Markov head that looks at more than the token before."""
+    """Raise ``ValueError`` for a Markov head that reads more than the token before."""
     if rank and head != "vanilla":
-        raise ValueError(
-            f"markov_head_type={head!r} in {where}: of DSpark's heads only 'vanilla' is known here, which "
-            "looks at the token before alone."
-        )
+        raise ValueError(f"markov_head_type={head!r} in {where}: of DSpark's heads only 'vanilla' is known.")
 
 
 def without(config: Fields, names: tuple[str, ...]) -> Fields:
@@ -144,7 +133,7 @@ _TURNED = re.compile(r"\.self_attn\.[qk]_(proj|norm)\.")
 
 
 def turns_neighbours(config: Fields, where: Any) -> bool:
-    """Whether a config.json says that channel 2i turns with channel 2i + 1.
+    """Whether channel 2i turns with channel 2i + 1, by a config.json.
 
     Raises:
         ValueError: the field is neither true nor false.
@@ -155,7 +144,7 @@ def turns_neighbours(config: Fields, where: Any) -> bool:
 
 
 def without_flags(config: Fields) -> Fields:
-    """``config`` as its weights are once they are read: the halves of a head turn."""
+    """``config`` without `FLAGS`, as the weights are once read: the halves of a head turn."""
     read = {name: value for name, value in config.items() if name not in FLAGS}
     rope = config.get("rope_parameters")
     if isinstance(rope, dict):

@@ -1,4 +1,4 @@
-"""SpecForge's and Model-Optimizer's fields within z-lab's: the head that a drafter was trained with.
+"""SpecForge's and Model-Optimizer's fields in z-lab's layout: the head of a drafter.
 
 Sources: SpecForge, ``specforge/modeling/draft/dflash.py`` and ``scripts/gates/normalize_dflash_export.py``;
 Model-Optimizer, ``modelopt/torch/export/plugins/hf_spec_export.py``.
@@ -23,15 +23,10 @@ def head(config: Fields, where: Any) -> Fields:
     own = nested(config)
     kind = own.get("projector_type")
     if not isinstance(kind, str | None) or kind not in _HEADS:
-        raise ValueError(
-            f"projector_type={kind!r} in {where}: of the heads in this layout 'dflash' and 'dflash2' are "
-            "known here; Domino and DSpark heads draft by further weights."
-        )
+        raise ValueError(f"projector_type={kind!r} in {where}: only 'dflash' and 'dflash2' are known.")
     for name in NESTED[1:]:  # SpecForge reads both for its other heads alone
         if own.get(name):
-            raise ValueError(
-                f"{name}={own[name]!r} in {where}: that is of a Domino head; it is not known here."
-            )
+            raise ValueError(f"{name}={own[name]!r} in {where}: of a Domino head, which is not known here.")
     if not set(NESTED) & set(own):
         return config
     named = {"architectures": [*(config.get("architectures") or []), *_HEADS[kind]]} if _HEADS[kind] else {}

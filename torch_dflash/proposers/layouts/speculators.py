@@ -1,12 +1,11 @@
 """The layout of the speculators library: the network's fields within ``transformer_layer_config``.
 
-Tap ids are one higher than z-lab's. The drafter may have fewer ids than the target, with a head of its own
-and ``d2t``, offsets from its ids to the target's; ``t2d`` marks the same ids and is compared with it. Windows
-are counted from each row, as servers do; the library trains with all rows of a block seeing back as far as
-its anchor.
+Tap ids are one higher than z-lab's. The drafter may have fewer ids than the target, with its own head
+and ``d2t``, offsets from its ids to the target's; ``t2d`` marks the same ids and is compared with ``d2t``.
+Windows count from each row, as in servers; the library trains all rows with the anchor's window.
 
-A dspark drafter is v1's network with a Markov head. Its confidence head only says how much of a draft to
-verify, so it is not read.
+A dspark drafter is v1's network with a Markov head. The confidence head is not read: it only says how much
+of a draft to verify.
 
 Sources: speculators 0.9.0, ``models/dflash`` and ``models/dflash2``; its main branch, ``models/dspark``;
 vLLM, ``transformers_utils/configs/speculators/algos.py``.
@@ -24,11 +23,11 @@ from torch_dflash.proposers.layouts.zlab import zlabs
 CLASSES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DFlashDraftModel"}
 SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _NAMES = {"speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"}
-# Fields of the network that a checkpoint may also say outside of transformer_layer_config.
+# Fields of the network that may also stand outside of transformer_layer_config.
 _OUTSIDE = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
 _READ = ("block_size", "draft_vocab_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
 _READ += ("markov_head_type", "markov_rank")
-# Of the pair and of training, and sizes of a Domino head, which is refused by _HEAD.
+# Fields of the pair, of training, and of a Domino head, which _HEAD refuses.
 _UNREAD = ("speculators_config", "speculators_version", "target_hidden_size", "auf", "emb_dim")
 _UNREAD += CONFIDENCE
 _UNREAD += ("gru_hidden_dim", "lambda_base_start", "lambda_base_decay_ratio", "pure_draft_prefix_len")
@@ -38,9 +37,7 @@ _HEAD = ("projector_type", "shift_label")
 def _fields(config: Fields, where: Any) -> Fields:
     kind = required(config, "speculators_model_type", where)
     if not isinstance(kind, str) or kind not in CLASSES:
-        raise ValueError(
-            f"speculators_model_type={kind!r} in {where}: only {', '.join(CLASSES)} are DFlash drafters."
-        )
+        raise ValueError(f"speculators_model_type={kind!r} in {where}: known are only {', '.join(CLASSES)}.")
     for name in _HEAD:
         if config.get(name) not in (None, False, "dflash"):
             raise ValueError(f"{name}={config[name]!r} in {where}: its Domino head is not known here.")
@@ -49,14 +46,14 @@ def _fields(config: Fields, where: Any) -> Fields:
     if config.get("target_hidden_size") not in (None, read.get("hidden_size")):
         raise ValueError(
             f"target_hidden_size={config['target_hidden_size']} in {where}, but hidden_size="
-            f"{read.get('hidden_size')}: drafters known here are as wide as their target."
+            f"{read.get('hidden_size')}; both must be equal."
         )
     size = config.get("draft_vocab_size")
     if size is not None and size != read.get("vocab_size"):
         if kind == "dflash2":
             raise ValueError(
-                f"draft_vocab_size={size} of a DFlash2 drafter in {where}: whether its selector's codebooks "
-                "have rows of the draft's ids or of the target's is not known here; set it to the target's."
+                f"draft_vocab_size={size} of a DFlash2 drafter in {where}: the ids of its codebooks are not "
+                "known here; set the target's vocab_size."
             )
         read |= {"draft_vocab_size": size, "own_head": True}
     free = switch(config, "sliding_window_non_causal", where, kind == "dflash2")
@@ -78,9 +75,9 @@ def _fields(config: Fields, where: Any) -> Fields:
 
 
 def _anchors_row(config: Fields, kind: str, where: Any) -> bool:
-    """Whether the anchor's row says the first draft: by the field, or by how many tokens a block proposes.
+    """Whether the anchor's row gives the first draft, by the field or the number of tokens proposed.
 
-    Drafters from before the field keep the anchor's row out: they propose a token less than a block has rows.
+    Drafters older than the field leave the anchor's row out: they propose one token less than a block's rows.
     """
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     counted = proposals[0].get("speculative_tokens") if isinstance(proposals[0], dict) else None
@@ -93,23 +90,18 @@ def _network(given: Any, where: Any) -> Fields:
     if not isinstance(given, dict):
         raise ValueError(f"transformer_layer_config={given!r} in {where}: must be an object.")
     kind, read = given.get("model_type", "qwen3"), dict(given)
-    if kind != "qwen3":  # what such a config leaves out is its own class's default
+    if kind != "qwen3":  # the class fills in missing fields
         read = whole_fields(kind, given, f"transformer_layer_config of {where}")
     rope = read.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        read["rope_parameters"] = rope[
-            "sliding_attention"
-        ]  # of two, the library turns all layers by this one
+        read["rope_parameters"] = rope["sliding_attention"]  # the library turns all layers by this one
     return read
 
 
 def _taps(config: Fields, where: Any) -> list[int]:
     taps = required(config, "aux_hidden_state_layer_ids", where)
     if not isinstance(taps, list) or not all(is_count(tap) and tap >= 1 for tap in taps):
-        raise ValueError(
-            f"aux_hidden_state_layer_ids={taps!r} in {where}: must be a list of numbers from 1, the output "
-            "of the target's first block."
-        )
+        raise ValueError(f"aux_hidden_state_layer_ids={taps!r} in {where}: must be a list of numbers from 1.")
     return [tap - 1 for tap in taps]
 
 

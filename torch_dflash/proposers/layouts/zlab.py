@@ -1,7 +1,6 @@
-"""z-lab's layout, old (fields at the top) and new (within ``dflash_config``): what the others are read as.
+"""z-lab's layout, old (fields at the top) and new (within ``dflash_config``); the others are mapped to it.
 
-Several trainers write it with fields of their own, of which a config.json may have any: each is read by the
-file named for it.
+Some trainers add fields of their own; the file named for each trainer reads them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch_dflash.proposers.layouts.pieces import (
     without,
 )
 
-SECOND = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")  # the second of each is NeMo Automodel's
-CLASSES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", *SECOND)
-# What servers read and what our export adds; neither is of the network.
+DFLASH2_CLASSES = ("DFlash2DraftModel", "Qwen3DFlash2DraftModel")  # the second of each is NeMo Automodel's
+CLASSES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", *DFLASH2_CLASSES)
+# Fields for servers and of our export, not of the network.
 _UNREAD = ("use_aux_hidden_state", "chat_template_kwargs")
 
 
@@ -32,16 +31,16 @@ def _with_head(config: Fields, where: Any) -> Fields:
     """``config`` without the fields of heads that no draft reads.
 
     Raises:
-        ValueError: the head is of another kind, or which row says the first draft is not told.
+        ValueError: another kind of head, or a Markov head without ``sample_from_anchor``.
     """
     said = {name: config.get(name) for name in MARKOV}
     if said["markov_head_type"] is None:
         return config
     if said["markov_rank"] and said["sample_from_anchor"] is None:
         raise ValueError(
-            f"sample_from_anchor is missing in {where}/config.json: drafters with a Markov head "
-            f"(markov_head_type={said['markov_head_type']!r}) have rows of both kinds. Add true if the "
-            "anchor's row says the first draft (DeepSpec), or false if the row behind it does (z-lab)."
+            f"sample_from_anchor is missing in {where}/config.json, which has markov_head_type="
+            f"{said['markov_head_type']!r}: add true if the anchor's row says the first draft (DeepSpec), or "
+            "false if the row behind it does (z-lab)."
         )
     check_markov(said["markov_head_type"], said["markov_rank"], where)
     return without(config, ("markov_head_type", *CONFIDENCE))

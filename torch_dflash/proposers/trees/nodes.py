@@ -1,4 +1,4 @@
-"""Scored nodes: what proposers draft, joined to the best tree of so many rows.
+"""`Nodes`: scored drafts, joined to the best tree of a number of rows.
 
 Source: DDTree (arXiv 2604.12989), which takes the best nodes over the marginals of a block.
 """
@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from torch_dflash.accept import drafted_by
 from torch_dflash.ops.trees import lines, read_tree
 from torch_dflash.state import Draft
 
 UNSCORED = 0.6
-"""The probability that the target picks a node whose proposer gives none, after the node before it."""
+"""Probability that the target picks an unscored node after its parent."""
 
 
 class Nodes(NamedTuple):
-    """C nodes that may become rows of a tree; C is the proposer's choice, the same in every round.
+    """C candidates for rows of a tree; the proposer chooses C, the same in every round.
 
     Attributes:
         tokens: [B, C] int32, the drafted ids.
-        parent: [B, C] int32, the number of the node before it, lower than its own, or -1 for the anchor.
-        score: [B, C] float32, the logarithm of the probability that the target picks all of the path to the
-            node: the sum of log-probabilities along the path. So no node scores higher than its parent. -inf
-            or NaN marks a node that is not to be drafted.
+        parent: [B, C] int32, the number of the node before, lower than the node's own, or -1 for the anchor.
+        score: [B, C] float32, the log-probability that the target picks the whole path to the node: the sum
+            along the path, so no node scores higher than its parent. -inf or NaN: do not draft the node.
     """
 
     tokens: Int[Tensor, "B C"]
@@ -60,19 +60,19 @@ def best(nodes: Nodes, most: int) -> Nodes:
     wanted = torch.arange(min(most, len(at)), device=score.device, dtype=torch.int32)
     source = torch.where(rank[:, None] == wanted[:, None], at, 0).sum(dim=-1)
     parent = nodes.parent.gather(1, source)
-    # Clamped for nodes that break the rules of `Nodes`, in programs: no index lies outside.
+    # Clamped: in programs, nodes that break the rules of `Nodes` must not index outside.
     above = rank.gather(1, parent.clamp(0, len(at) - 1).long()).clamp(max=len(wanted) - 1)
     parent = torch.where(parent < 0, -1, above)
     return Nodes(nodes.tokens.gather(1, source), parent, score.gather(1, source))
 
 
 def join(first: Nodes, second: Nodes, deepest: int) -> Nodes:
-    """The nodes of both; one that both have stands there once, with the higher of its scores.
+    """The nodes of both; a node in both counts once, with its higher score.
 
     Two nodes are equal if the same tokens lead to them from the anchor.
     """
     mine, theirs = paths(first, deepest), paths(second, deepest)
-    drafted = first.score > -torch.inf  # what pads a draft may have the tokens of a node of ``second``
+    drafted = first.score > -torch.inf  # padding may have the tokens of a node of ``second``
     same = (theirs[:, :, None] == mine[:, None]).all(dim=-1) & drafted[:, None]
     known, count = same.any(dim=-1), first.tokens.shape[1]
     own = torch.arange(second.tokens.shape[1], device=known.device, dtype=torch.int32) + count
@@ -97,7 +97,7 @@ def paths(nodes: Nodes, deepest: int) -> Int[Tensor, "B C deepest"]:
 
 
 def in_preorder(nodes: Nodes, deepest: int) -> Draft:
-    """The draft of nodes that stand as `best` gives them; of two siblings the better one comes first."""
+    """The draft of nodes in the order of `best`; the better of two siblings comes first."""
     at = torch.arange(nodes.tokens.shape[1], device=nodes.tokens.device, dtype=torch.int32)
     valid = (nodes.score > -torch.inf).sum(dim=1, dtype=torch.int32)
     parent = torch.where(at < valid[:, None], nodes.parent, -1)
@@ -115,21 +115,21 @@ def in_preorder(nodes: Nodes, deepest: int) -> Draft:
 
 
 Following = Callable[[int, Int[Tensor, "B P"]], tuple[Int[Tensor, "B P K"], Float[Tensor, "B P K"]]]
-"""(position in the block, P tokens before it) -> K tokens that may follow each, and their log-probabilities.
+"""(position in the block, P tokens before it) -> K next tokens of each, and their log-probabilities.
 
 The second axis may be 1 where the tokens before make no difference.
 """
 
 
 def children(rows: int) -> int:
-    """How many tokens of a position a tree of so many rows chooses from."""
+    """The number of tokens of a position from which a tree of ``rows`` rows chooses."""
     return min(16 if rows > 32 else 8, max(rows - 1, 1))
 
 
 def beam(following: Following, anchor: Int[Tensor, " B"], levels: int, rows: int) -> Nodes:
     """Nodes of the likeliest paths of up to ``levels`` tokens after ``anchor``, for a tree of ``rows`` rows.
 
-    Each level goes on from half as many nodes as the tree has, from all of a small tree.
+    Each level continues from half as many nodes as the tree has, from all in a small tree.
     """
     width = min(rows - 1, max(rows // 2, 8))
     score, before = torch.zeros_like(anchor, dtype=torch.float32)[:, None], anchor[:, None].to(torch.int32)
@@ -145,3 +145,52 @@ def beam(following: Following, anchor: Int[Tensor, " B"], levels: int, rows: int
         number = torch.arange(before.shape[1], device=anchor.device, dtype=torch.int32) + total
         number, total = number.expand(before.shape), total + before.shape[1]
     return Nodes(*(torch.cat(parts, dim=1) for parts in zip(*found, strict=True)))
+
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def known_nodes(proposer: Any, found: Any, batch: int) -> tuple[Nodes, Any]:
+    """The nodes and the state in ``found``, the result of ``proposer.nodes``.
+
+    Values are checked on a CPU alone, where reading them waits for nothing. Elsewhere nodes that break the
+    rules of `Nodes` are drafted wrongly, which costs rounds and changes no text.
+
+    Raises:
+        TypeError, ValueError: not a pair, wrong shapes or types, or a broken rule of `Nodes`.
+    """
+    nodes, state = drafted_by(proposer, found, "nodes", "Nodes(tokens, parent, score)")
+    name = f"{type(proposer).__name__}.nodes()"
+    if not isinstance(nodes, Nodes):
+        raise TypeError(f"{name} returned {type(nodes).__name__}: return td.Nodes(tokens, parent, score).")
+    size = tuple(getattr(nodes.tokens, "shape", ()))[1:2] or ("C",)
+    for field, value in nodes._asdict().items():
+        right = isinstance(value, Tensor) and tuple(value.shape) == (batch, *size)
+        if not right or (value.dtype not in _INTEGERS if field != "score" else not value.is_floating_point()):
+            kind = f"{getattr(value, 'dtype', type(value).__name__)} {list(getattr(value, 'shape', []))}"
+            wanted = "float32" if field == "score" else "int32"
+            raise ValueError(f"{name}: {field} is {kind}: must be a tensor of {wanted} [{batch}, {size[0]}].")
+    if nodes.tokens.device.type == "cpu":
+        _check_values(name, nodes)
+    return nodes, state
+
+
+def _check_values(name: str, nodes: Nodes) -> None:
+    node = torch.arange(nodes.parent.shape[1])
+    odd = ((nodes.parent < -1) | (nodes.parent >= node)).nonzero()
+    if len(odd):
+        row, at = odd[0].tolist()
+        raise ValueError(
+            f"{name}: parent[{row}, {at}] is {int(nodes.parent[row, at])}: it must be -1, for the anchor, or "
+            f"an earlier node's number (below {at})."
+        )
+    score = torch.where(nodes.score > -torch.inf, nodes.score, -torch.inf)
+    above = torch.where(nodes.parent < 0, torch.inf, score.gather(1, nodes.parent.clamp(min=0).long()))
+    odd = (score > above).nonzero()
+    if len(odd):
+        row, at = odd[0].tolist()
+        raise ValueError(
+            f"{name}: score[{row}, {at}] is {float(score[row, at]):g}, and that of its parent, node "
+            f"{int(nodes.parent[row, at])}, is {float(above[row, at]):g}: no node may score higher than its "
+            "parent; add up the log-probabilities along the path."
+        )

@@ -1,8 +1,7 @@
-"""Trees of drafts: a round verifies the best nodes of one or several proposers."""
+"""`TreeProposer`: rounds that verify a tree of the best nodes of one or several proposers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +10,18 @@ from torch import Tensor
 from torch_dflash.checks import is_count
 from torch_dflash.plan import MOST_TREE_ROWS
 from torch_dflash.proposers.base import Proposer
-from torch_dflash.proposers.composed import Composed
+from torch_dflash.proposers.composed import Composed, Several, States
 from torch_dflash.proposers.dflash.model import DFlashDraftModel
-from torch_dflash.proposers.several import Beside, Several, States
-from torch_dflash.proposers.trees.known import known_nodes
-from torch_dflash.proposers.trees.nodes import best, in_preorder, join
+from torch_dflash.proposers.trees.nodes import best, in_preorder, join, known_nodes
 from torch_dflash.state import Draft, DraftRequest, Sampling
 
 
 class BestNodes(Several):
-    """Drafts one tree: the nodes of all parts, equal ones once, and of those the best.
+    """Drafts one tree of the best nodes of all parts; equal nodes count once.
 
     Args:
-        inner: the part that has weights. others: as in `Several`.
-        rows: most rows of a verify pass, the anchor included; a narrower one gets a smaller tree.
+        inner, others: as in `Several`.
+        rows: most rows of a verify pass, the anchor included; a narrower pass gets a smaller tree.
     """
 
     def __init__(self, inner: Proposer, others: tuple[Proposer, ...], rows: int):
@@ -52,42 +49,29 @@ def _greedy(anchor: Tensor) -> Sampling:
     return Sampling(temperature=floats, top_k=ints, top_p=floats + 1, min_p=floats, seed=ints)
 
 
-@dataclass(frozen=True)
-class TreeRecipe:
-    """A `BestNodes` of these arguments."""
-
-    others: tuple[Beside, ...]
-    rows: int
-
-    def build(self, inner: Proposer) -> Proposer:
-        return BestNodes(inner, tuple(one.build() for one in self.others), self.rows)
-
-
 class TreeProposer(Composed):
     """A drafter's block as a tree: pass ``td.TreeProposer(drafter, rows=16)`` as ``drafter``.
 
-    A round verifies the paths through the block that are likeliest by the drafter, instead of one path. For a
-    sampled row the row's noise is part of what is likely (`docs/proposers.md`).
+    A round verifies the drafter's likeliest paths through the block, instead of one path. A sampled row's
+    paths are scored with its noise (`docs/proposers.md`).
 
     Args:
         drafter: a `DFlashDraftModel`, v1, DFlash2 or DSpark.
         rows: of the verify pass, the anchor included, from 2 to 64.
 
     Raises:
-        TypeError: ``drafter`` is something else. ValueError: ``rows`` is out of range.
+        TypeError: ``drafter`` is no `DFlashDraftModel`. ValueError: ``rows`` is out of range.
     """
 
     def __init__(self, drafter: Any, rows: int = 16):
         if not isinstance(drafter, DFlashDraftModel):
             fix = "pass rows to td.Union" if isinstance(drafter, Composed) else "pass one of td.load_drafter"
             raise TypeError(f"drafter={type(drafter).__name__}: a tree is made of a drafter's block; {fix}.")
-        check_rows(rows)
-        super().__init__(drafter, TreeRecipe((), rows))
+        check_tree_rows(rows)
+        super().__init__(drafter, BestNodes, (), rows)
 
 
-def check_rows(rows: Any) -> None:
-    """Raise ``ValueError`` unless a tree may have so many rows."""
+def check_tree_rows(rows: Any) -> None:
+    """Raise ``ValueError`` unless a tree may have ``rows`` rows."""
     if not is_count(rows) or not 2 <= rows <= MOST_TREE_ROWS:
-        raise ValueError(
-            f"rows={rows!r}: must be an integer from 2 to {MOST_TREE_ROWS}, the anchor included."
-        )
+        raise ValueError(f"rows={rows!r}: must be an integer from 2 to {MOST_TREE_ROWS}, with the anchor.")

@@ -1,1 +1,1 @@
-"""Stage one: the target's own answers to prompts."""
+"""Stage one: the target's answers to prompts."""

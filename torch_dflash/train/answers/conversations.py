@@ -1,4 +1,4 @@
-"""Conversations turn by turn, in batches: each answer is part of what is asked next."""
+"""Asks conversations turn by turn in batches; each answer joins the next question's conversation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch_dflash.train.answers.data import Messages, Prompt, encode_conversatio
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question with the conversation before it, as messages and as ids, and its answer's ids."""
+class Exchange:
+    """A question with its conversation, as messages and ids, and the answer's ids."""
 
     source: str
     messages: Messages
@@ -28,8 +28,8 @@ def converse(
     batch_size: int,
     longest: int,
     template: dict[str, Any] | None = None,
-) -> Iterator[list[Asked]]:
-    """Ask every prompt's turns in order; yields what was asked and answered, batch by batch.
+) -> Iterator[list[Exchange]]:
+    """Ask every prompt's turns in order; yields the exchanges batch by batch.
 
     A conversation ends early when its next question is beyond ``longest`` tokens.
 
@@ -53,7 +53,7 @@ def converse(
             responses = answer([ids for _, _, ids in batch])
             asked = []
             for (prompt, messages, ids), response in zip(batch, responses, strict=True):
-                asked.append(Asked(prompt.source, messages, ids, response))
+                asked.append(Exchange(prompt.source, messages, ids, response))
                 if turn < len(prompt.turns):
                     text = tokenizer.decode(response, skip_special_tokens=True)
                     talks.append((prompt, [*messages, {"role": "assistant", "content": text}]))
@@ -61,10 +61,8 @@ def converse(
 
 
 def check_turns(tokenizer: Any, prompts: list[Prompt]) -> None:
-    """Raise `StageError` for later turns that only a chat template could join to the first.
-
-    Before anything is decoded: the first turns' answers would take hours.
-    """
+    """Raise `StageError` for prompts of several turns without a chat template to join them."""
+    # Checked before decoding: the first turns' answers may take hours.
     several = [prompt for prompt in prompts if len(prompt.turns) > 1]
     if several and getattr(tokenizer, "chat_template", None) is None:
         raise StageError(
@@ -84,6 +82,6 @@ def check_some_fit(
         if len(ids) <= longest:
             return
     raise ValueError(
-        f"prompts: none of the {len(prompts)} is at most {longest} tokens long, the room that is left beside "
-        "max_new_tokens (and max_prompt_tokens allows); lower max_new_tokens or pass shorter prompts."
+        f"prompts: none of the {len(prompts)} is at most {longest} tokens long, the room that max_new_tokens "
+        "and max_prompt_tokens leave; lower max_new_tokens or pass shorter prompts."
     )

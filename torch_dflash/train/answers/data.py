@@ -19,7 +19,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """User turns of one conversation; each is answered before the next is asked."""
+    """User turns of one conversation, answered in order."""
 
     source: str
     turns: list[str]
@@ -27,9 +27,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the target: the conversation before it, and its ids (stop id included if reached).
+    """One answer of the target: the conversation before, and the ids (with the stop id if reached).
 
-    ``chat_template_kwargs`` are the template's variables it was asked with; None: not recorded.
+    ``chat_template_kwargs`` are the template variables of the question; None: not recorded.
     """
 
     source: str
@@ -41,10 +41,10 @@ class Answer:
 def read_prompts(paths: Iterable[Path | str]) -> list[Prompt]:
     """Prompts of JSON-lines files (plain or .gz), each ``{"turns": [...]}`` or ``{"prompt": "..."}``.
 
-    A line may name its ``source``; else it is the file's name.
+    A line may name its ``source``; the default is the file's name.
 
     Raises:
-        StageError: a file holds no line, or one that is no such object; the message names file and line.
+        StageError: an empty file, or a line of another form; the message names file and line.
     """
     return [prompt for path in paths for prompt in _prompts(Path(path))]
 
@@ -64,7 +64,7 @@ def read_answers(paths: Sequence[Path | str]) -> list[Answer]:
 
 
 def count_answers(path: Path) -> int:
-    """Number of answers in a shard; 0 where all its prompts were left out."""
+    """Number of answers in a shard; 0 if all prompts were left out."""
     return sum(1 for _ in _lines(path))
 
 
@@ -79,13 +79,13 @@ def write_answers(path: Path, answers: list[Answer]) -> None:
 def encode_conversation(
     tokenizer: Any, messages: Messages, template: dict[str, Any] | None = None
 ) -> list[int]:
-    """Ids of a conversation by the tokenizer's chat template, up to where the assistant answers.
+    """Ids of a conversation by the tokenizer's chat template, up to the assistant's turn.
 
     Args:
         template: further variables of the chat template, such as ``enable_thinking``.
 
     Raises:
-        StageError: several messages, and no template that could join them.
+        StageError: several messages, and no template to join them.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         if len(messages) > 1:
@@ -101,7 +101,7 @@ def encode_conversation(
 
 
 def _answer_files(path: Path) -> list[Path]:
-    # Not the hidden part of a file that a killed process was writing.
+    # Hidden files are partial writes of killed processes.
     files = sorted(path.glob("[!.]*.jsonl*")) if path.is_dir() else [path]
     if not files:
         raise StageError(f"{path} holds no *.jsonl or *.jsonl.gz: regenerate answers into it first.")
@@ -176,7 +176,6 @@ def _answer(path: Path, number: int, line: Any) -> Answer:
 
 
 def _source(path: Path, number: int, fields: dict) -> str:
-    """Where a line says it is from, or the file's name."""
     source = fields.get("source")
     if source is None or source == "":
         source = path.name.split(".")[0]
@@ -187,23 +186,20 @@ def _source(path: Path, number: int, fields: dict) -> str:
 
 
 def _check_text(path: Path, number: int, texts: list[str]) -> None:
-    """JSON may spell half of a surrogate pair, which no tokenizer takes."""
+    # JSON may spell half of a surrogate pair, which no tokenizer takes.
     for text in texts:
         half = next((letter for letter in text if 0xD800 <= ord(letter) <= 0xDFFF), None)
         if half is not None:
-            raise StageError(
-                f"{path}:{number} holds half a surrogate pair ({half!a}), which is no character; remove it, "
-                "or write the whole pair."
-            )
+            raise StageError(f"{path}:{number} holds half a surrogate pair ({half!a}); remove it.")
 
 
 def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
     """``count`` first turns of the prompts in ``directory``, JSON lines as `read_prompts` takes, by ``seed``.
 
-    Returns the file's name and the question of each. As many come from each file as can be.
+    Returns each question with its file's name; the files take turns.
 
     Raises:
-        StageError: there is no such folder, there are fewer in it, or what `read_prompts` raises.
+        StageError: no such folder, too few prompts, or as of `read_prompts`.
     """
     if not directory.is_dir():
         raise StageError(f"{directory}: is not a folder; name one that holds *.jsonl or *.jsonl.gz.")
@@ -218,8 +214,5 @@ def draw(directory: Path, count: int, seed: int = 0) -> list[tuple[str, str]]:
         deck[place] for place in range(max(map(len, decks), default=0)) for deck in decks if place < len(deck)
     ]
     if len(drawn) < count:
-        raise StageError(
-            f"{directory}: {len(drawn)} prompt(s) in its *.jsonl and *.jsonl.gz, {count} are asked for; "
-            "ask for fewer, or name another folder."
-        )
+        raise StageError(f"{directory}: {len(drawn)} prompt(s) in its *.jsonl and *.jsonl.gz; ask for fewer.")
     return drawn[:count]

@@ -1,4 +1,4 @@
-"""What a drafter learns from: sources, counts and settings of the answers, kept beside the features."""
+"""Provenance of the answers: sources, counts and settings, stored with the features."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ ANSWERED = ("target", "sampled", "max_new_tokens", "max_prompt_tokens", "seed") 
 
 
 def agree(given: dict[str, Any] | None, recorded: list[dict[str, Any]], where: str) -> None:
-    """Raise `StageError` if ``given`` are other template variables than all those ``recorded``."""
+    """Raise `StageError` if the template variables ``given`` are not among those ``recorded``."""
     if given is not None and recorded and given not in recorded:
-        raise StageError(
-            f"{TEMPLATE}={json.dumps(given)}, but {where} with {json.dumps(recorded[0])}; leave the option "
-            "out, which takes what is recorded."
-        )
+        other = f"{where} with {json.dumps(recorded[0])}"
+        raise StageError(f"{TEMPLATE}={json.dumps(given)}, but {other}; leave the option out to use that.")
 
 
 def with_template(answers: list[Answer], given: dict[str, Any] | None) -> list[Answer]:
-    """``answers``, those that do not say their template's variables with the ``given`` ones.
+    """``answers``; those without recorded template variables get the ``given`` ones.
 
     Raises:
-        StageError: an answer was asked with others than the given ones.
+        StageError: an answer records other variables than the given ones.
     """
     for one in answers:
         recorded = one.chat_template_kwargs
@@ -41,7 +39,7 @@ def with_template(answers: list[Answer], given: dict[str, Any] | None) -> list[A
 
 
 def describe(answers: list[Answer], paths: list[Path]) -> dict[str, Any]:
-    """Counts by source, and how the target was asked, where answers or ``stage.json`` beside them say so."""
+    """Counts by source, and the template and settings recorded in the answers or their ``stage.json``."""
     sources: dict[str, dict[str, int]] = {}
     templates: list[dict[str, Any]] = []
     for one in answers:
@@ -61,7 +59,7 @@ def describe(answers: list[Answer], paths: list[Path]) -> dict[str, Any]:
 def _settings(manifest: Path) -> dict[str, Any]:
     try:
         found = json.loads(manifest.read_text())
-    except (OSError, ValueError):  # answers from elsewhere: the card says that it does not know
+    except (OSError, ValueError):  # answers without a stage: the card names them as unknown
         return {}
     if not isinstance(found, dict) or found.get("stage") != "regenerate":
         return {}
@@ -70,15 +68,15 @@ def _settings(manifest: Path) -> dict[str, Any]:
 
 
 def write_data(directory: Path, data: dict[str, Any]) -> None:
-    """Put the description beside the features made of these answers."""
+    """Store the description with the features of these answers."""
     write_json(directory / DATA, data)
 
 
 def read_data(directories: list[Path]) -> dict[str, Any] | None:
-    """The descriptions beside several features as one; None unless all have one.
+    """The joined descriptions of several features; None unless all have one.
 
     Raises:
-        StageError: one cannot be read.
+        StageError: a description cannot be read.
     """
     paths = [directory / DATA for directory in directories]
     if not all(path.exists() for path in paths):
@@ -89,9 +87,7 @@ def read_data(directories: list[Path]) -> dict[str, Any] | None:
             data = json.loads(path.read_text())
             found.append({name: data[name] for name in ("sources", TEMPLATE, "answered")})
         except (ValueError, KeyError, TypeError) as error:
-            raise StageError(
-                f"{path} is damaged; run the features stage again, which writes it anew."
-            ) from error
+            raise StageError(f"{path} is damaged; run the features stage again.") from error
     sources: dict[str, dict[str, int]] = {}
     for data in found:
         for name, counts in data["sources"].items():

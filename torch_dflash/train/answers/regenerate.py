@@ -1,7 +1,7 @@
 """Stage 1, regenerate: the target answers the prompts, by plain batched decoding.
 
-A drafter is to imitate its target, so it is trained on the target's own answers (arXiv 2602.06036,
-section 4.1), not on those a dataset came with.
+A drafter imitates its target, so it is trained on the target's own answers, not a dataset's (arXiv
+2602.06036, section 4.1).
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from torch_dflash.train.stages import open_stage
 
 
 def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, options: RegenerateOptions) -> int:
-    """Answer ``prompts`` into shards under ``directory``, except those there; returns how many were made.
+    """Answer ``prompts`` into the missing shards under ``directory``; returns the number of new answers.
 
-    Prompts are shuffled by ``options.seed``, so the shards present at any time are a fair sample. Greedy
-    answers leave out the model's repetition penalty, which sampled ones follow. ``summary.json`` says how
-    many answers there are, and how many turns were left out.
+    Prompts are shuffled by ``options.seed``, so any shards are a fair sample. Greedy answers ignore the
+    model's repetition penalty, sampled ones follow it. ``summary.json`` counts answers and left-out turns.
 
     Raises:
-        ValueError: there is nothing to answer, or no room for it.
-        StageError: turns that no template joins; what `open_stage` raises; a damaged shard; a full disk.
+        ValueError: no prompts, or no room for an answer.
+        StageError: turns that no template joins; as of `open_stage`; a damaged shard; a full disk.
     """
     check_turns(tokenizer, prompts)
     context = context_of(target)
@@ -53,7 +52,7 @@ def regenerate(target, tokenizer, prompts: list[Prompt], directory: Path, option
 
 
 def _longest(target, options: RegenerateOptions) -> int:
-    """Tokens of the longest prompt that is answered."""
+    """Tokens of the longest allowed prompt."""
     return min(options.max_prompt_tokens, context_of(target) - options.max_new_tokens)
 
 

@@ -1,1 +1,1 @@
-"""Stage two: the target's hidden states on those answers, on disk."""
+"""Stage two: the target's hidden states for the answers, on disk."""

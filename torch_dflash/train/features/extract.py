@@ -41,7 +41,7 @@ from torch_dflash.train.stages import open_stage
 
 @dataclass(frozen=True)
 class Sequence:
-    """Ids of one conversation; the answer to learn begins at ``start``."""
+    """Ids of one conversation; the answer begins at ``start``."""
 
     ids: list[int]
     start: int
@@ -58,9 +58,7 @@ def data_checksum(sequences: Iterable[Sequence]) -> int:
 def check_any(sequences: list[Sequence]) -> None:
     """Raise ``StageError`` for no sequences."""
     if not sequences:
-        raise StageError(
-            "no answer has two tokens within max_length; raise it, or regenerate longer answers."
-        )
+        raise StageError("no answer has two tokens within max_length; raise it, or make longer answers.")
 
 
 @register_state
@@ -73,7 +71,7 @@ class RecorderState:
 
 
 class FeatureRecorder(PlainProposer):
-    """A proposer that drafts nothing and keeps what it observes."""
+    """A proposer that drafts nothing and stores the features of observed tokens."""
 
     name = "recorder"
 
@@ -85,7 +83,7 @@ class FeatureRecorder(PlainProposer):
 
     @property
     def key(self) -> tuple:
-        """What makes two of these the same, so that they share engines."""
+        """Equal for recorders that may share engines."""
         return type(self), self.taps, self.hidden_size, self.dtype
 
     def start(self, plan: DecodePlan, device) -> RecorderState:
@@ -103,8 +101,8 @@ class FeatureExtractor:
     """The target's tapped states for ragged batches.
 
     "xla" takes them from the engine's prefill. "eager" is a plain forward of the decoder in the attention
-    implementation that the target was loaded with (flash or SDPA, where the engine's is exact and slower).
-    Threads may share one: a fit makes its next batch in one while it validates in another.
+    implementation of the target (flash or SDPA; the engine's is exact and slower). Threads may share an
+    extractor: a fit prepares its next batch during validation.
 
     Args:
         target: a live causal LM. taps: 0-based block indices, outputs before the final norm.
@@ -118,15 +116,13 @@ class FeatureExtractor:
         layers = target.config.get_text_config().num_hidden_layers
         outside = [tap for tap in taps if not 0 <= tap < layers]
         if outside:
-            raise ValueError(
-                f"taps={list(taps)}: {outside} lie outside the target's {layers} layers, 0 to {layers - 1}; "
-                "choose among these."
-            )
+            known = f"the target's {layers} layers, 0 to {layers - 1}"
+            raise ValueError(f"taps={list(taps)}: {outside} lie outside {known}; choose among these.")
         self.target, self.taps, self.dtype = target, tuple(taps), dtype
         self._recorder = FeatureRecorder(self.taps, target.get_input_embeddings().weight.shape[1], dtype)
         self._engines: dict[tuple[int, int], Engine] = {}
         self._skeleton = None
-        self._lock = threading.Lock()  # a forward's weights and hooks are the skeleton's while it runs
+        self._lock = threading.Lock()  # a forward binds weights and hooks to the skeleton
         if not RUNTIMES[runtime].compiles:
             self._blocks = blocks_of(target)
             check_tappable(target, self._blocks)
@@ -143,14 +139,14 @@ class FeatureExtractor:
         if self._skeleton is not None:
             return self._forward(ids)
         engine = self._engine(len(rows), width)
-        # The engine asks for room for one more token. Where the context has none, the last token is left out,
-        # and what stands there are features of padding: no block of training sees the last token's.
+        # The engine needs room for one more token. Where the context has none, the last token is left out and
+        # gets features of padding; no training block reads the last token's features.
         room = engine.plan.capacity - 1
         state = engine.start(ids[:, :room], mask[:, :room], max_new_tokens=1, do_sample=False)
         return engine.runtime.fetch(state.proposer.features)[: len(rows), :width]
 
     def _forward(self, ids: Tensor) -> Tensor:
-        """Padding stands at the end, where no causal row sees it: no mask is needed."""
+        # No mask: padding stands at the end, where no causal row sees it.
         skeleton: Any = self._skeleton
         tensors = collect_tensors(skeleton, self.target, "")
         outputs: dict[int, Tensor] = {}
@@ -169,7 +165,7 @@ class FeatureExtractor:
 
 
 def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Sequence]:
-    """Conversation and answer as ids; those whose answer keeps fewer than two tokens are left out."""
+    """Conversation and answer as ids; answers cut to fewer than two tokens are left out."""
     sequences = []
     for answer in answers:
         prompt = encode_conversation(tokenizer, answer.messages, answer.chat_template_kwargs)
@@ -180,7 +176,7 @@ def encode_answers(tokenizer, answers: list[Answer], max_length: int) -> list[Se
 
 
 def cache_features(target, sequences: list[Sequence], directory: Path, options: FeatureOptions) -> None:
-    """Write the features of ``sequences`` into shards under ``directory``, skipping those that are there."""
+    """Write the features of ``sequences`` into the missing shards under ``directory``."""
     check_any(sequences)
     taps = options.taps or default_target_layer_ids(target.config.get_text_config().num_hidden_layers)
     extract = FeatureExtractor(target, tuple(taps), getattr(torch, options.dtype), options.runtime)

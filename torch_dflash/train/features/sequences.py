@@ -1,4 +1,4 @@
-"""Where training batches come from: cached feature shards, or the target in the loop."""
+"""Training sequences and batches, from cached feature shards or from the target in the loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch_dflash.progress import progress_bar
 from torch_dflash.storage.files import StageError
 from torch_dflash.train.features.extract import FeatureExtractor, Sequence, check_any
 from torch_dflash.train.features.tensorfiles import TargetFingerprint, reading_tensors
-from torch_dflash.train.fit.blocks import Batch, draw_anchors
+from torch_dflash.train.fit.blocks import AnchorBatch, draw_anchors
 from torch_dflash.train.stages import check_shards
 
-# A mask id in one of so many tokens is an accident that costs nothing; in more, it was chosen wrongly.
+# A mask id once in so many tokens is harmless; more often, it was chosen wrongly.
 RARE = 10_000
 
 
@@ -43,8 +43,18 @@ class Sequences(Protocol):
         ...
 
 
-class CachedSequences:
-    """Sequences in the shards that `cache_features` wrote, read from memory-mapped files.
+class _Listed:
+    _sequences: list[Sequence]
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def sequence(self, index: int) -> Sequence:
+        return self._sequences[index]
+
+
+class CachedSequences(_Listed):
+    """Sequences in the shards of `cache_features`, read from memory-mapped files.
 
     Raises:
         StageError: a shard is missing or damaged, or shards are of different targets, taps or types.
@@ -79,12 +89,6 @@ class CachedSequences:
             target = TargetFingerprint(metadata["target"], hidden, weights)
             return target, taps, rows[:0].dtype
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def sequence(self, index: int) -> Sequence:
-        return self._sequences[index]
-
     def features(self, indices: list[int]) -> list[Tensor]:
         found = []
         for index in indices:
@@ -109,8 +113,8 @@ def _one(what: str, kinds: Iterable[Any], places: str) -> Any:
     return found.pop()
 
 
-class OnlineSequences:
-    """Sequences whose features the target computes when they are asked for: no disk, a forward per batch."""
+class OnlineSequences(_Listed):
+    """Sequences whose features the target computes on demand: no disk, a forward per batch."""
 
     def __init__(self, sequences: list[Sequence], extract: FeatureExtractor):
         check_any(sequences)
@@ -118,18 +122,12 @@ class OnlineSequences:
         self.taps, self.dtype = extract.taps, extract.dtype
         self.target = TargetFingerprint.of(extract.target)
 
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def sequence(self, index: int) -> Sequence:
-        return self._sequences[index]
-
     def features(self, indices: list[int]) -> list[Tensor]:
         rows = [self._sequences[index].ids for index in indices]
         return [row[: len(ids)] for row, ids in zip(self._extract(rows), rows, strict=True)]
 
 
-def split(sequences: Sequences, held_out: int, seed: int) -> tuple[list[int], list[int]]:
+def split_held_out(sequences: Sequences, held_out: int, seed: int) -> tuple[list[int], list[int]]:
     """(training, held-out) sequence numbers; the same for the same seed and data."""
     order = random.Random(seed).sample(range(len(sequences)), len(sequences))
     return sorted(order[held_out:]), sorted(order[:held_out])
@@ -138,9 +136,9 @@ def split(sequences: Sequences, held_out: int, seed: int) -> tuple[list[int], li
 def epoch_batches(
     sequences: Sequences, indices: list[int], batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """The batches of an epoch, in an order that depends on ``seed`` and ``epoch`` alone.
+    """The batches of an epoch, in an order of ``seed`` and ``epoch`` alone.
 
-    Neighbours in length share a batch, to pad little; windows of 64 batches keep the mixture random.
+    Similar lengths share a batch, to pad little; windows of 64 batches keep the mixture random.
     """
     shuffle = random.Random(f"{seed}/{epoch}")
     order = shuffle.sample(indices, len(indices))
@@ -155,12 +153,11 @@ def epoch_batches(
 
 def make_batch(
     sequences: Sequences, indices: list[int], taps: tuple[int, ...], anchors: int, seed: str, last: int | None
-) -> Batch:
+) -> AnchorBatch:
     """A padded batch with anchors drawn by ``seed``; widths are multiples of 64, so few shapes occur.
 
     Args:
-        taps: the drafter's taps, among those of ``sequences``. last: the target's last layer, when its
-            output is wanted too.
+        taps: the drafter's, among those of ``sequences``. last: the target's last layer, if needed.
     """
     rows = [sequences.sequence(index) for index in indices]
     width = -(-max(len(row.ids) for row in rows) // 64) * 64
@@ -183,7 +180,7 @@ def make_batch(
                 ]
         return padded
 
-    return Batch(
+    return AnchorBatch(
         ids=ids,
         length=torch.tensor([len(row.ids) for row in rows], dtype=torch.int32),
         features=joined(taps),
@@ -217,11 +214,8 @@ def check_source(sequences: Sequences, target: TargetFingerprint) -> None:
 
 
 def check_mask(sequences: Sequences, mask: int) -> None:
-    """Raise ``ValueError`` for a mask id that the texts hold: it would stand for two things at once."""
+    """Raise ``ValueError`` for a mask id that occurs in the texts."""
     rows = [sequences.sequence(index).ids for index in range(len(sequences))]
     found, tokens = sum(row.count(mask) for row in rows), sum(map(len, rows))
     if found * RARE > tokens:
-        raise ValueError(
-            f"mask_token_id={mask} occurs {found} times in the data's {tokens} tokens; choose an id that no "
-            "text holds."
-        )
+        raise ValueError(f"mask_token_id={mask} occurs {found} times in {tokens} tokens; choose another.")

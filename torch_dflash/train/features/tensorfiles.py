@@ -1,4 +1,4 @@
-"""Files of tensors that were damaged after they were written are refused, not trained on."""
+"""Tensor files with checksums, so that damaged files are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_dflash.storage.files import StageError, bytes_of, write_atomically
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, whole or not at all, with a checksum of all that is in it."""
+    """Write a safetensors file, whole or not at all, with a checksum of its content."""
     value = _begun(metadata)
     for name in sorted(tensors):
         value = _added(value, name, tensors[name])
@@ -29,10 +29,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 @contextmanager
 def reading_tensors(path: Path, remedy: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """(open safetensors file, metadata) of what `write_tensors` wrote, its checksum compared.
+    """(open safetensors file, metadata) of a file of `write_tensors`, its checksum compared.
 
     Raises:
-        StageError: it is damaged, or what the ``with`` block looks for is not in it; the message ends with
+        StageError: a damaged file, or a name missing within the ``with`` block; the message ends with
             ``remedy``.
     """
     try:
@@ -64,7 +64,7 @@ SAMPLE = 64  # values of each parameter; a fine-tune changes nearly all
 
 @dataclass(frozen=True)
 class TargetFingerprint:
-    """Whose features these are. Equal where the weights are, wherever they lie and in whatever float type."""
+    """Identifies a target by its weights, in any place and float type."""
 
     name: str = field(compare=False)
     hidden_size: int
@@ -81,11 +81,11 @@ class TargetFingerprint:
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """A checksum of the shapes and of values spread over every parameter; reads no more than these."""
+    """A checksum of the shapes and of sampled values of every parameter; reads only these."""
     value = 0
     for parameter in module.parameters():
         flat = parameter.detach().flatten()
-        # Rounded, so that a model loaded in bfloat16 is the one it was saved as.
+        # Rounded, so that a model loaded in bfloat16 equals the saved one.
         sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].cpu().to(torch.bfloat16)
         value = zlib.crc32(repr(tuple(parameter.shape)).encode(), value)
         value = zlib.crc32(bytes_of(sample), value)

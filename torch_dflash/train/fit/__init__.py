@@ -1,1 +1,1 @@
-"""Stage three: a drafter fitted to the features."""
+"""Stage three: fits a drafter to the features."""

@@ -12,20 +12,20 @@ from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.fit.heads import with_head
 from torch_dflash.train.fit.options import DrafterShape
 
-# Of the target's own shape, so that the drafter's cost per layer is the target's.
+# Copied from the target, so that a draft layer costs as much as a target layer.
 COPIED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
-"""Of a target that has none: its attention layers count no positions, or it has no attention."""
+"""For a target without rotation: no positions in attention, or no attention."""
 _TARGETS_OWN = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""What a drafter does not read: it turns all of a head, by one position."""
+"""Fields that a drafter does not read: it turns whole heads, by one position."""
 
 
 def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
     """A drafter with random weights for ``target``, its layers as wide as the target's.
 
     Raises:
-        ValueError: no drafter can be built so; the message names the field.
+        ValueError: names the field from which no drafter can be built.
     """
     base = target.config.get_text_config()
     layers = base.num_hidden_layers
@@ -54,13 +54,13 @@ def new_drafter(target: Any, shape: DrafterShape) -> DFlashDraftModel:
         drafter = DFlashDraftModel(config)
     norm: Any = final_norm(target)
     if getattr(norm, "weight", None) is not None:
-        # The head was trained on states of this scale; with ones, the first losses are many times too high.
+        # The head expects states of this scale; with ones, the first losses are many times too high.
         drafter.norm.weight.data.copy_(norm.weight.detach())
-    # Every head begins with the weights of v1.
+    # Every head begins with v1's weights.
     return with_head(drafter, shape.head or "dflash", shape.init_seed, **shape.sizes).to(target.device)
 
 
 def _rope(given: dict[str, Any]) -> dict[str, Any]:
-    """The target's rotation, as far as a drafter has it; nested where kinds of layers have their own."""
+    """The target's rotation without `_TARGETS_OWN`; nested if kinds of layers have their own."""
     kept = {name: value for name, value in given.items() if name not in _TARGETS_OWN}
     return {name: _rope(value) if isinstance(value, dict) else value for name, value in kept.items()} or _ROPE

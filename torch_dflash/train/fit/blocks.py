@@ -1,4 +1,4 @@
-"""Training blocks: many anchors of one sequence drafted in one pass, each block as inference would see it.
+"""Training blocks: many anchors of one sequence in one pass, each block computed as in inference.
 
 Source: arXiv 2602.06036 section 4 (random anchors, block-sparse attention).
 """
@@ -18,8 +18,8 @@ from torch_dflash.pytrees import register_state
 
 @register_state
 @dataclass(frozen=True)
-class Batch:
-    """Sequences with their target features, and the anchors to draft from; T tokens, A anchors a row."""
+class AnchorBatch:
+    """Sequences with target features and the anchors to draft from; T tokens, A anchors a row."""
 
     ids: Int[Tensor, "B T"]
     length: Int[Tensor, " B"]  # real tokens of each row; the rest is padding
@@ -31,7 +31,7 @@ class Batch:
 def draw_anchors(start: int, length: int, count: int, generator: torch.Generator) -> Int[Tensor, " count"]:
     """``count`` different random anchors of an answer at ``start .. length-1``; -1 where it is too short.
 
-    An anchor is a token of the answer whose successor is one too: what the anchor of a round can be.
+    An anchor and its successor are tokens of the answer, as in a round.
     """
     possible = max(length - 1 - start, 0)
     drawn = torch.randperm(possible, generator=generator)[:count] + start
@@ -40,7 +40,7 @@ def draw_anchors(start: int, length: int, count: int, generator: torch.Generator
 
 
 def block_positions(anchors: Int[Tensor, "B A"], width: int) -> Int[Tensor, "B A W"]:
-    """Absolute positions of every block's rows; row 0 is the anchor's. Unused blocks stand at 0."""
+    """Absolute positions of every block's rows; row 0 is the anchor. Unused blocks stand at 0."""
     steps = torch.arange(width, device=anchors.device, dtype=anchors.dtype)
     return anchors.clamp(min=0)[..., None] + steps
 
@@ -48,24 +48,24 @@ def block_positions(anchors: Int[Tensor, "B A"], width: int) -> Int[Tensor, "B A
 def context_mask(
     anchors: Int[Tensor, "B A"], slots: Int[Tensor, " T"], width: int, window: int | None, causal: bool
 ) -> Bool[Tensor, "B one AW T"]:
-    """Which context rows each block row sees: those strictly before its anchor, within its window.
+    """The context rows that each block row sees: strictly before its anchor, within its window.
 
-    The anchor's own feature does not exist yet when a block is drafted; no row of any block may see it.
+    The anchor's feature does not exist when its block is drafted, so no row may see it.
     """
     at = block_positions(anchors, width).flatten(1)
     before = slots < anchors.clamp(min=0).repeat_interleave(width, dim=1)[..., None]
     return visible(at, slots[None], window, causal) & before[:, None]
 
 
-def block_targets(batch: Batch, width: int) -> tuple[Int[Tensor, "B A N"], Bool[Tensor, "B A N"]]:
-    """The W-1 tokens after each anchor, and which of them are there: what a draft of W rows should say."""
+def block_targets(batch: AnchorBatch, width: int) -> tuple[Int[Tensor, "B A N"], Bool[Tensor, "B A N"]]:
+    """The W-1 true tokens after each anchor, and which of them exist."""
     at = block_positions(batch.anchors, width)[..., 1:]
     known = (at < batch.length[:, None, None]) & (batch.anchors >= 0)[..., None]
     return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1)), known
 
 
-def previous_tokens(batch: Batch, width: int) -> Int[Tensor, "B A N"]:
-    """The true token before each of those: the anchor itself before the first."""
+def previous_tokens(batch: AnchorBatch, width: int) -> Int[Tensor, "B A N"]:
+    """The true tokens before `block_targets`; the first is the anchor."""
     at = block_positions(batch.anchors, width)[..., :-1]
     return gather_rows(batch.ids, at.clamp(max=batch.ids.shape[1] - 1))
 
@@ -79,17 +79,17 @@ def gather_rows(rows: Tensor, at: Int[Tensor, "B A N"]) -> Tensor:
 
 
 def draft_blocks(
-    drafter: DFlashDraftModel, batch: Batch, embedding: Float[Tensor, "V H"], width: int
+    drafter: DFlashDraftModel, batch: AnchorBatch, embedding: Float[Tensor, "V H"], width: int
 ) -> Float[Tensor, "B A W H"]:
-    """Hidden states of every block, each exactly what inference computes at that anchor (up to rounding).
+    """Hidden states of every block, as inference computes them at that anchor, up to rounding.
 
-    The rows of all blocks run as one sequence through the drafter's own stack; only the masks differ.
+    The rows of all blocks pass through the drafter's stack as one sequence; only the masks differ.
     """
     config, blocks = drafter.config, batch.anchors.shape[1]
     anchor_ids = gather_rows(batch.ids, batch.anchors.clamp(min=0)[..., None])
     masks = torch.full_like(anchor_ids, config.mask_token_id).expand(-1, -1, width - 1)
     ids = torch.cat([anchor_ids, masks], dim=2).flatten(1)
-    dtype = drafter.fc.weight.dtype  # trained in float32 also where the target is in bfloat16
+    dtype = drafter.fc.weight.dtype  # float32 even if the target is in bfloat16
     noise = torch.nn.functional.embedding(ids, embedding).to(dtype) * config.input_embedding_scale
     context = drafter.project(batch.features.to(dtype))
     rows = context.shape[1]

@@ -15,11 +15,11 @@ KEPT = 2
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Everything a fit needs to go on: orders, anchors and rates are functions of ``step``.
+class FitCheckpoint:
+    """The state of a fit; orders, anchors and rates follow from ``step``.
 
-    ``weights``, ``first`` and ``second`` (AdamW's moments) go by the drafter's parameter names, on either
-    runtime, so that a fit may be continued on the other one. ``seconds`` were spent so far.
+    ``weights``, ``first`` and ``second`` (AdamW's moments) go by the drafter's parameter names on both
+    runtimes, so a fit may continue on the other one. ``seconds``: time spent so far.
     """
 
     step: int
@@ -29,14 +29,13 @@ class Checkpoint:
     second: dict[str, Tensor]
 
 
-def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
-    """Write the checkpoint, then remove all but the last few. Refuses weights that are not finite."""
+def save_checkpoint(directory: Path, checkpoint: FitCheckpoint) -> Path:
+    """Write the checkpoint and remove all but the last `KEPT`; refuses weights that are not finite."""
     bad = [name for name, value in checkpoint.weights.items() if not torch.isfinite(value).all()]
     if bad:
         raise StageError(
-            f"{bad[0]} is not finite at step {checkpoint.step}: the fit has diverged. No checkpoint of this "
-            "step was written, those before are kept. Lower the learning rate in a new directory, or look "
-            "for damaged features."
+            f"{bad[0]} is not finite at step {checkpoint.step}: the fit has diverged; earlier ones are kept. "
+            "Lower the learning rate in a new directory, or look for damaged features."
         )
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{checkpoint.step:08}.safetensors"
@@ -49,11 +48,11 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint) -> Path:
     return path
 
 
-def load_latest(directory: Path) -> Checkpoint | None:
+def load_latest(directory: Path) -> FitCheckpoint | None:
     """The last checkpoint under ``directory``, if there is one.
 
     Raises:
-        StageError: it is damaged; the message says which file to delete to go on from the one before.
+        StageError: a damaged checkpoint; the message says which file to delete to go on from the one before.
     """
     paths = sorted(directory.glob("step-*.safetensors"))
     if not paths:
@@ -65,4 +64,4 @@ def load_latest(directory: Path) -> Checkpoint | None:
         for key in file.keys():  # noqa: SIM118
             group, name = key.split("/", 1)
             groups[group][name] = file.get_tensor(key)
-        return Checkpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)
+        return FitCheckpoint(int(metadata["step"]), float(metadata["seconds"]), **groups)

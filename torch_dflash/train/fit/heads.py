@@ -1,7 +1,7 @@
-"""What a drafter chooses its tokens with, and how one that has less is given more.
+"""A drafter's head, and how to add a larger one.
 
-A drafter with convolutions alone has no published layout. It is a DFlash2 drafter whose selector has one
-candidate a position, and so nothing to choose: what loads DFlash2 drafters drafts the likeliest tokens.
+A drafter with convolutions alone has no published layout. It is stored as a DFlash2 drafter whose selector
+has one candidate a position, so loaders of DFlash2 draft the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def with_head(
 ) -> DFlashDraftModel:
     """``drafter`` with the parts of ``head``; None: as it is.
 
-    Parts that it has keep their weights, new ones begin as nothing: untrained, it drafts what it did.
+    Present parts keep their weights, new parts begin as nothing: untrained, the drafts stay the same.
 
     Args:
-        seed: of the random ones among the new weights.
+        seed: of random new weights.
         sizes: fields of the new config, for the new parts; None: the published ones.
 
     Raises:
-        ValueError: the drafter has parts that ``head`` has not, or already those that ``sizes`` are of.
+        ValueError: the drafter has parts that ``head`` lacks, or already has the parts of ``sizes``.
     """
     check_head(head, **sizes)
     config: Any = drafter.config
@@ -50,13 +50,10 @@ def with_head(
             raise ValueError(f"{given[0]}: the drafter's own is kept; leave it out.")
         return drafter
     if head not in _GROWS.get(has, ()):
-        raise ValueError(
-            f"head={head!r}: the drafter's is {has!r}, and parts are not taken away; leave it out."
-        )
+        raise ValueError(f"head={head!r}: the drafter's is {has!r}, and no part is removed; leave it out.")
     if has == "convolutions" and sizes.get("conv_group_size") is not None:
-        raise ValueError(
-            f"conv_group_size={sizes['conv_group_size']}: the drafter's own is kept; leave it out."
-        )
+        group = sizes["conv_group_size"]
+        raise ValueError(f"conv_group_size={group}: the drafter's own is kept; leave it out.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         grown = _grown(config, head, {name: size for name, size in sizes.items() if size is not None})
@@ -71,7 +68,7 @@ def with_head(
 
 
 def _grown(config: DFlashConfig, head: str, chosen: dict[str, Any]) -> DFlashDraftModel:
-    """A drafter of ``config`` with ``head``, whose new parts begin as nothing."""
+    """A drafter of ``config`` with ``head``; new parts begin as nothing."""
     fields: dict[str, Any] = config.to_dict()
     if head == "dspark":
         fields["markov_rank"] = chosen.get("markov_rank", _MARKOV_RANK)

@@ -1,4 +1,4 @@
-"""What a fit leaves to look at: JSON lines, a progress bar with the time left, and a picture."""
+"""A fit's log as JSON lines, and its picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_dflash.train.stages import MANIFEST
 
 
 class TrainLog:
-    """``log.jsonl`` in ``directory``; on going on from ``step``, lines of later steps are dropped."""
+    """``log.jsonl`` in ``directory``; a resume from ``step`` drops lines of later steps."""
 
     def __init__(self, directory: Path, step: int):
         self.path = directory / "log.jsonl"
@@ -21,13 +21,13 @@ class TrainLog:
         write_atomically(self.path, lambda part: part.write_text(text))
 
     def write(self, **line: Any) -> None:
-        """Append one line, at once on disk."""
+        """Append one line on disk at once."""
         with naming_a_full_disk(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Lines of a log; a last line that a kill cut short is left out."""
+    """Lines of a log, without a last line cut short by a kill."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -38,7 +38,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def check_drawing() -> None:
-    """Raise ``ModuleNotFoundError`` without matplotlib: before a fit, not at its first checkpoint."""
+    """Raise ``ModuleNotFoundError`` without matplotlib, before a fit."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ModuleNotFoundError("the picture of a fit needs matplotlib: pip install matplotlib")
 
@@ -72,7 +72,7 @@ def draw_log(directory: Path) -> Path:
 
 
 def _labels(directory: Path) -> dict[str, str]:
-    """What the two curves are of: with sampled ids, their losses run over different vocabularies."""
+    # With sampled ids the losses of the two curves run over different vocabularies.
     manifest = directory / MANIFEST
     settings = json.loads(manifest.read_text()) if manifest.exists() else {}
     if settings.get("sampled_vocabulary") is None:

@@ -1,4 +1,4 @@
-"""The loop of a fit, written once for every kind of device: resume, validate, checkpoint, log, stop."""
+"""`Loop`: a fit's loop for every kind of device: resume, validate, checkpoint, log, stop."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch_dflash.proposers.dflash2.model import SIZES
 from torch_dflash.storage.files import StageError, Stopped
 from torch_dflash.train.features.extract import data_checksum
 from torch_dflash.train.features.sequences import Sequences, check_mask, check_source, check_taps
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.checkpoint import Checkpoint, load_latest, save_checkpoint
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.checkpoint import FitCheckpoint, load_latest, save_checkpoint
 from torch_dflash.train.fit.heads import head_of
 from torch_dflash.train.fit.log import TrainLog, check_drawing, draw_log
 from torch_dflash.train.fit.objective import Losses
@@ -32,44 +32,44 @@ from torch_dflash.train.fit.schedule import Schedule
 from torch_dflash.train.fit.student import Student
 from torch_dflash.train.stages import open_stage
 
-# What else of a drafter's config makes its weights other weights.
+# Further config fields that a fit's weights depend on.
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "mask_token_id", "sliding_window")
 SHAPE += ("sample_from_anchor", "markov_rank")
 
 
 @runtime_checkable
 class Trainer(Protocol):
-    """What takes the steps: torch devices (`torch_trainer.py`) or XLA (`jax_bridge.train`).
+    """Takes the steps, on torch devices (`torch_trainer.py`) or XLA (`jax_bridge.train`).
 
     Attributes:
-        process: number of this process among those that share a step. main: whether it writes the files.
+        process: number of this process among those sharing a step. main: whether it writes the files.
     """
 
     process: int
     main: bool
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from ``checkpoint``."""
+    def restore(self, checkpoint: FitCheckpoint) -> None:
+        """Resume from ``checkpoint``."""
         ...
 
-    def step(self, step: int, rate: float, batches: list[Batch]) -> Any:
-        """One optimizer step, the 0-based ``step``; need not wait for it. Returns what `read` reads."""
+    def step(self, step: int, rate: float, batches: list[AnchorBatch]) -> Any:
+        """Start the optimizer step ``step``, 0-based; returns the argument of `read`."""
         ...
 
     def read(self, stepped: Any) -> tuple[Losses, float]:
         """Losses of a step over all processes, and the norm of its gradient before clipping."""
         ...
 
-    def losses(self, batch: Batch) -> Losses:
+    def losses(self, batch: AnchorBatch) -> Losses:
         """Losses of a held-out batch over the whole vocabulary."""
         ...
 
     def agreed(self, stop: bool) -> bool:
-        """Whether any process wants to stop: all of them must, after the same step."""
+        """Whether any process wants to stop; all stop after the same step."""
         ...
 
-    def checkpoint(self, step: int, seconds: float) -> Checkpoint:
-        """Weights and moments after ``step`` steps; asked of the main process only."""
+    def checkpoint(self, step: int, seconds: float) -> FitCheckpoint:
+        """Weights and moments after ``step`` steps; called in the main process only."""
         ...
 
 
@@ -89,9 +89,9 @@ def plan_fit(student: Student, sequences: Sequences, options: FitOptions, proces
 
 
 def open_fit(directory: Path, student: Student, schedule: Schedule) -> AbstractContextManager[None]:
-    """Hold ``directory`` as the home of this fit; a fit goes on only with the settings it was begun with.
+    """Open ``directory`` for this fit, which resumes only with the same settings.
 
-    The runtime is not among them: a fit begun on one may be continued on another.
+    The runtime is no setting: a fit may continue on another.
     """
     config: Any = student.drafter.config
     data = schedule.sequences
@@ -122,10 +122,10 @@ class Loop:
         self.done, self.seconds = (checkpoint.step, checkpoint.seconds) if checkpoint else (0, 0.0)
 
     def run(self) -> None:
-        """Take the remaining steps. Ctrl-C or SIGTERM ends it after the step at hand, with a checkpoint.
+        """Take the remaining steps. Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint.
 
         Raises:
-            StageError: it was stopped (`Stopped`), or a loss is not finite.
+            StageError: a stop (`Stopped`), or a loss that is not finite.
         """
         steps = self.schedule.steps
         log = TrainLog(self.directory, self.done) if self.trainer.main else None
@@ -133,7 +133,7 @@ class Loop:
         saved = evaluated = time.monotonic()
         with stop_requested() as stopping, self._batches() as batches, self._bar(steps) as bar:
             last = self.done == steps
-            while not last:  # a request during validation is seen after the next step, so that it is saved
+            while not last:  # a stop during validation takes effect after the next step, which is saved
                 rate = self.options.rate(self.done, steps)
                 stepped = self.trainer.step(self.done, rate, next(batches))
                 self.done += 1
@@ -151,12 +151,10 @@ class Loop:
                     self._save()
                     saved = time.monotonic()
         if self.done < steps:
-            raise Stopped(
-                f"stopped after step {self.done} of {steps}; run the same command again to go on from here."
-            )
+            raise Stopped(f"stopped after step {self.done} of {steps}; run the same command again to go on.")
 
     def _validate(self) -> dict[str, Any]:
-        """The held-out losses over the whole vocabulary, on every process alike."""
+        """The held-out losses over the whole vocabulary, computed on every process."""
         return measures(reduce(add, map(self.trainer.losses, self.schedule.held_out_batches())))
 
     def _report(self, log: TrainLog | None, bar: tqdm, kind: str, found: dict[str, Any]) -> None:
@@ -180,8 +178,8 @@ class Loop:
             draw_log(self.directory)
 
     @contextmanager
-    def _batches(self) -> Iterator[Iterator[list[Batch]]]:
-        """The steps' batches, each made in a thread while the step before it runs."""
+    def _batches(self) -> Iterator[Iterator[list[AnchorBatch]]]:
+        """The steps' batches; a thread makes each during the step before."""
         make, process = self.schedule.step_batches, self.trainer.process
         with ThreadPoolExecutor(1) as pool:
 
@@ -200,14 +198,14 @@ class Loop:
 
 
 def add(one: Losses, other: Losses) -> Losses:
-    """Sums of two batches together."""
+    """The sums of two batches."""
     return pytree.tree_map(torch.add, one, other)
 
 
 def measures(losses: Losses) -> dict[str, Any]:
-    """Sums as figures: the mean loss of a block, per-position cross-entropy, accuracy, acceptance length.
+    """Mean loss of a block, per-position cross-entropy and accuracy, and acceptance length.
 
-    With a candidate selector also its recall: how often the truth is among a position's candidates.
+    With a candidate selector also its recall: how often the true token is a candidate.
     """
     blocks, known = losses.blocks.clamp(min=1), losses.known.clamp(min=1)
     return {
@@ -225,7 +223,7 @@ def _rounded(values: torch.Tensor) -> list[float]:
 
 @contextmanager
 def stop_requested() -> Iterator[list[int]]:
-    """A list that fills when the process is asked to stop (Ctrl-C, SIGTERM); a second request kills it."""
+    """A list that fills on a request to stop (Ctrl-C, SIGTERM); a second request kills the process."""
     asked: list[int] = []
     before = {}
 
@@ -236,7 +234,7 @@ def stop_requested() -> Iterator[list[int]]:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, note)
-    except ValueError:  # not the main thread: the caller's thread keeps the signals
+    except ValueError:  # not the main thread, which handles the signals
         pass
     try:
         yield asked

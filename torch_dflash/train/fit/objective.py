@@ -1,4 +1,4 @@
-"""What a drafter is trained for: cross-entropy on the target's tokens, weighted along the block.
+"""The loss: cross-entropy on the target's tokens, weighted along the block.
 
 Sources: exponential decay, arXiv 2602.06036 section 4; D-PACE, arXiv 2605.18810 equations 7 to 9; sampled
 softmax, Jean et al. 2015 (arXiv 1412.2007) section 3.
@@ -26,12 +26,12 @@ DECAYS = {8: 4.0, 10: 5.0, 16: 7.0}
 def weights_of(
     objective: Objective, ce: Float[Tensor, "B A N"], known: Bool[Tensor, "B A N"]
 ) -> Float[Tensor, "B A N"]:
-    """Weight of every row; no gradient flows through it."""
+    """The weight of every row, without gradient."""
     count = ce.shape[-1]
     if objective.weighting == "dpace":
         confidence = (1 - objective.alpha) * torch.exp(-ce.detach()) + objective.alpha
         reach = torch.cumprod(confidence, dim=-1) * known
-        # Suffix sums: what is still to be gained from row k on.
+        # Suffix sums: the possible gain from row k on.
         return (reach.sum(-1, keepdim=True) - reach.cumsum(-1) + reach) / count
     gamma = objective.gamma or default_gamma(count + 1)
     decay = torch.exp(-torch.arange(count, device=ce.device, dtype=ce.dtype) / gamma)
@@ -47,10 +47,10 @@ def default_gamma(width: int) -> float:
 
 @register_state
 @dataclass(frozen=True)
-class Vocabulary:
-    """The part of the vocabulary that the loss's softmax runs over, with the head's rows for it.
+class LossVocabulary:
+    """The ids of the loss's softmax, with the head's rows for them.
 
-    ``shift`` is added to each logit: log of how many ids a sampled one stands for.
+    ``shift`` is added to each logit: log of the number of ids that a sampled id stands for.
     """
 
     weight: Float[Tensor, "C H"]
@@ -65,9 +65,9 @@ class Vocabulary:
 class Losses:
     """Sums over a batch; divide by ``blocks`` (loss) or ``known`` (per position).
 
-    ``ce`` and ``hits`` are per position; ``prefix`` counts blocks whose first k rows are all right, so that
-    ``1 + prefix.sum() / blocks`` is the acceptance length at random anchors. With a selector, right is what
-    it chooses, and ``listed`` counts the truths among its candidates.
+    ``ce`` and ``hits`` are per position; ``prefix`` counts blocks whose first k rows are all right, so
+    ``1 + prefix.sum() / blocks`` is the acceptance length at random anchors. With a selector its choices
+    count, and ``listed`` counts the true tokens among its candidates.
     """
 
     loss: Float[Tensor, ""]
@@ -83,7 +83,7 @@ def block_losses(
     hidden: Float[Tensor, "B A N H"],
     targets: Int[Tensor, "B A N"],
     known: Bool[Tensor, "B A N"],
-    vocabulary: Vocabulary,
+    vocabulary: LossVocabulary,
     objective: Objective,
     logits_of: Any,
     teacher: Float[Tensor, "B A N H"] | None = None,
@@ -94,10 +94,10 @@ def block_losses(
 
     Args:
         logits_of: ``(hidden, head) -> logits``, `DFlashDraftModel.logits`: multiplier and soft cap.
-        teacher: the target's own final states for the same rows, when ``objective.distils``.
-        selection: the `Selection` of a drafter with a candidate selector. Its loss is weighted along the
-            block as the others are.
-        chain: the `Chain` of a drafter with a Markov head, which adds to all logits of the drafter.
+        teacher: the target's final states for the same rows, if ``objective.distils``.
+        selection: the `Selection` of a drafter with a candidate selector; its loss is weighted along the
+            block too.
+        chain: the `Chain` of a drafter with a Markov head, which adds to all logits.
     """
     labels = targets if vocabulary.index is None else vocabulary.index[targets.long()]
     more = {"teacher": None if teacher is None else teacher.flatten(0, 2)}
@@ -115,7 +115,7 @@ def block_losses(
             logits = logits + added(given["keys"]).float()
         if selection is None:
             best = torch.argmax(logits, dim=-1) == labels
-        else:  # among these the selector chooses
+        else:  # the selector's candidates
             best = torch.topk(logits.detach(), min(selection.count, logits.shape[-1]), dim=-1).indices
             best = best.to(torch.int32)
         if vocabulary.shift is not None:
@@ -152,7 +152,7 @@ def block_losses(
 def _divergence(
     objective: Objective, wanted: Float[Tensor, "R C"], scores: Float[Tensor, "R C"]
 ) -> Float[Tensor, " R"]:
-    """What each row pays for leaving the target's distribution, both as log-probabilities."""
+    """Each row's divergence from the target's distribution; both are log-probabilities."""
     total = torch.zeros_like(wanted[:, 0])
     if objective.kl:
         total = total + objective.kl * (wanted.exp() * (wanted - scores)).sum(-1)
@@ -167,7 +167,7 @@ def sample_vocabulary(
     always: Int[Tensor, " K"],
     sampled: int,
     generator: torch.Generator,
-) -> Vocabulary:
+) -> LossVocabulary:
     """The ids ``always`` and ``sampled`` of the others, each standing for its share of them."""
     size = weight.shape[0]
     rest = torch.ones(size, dtype=torch.bool)
@@ -182,4 +182,4 @@ def sample_vocabulary(
     device = weight.device
     picked = ids.to(device)
     bias = None if bias is None else bias[picked]
-    return Vocabulary(weight[picked], bias, shift.to(device), index.to(device), picked.to(torch.int32))
+    return LossVocabulary(weight[picked], bias, shift.to(device), index.to(device), picked.to(torch.int32))

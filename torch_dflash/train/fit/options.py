@@ -1,6 +1,6 @@
-"""Options of the fit stage: the drafter's shape, what it is trained for, and how.
+"""Options of the fit stage: the drafter's shape, the loss, and the training.
 
-Frozen dataclasses, checked when they are made. The command line reads them without torch.
+Frozen dataclasses, checked when made. The command line reads them without torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZES_OF = {
 
 
 def check_head(head: str | None, **sizes: int | None) -> None:
-    """Raise ``ValueError`` for a head that does not exist, or sizes of parts that it does not have."""
+    """Raise ``ValueError`` for an unknown head, or sizes of parts that the head lacks."""
     if head is not None and head not in HEADS:
         raise ValueError(f"head={head!r}: choose one of {', '.join(HEADS)}.")
     for name, size in sizes.items():
@@ -40,19 +40,19 @@ def check_head(head: str | None, **sizes: int | None) -> None:
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """What is chosen about a new drafter; the rest is its target's.
+    """The choices for a new drafter; other fields are the target's.
 
     Args:
-        mask_token_id: an id that no text holds, with a row in the target's embedding: a special token that
-            the chat template does not use, or a padding row past the tokenizer's last id.
+        mask_token_id: an id in no text, with a row in the target's embedding: a special token unused by the
+            chat template, or a padding row past the tokenizer's last id.
         layers: draft layers.
         block_size: rows W of a block, the anchor included.
         taps: tapped layers of the target (0-based), as in 1,9,17; unset: five evenly spaced, as z-lab's.
         intermediate_size: width of the MLPs; unset: the target's.
         sliding_window: window of every draft layer, causal in the block; unset: full attention.
-        head: dflash, v1; convolutions, v1 with those of DFlash2; dflash2, these and its candidate selector;
+        head: dflash, v1; convolutions, v1 with DFlash2's convolutions; dflash2, also its candidate selector;
             dspark, v1 that drafts from the anchor's row on, with a Markov head.
-            Unset: dflash, or that of the drafter to continue from.
+            Unset: dflash, or the head of the drafter to continue from.
         selector_rank: columns of the selector's codebooks; unset: 256, as published.
         selector_top_k: candidates that the selector chooses among; unset: 16, as published.
         conv_group_size: channels that share a convolution's dynamic kernel; unset: 16, as published.
@@ -88,7 +88,7 @@ class DrafterShape:
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Of the parts that v1 does not have."""
+        """Sizes of the parts that v1 lacks."""
         return {name: getattr(self, name) for name in SIZES_OF_HEADS}
 
 
@@ -96,8 +96,8 @@ class DrafterShape:
 class Objective:
     """The loss of a block: ``sum_k w_k (ce * ce_k + kl * kl_k + tv * tv_k + selector * s_k)``, averaged.
 
-    ``s_k`` is the candidate selector's cross-entropy, 0 where the truth is not among its candidates
-    (`Selection`); drafters without a selector have none.
+    ``s_k`` is the candidate selector's cross-entropy, 0 where the true token is no candidate (`Selection`)
+    or without a selector.
 
     Args:
         weighting: "decay", ``w_k = exp(-(k-1)/gamma)`` normalised over the block; or "dpace", ``w_k`` = the
@@ -150,15 +150,15 @@ class FitOptions:
 
     Args:
         epochs: passes over the data; anchors are redrawn in each.
-        steps: of the whole fit, in place of what the epochs make; the learning rate ends with them.
+        steps: of the whole fit, in place of epochs; the learning rate ends with them.
         batch_size: sequences per process and micro-batch. accumulation: micro-batches per step.
         anchors: most blocks drafted per sequence and epoch.
         learning_rate: peak of AdamW's rate. warmup: share of all steps in which it rises; a cosine follows.
         final_rate: rate at the end, as a share of the peak.
         weight_decay: decoupled, on all weights. clip: largest norm of the gradient.
         mixed_precision: "no", or "bf16" for products in bfloat16 with float32 weights.
-        sampled_vocabulary: ids sampled per step beside those of the answers for the loss's softmax; unset:
-            the whole vocabulary. Saves most of the time where the head dominates (a CPU, a small drafter).
+        sampled_vocabulary: ids sampled per step, besides the answers', for the loss's softmax; unset: the
+            whole vocabulary. Saves most of the time where the head dominates (a CPU, a small drafter).
         held_out: sequences kept for validation. evaluate_minutes: time between two validations.
         checkpoint_minutes: time between two checkpoints. seed: of anchors, order and sampled ids.
         log_steps: steps between two lines of the log.

@@ -1,4 +1,4 @@
-"""Which sequences each step trains on: a function of the step, so that a resumed fit goes the same way."""
+"""`Schedule`: the sequences of each step, by its number alone, so that a resumed fit repeats them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from torch_dflash.train.features.sequences import Sequences, epoch_batches, make_batch, seed_of, split
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.objective import Vocabulary, sample_vocabulary
+from torch_dflash.train.features.sequences import (
+    Sequences,
+    epoch_batches,
+    make_batch,
+    seed_of,
+    split_held_out,
+)
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.objective import LossVocabulary, sample_vocabulary
 from torch_dflash.train.fit.options import FitOptions
 
 
@@ -18,7 +24,7 @@ class Schedule:
     """The steps of a fit.
 
     Args:
-        taps: the drafter's. last: the target's last layer, when the KL loss needs it. processes: how many
+        taps: the drafter's. last: the target's last layer, if the KL loss needs it. processes: number that
             share a step; each takes every ``processes``-th micro-batch.
     """
 
@@ -35,15 +41,13 @@ class Schedule:
                 "fewer, or train on more."
             )
         if not self.steps_per_epoch:
-            raise ValueError(
-                f"batch_size={self.options.batch_size} x accumulation={self.options.accumulation} x "
-                f"{self.processes} processes is more than the {len(self.training)} training sequences; "
-                "lower it."
-            )
+            sizes = f"batch_size={self.options.batch_size} x accumulation={self.options.accumulation}"
+            most = f"the {len(self.training)} training sequences"
+            raise ValueError(f"{sizes} x {self.processes} processes is more than {most}; lower it.")
 
     @property
     def training(self) -> list[int]:
-        """Numbers of the sequences to train on."""
+        """Numbers of the training sequences."""
         return self._parts[0]
 
     @property
@@ -53,11 +57,11 @@ class Schedule:
 
     @cached_property
     def _parts(self) -> tuple[list[int], list[int]]:
-        return split(self.sequences, self.options.held_out, self.options.seed)
+        return split_held_out(self.sequences, self.options.held_out, self.options.seed)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in an epoch; the batches of an incomplete one are left to other epochs' orders."""
+        """Whole steps in an epoch; batches of an incomplete step are left out."""
         batches = -(-(len(self.sequences) - self.options.held_out) // self.options.batch_size)
         return batches // (self.options.accumulation * self.processes)
 
@@ -66,14 +70,14 @@ class Schedule:
         """Steps of the whole fit."""
         return self.options.steps or self.steps_per_epoch * self.options.epochs
 
-    def step_batches(self, step: int, process: int = 0) -> list[Batch]:
+    def step_batches(self, step: int, process: int = 0) -> list[AnchorBatch]:
         """The micro-batches of one step for one process, with their anchors."""
         epoch, place = divmod(step, self.steps_per_epoch)
         size = self.options.accumulation * self.processes
         mine = self._epoch(epoch)[place * size : (place + 1) * size][process :: self.processes]
         return [self._batch(indices, f"{self.options.seed}/{epoch}") for indices in mine]
 
-    def held_out_batches(self) -> list[Batch]:
+    def held_out_batches(self) -> list[AnchorBatch]:
         """Validation batches; their anchors never change."""
         size, indices = self.options.batch_size, self.held_out
         indices = sorted(indices, key=lambda index: len(self.sequences.sequence(index).ids))
@@ -81,7 +85,7 @@ class Schedule:
 
     def vocabulary(
         self, step: int, weight: torch.Tensor, bias: torch.Tensor | None, always: torch.Tensor
-    ) -> Vocabulary:
+    ) -> LossVocabulary:
         """The ids of this step's softmax (``options.sampled_vocabulary``)."""
         generator = torch.Generator().manual_seed(seed_of(f"vocabulary/{self.options.seed}/{step}"))
         return sample_vocabulary(weight, bias, always, self.options.sampled_vocabulary or 0, generator)
@@ -91,17 +95,13 @@ class Schedule:
         rows = (self.sequences.sequence(index) for index in range(len(self.sequences)))
         return torch.tensor(sorted({token for row in rows for token in row.ids[row.start :]}))
 
-    def _batch(self, indices: list[int], seed: str) -> Batch:
+    def _batch(self, indices: list[int], seed: str) -> AnchorBatch:
         return make_batch(self.sequences, indices, self.taps, self.options.anchors, seed, self.last)
 
+    @lru_cache(maxsize=4)  # noqa: B019 (keeps the last few fits' sequences, as a fit's process does)
     def _epoch(self, epoch: int) -> list[list[int]]:
-        return _cached_epoch(self, epoch)
+        options = self.options
+        return epoch_batches(self.sequences, self.training, options.batch_size, options.seed, epoch)
 
     def __hash__(self) -> int:
         return id(self)
-
-
-@lru_cache(maxsize=4)
-def _cached_epoch(schedule: Schedule, epoch: int) -> list[list[int]]:
-    options = schedule.options
-    return epoch_batches(schedule.sequences, schedule.training, options.batch_size, options.seed, epoch)

@@ -1,8 +1,8 @@
-"""The candidate selector's loss: which of a row's likeliest tokens follows the true token before it.
+"""The candidate selector's loss (`Selection`), and a Markov head's terms (`Chain`).
 
-Sources: dflash 0.1.0, ``CandidateSelector``; the loss as vllm-project/speculators (``dflash2/metrics.py``)
-and verl-SpeCo (``DFlash2TrainingModel``) have it. Gradients flow into the drafter, as in the former; a row
-whose truth is not among its candidates is left out, as in the latter.
+Sources: dflash 0.1.0, ``CandidateSelector``; the loss of vllm-project/speculators (``dflash2/metrics.py``)
+and verl-SpeCo (``DFlash2TrainingModel``). Gradients flow into the drafter, as in the former; rows whose true
+token is no candidate are left out, as in the latter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from torch_dflash.proposers.dflash2.selector import CandidateSelector
 
 @dataclass(frozen=True)
 class Selection:
-    """A selector, and the true token before each row: what it would be given if all before was right.
+    """A selector, and the true token before each row.
 
-    So what it chooses here is what it drafts in decoding, up to a block's first error; behind that nothing
-    is accepted.
+    Its choice here equals its draft in decoding up to a block's first error; later drafts are not accepted.
     """
 
     selector: CandidateSelector
@@ -45,14 +44,14 @@ class Selection:
         logits_of: Any,
         rows_per_chunk: int,
     ) -> tuple[Float[Tensor, " R"], Bool[Tensor, " R"], Bool[Tensor, " R"]]:
-        """(cross-entropy over the candidates, whether the choice is right, whether the truth is listed).
+        """(cross-entropy over the candidates, whether the choice is right, whether the true token is listed).
 
         Args:
-            candidates: places in ``vocabulary`` (a `Vocabulary`) of each row's likeliest tokens.
-            labels: the true tokens' places. logits_of: as of `block_losses`.
+            candidates: places of each row's likeliest tokens in ``vocabulary``, a `LossVocabulary`.
+            labels: places of the true tokens. logits_of: as of `block_losses`.
         """
         weight, bias, ids = vocabulary.weight, vocabulary.bias, vocabulary.ids
-        # The codebooks know ids, whatever part of the vocabulary the candidates are of.
+        # The codebooks go by ids, the candidates by places in the vocabulary.
         known_as = candidates if ids is None else ids[candidates.long()]
         added = self.selector.transitions(hidden, self.previous.flatten(), known_as)
 
@@ -75,20 +74,20 @@ class Selection:
 # Source: vllm-project/speculators, ``models/dspark/core.py``: losses are of logits with the Markov head's.
 @dataclass(frozen=True)
 class Chain:
-    """A Markov head, and the true token before each row: what it would be given if all before was right.
+    """A Markov head, and the true token before each row.
 
-    So the likeliest token here is what is drafted in decoding, up to a block's first error.
+    The likeliest token here equals the draft in decoding up to a block's first error.
     """
 
     head: MarkovHead
     previous: Int[Tensor, "B A N"]
 
     def keys(self) -> Float[Tensor, "R K"]:
-        """What the head looks up for each row."""
+        """The head's lookup for each row."""
         return self.head.markov_w1(self.previous.flatten())
 
     def added(self, vocabulary: Any) -> Any:
-        """``keys -> `` what is added to the logits of the ids of ``vocabulary`` (a `Vocabulary`)."""
+        """A function from keys to terms for the logits of ``vocabulary``, a `LossVocabulary`."""
         weight, ids = self.head.markov_w2.weight, vocabulary.ids
         weight = weight if ids is None else weight[ids.long()]
         return lambda keys: F.linear(keys, weight)

@@ -1,4 +1,4 @@
-"""The trained module: a drafter between the target's frozen embedding and head."""
+"""`Student`: a drafter between the target's frozen embedding and head."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from torch_dflash.proposers.dflash.model import DFlashDraftModel
 from torch_dflash.proposers.pair import check_pair, tables_of_ids
 from torch_dflash.targets.final_norm import final_norm
 from torch_dflash.train.features.tensorfiles import TargetFingerprint, weights_fingerprint
-from torch_dflash.train.fit.blocks import Batch, block_targets, draft_blocks, gather_rows, previous_tokens
-from torch_dflash.train.fit.objective import Losses, Vocabulary, block_losses
+from torch_dflash.train.fit.blocks import (
+    AnchorBatch,
+    block_targets,
+    draft_blocks,
+    gather_rows,
+    previous_tokens,
+)
+from torch_dflash.train.fit.objective import Losses, LossVocabulary, block_losses
 from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.selection import Chain, Selection
 
 KNOWN = ("sample_from_anchor", "markov_rank")
-"""What z-lab's drafters do not have and a fit trains all the same."""
+"""Extras of a drafter that a fit trains."""
 
 
 class Student(nn.Module):
-    """Losses of a batch: the drafter's blocks against the target's tokens. Only the drafter is trained.
+    """Losses of the drafter's blocks against the target's tokens; only the drafter is trained.
 
     Args:
         drafter: trained in place. target: gives embedding, head and, for losses against its
             distributions, the final norm.
-        objective: the loss. width: rows W of a draft, the anchor included; unset: what the drafter drafts.
-        head_dtype: type of the head's products ("bfloat16" for mixed precision); unset: the head's own.
+        objective: the loss. width: rows W of a draft, the anchor included; unset: the drafter's.
+        head_dtype: of the head's products ("bfloat16" for mixed precision); unset: the head's own.
 
     Raises:
-        ValueError: the drafter has parts that z-lab's do not have, or does not fit the target; or the loss
-            needs what the target does not have.
+        ValueError: the drafter has parts not in `KNOWN`, or does not fit the target; or the loss needs a
+            part that the target lacks.
     """
 
     embedding: torch.Tensor
@@ -67,38 +73,29 @@ class Student(nn.Module):
         self.register_buffer("head_bias", bias, persistent=False)
         self.final_norm: Any = _frozen_norm(target) if objective.distils else None
 
-    def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> Losses:
+    def forward(self, batch: AnchorBatch, vocabulary: LossVocabulary | None = None) -> Losses:
         """Sums over the batch; ``vocabulary`` unset: the loss runs over all ids."""
         rows = self.width - 1 + self.first_row
         hidden = draft_blocks(self.drafter, batch, self.embedding, rows)[:, :, self.first_row :]
         targets, known = block_targets(batch, self.width)
         teacher = None
         if self.final_norm is not None:
-            last: Any = batch.last  # given, or there is no such loss to compute
+            last: Any = batch.last  # given for these losses
             at = batch.anchors.clamp(min=0)[..., None] + torch.arange(self.width - 1, device=hidden.device)
-            # The k-th token was picked from the target's state one position before it.
+            # The target picks the k-th token from its state one position before.
             teacher = self.final_norm(gather_rows(last, at.clamp(max=batch.ids.shape[1] - 1)))
         if vocabulary is None:
-            vocabulary = Vocabulary(self.head_weight, self.head_bias, None, None)
-        return block_losses(
-            hidden,
-            targets,
-            known,
-            vocabulary,
-            self.objective,
-            self.drafter.logits,
-            teacher,
-            self._selection(batch),
-            self._chain(batch),
-        )
+            vocabulary = LossVocabulary(self.head_weight, self.head_bias, None, None)
+        rule = self.objective, self.drafter.logits, teacher, self._selection(batch), self._chain(batch)
+        return block_losses(hidden, targets, known, vocabulary, *rule)
 
-    def _selection(self, batch: Batch) -> Selection | None:
+    def _selection(self, batch: AnchorBatch) -> Selection | None:
         drafter: Any = self.drafter
-        if not drafter.config.second:
+        if not drafter.config.dflash2:
             return None
         return Selection(drafter.candidate_selector, previous_tokens(batch, self.width))
 
-    def _chain(self, batch: Batch) -> Chain | None:
+    def _chain(self, batch: AnchorBatch) -> Chain | None:
         drafter: Any = self.drafter
         if drafter.markov_head is None:
             return None
@@ -106,12 +103,12 @@ class Student(nn.Module):
 
 
 def _check_tables(config: Any, target: Any) -> None:
-    """A draft of an id without a row would have no loss."""
+    # A draft of an id without a row would have no loss.
     tables, rows = tables_of_ids(config), target.get_output_embeddings().weight.shape[0]
     if tables and config.vocab_size != rows:
         raise ValueError(
-            f"vocab_size={config.vocab_size} of the drafter, whose {tables[0]} has a row for each id, but "
-            f"the target has {rows}: a fit needs both alike; begin a drafter for this target."
+            f"vocab_size={config.vocab_size} of the drafter's {tables[0]}, but the target has {rows} ids: a "
+            "fit needs both alike; begin a drafter for this target."
         )
 
 

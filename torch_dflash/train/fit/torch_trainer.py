@@ -1,4 +1,4 @@
-"""Stage 3, fit: train a drafter on torch devices with accelerate; resumable, and the same after a resume."""
+"""Stage 3, fit: trains a drafter on torch devices with accelerate; a resumed fit takes the same steps."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from accelerate.state import AcceleratorState
 from torch.utils import _pytree as pytree
 
 from torch_dflash.train.features.sequences import Sequences
-from torch_dflash.train.fit.blocks import Batch
-from torch_dflash.train.fit.checkpoint import Checkpoint
+from torch_dflash.train.fit.blocks import AnchorBatch
+from torch_dflash.train.fit.checkpoint import FitCheckpoint
 from torch_dflash.train.fit.loop import Loop, add, open_fit, plan_fit
-from torch_dflash.train.fit.objective import Losses, Vocabulary
+from torch_dflash.train.fit.objective import Losses, LossVocabulary
 from torch_dflash.train.fit.options import FitOptions
 from torch_dflash.train.fit.schedule import Schedule
 from torch_dflash.train.fit.student import Student
 
 
 def fit(student: Student, sequences: Sequences, directory: Path, options: FitOptions) -> None:
-    """Train ``student.drafter`` in place; go on from the last checkpoint under ``directory`` if there is one.
+    """Train ``student.drafter`` in place, from the last checkpoint under ``directory`` if there is one.
 
-    Leaves ``checkpoints/``, ``log.jsonl`` and ``training.png``. Ctrl-C or SIGTERM ends it after the step at
-    hand, with a checkpoint.
+    Writes ``checkpoints/``, ``log.jsonl`` and ``training.png``. Ctrl-C or SIGTERM ends the fit after the
+    current step, with a checkpoint.
 
     Raises:
-        StageError: a loss that is not finite, a damaged file, a full disk; the message says what to do.
+        StageError: a loss that is not finite, a damaged file, a full disk; the message gives the fix.
         ValueError: the data do not fit the drafter.
     """
-    # accelerate keeps the precision of a process's first fit, and refuses another one.
+    # accelerate keeps the precision of a process's first fit and refuses another.
     AcceleratorState._reset_state()
-    # Embedding and head are buffers, the same everywhere: not to be sent around in every forward.
+    # Embedding and head are equal buffers in all processes: no broadcast in every forward.
     kwargs = DistributedDataParallelKwargs(broadcast_buffers=False)
     accelerator = Accelerator(mixed_precision=options.mixed_precision, kwargs_handlers=[kwargs])
     schedule = plan_fit(student, sequences, options, accelerator.num_processes)
@@ -59,7 +59,7 @@ class TorchTrainer:
         self.student, self.optimizer = prepared
         self.always = schedule.answer_ids() if self.options.sampled_vocabulary else None
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: FitCheckpoint) -> None:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(checkpoint.weights[name])
@@ -69,7 +69,7 @@ class TorchTrainer:
                     "exp_avg_sq": checkpoint.second[name].to(parameter.device),
                 }
 
-    def step(self, step: int, rate: float, batches: list[Batch]) -> Any:
+    def step(self, step: int, rate: float, batches: list[AnchorBatch]) -> Any:
         accelerator = self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -95,7 +95,7 @@ class TorchTrainer:
         losses, norm = stepped
         return pytree.tree_map(lambda value: self.accelerator.reduce(value, "sum"), losses), float(norm)
 
-    def losses(self, batch: Batch) -> Losses:
+    def losses(self, batch: AnchorBatch) -> Losses:
         with torch.no_grad(), self.accelerator.autocast():
             return self.bare(_moved(batch, self.accelerator.device))
 
@@ -105,9 +105,9 @@ class TorchTrainer:
         asked = torch.tensor(float(stop), device=self.accelerator.device)
         return bool(self.accelerator.reduce(asked, "sum") > 0)
 
-    def checkpoint(self, step: int, seconds: float) -> Checkpoint:
+    def checkpoint(self, step: int, seconds: float) -> FitCheckpoint:
         state = self.optimizer.state
-        return Checkpoint(
+        return FitCheckpoint(
             step=step,
             seconds=seconds,
             weights=dict(self.trained),
@@ -115,11 +115,11 @@ class TorchTrainer:
             second={name: state[value]["exp_avg_sq"] for name, value in self.trained.items()},
         )
 
-    def _vocabulary(self, step: int) -> Vocabulary | None:
+    def _vocabulary(self, step: int) -> LossVocabulary | None:
         if self.always is None:
             return None
         return self.schedule.vocabulary(step, self.bare.head_weight, self.bare.head_bias, self.always)
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
+def _moved(batch: AnchorBatch, device: torch.device) -> AnchorBatch:
     return pytree.tree_map(lambda value: value.to(device, non_blocking=True), batch)
