@@ -232,7 +232,7 @@ def test_drafters_without_weights(folders, compiler, drafter, capsys):
         (["--context", "0"], "'--context': 0 is not in the range x>=1"),
         (["--layers", "0"], "'--layers': 0 is not in the range x>=1"),
         (["--layers", "99"], "--layers 99: the target has 4; ask for at most that many"),
-        (["--block", "1"], "block_size=1: a block is the anchor and at least one draft"),
+        (["--block", "1"], "block_size=1: set >= 2, or drafter=None"),
         (["--topology", "v99:2x2"], "topology='v99:2x2': no peak figures for 'v99'; name one of v4, v5e"),
         (["--cache", "ring"], "'ring' is not one of 'static', 'paged'"),
         (["--json", "/nowhere/found.json"], "--json /nowhere/found.json: its folder does not exist"),

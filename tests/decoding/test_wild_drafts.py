@@ -62,7 +62,7 @@ def test_a_tree_is_refused(runtime):
 def test_a_proposer_without_a_name_is_refused():
     drafter = Scripted(1, 80, WIDTH)
     drafter.name = None
-    with pytest.raises(TypeError, match="drafter=Scripted: it has no name; .*name = 'mine'"):
+    with pytest.raises(TypeError, match="drafter=Scripted: it has no name, .*name = 'mine'"):
         td.compile(target()[0], drafter, runtime="eager", **SIZES)
 
 

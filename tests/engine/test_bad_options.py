@@ -247,6 +247,6 @@ def test_other_models_by_their_names(engine):
 def test_the_model_in_the_place_of_the_drafters_name(pair):
     for source in (pair[0], pair[1], None):
         said = f"source={type(source).__name__}"
-        words = said, "the target comes second", "load_drafter(path_or_id, target)"
+        words = said, "the first argument", "load_drafter(path_or_id, target)"
         with refuses(TypeError, *words):
             td.load_drafter(source, "z-lab/some-drafter")

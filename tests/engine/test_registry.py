@@ -14,7 +14,6 @@ import torch_dflash as td
 from torch_dflash import generation
 from torch_dflash.engine import registry as engine_cache
 from torch_dflash.requests.options import round_up
-from torch_dflash.targets import binding as swapped
 
 NEW = 6
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
@@ -266,20 +265,41 @@ def test_an_interrupted_swap_leaves_no_weight_in_the_skeleton(monkeypatch, place
     """The user's tensors would stay alive there, whatever becomes of the model."""
     target = make_target("llama", seed=5)
     engine = td.compile(target, None, runtime="eager", max_length=32)
-    own, put, count = own_text(target, PROMPT, 2), swapped.put, iter(range(999))
-    stop = {"before": 5, "within": None, "after": len(engine.tensors()) + 5}[place]
+    own, bound = own_text(target, PROMPT, 2), engine.pair._bound
+    count, interrupted = iter(range(999)), []
 
-    def interrupted(*args, **kwargs):
-        if next(count) == stop:
-            raise error
-        return put(*args, **kwargs)
+    class Store:
+        """A module's tensors, of which the sixth cannot be written the first time."""
+
+        def __init__(self, store):
+            self.store = store
+
+        def __setitem__(self, key, tensor):
+            self.write(lambda: self.store.__setitem__(key, tensor))
+
+        def __getitem__(self, key):
+            return self.store[key]
+
+        def update(self, own):
+            self.write(lambda: self.store.update(own))
+
+        def write(self, write):
+            if next(count) == 5:
+                interrupted.append(place)
+                raise error
+            write()
 
     with monkeypatch.context() as patch, pytest.raises(error):
-        if stop is None:
-            patch.setattr(type(engine.pair), "forward", lambda *args: (_ for _ in ()).throw(error()))
+        if place == "before":
+            shown = {n: [(Store(s), key) for s, key in places] for n, places in bound._places.items()}
+            patch.setattr(bound, "_places", shown)
+        elif place == "after":
+            patch.setattr(bound, "_own", [(Store(store), own) for store, own in bound._own])
         else:
-            patch.setattr(swapped, "put", interrupted)
+            interrupted.append(place)
+            patch.setattr(type(engine.pair), "forward", lambda *args: (_ for _ in ()).throw(error()))
         engine.generate(torch.tensor([PROMPT]), max_new_tokens=2)
+    assert interrupted
     left = [*engine.pair.parameters(), *engine.pair.buffers()]
     live = {leaf.data_ptr() for leaf in engine.tensors().values()}
     assert left and not {leaf.data_ptr() for leaf in left if leaf.device.type != "meta"} & live
