@@ -52,7 +52,7 @@ from torch_dflash.ops.block_attention import block_attention
 from torch_dflash.ops.control_flow import branch, chunked, on_host
 from torch_dflash.ops.paged_attention import append_pages, paged_attention
 from torch_dflash.ops.spread import likeliest, spread, stacked_linear, stacked_sum
-from torch_dflash.ops.windows import write_rows
+from torch_dflash.ops.windows import put_slot, take_slot, write_rows
 from torch_dflash.targets.scans import run_mixer
 
 UNROLLED_ROWS = 8
@@ -84,6 +84,17 @@ def write_rows_jax(
 def _write_rows(buffer, rows, start, dim, count=None):
     write = partial(once, write_rows_jax, dim=dim)
     return call_jax(_on_slice(write_on_slice, write), buffer, rows, start, count)
+
+
+def _take_slot(buffer, row):
+    return call_jax(partial(jax.lax.dynamic_slice_in_dim, slice_size=1), buffer, row)
+
+
+def _put_slot(buffer, part, row):
+    def put(buffer, part, row):
+        return jax.lax.dynamic_update_slice_in_dim(buffer, part.astype(buffer.dtype), row, axis=0)
+
+    return call_jax(put, buffer, part, row)
 
 
 def _on_slice(spread: Callable, function: Callable) -> Callable:
@@ -313,6 +324,8 @@ def _absorb(count, fresh, path):
 
 LOWERED = {
     write_rows: _write_rows,
+    take_slot: _take_slot,
+    put_slot: _put_slot,
     finite_values: _finite_values,
     grouped_attention: _grouped_attention,
     dense_attention: _dense_attention,

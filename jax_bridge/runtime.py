@@ -20,7 +20,16 @@ from jax_bridge.devices.on_mesh import Place, places_of
 from jax_bridge.devices.one_device import OneDevice
 from jax_bridge.devices.samples import checksum
 from jax_bridge.devices.spare import Spare, dense_layers, fit, with_caches, without_caches
-from jax_bridge.programs.lower import Programs, lower, lower_begin, lower_prefill, lower_rounds, run_pipelined
+from jax_bridge.programs.lower import (
+    Programs,
+    lower,
+    lower_admit,
+    lower_begin,
+    lower_feed,
+    lower_prefill,
+    lower_rounds,
+    run_pipelined,
+)
 from jax_bridge.programs.state_dtypes import StateDtypes
 from jax_bridge.state import check_alive, register_states
 from jax_bridge.weights.formats import Weight
@@ -39,6 +48,8 @@ class Steps(NamedTuple):
 
     begin: Callable
     prefill: Callable
+    admit: Callable
+    feed: Callable
     rewind: Callable
     rounds: dict[int, Callable]
     read: Callable
@@ -49,6 +60,8 @@ class Steps(NamedTuple):
         return cls(
             begin=lower_begin(pair),
             prefill=lower_prefill(pair),
+            admit=lower_admit(pair),
+            feed=lower_feed(pair),
             rewind=lower(partial(rewind, pair)),
             rounds={
                 width: lower_rounds(pair, width, fewest) for width in widths or (pair.plan.verify_width,)
@@ -103,6 +116,8 @@ class XlaRuntime:
         self._state_dtypes = StateDtypes(begin, self.plan, self._programs, wide=wide)
         self._spare = Spare() if wide and isinstance(place, OneDevice) else None
         self._prefill, self._rewind = place.step(steps.prefill), place.step(steps.rewind)
+        self._admit, self._feed = place.step(steps.admit), place.step(steps.feed)
+        self._nobody = self._place.send(np.zeros(self.plan.batch_size, bool))
         self._rounds = {width: place.step(rounds) for width, rounds in steps.rounds.items()}
         self._read = place.host_output(steps.read)
 
@@ -182,6 +197,14 @@ class XlaRuntime:
                 self._programs.start(*self._chunk(params, state, Rounds(width, 1)))
         return self._run(*piece)
 
+    def admit(self, params: Arrays, state: DecodeState, row: int, requests: RowRequests) -> DecodeState:
+        """Begin another request in ``row``; consumes ``state``."""
+        return self._run(*self._admission(params, state, row, requests))
+
+    def feed(self, params: Arrays, state: DecodeState, row: int, chunk: PromptChunk) -> DecodeState:
+        """Append a prompt chunk to one row, computing that row alone; consumes ``state``."""
+        return self._run(*self._row_piece(params, state, row, chunk))
+
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set the paused rows and the page tables: two small transfers."""
         put = lambda values: self._place.put(torch.tensor(values, device="cpu"))  # noqa: E731 - in JAX's own memory, for states are donated
@@ -193,10 +216,16 @@ class XlaRuntime:
         start = self._place.put(torch.tensor(known, dtype=torch.int32, device="cpu"))
         return replace(state, record=state.record | {"start": start})
 
-    def advance(self, params: Arrays, state: DecodeState, turn: Rounds | None = None) -> DecodeState:
+    def advance(
+        self,
+        params: Arrays,
+        state: DecodeState,
+        turn: Rounds | None = None,
+        wanted: np.ndarray | None = None,
+    ) -> DecodeState:
         """A chunk of rounds without a host read; consumes ``state``."""
         check_alive(state)
-        return self._run(*self._chunk(params, state, turn or Rounds.of(self.plan)))
+        return self._run(*self._chunk(params, state, turn or Rounds.of(self.plan), wanted))
 
     def rewind(
         self, params: Arrays, state: DecodeState, kept: np.ndarray, rows: RowRequests, snapshot: Any = None
@@ -270,9 +299,20 @@ class XlaRuntime:
         """Arguments of `Programs.get` for a prompt chunk."""
         return "prefill", self._prefill, (params, state, self._place.send(chunk)), (1,)
 
-    def _chunk(self, params: Arrays, state: DecodeState, turn: Rounds) -> tuple:
+    def _admission(self, params: Arrays, state: DecodeState, row: int, requests: RowRequests) -> tuple:
+        """Arguments of `Programs.get` for a request that begins in a row."""
+        return "admit", self._admit, (params, state, *self._place.send((np.int32(row), requests))), (1,)
+
+    def _row_piece(self, params: Arrays, state: DecodeState, row: int, chunk: PromptChunk) -> tuple:
+        """Arguments of `Programs.get` for a prompt chunk of one row."""
+        return "feed", self._feed, (params, state, *self._place.send((np.int32(row), chunk))), (1,)
+
+    def _chunk(
+        self, params: Arrays, state: DecodeState, turn: Rounds, wanted: np.ndarray | None = None
+    ) -> tuple:
         """Arguments of `Programs.get` for a chunk of rounds."""
-        args = params, state, np.int32(turn.rounds)
+        ends = self._nobody if wanted is None else self._place.send(wanted)
+        args = params, state, np.int32(turn.rounds), ends
         return self._name(turn.width), self._rounds[turn.width], args, (1,)
 
     def _name(self, width: int) -> str:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Pair, Params, decode_round
 from torch_dflash.plan import DecodePlan
-from torch_dflash.rows import RowRequests, begin, prefill, rewind
+from torch_dflash.rows import RowRequests, admit, begin, feed, prefill, rewind
 from torch_dflash.runtime import HostRead, Rounds, host_read
 from torch_dflash.state import DecodeState, PromptChunk
 
@@ -57,6 +57,12 @@ class EagerRuntime:
     def prefill(self, params: Params, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         return _checked(self._step(prefill, params, state, chunk))
 
+    def admit(self, params: Params, state: DecodeState, row: int, requests: RowRequests) -> DecodeState:
+        return self._step(admit, params, _separate(state), torch.tensor(row), requests)
+
+    def feed(self, params: Params, state: DecodeState, row: int, chunk: PromptChunk) -> DecodeState:
+        return _checked(self._step(feed, params, _separate(state), torch.tensor(row), chunk))
+
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
         def tensor(values: np.ndarray) -> torch.Tensor:
             return torch.tensor(values, device=state.done.device)
@@ -68,10 +74,16 @@ class EagerRuntime:
         start = torch.tensor(known, dtype=torch.int32, device=state.done.device)
         return replace(state, record=state.record | {"start": start})
 
-    def advance(self, params: Params, state: DecodeState, turn: Rounds | None = None) -> DecodeState:
+    def advance(
+        self,
+        params: Params,
+        state: DecodeState,
+        turn: Rounds | None = None,
+        wanted: np.ndarray | None = None,
+    ) -> DecodeState:
         turn = turn or Rounds.of(self.plan)
         for _ in range(turn.rounds):
-            if state.done.all():
+            if state.done.all() or wanted is not None and bool(state.done.cpu().numpy()[wanted].any()):
                 break
             state = _checked(self._step(partial(decode_round, width=turn.width), params, state))
         return state
@@ -128,6 +140,19 @@ class EagerRuntime:
 
 def _shapes(state: DecodeState) -> Any:
     return pytree.tree_structure(state), [getattr(leaf, "shape", ()) for leaf in pytree.tree_leaves(state)]
+
+
+def _separate(state: DecodeState) -> DecodeState:
+    """``state`` with a copy of each leaf whose memory an earlier leaf has: a row is written in place."""
+    seen: set[int] = set()
+
+    def own(leaf: torch.Tensor) -> torch.Tensor:
+        place = leaf.untyped_storage().data_ptr()
+        shared = place in seen
+        seen.add(place)
+        return leaf.clone() if shared else leaf
+
+    return pytree.tree_map_only(torch.Tensor, own, state)
 
 
 def _checked(state: DecodeState) -> DecodeState:

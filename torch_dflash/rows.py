@@ -1,4 +1,4 @@
-"""Rows of a state: begin, feed prompts, reset for other requests, rewind. `decode` has the rounds."""
+"""Rows of a state: begin, feed prompts, admit other requests, rewind. `decode` has the rounds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_dflash.cache.allocate import empty_page_table
+from torch_dflash.cache.paged import PagedLayer
 from torch_dflash.decode import Pair, Params, pick
-from torch_dflash.ops.windows import clear_rows, write_rows
+from torch_dflash.ops.windows import clear_rows, put_slot, take_slot, write_rows
 from torch_dflash.plan import DecodePlan
 from torch_dflash.processors.interface import Text
 from torch_dflash.pytrees import register_state
@@ -64,6 +65,53 @@ def reset(
 ) -> DecodeState:
     """Begin other requests in the rows marked in ``rows``; the others stay as they are."""
     return pair.run(_reset, params, state, rows, requests)
+
+
+def admit(
+    pair: Pair, params: Params, state: DecodeState, row: Int[Tensor, ""], requests: RowRequests
+) -> DecodeState:
+    """Begin another request in ``row``; ``requests`` has a batch of one. The row has no pages then."""
+    return pair.run(_admit, params, state, row, requests)
+
+
+def feed(
+    pair: Pair, params: Params, state: DecodeState, row: Int[Tensor, ""], chunk: PromptChunk
+) -> DecodeState:
+    """`prefill` of ``row`` alone: ``chunk`` has a batch of one, and the pass computes one row."""
+    return pair.run(_feed, params, state, row, chunk)
+
+
+def take(state: DecodeState, row: Int[Tensor, ""]) -> DecodeState:
+    """A state of ``row`` alone. Pools of pages belong to all rows and go along whole."""
+
+    def one(leaf: Any) -> Any:
+        return take_slot(leaf, row) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(one, state, is_leaf=_is_pool)
+
+
+def put(state: DecodeState, part: DecodeState, row: Int[Tensor, ""]) -> DecodeState:
+    """``state`` with ``part``, a state of one row, as its ``row``; consumes both. No leaves may share memory."""
+
+    def one(old: Any, new: Any) -> Any:
+        if _is_pool(old) or not isinstance(old, Tensor):
+            return new
+        return put_slot(old, new, row)
+
+    return pytree.tree_map(one, state, part, is_leaf=_is_pool)
+
+
+def _is_pool(node: Any) -> bool:
+    return isinstance(node, PagedLayer)
+
+
+def _admit(pair: Pair, state: DecodeState, row: Tensor, requests: RowRequests) -> DecodeState:
+    part = take(state, row)
+    return put(state, _reset(pair, part, torch.ones_like(part.done), requests), row)
+
+
+def _feed(pair: Pair, state: DecodeState, row: Tensor, chunk: PromptChunk) -> DecodeState:
+    return put(state, _prefill(pair, take(state, row), chunk), row)
 
 
 def _prefill(pair: Pair, state: DecodeState, chunk: PromptChunk) -> DecodeState:

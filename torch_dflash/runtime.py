@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torch_dflash.decode import Params
 from torch_dflash.ops.windows import read_rows
@@ -33,6 +34,10 @@ class HostRead:
     done: Any
     rounds: Any
     record: Any
+
+    def row(self, number: int) -> HostRead:
+        """The read of one row, as of a batch of one."""
+        return pytree.tree_map(lambda leaf: leaf[number : number + 1], self)
 
 
 def host_read(plan: DecodePlan, state: DecodeState, known: Tensor, rounds: Tensor) -> HostRead:
@@ -169,6 +174,14 @@ class Runtime(Protocol):
 
     def prefill(self, params: Any, state: Any, chunk: PromptChunk) -> Any: ...
 
+    def admit(self, params: Any, state: Any, row: int, requests: RowRequests) -> Any:
+        """`torch_dflash.rows.admit`: begin another request in ``row``; consumes ``state``."""
+        ...
+
+    def feed(self, params: Any, state: Any, row: int, chunk: PromptChunk) -> Any:
+        """`torch_dflash.rows.feed`: append a prompt chunk to ``row`` alone; consumes ``state``."""
+        ...
+
     def assign(self, state: Any, page_table: np.ndarray | None, done: np.ndarray) -> Any:
         """Set the paused rows and, for a paged cache, the page tables; consumes ``state``."""
         ...
@@ -177,8 +190,13 @@ class Runtime(Protocol):
         """Start the kept rows of logits at positions ``known`` [B]; consumes ``state``."""
         ...
 
-    def advance(self, params: Any, state: Any, turn: Rounds | None = None) -> Any:
-        """Run the rounds of ``turn`` (unset: `Rounds.of` the plan), fewer when every row is done."""
+    def advance(
+        self, params: Any, state: Any, turn: Rounds | None = None, wanted: np.ndarray | None = None
+    ) -> Any:
+        """Run the rounds of ``turn`` (unset: `Rounds.of` the plan), fewer when every row is done.
+
+        ``wanted`` [B]: rows that others wait for; the chunk ends with the round in which one is done.
+        """
         ...
 
     def rewind(

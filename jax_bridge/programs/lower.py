@@ -30,7 +30,7 @@ from torch_dflash.decode import Pair, decode_round
 from torch_dflash.guards.processes import check_process
 from torch_dflash.guards.reentry import check_outside, entering, holding
 from torch_dflash.progress import Compiling
-from torch_dflash.rows import begin, prefill
+from torch_dflash.rows import admit, begin, feed, prefill
 from torch_dflash.targets.autocast import uncast
 from torch_dflash.targets.hooks import restoring_attributes
 
@@ -66,17 +66,31 @@ def lower_prefill(pair: Pair) -> Callable:
     return _lower_pass(partial(prefill, pair), pair)
 
 
-def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Callable:
-    """``(params, state, most) -> state``: ``most`` rounds on the device, fewer when all rows are done.
+def lower_admit(pair: Pair) -> Callable:
+    """``(params, state, row, requests) -> state``."""
+    return lower(partial(admit, pair))
 
-    ``most`` defaults to the plan's ``rounds_per_chunk``; ``width``, ``fewest``: as in `decode_round`.
+
+def lower_feed(pair: Pair) -> Callable:
+    """``(params, state, row, chunk) -> state``."""
+    return _lower_pass(partial(feed, pair), pair)
+
+
+def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Callable:
+    """``(params, state, most, wanted) -> state``: ``most`` rounds on the device, fewer when all rows are done.
+
+    ``most`` defaults to the plan's ``rounds_per_chunk``; ``wanted`` [B]: rows whose end is the chunk's;
+    ``width``, ``fewest``: as in `decode_round`.
     """
     step = _lower_pass(partial(decode_round, pair, width=width, fewest=fewest), pair)
 
-    def rounds(params: Any, state: Any, most: Any = pair.plan.rounds_per_chunk) -> Any:
+    def rounds(
+        params: Any, state: Any, most: Any = pair.plan.rounds_per_chunk, wanted: Any = None
+    ) -> Any:
         def unfinished(carry):
             count, state = carry
-            return (count < most) & ~jnp.all(state.done)
+            go_on = (count < most) & ~jnp.all(state.done)
+            return go_on if wanted is None else go_on & ~jnp.any(state.done & wanted)
 
         def one_round(carry):
             count, state = carry

@@ -77,6 +77,21 @@ def clear_rows(buffer: Tensor, rows: Bool[Tensor, " B"]) -> Tensor:
     return torch.where(rows.view(-1, *[1] * (buffer.ndim - 1)), torch.zeros_like(buffer), buffer)
 
 
+@lowerable
+def take_slot(buffer: Tensor, row: Int[Tensor, ""]) -> Tensor:
+    """Batch row ``row`` of ``buffer`` [B, ...] as a new tensor [1, ...]."""
+    return buffer.index_select(0, row.view(1).long())
+
+
+@lowerable
+def put_slot(buffer: Tensor, part: Tensor, row: Int[Tensor, ""]) -> Tensor:
+    """Put ``part`` [1, ...] into batch row ``row`` of ``buffer`` [B, ...]; return the buffer.
+
+    The buffer is consumed: written in place eagerly, donated under XLA.
+    """
+    return buffer.index_copy_(0, row.view(1).long(), part.to(buffer.dtype))
+
+
 def take_row(rows: Tensor, index: Int[Tensor, " B"]) -> Tensor:
     """``rows[b, index[b]]`` kept as one row: [B, R, ...] -> [B, 1, ...]."""
     at = index.long().view(-1, *[1] * (rows.ndim - 1)).expand(-1, 1, *rows.shape[2:])
