@@ -189,13 +189,16 @@ class XlaRuntime:
     def prefill(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk; consumes ``state``."""
         piece = self._piece(params, state, chunk)
+        self._start_rounds(params, state, piece)
+        return self._run(*piece)
+
+    def _start_rounds(self, params: Arrays, state: DecodeState, piece: tuple) -> None:
+        """Decoding follows a prompt's piece: compile its program together, and while the prompt is read."""
         if not self._rounds_started:
-            # Decoding follows: compile its program together with this one, and while the prompt is read.
             self._rounds_started = True
             self._programs.start(*piece)
             for width in self._rounds:
                 self._programs.start(*self._chunk(params, state, Rounds(width, 1)))
-        return self._run(*piece)
 
     def admit(self, params: Arrays, state: DecodeState, row: int, requests: RowRequests) -> DecodeState:
         """Begin another request in ``row``; consumes ``state``."""
@@ -203,7 +206,9 @@ class XlaRuntime:
 
     def feed(self, params: Arrays, state: DecodeState, row: int, chunk: PromptChunk) -> DecodeState:
         """Append a prompt chunk to one row, computing that row alone; consumes ``state``."""
-        return self._run(*self._row_piece(params, state, row, chunk))
+        piece = self._row_piece(params, state, row, chunk)
+        self._start_rounds(params, state, piece)
+        return self._run(*piece)
 
     def assign(self, state: DecodeState, page_table: np.ndarray | None, done: np.ndarray) -> DecodeState:
         """Set the paused rows and the page tables: two small transfers."""
@@ -262,9 +267,9 @@ class XlaRuntime:
         """A state for a user, with caches in the models' types."""
         return self._state_dtypes.export_state(params, state)
 
-    def warmup(self, params: Arrays, buckets: list[int], progress: bool | None) -> None:
+    def warmup(self, params: Arrays, buckets: list[int], progress: bool | None, slots: bool = False) -> None:
         """Compile every prompt bucket, the rounds and the read, by running them on idle rows."""
-        count = len(buckets) + len(self._rounds) + 2
+        count = len(buckets) * (1 + slots) + len(self._rounds) + 2 + slots
         with (
             lasting(progress, f"compiling all programs for {self._sizes}", count, "program") as bar,
             quiet(progress is False or not bar.disable),
@@ -274,14 +279,16 @@ class XlaRuntime:
             state = self.assign(state, table, np.ones(self.plan.batch_size, bool))
             state = self.import_state(params, self.export_state(params, state))
             bar.update()
-            state = run_pipelined(self._programs, self._every_step(params, table, buckets), state, bar)
+            state = run_pipelined(self._programs, self._every_step(params, table, buckets, slots), state, bar)
             bar.set_description("the results' read")
             zeros = np.zeros(self.plan.batch_size, np.int32)
             self.read(state, zeros, zeros)
             self.retire(state)
             bar.update()
 
-    def _every_step(self, params: Arrays, table: np.ndarray | None, buckets: list[int]) -> list[tuple]:
+    def _every_step(
+        self, params: Arrays, table: np.ndarray | None, buckets: list[int], slots: bool
+    ) -> list[tuple]:
         """An empty prompt chunk and a round of every width, for `run_pipelined`."""
         live = np.zeros(self.plan.batch_size, bool)  # a round of paused rows would do nothing
 
@@ -293,6 +300,14 @@ class XlaRuntime:
 
         chunks = [partial(piece, chunk=idle_chunk(self.plan, width)) for width in buckets]
         named = list(zip([f"prompts of {width} tokens" for width in buckets], chunks, strict=True))
+        if slots:
+            single = replace(self.plan, batch_size=1)
+            idle = RowRequests.idle(single)
+            named.append(("requests of a row", lambda state: self._admission(params, state, 0, idle)))
+            for width in buckets:
+                chunk = idle_chunk(single, width)
+                feed = partial(self._row_piece, params, row=0, chunk=chunk)
+                named.append((f"a row's prompts of {width} tokens", feed))
         return named + [(self._name(width), partial(rounds, width=width)) for width in self._rounds]
 
     def _piece(self, params: Arrays, state: DecodeState, chunk: PromptChunk) -> tuple:

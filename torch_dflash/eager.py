@@ -123,7 +123,7 @@ class EagerRuntime:
     def export_state(self, params: Params, state: DecodeState) -> DecodeState:
         return state
 
-    def warmup(self, params: Params, buckets: list[int], progress: bool | None) -> None:
+    def warmup(self, params: Params, buckets: list[int], progress: bool | None, slots: bool = False) -> None:
         """Nothing to compile."""
 
     def _step(self, step, params: Params, *args):

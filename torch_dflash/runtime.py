@@ -233,6 +233,6 @@ class Runtime(Protocol):
         """Convert a state to a user's, in the models' dtypes; consumes it."""
         ...
 
-    def warmup(self, params: Any, buckets: list[int], progress: bool | None) -> None:
-        """Compile every program of a request; ``progress`` as in `Engine.warmup`."""
+    def warmup(self, params: Any, buckets: list[int], progress: bool | None, slots: bool = False) -> None:
+        """Compile every program of a request, and with ``slots`` `admit` and `feed`; as `Engine.warmup`."""
         ...

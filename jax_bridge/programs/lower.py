@@ -77,16 +77,14 @@ def lower_feed(pair: Pair) -> Callable:
 
 
 def lower_rounds(pair: Pair, width: int | None = None, fewest: int = 1) -> Callable:
-    """``(params, state, most, wanted) -> state``: ``most`` rounds on the device, fewer when all rows are done.
+    """``(params, state, most, wanted) -> state``: ``most`` rounds on the device, or until all rows are done.
 
     ``most`` defaults to the plan's ``rounds_per_chunk``; ``wanted`` [B]: rows whose end is the chunk's;
     ``width``, ``fewest``: as in `decode_round`.
     """
     step = _lower_pass(partial(decode_round, pair, width=width, fewest=fewest), pair)
 
-    def rounds(
-        params: Any, state: Any, most: Any = pair.plan.rounds_per_chunk, wanted: Any = None
-    ) -> Any:
+    def rounds(params: Any, state: Any, most: Any = pair.plan.rounds_per_chunk, wanted: Any = None) -> Any:
         def unfinished(carry):
             count, state = carry
             go_on = (count < most) & ~jnp.all(state.done)

@@ -1,96 +1,220 @@
-"""`Call`: one call's rows on several replicas; their results arrive in the caller's thread."""
+"""`Call`: the rows of one request in `Slots`; `map_prompts`: any number of prompts, one after another."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
+from itertools import count, repeat, starmap
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from torch_dflash.checks import check_counts
+from torch_dflash.engine.outputs import GenerateOutput, Share, collect
+from torch_dflash.engine.slots import Handle, Service, Slots, Version
 from torch_dflash.record import HostRecord
+from torch_dflash.requests.read import CallOptions
 from torch_dflash.requests.request import Request
+from torch_dflash.requests.row_values import drawn_seed
 from torch_dflash.runtime import Progress, RowDelta
 
-
-@dataclass(frozen=True)
-class Part:
-    """A replica's result for some ``rows`` of a call; ``progress`` has them in this order.
-
-    ``read_at`` holds when each host read ended (`time.perf_counter`); the rest as in `DecodeStats`.
-    """
-
-    replica: int
-    rows: list[int]
-    progress: Progress
-    read_at: list[float]
-    compilations: int
-    prefilled: int
+if TYPE_CHECKING:
+    from torch_dflash.engine.engine import Engine
 
 
 class Call:
-    """One request on its way through the replicas.
+    """One request on the rows of `Slots`; its results arrive in the caller's thread."""
 
-    Args:
-        request: all rows.
-        params: the weights, as each replica's runtime holds them.
+    def __init__(self, slots: Slots, request: Request, version: Version):
+        self.request, self._slots = request, slots
+        self._started = time.perf_counter()
+        self._deltas: SimpleQueue[tuple[int, RowDelta | None]] = SimpleQueue()
+        self.handles = slots.enqueue(request, version, lambda row, delta: self._deltas.put((row, delta)))
 
-    Attributes:
-        waiting: rows that no replica has taken yet. groups: how many were handed out together.
-        parts: what is done. stopped: nobody wants more.
-    """
+    def run(self, streamer: object = None) -> GenerateOutput:
+        """Decode all rows; an error of one ends the call, when the others have stopped."""
+        put = getattr(streamer, "put", lambda ids: None)
+        try:
+            put(self.request.input_ids.cpu())
+            for deltas in self.reads():
+                if 0 in deltas and deltas[0].tokens:
+                    put(torch.tensor(deltas[0].tokens))
+        finally:
+            self.cancel()
+            self._slots.settle(self.handles)
+        getattr(streamer, "end", lambda: None)()
+        return self._output()
 
-    def __init__(self, request: Request, params: list[Any]):
-        self.request, self.params = request, params
-        self.waiting = deque(range(len(request.rows)))
-        self.groups, self._over = 0, 0
-        self.parts: list[Part] = []
-        self.stopped = False
-        self._told: SimpleQueue[dict[int, RowDelta] | Part | BaseException | None] = SimpleQueue()
+    def gains(self, logprobs: bool, top: bool) -> Generator[list[RowDelta], None, None]:
+        """Yield every row's new tokens, read by read; rows of other replicas gain nothing then."""
+        over = [False] * len(self.handles)
+        try:
+            for deltas in self.reads():
+                over = [deltas[row].done if row in deltas else done for row, done in enumerate(over)]
+                nothing = [
+                    RowDelta([], [], done, [] if logprobs else None, [] if top else None) for done in over
+                ]
+                yield [deltas.get(row, nothing[row]) for row in range(len(over))]
+        finally:
+            self.cancel()
 
-    def tell(self, what: dict[int, RowDelta] | Part | BaseException | None) -> None:
-        """Called by replicas: what rows have gained; at last, once a group, its part, an error, or None."""
-        self._told.put(what)
-
-    def gains(self) -> Iterator[dict[int, RowDelta]]:
-        """Yield the rows' new tokens, read by read, until all rows have ended.
+    def reads(self) -> Iterator[dict[int, RowDelta]]:
+        """Yield what rows have gained, until all have ended.
 
         Raises:
-            Exception: what a replica raised.
+            Exception: what ended a row.
         """
-        while sum(len(part.rows) for part in self.parts) < len(self.request.rows):
-            told = self._next()
-            if isinstance(told, BaseException):
+        running = len(self.handles)
+        while running:
+            found: dict[int, RowDelta] = {}
+            entry = self._slots.next_of(self._deltas)
+            while entry is not None:
+                row, delta = entry
+                if delta is None:
+                    running -= 1
+                    self.handles[row].result()
+                elif row in found:
+                    yield found
+                    found = {row: delta}
+                else:
+                    found[row] = delta
                 try:
-                    raise told
-                finally:
-                    del told  # which its own traceback would hold
-            if isinstance(told, Part):
-                self.parts.append(told)
-            elif told is not None:
-                yield told
+                    entry = self._deltas.get_nowait()
+                except Empty:
+                    entry = None
+            if found:
+                yield found
 
-    def rest(self) -> None:
-        """Wait until no replica is at work on it; they stop after the chunk that they are in."""
-        while self._over < self.groups:
-            self._next()
+    def cancel(self) -> None:
+        """Give up every row that has not ended. Takes no lock: garbage collection may run this."""
+        for handle in self.handles:
+            handle.cancel()
 
-    def progress(self) -> Progress:
-        """The last read of every row, in the order in which they were asked for."""
-        order = np.argsort([row for part in self.parts for row in part.rows])
+    def _output(self) -> GenerateOutput:
+        """All rows as one output, as if one batch had decoded them."""
+        services = [handle.service for handle in self.handles if handle.service is not None]
+        read_at = sorted({at - self._started for each in services for at in each.read_at})
+        found = _joined([each.progress for each in services])
+        prefilled = sum(each.prefilled for each in services)
+        output = collect(self.request, found, read_at, _compiled(services), prefilled)
+        shares = _shares(services, output.stats.acceptance_lengths, self._slots.replicas)
+        output.stats = replace(output.stats, replicas=shares)
+        return output
 
-        def rows(name: str) -> np.ndarray:
-            parts = [getattr(part.progress, name)[: len(part.rows)] for part in self.parts]
-            return np.concatenate(parts)[order]
 
-        names = ("tokens", "accepted", "length", "done", "rounds", "known", "ended")
-        record = HostRecord.joined([(part.progress.record, part.rows) for part in self.parts])
-        widths = sum((part.progress.widths for part in self.parts), Counter())
-        return Progress(**{name: rows(name) for name in names}, record=record, widths=widths)
+def _compiled(services: list[Service]) -> int:
+    """Programs that the replicas have compiled since the first row's admission."""
+    spans: dict[int, tuple[int, int]] = {}
+    for each in services:
+        first, last = spans.get(each.replica, (each.compiled, 0))
+        spans[each.replica] = min(first, each.compiled), max(last, each.compiled + each.compilations)
+    return sum(last - first for first, last in spans.values())
 
-    def _next(self) -> dict[int, RowDelta] | Part | BaseException | None:
-        told = self._told.get()
-        self._over += not isinstance(told, dict)
-        return told
+
+def _joined(rows: list[Progress]) -> Progress:
+    """One batch of several, each of one row."""
+    names = ("tokens", "accepted", "length", "done", "rounds", "known", "ended")
+    columns = {name: np.concatenate([getattr(row, name) for row in rows]) for name in names}
+    record = HostRecord.joined([(row.record, [at]) for at, row in enumerate(rows)])
+    return Progress(**columns, record=record, widths=sum((row.widths for row in rows), Counter()))
+
+
+def _shares(services: list[Service], lengths: list[list[int]], replicas: int) -> tuple[Share, ...]:
+    """Each replica's rows, and its rounds in which one of them was under way; nothing of a single engine."""
+    shares = []
+    for replica in range(replicas if replicas > 1 else 0):
+        own = [
+            (each.first_round, each.first_round + len(row))
+            for each, row in zip(services, lengths, strict=True)
+            if each.replica == replica
+        ]
+        rounds = end = 0
+        for first, last in sorted(own):
+            rounds += max(0, last - max(first, end))
+            end = max(end, last)
+        shares.append(Share(len(own), rounds))
+    return tuple(shares)
+
+
+def map_prompts(
+    engine: Engine,
+    slots: Slots,
+    prompts: Iterable[Any],
+    options: Iterable[Mapping[str, Any]] | None,
+    shared: dict[str, Any],
+    ahead: int | None,
+) -> Iterator[GenerateOutput]:
+    """The outputs of ``prompts`` in their order; arguments as of `Engine.map`."""
+    if isinstance(prompts, Tensor | str):
+        kind = f"Tensor {tuple(prompts.shape)}" if isinstance(prompts, Tensor) else "str"
+        raise TypeError(f"prompts={kind}: pass unpadded lists of ids, tokenizer(texts).input_ids.")
+    counts = [len(each) for each in (prompts, options) if isinstance(each, Sized)]
+    if len(counts) == 2 and counts[0] != counts[1]:
+        raise ValueError(f"prompts has {counts[0]} entries, options {counts[1]}: pass one mapping a prompt.")
+    if ahead is not None:
+        check_counts(ahead=ahead)
+    engine.follow()
+    version, seed = engine.version(), shared.get("seed")
+    first = drawn_seed() if seed is None else seed
+    plain = shared | {"return_dict_in_generate": True, "seed": first}
+    call = engine.split(plain)
+
+    def submit(number: int, prompt: Any, own: Mapping[str, Any]) -> Handle:
+        try:
+            seeded = {"seed": first + number} if isinstance(first, int) else {}
+            asked = engine.split(plain | seeded | dict(own)) if own else _seeded(call, seeded)
+            request = engine.read_rows(*_ids_of(prompt), asked)
+            if len(request.rows) != 1:
+                raise ValueError("num_return_sequences: map gives an output a prompt; repeat the prompt.")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prompt {number}: {error}") from error
+        return slots.enqueue(request, version)[0]
+
+    numbered = zip(count(), prompts, repeat({}) if options is None else options, strict=False)
+    return _in_order(starmap(submit, numbered), ahead or AHEAD * engine.plan.batch_size * slots.replicas)
+
+
+def _in_order(handles: Iterator[Handle], ahead: int) -> Iterator[GenerateOutput]:
+    """Results in order; at most ``ahead`` requests are under way. An error comes in its turn."""
+    waiting: deque[Handle] = deque()
+    error: Exception | None = None
+    try:
+        while True:
+            try:
+                waiting.append(next(handles))
+            except StopIteration:
+                break
+            except Exception as found:
+                error = found
+                break
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+        if error is not None:
+            raise error
+    finally:
+        for handle in waiting:
+            handle.cancel()
+
+
+def _ids_of(prompt: Any) -> tuple[Tensor, Tensor]:
+    """A prompt as ids and mask [1, T]."""
+    if isinstance(prompt, str):
+        raise TypeError(f"{prompt[:40]!r} is text: pass token ids, tokenizer(text).input_ids.")
+    ids = prompt if isinstance(prompt, Tensor) else torch.tensor(prompt, dtype=torch.long)
+    ids = ids[None] if ids.ndim == 1 else ids
+    return ids, torch.ones_like(ids)
+
+
+def _seeded(call: CallOptions, own: dict[str, Any]) -> CallOptions:
+    return replace(call, own=replace(call.own, **own))
+
+
+AHEAD = 4
+"""Requests of `Engine.map` under way at once for each row: while a slow one holds up the results."""

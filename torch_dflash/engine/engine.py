@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_dflash.checks import check_context, check_streamer, check_target, context_of
+from torch_dflash.checks import check_context, check_counts, check_streamer, check_target, context_of
 from torch_dflash.decode import Pair
 from torch_dflash.engine.batch import Generation
 from torch_dflash.engine.bridge import make_runtimes, tell_device
+from torch_dflash.engine.call import Call, map_prompts
 from torch_dflash.engine.models import Models, check_entry, marked
 from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect, tokens_of
 from torch_dflash.engine.scheduler import Scheduler
 from torch_dflash.engine.session import Session
+from torch_dflash.engine.slots import Slots, Version
 from torch_dflash.engine.width import UNLIMITED, Pace, Widths, widths_of
 from torch_dflash.guards.processes import OfOneProcess
 from torch_dflash.plan import MIN_BUCKET, DecodePlan
@@ -32,7 +34,7 @@ from torch_dflash.proposers.choose import make_proposer
 from torch_dflash.record import WHOLE
 from torch_dflash.requests.logprobs import check_top
 from torch_dflash.requests.options import EngineOptions, GenerateOptions
-from torch_dflash.requests.read import check_fits, read_request
+from torch_dflash.requests.read import CallOptions, check_each_fits, check_fits, read_options, read_request
 from torch_dflash.requests.request import Request, Row
 from torch_dflash.requests.rules import arranged, of_the_model
 from torch_dflash.runtime import Progress, RowDelta, Runtime
@@ -167,8 +169,10 @@ class Engine(OfOneProcess):
         self.follow()
         self.runtime.forget(self._live())
 
-    def warmup(self, progress: bool | None = None) -> Engine:
+    def warmup(self, progress: bool | None = None, slots: bool = False) -> Engine:
         """Compile every prompt bucket and the decoding loop, so that no later call compiles.
+
+        ``slots``: also the programs of `map`, `slots` and calls of more rows than ``batch_size``.
 
         With ``verify_width="auto"`` a few rounds of each width also show what it costs on this machine, as
         far as ``max_length`` has room for them.
@@ -184,7 +188,7 @@ class Engine(OfOneProcess):
         self.meet("warmup")
         with self.shared("warmup"):
             params = self._params()
-            self.runtime.warmup(params, buckets, progress)
+            self.runtime.warmup(params, buckets, progress, slots)
             if not self._widths.measured:
                 self._measure_widths(params)
         return self
@@ -238,6 +242,8 @@ class Engine(OfOneProcess):
         started = time.perf_counter()
         compiled = self.runtime.compilations
         self._check(request)
+        if (slots := self._slots_for(request)) is not None:
+            return Call(slots, request, self.version()).run(streamer)
         times, gained = [], Deltas(request.lengths)
         with self.shared("generate"):
             params = self._params()  # refuses models that were changed, before a streamer has anything
@@ -263,10 +269,49 @@ class Engine(OfOneProcess):
 
     def gains(self, request: Request) -> Generator[list[RowDelta], None, None]:
         """Yield each row's new tokens, chunk by chunk."""
+        if (slots := self._slots_for(request)) is not None:
+            kept = "output_logprobs" in self.plan.outputs, bool(self.plan.top_logprobs)
+            yield from Call(slots, request, self.version()).gains(*kept)
+            return
         with self.shared("stream"):
             steps = self._steps(self._begin(request.rows, self._params()), streamed=True)
         with closing(steps):  # at once, though a traceback holds it
             yield from map(Deltas(request.lengths).by, steps)
+
+    def map(
+        self,
+        prompts: Iterable[Any],
+        options: Iterable[Mapping[str, Any]] | None = None,
+        *,
+        ahead: int | None = None,
+        **shared: Any,
+    ) -> Iterator[GenerateOutput]:
+        """Decode any number of prompts; yield an output of one row for each, in their order.
+
+        A row that has ended is given to the next prompt while the others decode. Prompts are read as their
+        turn comes, the weights once. Prompt n says what row n of one `generate` would: its seed is
+        ``seed + n``.
+
+        Args:
+            prompts: ids of each without padding: lists, or tensors [T] or [1, T].
+            options: one mapping a prompt, over the options that all share; as of `generate`.
+            ahead: prompts that may be under way while the results wait for an earlier one; unset: four
+                times as many as decode together.
+
+        Raises:
+            TypeError, ValueError: bad options at once; a bad prompt when its turn comes, after the outputs
+                of all before it.
+        """
+        return map_prompts(self, self._own_slots(), prompts, options, shared, ahead)
+
+    def slots(self, queue: int | None = None) -> Slots:
+        """Rows for requests that come at any time, from any thread; a thread decodes while there are some.
+
+        ``queue``: most requests that may wait; None: any number.
+        """
+        if queue is not None:
+            check_counts(queue=queue)
+        return Slots(self, queue, threads=True)
 
     def session(self) -> Session:
         """A row that goes on from request to request: what a prompt shares with it is not read again."""
@@ -279,7 +324,9 @@ class Engine(OfOneProcess):
     ) -> DecodeState:
         """The state after prefill, on the runtime's side of the border; options as in `generate`."""
         asked = {**options, "return_dict_in_generate": False}
-        rows = self._read("start", input_ids, attention_mask, asked).rows
+        request = self._read("start", input_ids, attention_mask, asked)
+        check_fits(request, self.plan)
+        rows = request.rows
         if any(row.stopping for row in rows):
             raise ValueError(
                 "stop_strings, max_time: a state that is handed out cannot end by them; call generate."
@@ -329,16 +376,37 @@ class Engine(OfOneProcess):
             TypeError, ValueError: naming what cannot be honoured, before anything runs.
         """
         self.follow()
+        return self.read_rows(input_ids, attention_mask, self.split(options))
+
+    def split(self, options: Mapping[str, Any]) -> CallOptions:
+        """A call's options by who reads them; errors as of `read`."""
+        return read_options(self._models.target, options)
+
+    def read_rows(self, input_ids: Any, attention_mask: Any, options: CallOptions) -> Request:
+        """As `read`, without a look at the models: they were looked at for options split before."""
         request = read_request(self._models.target, input_ids, attention_mask, options)
         self._check(request)
         return request
+
+    def version(self) -> Version:
+        """The copy of the models and the weights of each replica, for requests that come now."""
+        tensors = self._live()
+        return Version(self._built, [runtime.refresh(tensors) for runtime in self._built.runtimes])
 
     def place(self, state: DecodeState) -> DecodeState:
         """A state of torch tensors, of an engine with this one's plan, on this side of the border."""
         return self.runtime.place(state)
 
     def _check(self, request: Request) -> None:
-        check_fits(request, self.plan)
+        check_each_fits(request, self.plan)
+
+    def _own_slots(self) -> Slots:
+        """Slots that the caller's thread steps."""
+        return Slots(self)
+
+    def _slots_for(self, request: Request) -> Slots | None:
+        """Slots for a request of more rows than decode together."""
+        return self._own_slots() if len(request.rows) > self.plan.batch_size else None
 
     def meet(self, what: str, state: Any = None, read: Callable[[], Any] = lambda: None) -> Any:
         """``read()``, in the call ``what`` of ``state``; several processes do it together."""

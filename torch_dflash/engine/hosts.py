@@ -26,8 +26,10 @@ from torch_dflash.engine.bridge import Hosts
 from torch_dflash.engine.engine import Built, Engine
 from torch_dflash.engine.models import check_entry
 from torch_dflash.engine.session import Session
+from torch_dflash.engine.slots import Slots
 from torch_dflash.proposers.composed import inner_of, key_of
 from torch_dflash.requests.options import EngineOptions
+from torch_dflash.requests.read import check_fits
 from torch_dflash.requests.request import UNSET, Request
 from torch_dflash.requests.row_values import drawn_seed
 from torch_dflash.requests.stopping import Deadline
@@ -282,6 +284,18 @@ class HostsEngine(Engine):
     def shared(self, what: str) -> AbstractContextManager[None]:
         """While open, the others end if this process fails in ``what``."""
         return self.hosts.leaving(what)
+
+    def _check(self, request: Request) -> None:
+        check_fits(request, self.plan)
+
+    def _own_slots(self) -> Slots:
+        raise ValueError(
+            "map with a mesh of several processes: each would admit requests by its own clock; call generate "
+            "with batch_size rows at a time, or decode on the devices of one process."
+        )
+
+    def slots(self, queue: int | None = None) -> Slots:
+        return self._own_slots()
 
     def session(self) -> Session:
         raise ValueError(

@@ -41,6 +41,11 @@ class PageAllocator:
             self.table[row, column] = self._free.pop()
         return True
 
+    def renew(self, row: int, most: int) -> None:
+        """Let another request have ``row``, which may come to hold ``most`` positions."""
+        self.release(row)
+        self._most[row] = min(self._pages(most), self.table.shape[1])
+
     def release(self, row: int) -> None:
         """Take back the pages of a row that has ended."""
         held = self._held(row)

@@ -47,11 +47,22 @@ class Scheduler:
         self._allocator = None
         if plan.cache == "paged":
             self._allocator = PageAllocator(plan, [limit + plan.gain for limit in limits], page_table)
+        self._table = (
+            None if self._allocator is None else self._allocator.table.copy()
+        )  # as the device has it
 
     @classmethod
     def for_rows(cls, plan: DecodePlan, rows: list[Row], page_table: np.ndarray | None = None) -> Scheduler:
         """A scheduler for rows whose prompts are still to be read."""
         return cls(plan, [row.length for row in rows], [row.limit for row in rows], page_table)
+
+    @classmethod
+    def idle(cls, plan: DecodePlan) -> Scheduler:
+        """A scheduler without a request; `seat` gives rows to some."""
+        scheduler = cls(plan, [0] * plan.batch_size, [0] * plan.batch_size)
+        scheduler.ended[:], scheduler._done[:] = True, True
+        scheduler._waiting = []
+        return scheduler
 
     @classmethod
     def of(cls, plan: DecodePlan, read: dict[str, Tensor]) -> Scheduler:
@@ -71,23 +82,41 @@ class Scheduler:
 
     def next_step(self) -> Step:
         """Reserve what the next chunk can write, for rows under way first, then for waiting ones."""
-        allocator = self._allocator
-        before = None if allocator is None else allocator.table.copy()
-        live = [row for row in np.flatnonzero(~self.ended).tolist() if row not in self._waiting]
-        if allocator is not None:
-            for row in np.flatnonzero(self.ended).tolist():
-                allocator.release(row)
-        going = [row for row in live if self._reserve(row)]
+        going = self.going()
         due = [row for row in self._waiting if self._reserve(row)]
         self._waiting = [row for row in self._waiting if row not in due]
+        return Step(due, *self.changes([*going, *due]))
+
+    def going(self) -> list[int]:
+        """The rows under way that have pages for the next chunk; takes back the pages of those that ended."""
+        live = [row for row in np.flatnonzero(~self.ended).tolist() if row not in self._waiting]
+        if self._allocator is not None:
+            for row in np.flatnonzero(self.ended).tolist():
+                self._allocator.release(row)
+        return [row for row in live if self._reserve(row)]
+
+    def seat(self, row: int, length: int, limit: int) -> bool:
+        """Give ``row``, whose request has ended, to another if there are pages for its next chunk."""
+        self.lengths[row], self.limits[row] = length, limit
+        if self._allocator is not None:
+            self._allocator.renew(row, limit + self.plan.gain)
+        seated = self._reserve(row)
+        self.ended[row] = not seated
+        return seated
+
+    def changes(self, live: list[int], anew: bool = False) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Page table and ``done`` [B] with which ``live`` decode and others rest; None if the device has both.
+
+        ``anew``: the device has those of other requests.
+        """
         done = np.ones(self.plan.batch_size, bool)
-        done[going + due] = False
-        table = None if allocator is None else allocator.table.copy()
-        same = before is None or table is None or np.array_equal(before, table)
-        if same and np.array_equal(done, self._done):
-            return Step(due, None, None)
-        self._done = done
-        return Step(due, table, done)
+        done[live] = False
+        table = None if self._allocator is None else self._allocator.table.copy()
+        same = table is None or np.array_equal(table, self._table)
+        if same and np.array_equal(done, self._done) and not anew:
+            return None, None
+        self._done, self._table = done, table
+        return table, done
 
     def update(self, length: np.ndarray, done: np.ndarray) -> None:
         """Take in what the host has read after the chunk: the state's ``length`` and ``done`` [B]."""

@@ -1,0 +1,543 @@
+"""`Slots`: requests on the rows of an engine, admitted as rows come free and decoded beside each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from torch_dflash.engine.outputs import Deltas, GenerateOutput, collect
+from torch_dflash.engine.scheduler import Scheduler
+from torch_dflash.engine.width import Pace
+from torch_dflash.guards.reentry import entering
+from torch_dflash.record import WHOLE
+from torch_dflash.requests.prompts import prompt_chunks
+from torch_dflash.requests.read import impure
+from torch_dflash.requests.request import Request, Row, row_requests
+from torch_dflash.rows import RowRequests
+from torch_dflash.runtime import HostRead, Progress, RowDelta
+from torch_dflash.state import PromptChunk
+
+if TYPE_CHECKING:
+    from torch_dflash.engine.engine import Built, Engine
+
+
+class QueueFull(RuntimeError):
+    """More requests wait than the queue of `Slots` holds."""
+
+
+class Version(NamedTuple):
+    """The models as they were when a request came: their copy, and the weights of each replica's runtime."""
+
+    built: Built
+    params: list[Any]
+
+    def same(self, other: Version | None, replica: int) -> bool:
+        """Whether rows of both may decode together on ``replica``."""
+        if other is None or self.built is not other.built:
+            return False
+        own, others = self.params[replica], other.params[replica]
+        return own is others or own.keys() == others.keys() and all(own[name] is others[name] for name in own)
+
+
+@dataclass
+class Service:
+    """What a replica has done for a request.
+
+    Attributes:
+        replica: its number. admitted: when (`time.perf_counter`). read_at: when each of the row's reads ended.
+        progress: the row's, a batch of one. prefilled: tokens of its prompt that were read.
+        first_round, compiled: the replica's counts of rounds and of compiled XLA programs at the admission.
+        compilations: programs compiled since, those for its neighbours included.
+    """
+
+    replica: int
+    admitted: float
+    progress: Progress
+    first_round: int
+    compiled: int
+    read_at: list[float] = field(default_factory=list)
+    prefilled: int = 0
+    compilations: int = 0
+
+
+class Handle(Future):
+    """A request on its way: iterate its `RowDelta`s, wait for its `result`, or `cancel` it.
+
+    A `concurrent.futures.Future` of a `GenerateOutput` with one row, whose times count from the admission.
+    Without threads of its own the loop runs while somebody waits for a result or iterates.
+
+    Attributes:
+        request: of one row.
+        service: what was done for it; None before its admission.
+        submitted: when (`time.perf_counter`).
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        version: Version,
+        slots: Slots,
+        listen: Callable[[RowDelta | None], None] | None = None,
+    ):
+        super().__init__()
+        self.request, self.version, self._slots = request, version, slots
+        self.service: Service | None = None
+        self.submitted = time.perf_counter()
+        self.left = False
+        self._deltas: SimpleQueue[RowDelta | None] = SimpleQueue()
+        self._listen = listen or self._deltas.put
+        self._collects = listen is None
+
+    @property
+    def row(self) -> Row:
+        """The request's only row."""
+        return self.request.rows[0]
+
+    def cancel(self) -> bool:
+        """Give the request up; its row is free after the chunk under way. False: it has ended."""
+        self.left = True  # no lock: this may run in the garbage collection of any thread
+        return not self.done()
+
+    def __iter__(self) -> Iterator[RowDelta]:
+        """Yield new tokens, read by read, to the end.
+
+        Raises:
+            Exception: what ended the request.
+        """
+        while (delta := self._slots.next_of(self._deltas)) is not None:
+            yield delta
+        if not self.cancelled():
+            super().result()
+
+    def result(self, timeout: float | None = None) -> GenerateOutput:
+        """The output, when the request has ended.
+
+        Raises:
+            CancelledError: it was cancelled. TimeoutError: it runs on. Exception: what ended it.
+        """
+        self._slots.drive(self, timeout)
+        return super().result(timeout)
+
+    def tell(self, delta: RowDelta | None) -> None:
+        """Hand on what the row has gained; None: nothing more comes."""
+        self._listen(delta)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Set the result, or ``error``; a request that was given up is cancelled."""
+        if self.left:
+            super().cancel()
+        if self.set_running_or_notify_cancel():
+            try:
+                output = self._output() if error is None else None
+            except Exception as found:
+                error, output = found, None
+            self.set_exception(error) if error is not None else self.set_result(output)
+        try:
+            self._listen(None)
+        except Exception:
+            pass  # a listener that fails has ended its request already
+
+    def _output(self) -> GenerateOutput | None:
+        if not self._collects or (service := self.service) is None:
+            return None
+        times = [at - service.admitted for at in service.read_at]
+        return collect(self.request, service.progress, times, service.compilations, service.prefilled)
+
+
+class Slot:
+    """A row of the state and the request that has it."""
+
+    def __init__(self, handle: Handle, service: Service, largest_chunk: int, slots: int):
+        row = handle.row
+        self.handle, self.service, self.progress = handle, service, service.progress
+        self.progress.tokens[0, : row.length] = row.prompt  # a stop string may begin there
+        self.pieces = deque(prompt_chunks([row.prompt], 1, largest_chunk, slots))
+        self._deltas = Deltas([row.length])
+
+    def take_in(self, read: HostRead, ended: bool, width: int) -> list[int]:
+        """Take in a read: stop rules, grammar, listeners. Returns the tokens that each new round committed."""
+        progress, row = self.progress, self.handle.row
+        since, rounds = int(progress.known[0]), progress.rounds.copy()
+        progress.add(read)
+        progress.ended[0] = ended
+        accepted = progress.accepted_since(rounds)[0]
+        progress.widths[width] += len(accepted)
+        text = progress.tokens[0, : progress.known[0]]
+        found = [rule.ends([text], [since], progress.record)[0] for rule in row.stopping]
+        ends = [end for end in found if end is not None and progress.known[0] > row.length]
+        if ends:  # the device may have run past the end; the surplus is cut
+            progress.cut(0, min(ends))
+        if row.grammar is not None:  # once more, against the tokens themselves
+            row.grammar.check(progress.tokens[0, row.length : progress.known[0]].tolist())
+        self.handle.tell(self._deltas.by(progress)[0])
+        return accepted
+
+
+class Lane:
+    """The rows of one replica and the loop that fills them. One thread at a time steps it.
+
+    Args:
+        replica: its number. slots: whose requests it takes.
+    """
+
+    def __init__(self, replica: int, slots: Slots):
+        self.replica, self._all = replica, slots
+        self.plan, self._largest = slots.plan, slots.largest_chunk
+        self._single = replace(self.plan, batch_size=1)
+        self.inbox: deque[Handle] = deque()
+        self.rows: dict[int, Slot] = {}
+        self.busy = self.taken = self.rounds = self.compiled = 0
+        self.thread: threading.Thread | None = None
+        self._version: Version | None = None
+        self._rest()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not self.rows and not self.inbox
+
+    def step(self) -> None:
+        """One chunk: rows that were given up leave, requests are admitted, prompts and rounds run, one read.
+
+        An error of the device ends every request that has a row; those that wait begin anew.
+        """
+        for row in [row for row, slot in self.rows.items() if slot.handle.left]:
+            self._leave(row)
+        version = self._version
+        if not self.rows:  # the models may be others since
+            version = next((handle.version for handle in self.inbox if not handle.left), None)
+        if version is None:
+            return self._drop_left()
+        version.built.pair.check_free()
+        try:
+            with entering(version.built.pair):
+                self._chunk(version)
+        except BaseException as error:
+            for row in list(self.rows):
+                self._leave(row, error)
+            self._rest()
+            if not isinstance(error, Exception):
+                raise
+        if not self.rows:
+            if self._state is not None:
+                version.built.runtimes[self.replica].retire(self._state)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Hold no state and no weights."""
+        self._state, self._version = None, None
+        self._scheduler, self._pace = Scheduler.idle(self.plan), Pace()
+        self._latest: dict[int, Row] = {}  # a row's grammar is asked until the row begins anew
+
+    def _chunk(self, version: Version) -> None:
+        runtime, params = version.built.runtimes[self.replica], version.params[self.replica]
+        compiled = runtime.compilations
+        going = self._scheduler.going()
+        new = self._admitted(version)
+        if not self.rows:
+            return
+        together = len(new) == len(self.rows) and 2 * len(new) > self.plan.batch_size
+        if self._state is None:
+            rows = [self.rows[row].handle.row for row in new] if together else []
+            asked = row_requests(rows, self.plan) if rows else RowRequests.idle(self.plan)
+            self._state = runtime.begin(params, asked, stale=True)
+        else:
+            together = False
+        self._version = version
+        for row in [] if together else new:
+            asked = row_requests([self.rows[row].handle.row], self._single)
+            self._state = runtime.admit(params, self._state, row, asked)
+        self._latest |= {row: self.rows[row].handle.row for row in new}
+        prompts = self._prompts(new) if together else []
+        fed = [] if together else self._pieces([*going, *new])
+        live = [row for row in [*going, *new] if not self.rows[row].pieces]
+        table, done = self._scheduler.changes(live, anew=bool(new))
+        if done is not None:
+            self._state = runtime.assign(self._state, table, done)
+        known, rounds = self._known("known"), self._known("rounds")
+        if {*WHOLE.values()} & {*self.plan.outputs}:
+            self._state = runtime.record_from(self._state, known)
+        for chunk in prompts:
+            self._state = runtime.prefill(params, self._state, chunk)
+        for row, chunk in fed:
+            self._state = runtime.feed(params, self._state, row, chunk)
+        if not live:
+            return
+        turn, started = version.built.widths.next(self._pace), time.perf_counter()
+        wanted = None
+        if self._all.waiting or self.inbox:
+            wanted = np.zeros(self.plan.batch_size, bool)
+            wanted[live] = True
+        self._state = runtime.advance(params, self._state, turn, wanted)
+        read = runtime.read(self._state, known, rounds)
+        seconds, now = time.perf_counter() - started, time.perf_counter()
+        compiled = runtime.compilations - compiled
+        self._scheduler.update(read.length, read.done)
+        self.compiled += compiled
+        for slot in self.rows.values():
+            slot.service.compilations += compiled
+        accepted = [self._take_in(row, read.row(row), turn.width, now) for row in live]
+        self.rounds += max(map(len, accepted), default=0)
+        alone = not (prompts or fed or compiled)
+        version.built.widths.note(turn, seconds if alone else None, accepted, self._pace)
+
+    def _admitted(self, version: Version) -> list[int]:
+        """Give free rows to requests, in the order of their arrival, while there are pages."""
+        new: list[int] = []
+        while len(self.rows) < self.plan.batch_size and self._all.deal(self):
+            handle = self.inbox[0]
+            if handle.left:
+                self._drop_left()
+                continue
+            if not handle.version.same(version, self.replica):
+                break  # it waits until the rows under way have ended, with the weights they began with
+            row = next(row for row in range(self.plan.batch_size) if row not in self.rows)
+            if not self._scheduler.seat(row, handle.row.length, handle.row.limit):
+                break
+            self.inbox.popleft()
+            now = time.perf_counter()
+            progress = Progress.empty(self._single, np.array([handle.row.length]))
+            handle.service = Service(self.replica, now, progress, self.rounds, self.compiled)
+            self.rows[row] = Slot(handle, handle.service, self._largest, self.plan.slots)
+            new.append(row)
+        return new
+
+    def _prompts(self, rows: list[int]) -> list[PromptChunk]:
+        """The prompts of rows that begin together, for the whole batch's program."""
+        for row in rows:
+            self.rows[row].pieces.clear()
+            self.rows[row].service.prefilled = self.rows[row].handle.row.length
+        prompts = [self.rows[row].handle.row.prompt for row in rows]
+        return list(prompt_chunks(prompts, self.plan.batch_size, self._largest, self.plan.slots))
+
+    def _pieces(self, rows: list[int]) -> list[tuple[int, PromptChunk]]:
+        """The next piece of each prompt, together no longer than the largest one, but at least one piece."""
+        found, left = [], self._largest
+        for row in rows:
+            slot = self.rows[row]
+            if slot.pieces and (not found or slot.pieces[0].ids.shape[1] <= left):
+                chunk = slot.pieces.popleft()
+                left -= chunk.ids.shape[1]
+                slot.service.prefilled += int(chunk.count[0])
+                found.append((row, chunk))
+        return found
+
+    def _known(self, name: str) -> np.ndarray:
+        """A count [B] of the host's for each row, 0 where there is no request."""
+        counts = np.zeros(self.plan.batch_size, np.int32)
+        for row, slot in self.rows.items():
+            counts[row] = getattr(slot.progress, name)[0]
+        return counts
+
+    def _take_in(self, row: int, read: HostRead, width: int, now: float) -> list[int]:
+        """Take in a row's read; what its host code raises ends its request alone."""
+        slot, accepted = self.rows[row], []
+        slot.service.read_at.append(now)
+        try:
+            accepted = slot.take_in(read, bool(self._scheduler.ended[row]), width)
+        except Exception as error:
+            self._leave(row, error)
+        else:
+            if slot.progress.ended[0]:
+                self._leave(row)
+        return accepted
+
+    def _leave(self, row: int, error: BaseException | None = None) -> None:
+        """Free a row, then tell: who hears that a request is over finds the row free."""
+        slot = self.rows.pop(row)
+        self._scheduler.ended[row] = True
+        self._all.freed(self)
+        slot.handle.end(error)
+
+    def _drop_left(self) -> None:
+        """Forget requests that were given up before their admission."""
+        while self.inbox and self.inbox[0].left:
+            handle = self.inbox.popleft()
+            self._all.freed(self)
+            handle.end()
+
+
+class Slots:
+    """Rows of an engine as slots: submit requests at any time, each decodes as if it were alone.
+
+    A row's text does not depend on its neighbours or its place. Requests are admitted in the order of their
+    arrival, while a row and pages are free. No request is ever thrown out again: a row gets pages only if
+    all rows can still be finished (`torch_dflash.engine.pages`), so there is nothing to preempt.
+
+    Args:
+        engine: its rows, and those of its replicas.
+        queue: most requests that may wait; None: any number.
+        threads: whether a thread of its own steps each replica while there is work; otherwise whoever waits
+            for a result does, or `step`.
+    """
+
+    def __init__(self, engine: Engine, queue: int | None = None, threads: bool = False):
+        self._engine, self._queue = engine, queue
+        self.plan, self.largest_chunk = engine.plan, engine.options.prefill_chunk_size
+        if names := impure(self.plan.processors):
+            raise ValueError(
+                f"{names[0]} has to be asked once for each token of one call, which rows of many calls cannot "
+                "do; pass td.HostProcessor(..., pure=True) if its scores follow from its arguments."
+            )
+        self._line: deque[Handle] = deque()
+        self._lock, self._stepping, self._threads = threading.RLock(), threading.Lock(), threads
+        self._checked = -CHECK_SECONDS
+        self._lanes = [Lane(replica, self) for replica in range(engine.options.replicas)]
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no row yet."""
+        return len(self._line) + sum(len(lane.inbox) for lane in self._lanes)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(len(lane.rows) for lane in self._lanes)
+
+    def submit(
+        self, input_ids: Any, attention_mask: Any = None, *, check: bool | None = None, **options: Any
+    ) -> Handle:
+        """Queue a request of one row; arguments as of `Engine.generate`.
+
+        Args:
+            check: whether to look for changes of the models' code and modules before; None: if nothing runs,
+                and at most once a second.
+
+        Raises:
+            QueueFull: more wait than the queue holds. TypeError, ValueError: what no row can serve.
+        """
+        due = time.monotonic() - self._checked > CHECK_SECONDS or not self.running
+        if due if check is None else check:
+            self._engine.follow()
+            self._checked = time.monotonic()
+        asked = options | {"return_dict_in_generate": True}
+        request = self._engine.read_rows(input_ids, attention_mask, self._engine.split(asked))
+        if len(request.rows) > 1:
+            raise ValueError(f"input_ids has {len(request.rows)} rows: submit takes one; submit each.")
+        (handle,) = self.enqueue(request, self._engine.version())
+        return handle
+
+    def enqueue(
+        self, request: Request, version: Version, listen: Callable[[int, RowDelta | None], None] | None = None
+    ) -> list[Handle]:
+        """Queue the rows of a request that was read; ``listen`` gets their numbers and deltas."""
+        handles = []
+        for number, row in enumerate(request.rows):
+            own = Request([row], request.pad_token_id, request.input_ids[number : number + 1])
+            told = None if listen is None else lambda delta, number=number: listen(number, delta)
+            handles.append(Handle(own, version, self, told))
+        with self._lock:
+            if self._queue is not None and self.waiting + len(handles) > self._queue:
+                raise QueueFull(f"{self.waiting} requests wait, queue={self._queue}; submit again later.")
+            self._line += handles
+            self._deal()
+        return handles
+
+    @property
+    def replicas(self) -> int:
+        """Engines that share the requests."""
+        return len(self._lanes)
+
+    def settle(self, handles: list[Handle]) -> None:
+        """Wait until all ``handles``, which have ended or were given up, have left their rows."""
+        for handle in handles:
+            self.drive(handle)
+        wait(handles)
+
+    def step(self) -> bool:
+        """Run one chunk of each replica. Returns whether requests are left."""
+        with self._stepping:
+            for lane in self._lanes:
+                lane.step()
+        return any(not lane.idle for lane in self._lanes)
+
+    def drive(self, handle: Handle, timeout: float | None = None) -> None:
+        """Step until ``handle`` has ended, unless threads do."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not (self._threads or handle.done() or until is not None and time.monotonic() > until):
+            self.step()
+
+    def next_of(self, queue: SimpleQueue) -> Any:
+        """The next entry of ``queue``, which the deltas of requests fill."""
+        while True:
+            try:
+                return queue.get(block=self._threads)
+            except Empty:
+                self.step()
+
+    def deal(self, lane: Lane) -> bool:
+        """Give ``lane`` the next request, if there is one. Returns whether its inbox has one."""
+        with self._lock:
+            self._deal()
+            return bool(lane.inbox)
+
+    def freed(self, lane: Lane) -> None:
+        """A row of ``lane`` is free."""
+        with self._lock:
+            lane.busy -= 1
+            self._deal()
+
+    def least_busy(self) -> int:
+        """The replica for a state that is decoded elsewhere."""
+        with self._lock:
+            lane = self._next()
+            lane.taken += 1
+            return lane.replica
+
+    def _next(self) -> Lane:
+        """The replica with the fewest rows now, then with the fewest so far."""
+        return min(self._lanes, key=lambda lane: (lane.busy, lane.taken, lane.replica))
+
+    def _deal(self) -> None:
+        while self._line:
+            if self._line[0].left:
+                self._line.popleft().end()
+                continue
+            lane = self._next()
+            if lane.busy >= self.plan.batch_size:
+                break
+            lane.inbox.append(self._line.popleft())
+            lane.busy += 1
+            lane.taken += 1
+        if self._threads:
+            for lane in self._lanes:
+                self._wake(lane)
+
+    def _wake(self, lane: Lane) -> None:
+        if lane.thread is not None or lane.idle:
+            return
+        lane.thread = threading.Thread(target=self._serve, args=(lane,), name=f"replica {lane.replica}")
+        try:
+            lane.thread.start()
+        except RuntimeError as error:  # the process may have no more threads
+            lane.thread = None
+            for handle in lane.inbox:
+                lane.busy -= 1
+                handle.end(error)
+            lane.inbox.clear()
+
+    def _serve(self, lane: Lane) -> None:
+        try:
+            while True:
+                with self._lock:
+                    if lane.idle:
+                        lane.thread = None
+                        return
+                lane.step()
+        except BaseException:
+            with self._lock:
+                lane.thread = None
+                self._deal()  # another thread takes those that wait
+            raise
+
+
+CHECK_SECONDS = 1.0
+"""Seconds between two looks at the models of requests that come while others run."""
