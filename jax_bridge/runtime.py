@@ -299,7 +299,9 @@ class XlaRuntime:
             return self._chunk(params, self.assign(state, table, live), Rounds(width, 1))
 
         chunks = [partial(piece, chunk=idle_chunk(self.plan, width)) for width in buckets]
-        named = list(zip([f"prompts of {width} tokens" for width in buckets], chunks, strict=True))
+        named: list[tuple] = list(
+            zip([f"prompts of {width} tokens" for width in buckets], chunks, strict=True)
+        )
         if slots:
             single = replace(self.plan, batch_size=1)
             idle = RowRequests.idle(single)

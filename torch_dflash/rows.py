@@ -91,7 +91,7 @@ def take(state: DecodeState, row: Int[Tensor, ""]) -> DecodeState:
 
 
 def put(state: DecodeState, part: DecodeState, row: Int[Tensor, ""]) -> DecodeState:
-    """``state`` with ``part``, a state of one row, as its ``row``; consumes both. No leaves may share memory."""
+    """``state`` with ``part``, a state of one row, as its ``row``; consumes both. Leaves share no memory."""
 
     def one(old: Any, new: Any) -> Any:
         if _is_pool(old) or not isinstance(old, Tensor):

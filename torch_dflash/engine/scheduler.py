@@ -44,12 +44,10 @@ class Scheduler:
         self.ended = np.arange(plan.batch_size) >= len(lengths)
         self._waiting = list(range(len(lengths)))
         self._done = self.ended.copy()  # as the device has it
-        self._allocator = None
+        self._allocator, self._table = None, None
         if plan.cache == "paged":
             self._allocator = PageAllocator(plan, [limit + plan.gain for limit in limits], page_table)
-        self._table = (
-            None if self._allocator is None else self._allocator.table.copy()
-        )  # as the device has it
+            self._table = self._allocator.table.copy()  # as the device has it
 
     @classmethod
     def for_rows(cls, plan: DecodePlan, rows: list[Row], page_table: np.ndarray | None = None) -> Scheduler:
@@ -105,14 +103,14 @@ class Scheduler:
         return seated
 
     def changes(self, live: list[int], anew: bool = False) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Page table and ``done`` [B] with which ``live`` decode and others rest; None if the device has both.
+        """Page table and ``done`` [B] with which ``live`` decode; None if the device has both.
 
         ``anew``: the device has those of other requests.
         """
         done = np.ones(self.plan.batch_size, bool)
         done[live] = False
         table = None if self._allocator is None else self._allocator.table.copy()
-        same = table is None or np.array_equal(table, self._table)
+        same = table is None or self._table is not None and np.array_equal(table, self._table)
         if same and np.array_equal(done, self._done) and not anew:
             return None, None
         self._done, self._table = done, table

@@ -52,8 +52,9 @@ class Service:
     """What a replica has done for a request.
 
     Attributes:
-        replica: its number. admitted: when (`time.perf_counter`). read_at: when each of the row's reads ended.
+        replica: its number. admitted: when (`time.perf_counter`).
         progress: the row's, a batch of one. prefilled: tokens of its prompt that were read.
+        read_at: when each of the row's reads ended.
         first_round, compiled: the replica's counts of rounds and of compiled XLA programs at the admission.
         compilations: programs compiled since, those for its neighbours included.
     """
@@ -163,7 +164,7 @@ class Slot:
         self._deltas = Deltas([row.length])
 
     def take_in(self, read: HostRead, ended: bool, width: int) -> list[int]:
-        """Take in a read: stop rules, grammar, listeners. Returns the tokens that each new round committed."""
+        """Add a read; ask stop rules, grammar and listeners. Returns each new round's tokens."""
         progress, row = self.progress, self.handle.row
         since, rounds = int(progress.known[0]), progress.rounds.copy()
         progress.add(read)
@@ -384,8 +385,8 @@ class Slots:
         self.plan, self.largest_chunk = engine.plan, engine.options.prefill_chunk_size
         if names := impure(self.plan.processors):
             raise ValueError(
-                f"{names[0]} has to be asked once for each token of one call, which rows of many calls cannot "
-                "do; pass td.HostProcessor(..., pure=True) if its scores follow from its arguments."
+                f"{names[0]} has to be asked once for each token of one call, rows of many calls cannot; "
+                " pass td.HostProcessor(..., pure=True) if its scores follow from its arguments."
             )
         self._line: deque[Handle] = deque()
         self._lock, self._stepping, self._threads = threading.RLock(), threading.Lock(), threads
