@@ -13,10 +13,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4,
 
 
 CLASSES = {"qwen3": "Qwen3ForCausalLM", "ministral": "MistralForCausalLM"}  # as vLLM calls them
-WINDOWED = {
-    "layer_types": ["full_attention", "sliding_attention"] * 2,
-    "sliding_window": 8,
-}
+WINDOWED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}
 pairs.FAMILIES["ministral"] = (MinistralForCausalLM, MinistralConfig, WINDOWED)
 
 

@@ -78,11 +78,7 @@ def build(folder, seed=0, dtype=torch.float32, **overrides):
         "max_position_embeddings": 128,
         "num_target_layers": 8,
         "rope_parameters": {"rope_type": "default", **THETA},
-        "dflash_config": {
-            "block_size": WIDTH,
-            "mask_token_id": 63,
-            "target_layer_ids": TAPS,
-        },
+        "dflash_config": {"block_size": WIDTH, "mask_token_id": 63, "target_layer_ids": TAPS},
     }
     model = DFlashDraftModel(Qwen3Config(**{**fields, **overrides})).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -121,12 +117,7 @@ def theirs(model, cache, noise, context, positions):
 def ours(params, config, cache, noise, context, positions):
     dtype = params["norm.weight"].dtype
     hidden, cache = forward(
-        params,
-        config,
-        jnp.asarray(noise, dtype),
-        jnp.asarray(context, dtype),
-        jnp.asarray(positions),
-        cache,
+        params, config, jnp.asarray(noise, dtype), jnp.asarray(context, dtype), jnp.asarray(positions), cache
     )
     return np.asarray(hidden, np.float32), cache
 
@@ -220,11 +211,7 @@ def test_forward_jits_with_the_config_as_a_static(tmp_path):
 
 
 def test_embeddings_and_logits(tmp_path):
-    switches = {
-        "input_embedding_scale": 1.7,
-        "output_multiplier": 0.3,
-        "final_logit_softcapping": 2.0,
-    }
+    switches = {"input_embedding_scale": 1.7, "output_multiplier": 0.3, "final_logit_softcapping": 2.0}
     nested = {"block_size": WIDTH, "mask_token_id": 63, "target_layer_ids": TAPS, **switches}
     model = build(tmp_path, dflash_config=nested)
     _, config = load_drafter(tmp_path)
@@ -239,11 +226,7 @@ def test_embeddings_and_logits(tmp_path):
     found = noise_embeddings(config, jnp.asarray(embed.weight.detach()), jnp.array([5, 11]))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     np.testing.assert_allclose(logits(config, found, jnp.asarray(head.weight.detach())), scores, atol=1e-5)
-    assert noise_embeddings(config, jnp.ones((VOCAB, 4)), jnp.array([1]), width=2).shape == (
-        1,
-        2,
-        4,
-    )
+    assert noise_embeddings(config, jnp.ones((VOCAB, 4)), jnp.array([1]), width=2).shape == (1, 2, 4)
 
 
 def test_layer_kinds_follow_from_depth_when_not_listed(tmp_path):
