@@ -1,4 +1,4 @@
-"""How much of a target's answers do its most frequent ids cover? And those of the bundled drafter's demo.
+"""Measures the share of a target's answers that its most frequent ids cover, and writes ids for the demo.
 
     python benchmarks/draft_ids.py --json docs/results/draft_ids.json
 

@@ -17,7 +17,7 @@ LEFT, BAR, GAP, TOP, UNIT = 92, 14, 14, 62, 190  # pixels; UNIT: of one token
 
 
 def bars(figures: dict[str, Any]) -> str:
-    """The SVG for what ``benchmarks/trees.py`` wrote."""
+    """The SVG for the JSON of ``benchmarks/trees.py``."""
     sets = {name: row | {"plain": 1.0} for name, row in figures["tokens a round"].items()}
     longest = max(row[form] for row in sets.values() for form, _ in METHODS.values())
     group = len(METHODS) * BAR + GAP

@@ -1,4 +1,4 @@
-"""``import torch_dflash`` imports little, and each public name stays what it is."""
+"""``import torch_dflash`` imports little, and each public name stays the same object."""
 
 import ast
 import importlib

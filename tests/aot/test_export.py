@@ -38,7 +38,7 @@ FORBIDDEN = {
 
 
 def violations(module: str) -> set[str]:
-    """What in a StableHLO module a decoding round must not have."""
+    """Returns the names of all that a StableHLO module has and a decoding round must not have."""
     # Attributes such as a window's padding are 64-bit by definition and never reach the device.
     module = re.sub(r"<\{.*?\}>|dense<[^>]*> : tensor<[^>]*i64>", "", module)
     return {name for name, pattern in FORBIDDEN.items() if re.search(pattern, module)}
@@ -92,9 +92,7 @@ def test_the_two_passes_of_a_round_are_the_round():
     features = torch.randn(feature_shape(pair))
     drafted = pair.run(passes.draft_pass, params, copy(state), features)
     verified, tapped = pair.run(passes.verify_pass, params, copy(drafted))
-    again = pair.run(
-        passes.draft_pass, params, copy(state), tapped
-    )  # now with the features it should have had
+    again = pair.run(passes.draft_pass, params, copy(state), tapped)  # now with the missing features
     whole = decode_round(pair, params, copy(state))
     assert tapped.shape == features.shape and not torch.equal(tapped, features)
     for ours, rounds in (
@@ -205,7 +203,7 @@ def test_prompt_rows_that_no_prompt_is_fed_in_are_refused(rows):
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("chunk", "batch_size", "most"),
-    [(False, 1, 1.03), (True, 1, 1.03), (True, 4, 1.08)],  # logits grow with the batch
+    [(False, 1, 1.03), (True, 1, 1.03), (True, 4, 1.08)],  # the logits grow with the batch
     ids=["round", "chunk", "chunk of 4 rows"],
 )
 def test_round_compiles_for_one_v5p_chip(chunk, batch_size, most, capsys):
@@ -252,5 +250,5 @@ def test_penalties_and_bans_cost_little_of_a_round_on_v5p():
     for kinds in ((known.RepetitionPenalty(),), (known.OccurrencePenalty(), known.Bans())):
         asked = aot.compile_round(qwen3_4b_width(1, processors=kinds))
         assert not asked.unaliased  # memories are updated in place
-        assert "while" not in {i.op for i in Program(asked.hlo).instructions()}  # what a scatter becomes
+        assert "while" not in {i.op for i in Program(asked.hlo).instructions()}  # the form of a scatter
         assert asked.traffic_bytes < 1.02 * plain.traffic_bytes

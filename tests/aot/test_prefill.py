@@ -16,7 +16,7 @@ SCORES = 2 * 32 * ROWS * CONTEXT
 
 
 def made(hlo: str) -> list[Instruction]:
-    """What a run puts into HBM that is as large as the scores; fusions keep their insides to themselves."""
+    """Lists the results in HBM that are as large as the scores; inner values of fusions never reach HBM."""
     outside = [one for one in Program(hlo).computations["ENTRY"].values() if one.op != "parameter"]
     return [
         one

@@ -38,7 +38,7 @@ def faults(
     most: float = MOST,
     **plan: Any,
 ) -> list[str]:
-    """What is wrong with a step on a slice. ``chain``: rows of codebooks that a selector looks up."""
+    """Lists the faults of a step on a slice. ``chain``: rows of codebooks that a selector looks up."""
     options = {"capacity": 4064, "cache": "paged", "matmul_precision": "default"} | plan
     model = aot.abstract_pair(*large_pair(name, drafter), **options)
     compiled = aot.compile_step(model, step, topology=topology, chips=chips)
@@ -143,7 +143,7 @@ def test_a_selector_looks_up_its_codebooks_where_they_lie():
 
 
 def exchanged(**plan: Any) -> Counter:
-    """How many collectives of each kind a round of 16 rows has."""
+    """Counts the collectives of each kind in a round of 16 rows."""
     options = {"capacity": 4064, "cache": "paged", "matmul_precision": "default"} | plan
     step = aot.compile_step(
         aot.abstract_pair(*large_pair("qwen3-32b"), **options), "round", topology="v5p:2x2x1", chips=4

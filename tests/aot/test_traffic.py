@@ -70,7 +70,7 @@ def test_aliases_are_read_by_path():
 
 
 def traffic(*lines: str, other: str = "") -> int:
-    """Of an entry computation with 4-byte arrays %a and %w [100] in HBM and %v [100] in VMEM."""
+    """HBM bytes of an entry computation with 4-byte arrays %a and %w [100] in HBM, %v [100] in VMEM."""
     head = ["a", "w", "v"]
     parameters = [
         f"  %{name} = f32[100]{{0:T(128){'S(1)' * (name == 'v')}}} parameter({index})"

@@ -73,7 +73,7 @@ def xla(pair, cache):
 
 @pytest.fixture(scope="module")
 def half_pair():
-    """In bfloat16, so that no dtype passes by being the default."""
+    """A pair in bfloat16, so that no dtype passes by being the default."""
     return tuple(model.to(torch.bfloat16) for model in small_pair("qwen3"))
 
 
@@ -134,12 +134,12 @@ def test_copies_own_their_memory(eager, xla):
     back = dict(leaves(jb.state_to_torch(there)))
     for path, leaf in leaves(state):
         assert leaf.data_ptr() != dict(leaves(there))[path].unsafe_buffer_pointer(), path
-    after = xla.advance(there)  # consumes `there`, and must not consume what it came from or went to
+    after = xla.advance(there)  # consumes `there`, and neither the source nor the copy of `there`
     assert all(torch.equal(leaf, before[path]) for path, leaf in leaves(state))
     assert all(torch.equal(leaf, before[path]) for path, leaf in back.items())
     kept = np.array(after.tokens)
     mine = jb.state_to_torch(after)
-    mine.tokens.fill_(1)  # nor does writing to a copy reach back
+    mine.tokens.fill_(1)  # writing to a copy does not change the original
     assert np.array_equal(after.tokens, kept) and not mine.tokens.numpy().tolist() == kept.tolist()
 
 
@@ -153,7 +153,7 @@ def test_a_change_on_one_side_is_seen_on_the_other(eager, xla, cache):
     object.__setattr__(there.cache[0], leaf, getattr(there.cache[0], leaf).at[2, 0, 4, 1].set(9.25))
     back = jb.state_to_torch(there)
     assert float(getattr(back.cache[0], leaf)[2, 0, 4, 1]) == 9.25 and int(back.tokens[1, 30]) == 77
-    # What the other side sees decides what it says.
+    # A change on the other side changes the text.
     plain = eager.finish(jb.state_to_torch(xla.start()))
     state = eager.start()
     state.tokens[0, len(PROMPTS[0])] = (int(state.tokens[0, len(PROMPTS[0])]) + 1) % 96

@@ -141,7 +141,7 @@ def attention_is_steady(counts: Iterable[int], heads: int, dim: int, groups: int
     key, value = (drawn(1, groups, 128, dim, dtype=dtype) for _ in range(2))
     query = drawn(1, groups, heads, 16, dim, dtype=dtype)
 
-    @jax.jit  # everything is an argument: what is known would be folded, in an order of its own
+    @jax.jit  # everything is an argument: XLA would fold constants in another order
     def attend(query, key, value):
         seen = jnp.ones((1, query.shape[3], 128), bool)
         state = streamed.SoftmaxState.begin(query, dim)
@@ -161,7 +161,7 @@ def test_a_block_of_keys_is_as_long_for_a_step_as_for_a_round():
 
 
 def float_sums() -> int:
-    """Sums of floats over an axis in the compiled rounds of a pair, others than halves."""
+    """Counts reductions that add floats over an axis in the compiled rounds of a pair."""
     engine = td.compile(*(model.bfloat16() for model in make_pair("llama")), max_length=64, filters=False)
     runtime: Any = engine.runtime
     params = runtime.refresh(engine.tensors())

@@ -24,7 +24,7 @@ from torch_dflash.ops.attention import KeyValue, grouped_attention, visible
 
 
 def config(**changed):
-    """What the plug-in reads of vLLM's configuration; ``part__field`` changes one field."""
+    """The fields of vLLM's configuration that the plug-in reads; ``part__field`` changes one field."""
     parts = {
         "speculative_config": {
             "method": "dflash",
@@ -148,7 +148,7 @@ def test_a_torchax_target_with_dflash_gets_our_worker(vllm):
     given = config()
     assert checked(vllm, given) == "jax_bridge.vllm.worker.Worker"
     drafter = given.speculative_config.draft_model_config
-    assert drafter.hf_config.layer_types is None  # for which vLLM's own runner would refuse the drafter
+    assert drafter.hf_config.layer_types is None  # vLLM's own runner would refuse the drafter for this one
     assert drafter.model_arch_config.architectures == ["DFlashDraftModel"]
 
 
@@ -185,7 +185,7 @@ def test_a_request_that_would_end_the_engine_is_refused_by_its_field(vllm, field
     with pytest.raises(vllm.refused, match=f"^{field}=0: .*; leave it out") as error:
         vllm.platform.validate_request("prompt", given)
     assert error.value.parameter == field
-    assert vllm.platform.asked == [bare, SimpleNamespace()]  # each went on to vLLM's own check
+    assert vllm.platform.asked == [bare, SimpleNamespace()]  # vLLM's own check ran for each
 
 
 def test_requests_of_any_other_configuration_are_vllms_alone(vllm):
@@ -201,7 +201,7 @@ def test_an_unknown_release_is_named_and_may_be_tried(vllm, found):
     words = rf"tpu-inference {found}: .* knows tpu-inference 0.32.0; install"
     with pytest.raises(ValueError, match=words) as error:
         checked(vllm, config())
-    assert "register_layers" in str(error.value)  # without which tpu-inference reads no PyTorch target
+    assert "register_layers" in str(error.value)  # tpu-inference needs the function for PyTorch targets
     said = re.search(r"--additional-config '(.*?)'", str(error.value))
     vllm.platform.seen.clear()
     assert said and checked(vllm, config(additional_config=json.loads(said[1]))) == plugin.WORKER
@@ -252,7 +252,7 @@ def paged(generator, lengths, size, shape, width):
     """Context rows of each sequence [G, L, D], and the same rows in pages in any order."""
     each = -(-max(lengths) // size) + 1
     table = generator.permutation(len(lengths) * each).reshape(len(lengths), each).astype(np.int32)
-    pages = jnp.asarray(rows_of(generator, table.size, size, *shape))  # what others left there
+    pages = jnp.asarray(rows_of(generator, table.size, size, *shape))  # rows of other requests
     contexts = []
     for own, length in zip(table, lengths, strict=True):
         key, value = rows_of(generator, length, GROUPS, DIM), rows_of(generator, length, GROUPS, DIM)

@@ -1,4 +1,4 @@
-"""What a chain of stages carries along: template variables, the data and recipe of a card, figures."""
+"""A chain of stages keeps template variables, the data and recipe of a card, and figures."""
 
 import json
 import shlex

@@ -29,7 +29,7 @@ folders = pytest.fixture(name="folders")(write_configs)
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """No libtpu: programs that need bytes by rows and positions; what was compiled, and chips' memory."""
+    """Stands in for libtpu: bytes by rows and positions, the compiled programs, and chips' memory."""
     asked, limits = [], {"v5e": 10**9, "v6e": 2 * 10**9, "v5p": 4 * 10**9}
 
     def compile_step(model, step, *, topology, chips, prompt_rows=None):
@@ -65,7 +65,7 @@ def run(folders, *options, drafter="drafter"):
 
 
 def held(folders, batch, context, chips=1, **plan):
-    """What one chip of a tiny pair holds."""
+    """Bytes that one chip of a tiny pair holds."""
     target, drafter = load_configs(str(folders / "target"), str(folders / "drafter"), None, None)
     model = aot.abstract_pair(target, drafter, batch_size=batch, capacity=context, **plan)
     return bytes_of(sizes._share(model, "v5e:2x2", chips))
@@ -155,7 +155,7 @@ def test_the_table_says_what_was_asked(folders, compiler, capsys):
     out, err = capsys.readouterr()
     assert "each of 4 chips of v5e:2x2" in out and "batch 1, context 64, cache static, filters yes" in out
     assert "largest batch at context 64" in out and "(not compiled whole)" in out
-    assert "largest context at batch 1: 512" in out  # all that the target was made for
+    assert "largest context at batch 1: 512" in out  # the target's own longest context
     assert "compiling chunk of 2 layers" in err and "all layers" not in err
 
 

@@ -1,4 +1,4 @@
-"""``generate --jsonl``: whatever stands in a line is that line's error, and no decoded line is lost."""
+"""``generate --jsonl``: a bad line is that line's error, and no decoded line is lost."""
 
 import io
 import json

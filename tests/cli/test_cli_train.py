@@ -90,7 +90,7 @@ def test_a_target_with_recurrent_layers_trains_a_drafter_that_decodes(tmp_path):
 
 
 def test_features_can_be_computed_as_they_are_needed(world, tmp_path):
-    """The same features, so the same fit, but for rounding."""
+    """The features are the same, so the fit is the same, except for rounding."""
     answers = world.folder / "answers"
     runs = (("a", "--answers", answers), ("b", "--features", world.features))
     for name, option, path in runs:
@@ -121,7 +121,7 @@ def test_a_v1_drafter_is_given_a_selector_and_judged_with_it(world, overfit, tmp
     head = ("--head", "dflash2", "--selector-rank", 4, "--selector-top-k", 3)
     assert fit(world, tmp_path, *line, *head, shape=(), epochs=1) == 0
     first = read_log(tmp_path / "log.jsonl")[0]
-    assert first["loss"] < 0.2 and first["recall"][0] == 1  # v1's weights, and a selector that is nothing
+    assert first["loss"] < 0.2 and first["recall"][0] == 1  # v1's weights, and a selector of zeros
     drafter = td.load_drafter(tmp_path / "drafter")
     assert (drafter.config.selector_rank, drafter.config.selector_top_k) == (4, 3)
     assert "--head dflash2 --selector-rank 4" in (tmp_path / "drafter" / "README.md").read_text()
@@ -291,6 +291,6 @@ def test_help_lists_every_option_once_with_its_meaning(stage, capsys, monkeypatc
         words = entry.split("\n", 1)[0].split("  ")[1:] + entry.split("\n")[1:]
         name = re.search(r"--([\w-]+)", entry)[1]
         if name not in ("target-dtype", "out", "prompts", "answers", "draft-model"):
-            assert "".join(words).strip(), entry  # a sentence on what it is
+            assert "".join(words).strip(), entry  # a sentence of description
     if stage == "fit":
         assert "--learning-rate FLOAT" in text and "[default: 0.0006]" in text and "--taps LAYERS" in text

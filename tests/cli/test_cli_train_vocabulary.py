@@ -1,4 +1,4 @@
-"""``torch-dflash train vocabulary``: the drafter that it writes drafts frequent ids, and those alone."""
+"""``torch-dflash train vocabulary`` writes a drafter that drafts frequent ids alone."""
 
 import torch
 from support.stages import train

@@ -1,4 +1,4 @@
-"""Drafts that are no tokens, and drafts that are no chain, from proposers of the user's own."""
+"""Proposers of users may draft ids that are no tokens, and drafts that are no chain."""
 
 from functools import cache
 
@@ -66,7 +66,7 @@ def test_a_proposer_without_a_name_is_refused():
         td.compile(target()[0], drafter, runtime="eager", **SIZES)
 
 
-class Meddler(Scripted):  # writes into all that it is handed
+class Meddler(Scripted):  # writes into all its arguments
     def propose(self, pstate, anchor, length, embed, head):
         draft, state = super().propose(pstate, anchor, length, embed, head)
         anchor.fill_(5)
@@ -147,7 +147,7 @@ def test_a_key_without_a_hash_is_named(key):
 
 
 def test_a_round_that_skips_a_wrong_proposal_names_it():
-    """With nothing drafted the state alone is taken."""
+    """Without a draft the state alone is committed."""
     drafter = Scripted(1, 80, WIDTH)
     drafter.propose = lambda *given: None
     with pytest.raises(TypeError, match=r"Scripted\.propose\(\) returned NoneType"):

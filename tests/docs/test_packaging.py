@@ -1,4 +1,4 @@
-"""Builds hold what is imported and read, and nothing of a used checkout; bounds and addresses are stated."""
+"""Builds hold all imported and read files, and no leftovers; bounds and addresses are stated."""
 
 import os
 import re
@@ -75,7 +75,7 @@ def test_every_dependency_has_a_lower_bound_and_torchax_both():
 
 
 def test_what_messages_install_is_on_an_index_and_of_their_extra():
-    """The package itself is not, so a message names what its extra would bring."""
+    """The package itself is on no index, so a message names the packages of its extra."""
     extras = {
         "torch_dflash/cli/tpu.py": "tpu",
         "torch_dflash/cli/outputs.py": "demo",
@@ -101,7 +101,7 @@ def test_what_messages_install_is_on_an_index_and_of_their_extra():
 
 
 def test_the_repository_has_one_address_that_few_files_repeat():
-    """To move: change pyproject.toml and these four; the site and an index's page read the first."""
+    """A move changes pyproject.toml and these four files; the site and an index read pyproject.toml."""
     suffixes, named = {".cff", ".ipynb", ".md", ".py", ".sh", ".toml", ".yaml", ".yml"}, {}
     for path in [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]:
         if path.is_file() and path.suffix in suffixes:
@@ -125,7 +125,7 @@ def test_an_index_gets_absolute_links(monkeypatch):
 
 
 def make(*line: str) -> subprocess.CompletedProcess[str]:
-    """What make says as a user's first one; the variables of a make around the tests are not seen."""
+    """Runs make as a user's first make: the variables of a make around the tests are removed."""
     outer = ("PYTHON", "TORCH", "TRANSFORMERS", "CONSTRAINTS", "MAKEFLAGS", "MAKELEVEL")
     clean = {key: value for key, value in os.environ.items() if key not in outer}
     line = ("make", "--no-print-directory", *line)
@@ -179,7 +179,7 @@ PYTHONS = {
 
 @pytest.mark.parametrize("where", PYTHONS)
 def test_vllms_environment_takes_a_python_3_12_that_starts_or_names_the_option(where, tmp_path):
-    """A shim of pyenv lies on the path and starts nothing unless its version is chosen."""
+    """A pyenv shim on the path starts nothing unless its version is chosen."""
     shim, own = tmp_path / "path/python3.12", tmp_path / PYTHONS[where]
     given = str(own) if "VLLM_PYTHON" in where else ""
     for path, status in ((shim, 127), (own, int("another" in where))):

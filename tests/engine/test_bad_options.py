@@ -74,7 +74,7 @@ def test_max_length_below_the_prompt(pair):
     target.generation_config.max_length = 3
     with refuses(ValueError, *words):
         generate(target, pair[1], max_new_tokens=None)
-    # transformers checks first where it is the door; a caller of its own is answered by us.
+    # transformers checks first where it is the door; td.generate checks by itself.
     with refuses(ValueError, *words):
         td.dflash(pair[1], runtime="eager")(target, IDS, generation_config=target.generation_config)
 
@@ -90,7 +90,7 @@ def test_the_pad_token_inside_a_prompt(pair):
         generate(*pair, torch.full_like(IDS, 5), pad_token_id=5)
     with refuses(ValueError, "attention_mask of row 0 has a gap"):  # the mask is wrong
         generate(*pair, IDS, torch.tensor([[1, 0, 0, 1]]), pad_token_id=5)
-    with pytest.raises(pytest.fail.Exception, match="a step ran"):  # what the message advises
+    with pytest.raises(pytest.fail.Exception, match="a step ran"):  # the remedy of the message
         generate(*pair, IDS, torch.ones_like(IDS), pad_token_id=5)
 
 

@@ -1,4 +1,4 @@
-"""Two thousand rounds: the last cost what the first ones cost, and nothing is left behind."""
+"""The last of two thousand rounds cost as much as the first ones, and nothing is left behind."""
 
 import os
 import statistics

@@ -1,4 +1,4 @@
-"""What `generate` keeps between calls: which calls share an engine, how many are kept, what is refused."""
+"""`generate` keeps engines between calls: equal calls share one, and few are kept."""
 
 import gc
 import weakref
@@ -76,7 +76,7 @@ def test_near_lengths_share_an_engine(pair, used):
 
 
 def test_a_growing_chat_doubles_its_engine():
-    """Doubling to 2,048 positions, then four sizes an octave, never past the model's context."""
+    """Sizes double to 2,048 positions, then four sizes an octave follow, never past the model's context."""
     ends = range(1, 32769)
     rooms = [round_up(end, 32768) for end in ends]
     assert all(room >= end for end, room in zip(ends, rooms, strict=True))
@@ -89,7 +89,7 @@ def test_a_growing_chat_doubles_its_engine():
 
 
 def test_the_third_turn_of_a_chat_compiles_nothing(pair):
-    """37, 90 and 138 positions were three engines; only a longer prompt's bucket is new."""
+    """Chats of 37, 90 and 138 positions share an engine; only a longer prompt's bucket compiles."""
     compiled = []
     for length in (37, 60, 90):
         ids = torch.arange(length)[None] % VOCAB
@@ -149,7 +149,7 @@ def test_engines_of_ever_new_keys_are_bounded(used, monkeypatch, make):
     target = make_target("llama")
     for at in range(6):
         say(target, make(at), runtime="eager", new=1)
-    say(target, None, runtime="eager", new=1)  # plain decoding has room of its own
+    say(target, None, runtime="eager", new=1)  # plain decoding has its own limit
     kept = [engine for entries in engine_cache._engines[target].values() for engine in entries.values()]
     assert kept == [*used[3:6], used[6]]
     known = weakref.ref(used[0])
@@ -205,7 +205,7 @@ def test_no_grad_and_inference_mode_change_nothing(runtime, kind):
     for context in (torch.inference_mode, nullcontext, torch.no_grad, torch.inference_mode):
         with context():
             assert say(target, drafter, runtime=runtime) == [own]
-    with torch.inference_mode():  # and what is compiled late: another prompt bucket
+    with torch.inference_mode():  # and a late program: another prompt bucket
         longer = [i % VOCAB for i in range(20)]
         assert say(target, drafter, [longer], runtime=runtime) == [own_text(target, longer, NEW)]
 
@@ -217,7 +217,7 @@ def test_a_resized_vocabulary_is_followed(runtime, kind):
     for size in (VOCAB, VOCAB + 6):
         target.resize_token_embeddings(size, mean_resizing=False)
         if size > VOCAB:
-            with torch.no_grad():  # a new id is what the target now says
+            with torch.no_grad():  # a new id is the target's next token
                 target.get_output_embeddings().weight[VOCAB:] *= 40
         prompt = [size - 1, 1, 4, 2]
         own = own_text(target, prompt, NEW)
@@ -226,7 +226,7 @@ def test_a_resized_vocabulary_is_followed(runtime, kind):
 
 
 def test_a_target_that_was_changed_is_followed():
-    """Through ``td.generate``; `targets/test_live_model.py` has the kinds of changes."""
+    """``td.generate`` follows the change; `targets/test_live_model.py` has the kinds of changes."""
     target = make_target("llama", seed=3)
     own = [own_text(target, PROMPT, NEW)]
     assert say(target, None, runtime="eager") == own
@@ -245,7 +245,7 @@ def test_modules_speak_not_the_config_they_were_made_of():
 
 @pytest.mark.parametrize("tried", [False, True])
 def test_a_dropped_target_leaves_nothing(tried):
-    """Neither its engine, nor what is remembered of its class or its skeleton, keeps a model alive."""
+    """Neither the engine nor the memory of its class or its skeleton keeps a model alive."""
     kind = type("Subclass", (LlamaForCausalLM,), {}) if tried else LlamaForCausalLM
 
     def models():
@@ -263,7 +263,7 @@ def test_a_dropped_target_leaves_nothing(tried):
 @pytest.mark.parametrize("place", ["before", "within", "after"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
 def test_an_interrupted_swap_leaves_no_weight_in_the_skeleton(monkeypatch, place, error):
-    """The user's tensors would stay alive there, whatever becomes of the model."""
+    """The skeleton would keep the user's tensors alive after the model."""
     target = make_target("llama", seed=5)
     engine = td.compile(target, None, runtime="eager", max_length=32)
     own, put, count = own_text(target, PROMPT, 2), swapped.put, iter(range(999))

@@ -140,7 +140,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(engine, saved, tmp_p
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])
 def test_states_are_saved_and_loaded_while_others_decode(pair, saved, tmp_path, runtime):
-    """The first calls of XLA trace the same modules that a state's shapes are computed with."""
+    """The first calls of XLA trace the modules that compute a state's shapes."""
     engine = make_engine(pair, runtime)
     text, said = own_text(pair[0], PROMPT, 12), []
 
@@ -169,7 +169,7 @@ def test_a_model_cast_in_mid_generation_is_refused_by_name(runtime, cast):
         engine.advance(state)
     if runtime == "eager" and cast == "target":
         text = own_text(pair["target"], PROMPT, 12)
-        assert run(engine, [PROMPT], max_new_tokens=12)[0] == [text]  # a new generation is of the new dtype
+        assert run(engine, [PROMPT], max_new_tokens=12)[0] == [text]  # a new generation has the new dtype
 
 
 @pytest.mark.parametrize("runtime", ["eager", "xla"])

@@ -1,4 +1,4 @@
-"""`generate`, `compile` and ``custom_generate`` as users of transformers meet them."""
+"""`generate`, `compile` and ``custom_generate`` follow transformers' conventions."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Patterns are built or refused within seconds and a bounded memory; what is built reads them right."""
+"""Patterns are built correctly or refused, within seconds and a bounded memory."""
 
 import re
 import resource
@@ -20,7 +20,7 @@ HAN = "".join(map(chr, range(0x4E00, 0x4E00 + 7 * 400, 7)))
 
 @pytest.fixture(autouse=True)
 def bounded():
-    """Fails a test that takes long or much memory, instead of waiting for its end."""
+    """Fails a test that takes long or much memory, without a wait for its end."""
 
     def late(*_):
         pytest.fail(f"still running after {SECONDS} s")

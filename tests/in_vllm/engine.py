@@ -1,4 +1,4 @@
-"""Engines of this process, and what vLLM's scheduler sees while they decode."""
+"""Engines of this process, and records of vLLM's scheduler while they decode."""
 
 import gc
 from dataclasses import dataclass

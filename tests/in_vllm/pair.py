@@ -12,7 +12,7 @@ VOCAB, MASK, BLOCK = 250, 249, 6  # vLLM pads the vocabulary to 256
 SIZES = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-CLASSES = {"qwen3": "Qwen3ForCausalLM", "ministral": "MistralForCausalLM"}  # as vLLM calls them
+CLASSES = {"qwen3": "Qwen3ForCausalLM", "ministral": "MistralForCausalLM"}  # vLLM's names
 WINDOWED = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 8}
 pairs.FAMILIES["ministral"] = (MinistralForCausalLM, MinistralConfig, WINDOWED)
 
@@ -70,7 +70,7 @@ def as_speculators(config):
 
 
 def word_tokenizer():
-    """One word an id, ``w0 w1 ...``; the last is the mask, the first stands for unknown ones."""
+    """A tokenizer with one word an id, ``w0 w1 ...``; the last is the mask, the first an unknown word."""
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, "w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")

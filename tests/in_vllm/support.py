@@ -12,7 +12,7 @@ FOLDER = Path(tempfile.mkdtemp(prefix="in_vllm_"))
 DRAFTS = pair.BLOCK - 1
 PAIRS = {
     "tied": {},
-    "apart": {"agree": 0.0},  # drafts from all tokens, of which few are accepted: each shows what it saw
+    "apart": {"agree": 0.0},  # drafts from all tokens, few of them accepted: each depends on the rows it read
     "flat": {"agree": 2.0, "scale": 0.2},  # many tokens are likely, as with targets that were trained
     "untied": {"target": {"tie_word_embeddings": False}},
     "windows": {
@@ -59,7 +59,7 @@ _known = {}
 
 
 def run(name, batches, drafted=True, keep=True, **options):
-    """The answer of an engine with the pair ``name``; the same question is asked once."""
+    """The answer of an engine with the pair ``name``; the engine answers the same question once."""
     key = repr((name, batches, drafted, sorted(options.items())))
     if key not in _known or not keep:
         answer = engine.run(batches, **options_of(name, drafted), **options)

@@ -1,4 +1,4 @@
-"""`vllm serve` with our drafter in float32: many requests at once, and each field, from one server."""
+"""`vllm serve` with our drafter in float32 answers many requests at once, and each field."""
 
 import inspect
 import json
@@ -21,11 +21,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 PROMPTS = pair.prompts(16, 21)
-START = WAIT = 1800  # seconds, of which a busy machine needs many
+START = WAIT = 1800  # seconds: a busy machine needs many
 
 
 def character_tokenizer():
-    """A character an id, of which those of ASCII write JSON; the first ends a text."""
+    """A tokenizer with one character an id; ASCII characters write JSON, and the first id ends a text."""
     characters = {chr(k if 32 <= k < 127 else 0x4E00 + k): k for k in range(1, pair.VOCAB)}
     found = Tokenizer(models.WordLevel(characters | {"<end>": 0}, "<end>"))
     found.pre_tokenizer, found.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
@@ -36,7 +36,7 @@ def character_tokenizer():
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """The address of a running server; its log is shown if it does not start."""
+    """The address of a running server; a failed start shows the log."""
     folder = tmp_path_factory.mktemp("served")
     character_tokenizer().save_pretrained(folder)
     log = folder / "log.txt"

@@ -1,4 +1,4 @@
-"""Two processes decode as one, and end together: by a message that names the one that failed."""
+"""Two processes decode as one and end together; the message names the process that failed."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""A pair on four devices says what it says on one: in trees, in bfloat16, on several meshes, from a shell."""
+"""A pair has the same text on four devices and on one: trees, bfloat16, several meshes, a shell."""
 
 import json
 

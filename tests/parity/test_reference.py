@@ -1,4 +1,4 @@
-"""The pure-JAX drafter against the authors' implementation (the ``dflash`` package)."""
+"""The pure-JAX drafter equals the authors' implementation (the ``dflash`` package)."""
 
 import ast
 import dataclasses

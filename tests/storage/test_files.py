@@ -1,4 +1,4 @@
-"""A file is whole or absent, whoever else writes or reads it, and no link leads a write away."""
+"""A file is whole or absent among other writers and readers, and no link leads a write away."""
 
 import json
 import os

@@ -69,6 +69,6 @@ class Two:  # the two processes that run ``scenario`` of `support.host_scenarios
         raise AssertionError(f"process {rank} hangs: {self.told(rank)}")
 
     def told(self, rank: int) -> tuple[str, str]:
-        """The last of what one has printed so far."""
+        """The ends of a process's output and errors so far."""
         out, err = (file.read_text()[-4000:] for file in self._files[rank])
         return out, err

@@ -1,4 +1,4 @@
-"""Tiny random targets with recurrent layers, one for each kind of state, and how far a walk is off."""
+"""Tiny random targets with recurrent layers, one for each kind of state, and the error of a walk."""
 
 from typing import cast
 
@@ -83,8 +83,8 @@ def walk_gap(
 ) -> float:
     """The largest distance, relative, of logits in a walk of random acceptance from an uncached forward's.
 
-    Three ragged prompts are read in two chunks, then blocks of ``width`` rows are verified, of which none to
-    all are kept; the others are other tokens, or of embeddings that are ``poison``, as padding is. One row's
+    Three ragged prompts are read in two chunks, then blocks of ``width`` rows are verified, and none to
+    all rows are kept; the others are other tokens, or ``poison`` embeddings, as padding is. One row's
     occupant changes in mid-walk.
     """
     generator = torch.Generator().manual_seed(5)

@@ -1,11 +1,11 @@
-"""Drafter directories as they are published."""
+"""Drafter directories in the published form."""
 
 import json
 
 import torch
 from safetensors.torch import save_file
 
-# What z-lab's config.json files hold; sizes shrunk. No embedding, no head, remote code on offer.
+# The fields of z-lab's config.json files, with small sizes. No embedding, no head, remote code on offer.
 PUBLISHED = {
     "architectures": ["DFlashDraftModel"],
     "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
@@ -71,7 +71,7 @@ def tensors_for(config, seed=0):
 
 
 def publish(folder, tensors=None, **changes):
-    """Write a directory as z-lab publishes it; a change to ... removes the field."""
+    """Writes a directory in z-lab's published form; a change to ... removes the field."""
     config = {name: value for name, value in (PUBLISHED | changes).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "dflash.py").write_text("raise RuntimeError('remote code ran')\n")

@@ -46,9 +46,9 @@ OTHERS = {"plain": None, "ngram": NGramProposer(4)}
 
 
 class Case(NamedTuple):
-    """A target's family, its cache, how K/V heads lie (`HEADS`), how tokens are picked, and what drafts.
+    """A target's family, its cache, the K/V heads (`HEADS`), the way tokens are picked, and the drafter.
 
-    What drafts is one of `DRAFTERS` or `OTHERS`; behind it may stand a form, of `FORMS`.
+    The drafter is one of `DRAFTERS` or `OTHERS`, perhaps with one of `FORMS` behind.
 
     ``compiled``, ``asked``: further options of the engine and of each call. ``runtime``: of the one device.
     """
@@ -88,7 +88,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """The text and acceptance lengths of one device and of four, and what compiled in a second call."""
+    """The text and acceptance lengths of one device and of four, and the compilations of a second call."""
     import torch_dflash as td
 
     target, drafter = make_sliceable(case.family, case.chips, case.drafter)
@@ -100,7 +100,7 @@ def compare(case: Case) -> dict[str, Any]:
         options = {"max_length": 96, "batch_size": 3, "cache": case.cache, "prefill_chunk_size": 32}
         filters = case.pick == "filters"
         engine = td.compile(target, drafter, filters=filters, **where, **options, **compiled)
-        if compiled.get("verify_width") == "auto":  # what a round costs would tell the two apart
+        if compiled.get("verify_width") == "auto":  # costs of rounds would make the two differ
             mix(engine, WIDTHS)
         for seed in (5, 6):
             asked = {"max_new_tokens": 30, "eos_token_id": None, "seed": seed}
@@ -124,7 +124,7 @@ def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
 
 
 def run_on_four(arguments: list[str], given: str = "") -> str:
-    """What a fresh interpreter with four CPU devices prints."""
+    """The output of a fresh interpreter with four CPU devices."""
     environment = os.environ | {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     options = {"input": given, "capture_output": True, "text": True, "env": environment, "cwd": ROOT}
@@ -145,28 +145,28 @@ def main() -> None:
 
 
 def wrong_copies() -> None:
-    """Cut heads where a chip's queries are not its K/V heads' own."""
+    """Gives a chip queries that do not belong to its K/V heads."""
     import jax_bridge.mesh.rules as rules
 
     rules.are_cut = lambda heads, mesh: True
 
 
 def first_chips_place() -> None:
-    """Forget in the argmax which chip a place is on."""
+    """Forgets in the argmax the chip of a place."""
     import jax_bridge.mesh.best as best
 
     best.jax.lax.axis_index = lambda axes: 0
 
 
 def channels_in_a_row() -> None:
-    """Cut a convolution's channels as if they were not blocks of queries, keys and values."""
+    """Cuts a convolution's channels as if they were not blocks of queries, keys and values."""
     import jax_bridge.mesh.put as put
 
     put.rows_of_chip = lambda chip, way: [chip]
 
 
 def first_chips_drafts() -> None:
-    """Forget which chip the likeliest drafts are on."""
+    """Forgets the chip of the likeliest drafts."""
     import jax_bridge.ops as ops
 
     likeliest = ops.likeliest_on_slice

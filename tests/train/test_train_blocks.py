@@ -1,4 +1,4 @@
-"""Training blocks: every row sees what inference would show it, and computes what inference would."""
+"""Every row of a training block sees the rows of inference, and computes the values of inference."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ CASES = {
 def test_a_block_is_what_inference_computes(case):
     target, drafter = make_pair("qwen3", seed=3, **CASES[case])
     if drafter.config.dflash2:
-        randomise(drafter, 3)  # untrained convolutions are nothing
+        randomise(drafter, 3)  # untrained convolutions do nothing
     batch, width = make_batch(drafter), drafter.config.block_size
     embedding = target.get_input_embeddings().weight
     with torch.no_grad():

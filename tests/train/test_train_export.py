@@ -1,4 +1,4 @@
-"""What a fit leaves is a checkpoint like the published ones: for us, the authors, transformers."""
+"""A fit's checkpoint is like the published ones for this library, the authors and transformers."""
 
 import json
 

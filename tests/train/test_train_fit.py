@@ -1,4 +1,4 @@
-"""The fit: learns what it is given, goes on as if never stopped, and says what happened when it cannot."""
+"""A fit learns its data, resumes as if never stopped, and names the reason if it cannot."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ from torch_dflash.train.fit.student import Student
 from torch_dflash.train.fit.torch_trainer import TorchTrainer, fit
 from torch_dflash.train.options import Layers
 
-# Everything that could depend on where a fit was stopped: D-PACE, sampled ids, two batches an epoch.
+# All parts that could depend on the step of a stop: D-PACE, sampled ids, two batches an epoch.
 RESUMED = options(epochs=4, batch_size=4, sampled_vocabulary=16, evaluate_minutes=0.0)
 STEPS = 8
 DPACE = Objective(weighting="dpace")
@@ -67,7 +67,7 @@ def whole(world, tmp_path_factory):
 
 
 def before_step(monkeypatch, number: int, do) -> None:
-    """Have ``do`` run before the 0-based step ``number``."""
+    """Runs ``do`` before the 0-based step ``number``."""
     step = TorchTrainer.step
 
     def stepped(self, at, rate, batches):

@@ -1,4 +1,4 @@
-"""Pairs of several families, of which `make test` sees one, and prompts as transformers takes them."""
+"""Pairs of several families (`make test` has one), and prompts in transformers' form."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a prompt may be: ids by several names, or none; embeddings and foreign masks are refused."""
+"""Prompts are ids by several names, or none; embeddings and foreign masks are refused."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Where a text ends: stop ids, strings, times, and criteria of the user's."""
+"""A text ends at stop ids, strings, times, and the user's criteria."""
 
 import copy
 
