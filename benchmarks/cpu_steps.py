@@ -1,4 +1,4 @@
-"""Plain steps and rounds of the demo pair on this CPU by type and capacity, beside transformers.
+"""Plain steps and rounds of the demo pair on this CPU by type and capacity, and of transformers.
 
     python benchmarks/cpu_steps.py --json docs/results/cpu_steps.json
 

@@ -3,7 +3,7 @@
     python benchmarks/draft_ids.py --json docs/results/draft_ids.json
 
 Counts the answers under data/train/regenerated, once by the ids that are frequent in the same answers and
-once, for every second answer, by those of the others. Writes the ids of ``--rows`` beside the drafter.
+once, for every second answer, by those of the others. Writes the ids of ``--rows`` next to the drafter.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def aot_context() -> str:
 
 
 def aot_ragged() -> str:
-    """The paged kernel beside jax's own."""
+    """The paged kernel against jax's own."""
     lines = result("ragged_aot")["results"]
     ratio = {(line["kernel"], line["rows"]): f"{line['ratio']:.3f}" for line in lines}
     theirs, ours = (
@@ -219,7 +219,7 @@ def exchanged(rounds: list[dict[str, Any]]) -> str:
 
 
 def aot_trees() -> str:
-    """Rounds with trees beside rounds with chains of as many rows."""
+    """Rounds with trees against rounds with chains of as many rows."""
     found, slices = result("trees_aot"), result("trees_slices_aot")
     alone, sliced = (
         ", ".join(

@@ -23,7 +23,7 @@ def _products(found: dict) -> str:
 
 
 def cpu_steps() -> str:
-    """Steps and rounds by type and capacity, beside transformers."""
+    """Steps and rounds by type and capacity, against transformers."""
     rows = []
     for one in result("cpu_steps")["rows"]:
         if "token_ms" in one:

@@ -99,7 +99,7 @@ def demo_line() -> str:
 
 
 def demo_unions() -> str:
-    """The tables of runs that asked the union beside the drafter alone."""
+    """The tables of runs with the union and the drafter alone."""
     said = []
     for name, found in demos().items():
         if UNION in {row["method"] for row in found["rows"]}:

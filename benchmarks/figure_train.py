@@ -13,7 +13,7 @@ SETS = {"gsm8k": "GSM8K", "mbpp": "MBPP", "humaneval": "HumanEval", "mt-bench": 
 
 
 def throughput() -> str:
-    """Training steps beside the peers'."""
+    """Training steps against the peers'."""
     results = result("train_throughput_cpu")["results"]
     head = ["blocks/s", *(f"{one['size']['name']}, {one['dtype']}" for one in results)]
     rows: dict[str, list[str]] = {}

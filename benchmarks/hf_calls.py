@@ -65,7 +65,7 @@ def verdict(door: Any, target: Any, call: Call, want: torch.Tensor | str) -> str
 
 
 def asked(call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call, none of which was used before."""
+    """All arguments of a call, made anew."""
     return copy.deepcopy(inputs) | COMMON | copy.deepcopy(call.make())
 
 

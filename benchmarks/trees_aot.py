@@ -1,4 +1,4 @@
-r"""A round with a tree beside one with a chain of as many rows, compiled for TPUs that are not there.
+r"""Compares a round with a tree and one with a chain of as many rows, compiled for TPUs that are not there.
 
 No TPU, no weights; libtpu compiles for one chip, or for several that share each weight::
 

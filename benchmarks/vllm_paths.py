@@ -1,4 +1,4 @@
-"""Upstream's JAX proposer with a JAX target beside ours with a PyTorch target, in vLLM on a CPU.
+"""Compares upstream's JAX proposer and target with our proposer and a PyTorch target, in vLLM on a CPU.
 
     .venv-vllm/env/bin/python benchmarks/vllm_paths.py --json docs/results/vllm_paths.json
 

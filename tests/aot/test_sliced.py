@@ -50,7 +50,7 @@ def faults(
     found = exchanges(Program(compiled.hlo))
     wide = [one for one in found if one.kind == "all-reduce" and one.bytes in (2 * rows, 4 * rows)]
     sums, wanted = sum(one.count for one in wide), 2 * 2 + 1 + 3 * drafts
-    # All but those of the embeddings, of which one summand is not zero.
+    # All but those of the embeddings: only one of their summands is not zero.
     exact = sum(one.count for one in wide if one.bytes == 4 * rows)
     state = shardings(model.state, place.slice)
     parts = [

@@ -18,7 +18,7 @@ from jax_bridge.devices import weights
 
 @pytest.fixture
 def mesh_of(monkeypatch):
-    """A mesh of several devices, each of which is the one that there is."""
+    """A mesh of several devices, all of them the same one."""
     for module in (load, places):
         monkeypatch.setattr(module, "check_distinct", lambda devices: None)
     return lambda count: Mesh(np.array(jax.devices()[:1] * count), ("model",))

@@ -1,4 +1,4 @@
-"""Row reductions: rows do not depend on the rows beside them, and all forms of a reduction agree."""
+"""Row reductions do not depend on other rows, and all forms of a reduction agree."""
 
 import re
 from collections.abc import Iterable

@@ -98,7 +98,7 @@ def expected(options, tokens, length, logits, start, cap):
 )
 def test_rows_of_a_block_are_what_transformers_makes_of_the_text_before_them(options, rows, cap):
     prompts, blocks = map(list, zip(*rows, strict=True))
-    if "forced_eos_token_id" in options:  # refused beside these, where they hold for the same token
+    if "forced_eos_token_id" in options:  # refused with these, where both hold for the same token
         options.pop("suppress_tokens", None)
         options.pop("begin_suppress_tokens" if cap == 1 else "", None)
     if "min_length" in options:  # this one counts the padding of a batch

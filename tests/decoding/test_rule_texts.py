@@ -98,7 +98,7 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
         st.sets(st.integers(0, NEW)),
     )
     def check(rules, sampled, prompts, wrong):
-        if "forced_eos_token_id" in rules:  # refused beside these, where they hold for the same token
+        if "forced_eos_token_id" in rules:  # refused with these, where both hold for the same token
             rules.pop("suppress_tokens", None)
         options = rules | sampled
         plain, _ = texts(engines(runtime)[2], prompts, options)

@@ -151,7 +151,7 @@ def test_a_tree_of_a_proposer_without_depth_is_refused():
 
 @pytest.mark.parametrize("kind", ["static", "paged"])
 def test_a_branch_that_overflows_changes_no_other(kind, monkeypatch):
-    """The values of the id 96 are NaN; each wrong node beside the right path has this id."""
+    """The values of the id 96 are NaN; each node off the right path has this id."""
     model = make_target("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[96] = torch.inf

@@ -209,7 +209,7 @@ def test_rows_have_their_own_grammar_and_another_compiles_nothing(pair, batch, e
     with refuses(ValueError, "new token 0", "none was left", "suppress_tokens"):
         braces = ids_of(lambda text: text[:1] == "{")
         engine.generate(**batch, grammar=json_, suppress_tokens=braces, **asked({}))
-    assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and it goes on
+    assert engine.generate(**batch, grammar=json_, **asked({})).shape[0] == 3  # and decodes the next call
 
 
 def test_an_interrupt_while_a_program_asks_the_host_is_an_interrupt(batch, engine, monkeypatch):

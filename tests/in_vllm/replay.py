@@ -33,7 +33,7 @@ class Replay:  # drafts and logits of a pair in float32, whole texts at a time
     def compare(self, request, count):
         """Counts of a recorded request.
 
-        Drafts, tokens accepted in vLLM, tokens accepted here, drafts of which as many are accepted; without
+        Drafts, tokens accepted in vLLM, tokens accepted here, drafts with equal acceptance; without
         async scheduling also drafted tokens, and those of them that are drafted here.
         """
         text = request["prompt"] + [token for *_, gained in request["steps"] for token in gained]

@@ -71,7 +71,7 @@ def test_a_target_with_more_ids_is_drafted_for(pairs, plain, kind):  # under XLA
     target, drafter = pairs[kind]
     longer, text = plain(target, 112)
     assert torch.equal(decode(longer, drafter), text)
-    assert (text[:, -11:] == 111).any()  # anchors of which the drafter's tables have no row
+    assert (text[:, -11:] == 111).any()  # anchors without a row in the drafter's tables
 
 
 @pytest.mark.parametrize("kind", ["v1", "dflash2", "all", "speculators"])

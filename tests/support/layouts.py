@@ -108,7 +108,7 @@ def published(name, drafter):
             state[attention + "qkv_proj.weight"] = torch.cat(fused)
             fused = [state.pop(f"{mlp}{one}_proj.weight") for one in ("gate", "up")]
             state[mlp + "gate_up_proj.weight"] = torch.cat(fused)
-    if "markov_head.markov_w1.weight" in state:  # the confidence head beside it is not ours
+    if "markov_head.markov_w1.weight" in state:  # our drafters have no confidence head
         state["confidence_head.proj.weight"] = torch.ones(1, 40)
         state["confidence_head.proj.bias"] = torch.ones(1)
     if name == "liquid_dspark":  # channels that turn together lie side by side: 0 and 8 of 16, then 1 and 9

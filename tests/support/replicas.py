@@ -1,4 +1,4 @@
-"""Replicas on four CPU devices beside one engine. Run as a module, in a process of its own."""
+"""Replicas on four CPU devices, compared with one engine. Run as a module, in a separate process."""
 
 import json
 import sys

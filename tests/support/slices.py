@@ -1,4 +1,4 @@
-"""Pairs on four CPU devices beside the same pairs on one. Run as a module, in a process of its own."""
+"""Pairs on four CPU devices, compared with one device. Run as a module, in a separate process."""
 
 import json
 import os

@@ -58,7 +58,7 @@ def tapped_states(target, taps):
 
 
 def own_states(target):
-    """transformers' ``hidden_states``, of which the last is not normed."""
+    """transformers' ``hidden_states``, with the last one before the norm."""
     for module in target.modules():
         if hasattr(module, "config"):
             module.config.tie_last_hidden_states = False

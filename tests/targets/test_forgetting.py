@@ -66,7 +66,7 @@ def with_tensors_inside(model, embeds, ids, seen):
     return embeds * memo["table"] * model.held.table * model.rows[0]
 
 
-class Mixes(transformers.LlamaForCausalLM):  # transformers hangs hooks in for its hidden states
+class Mixes(transformers.LlamaForCausalLM):  # transformers adds hooks for its hidden states
     def forward(self, input_ids=None, position_ids=None, use_cache=None, **more):
         asked = {CACHE: more.get(CACHE), "use_cache": use_cache, "output_hidden_states": True}
         mask = more.get("attention_mask")
