@@ -34,7 +34,7 @@ def test_names_of_the_ids(pair, row):
 
 
 def test_no_ids(pair):
-    """After `GenerationTesterMixin.test_generate_without_input_ids`: from the first id of texts, or refused."""
+    """After `GenerationTesterMixin.test_generate_without_input_ids`: from the first id, or refused."""
     target = copy.deepcopy(pair[0])
     target.generation_config.bos_token_id = 5
     expected = target.generate(**GREEDY)
