@@ -12,7 +12,7 @@ METHODS = {
     "DFlash": ("drafter", "#2a7f62"),
     "both in a tree of 8 rows": ("union of 8", "#3f6fb5"),
 }
-"""What a method is called in the picture: its name in the figures, and its colour."""
+"""A method's name in the picture: its name in the figures, and its colour."""
 LEFT, BAR, GAP, TOP, UNIT = 92, 14, 14, 62, 190  # pixels; UNIT: of one token
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from figure_text import RESULTS, result, table
 
 EARLIER = "demo_cpu_xeon", "demo_cpu_avx2"
-"""Of a drafter that was bundled before."""
+"""Results of an earlier bundled drafter."""
 UNION = "DFlash + lookup"
 MACHINES = {
     "demo_cpu": "EPYC, AVX512-BF16",

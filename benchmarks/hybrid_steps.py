@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "layer_types": HYBRID},
     ),
 }
-"""By the model that lends its widths."""
+"""Cases by the model that lends its widths."""
 READ, NEW, SHORT = 2000, 64, 16
 
 

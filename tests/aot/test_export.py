@@ -209,24 +209,20 @@ def test_prompt_rows_that_no_prompt_is_fed_in_are_refused(rows):
 def test_round_compiles_for_one_v5p_chip(chunk, batch_size, most, capsys):
     model = qwen3_4b_width(batch_size)
     compiled = aot.compile_round(model, chunk=chunk)
-
     leaves = jax.tree_util.tree_leaves_with_path(model.state)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     assert {".tokens", ".cache[3].value", ".proposer.layers[4].key", ".proposer.context"} < set(paths)
     assert compiled.aliases == {path: f"[1]{path}" for path in paths}
     state_bytes = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)
     assert compiled.alias_bytes >= state_bytes and not compiled.unaliased
-
     instructions = Program(compiled.hlo).instructions()
     ops = {i.op for i in instructions}
     assert "scatter" not in ops and not forbidden(compiled.hlo) and not Program(compiled.hlo).collectives()
     # The TPU compiler turns a scatter into a loop over what it scatters: only the loop of rounds may be left.
     assert sum(i.op == "while" for i in instructions) == chunk
-
     cache = "bf16[" + ",".join(map(str, model.state.cache[0].key.shape)) + "]"
     moved = {i.op for i in instructions if i.type.lstrip("(").startswith(cache)}
     assert not moved & {"copy", "copy-start", "transpose", "convert", "scatter", "select"}
-
     floor = floor_of(model.pair, model.params, context=4096).round
     sizes = {"argument": compiled.argument_bytes, "output": compiled.output_bytes}
     sizes |= {"temp": compiled.temp_bytes, "alias": compiled.alias_bytes}

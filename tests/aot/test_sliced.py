@@ -143,7 +143,6 @@ def test_a_selector_looks_up_its_codebooks_where_they_lie():
 
 
 def exchanged(**plan: Any) -> Counter:
-    """Counts the collectives of each kind in a round of 16 rows."""
     options = {"capacity": 4064, "cache": "paged", "matmul_precision": "default"} | plan
     step = aot.compile_step(
         aot.abstract_pair(*large_pair("qwen3-32b"), **options), "round", topology="v5p:2x2x1", chips=4

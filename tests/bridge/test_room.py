@@ -18,7 +18,6 @@ from jax_bridge.devices import weights
 
 @pytest.fixture
 def mesh_of(monkeypatch):
-    """A mesh of several devices, all of them the same one."""
     for module in (load, places):
         monkeypatch.setattr(module, "check_distinct", lambda devices: None)
     return lambda count: Mesh(np.array(jax.devices()[:1] * count), ("model",))

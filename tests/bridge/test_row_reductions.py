@@ -99,9 +99,7 @@ def drawn(*shape: int, dtype: str = "float32") -> jax.Array:
 
 
 COUNTS = (1, 2, 3, 5, 7, 8, 15, 17, 33)
-
-
-"""Of rows that are held against 64, in the sums: rounded to bfloat16 most differences are gone."""
+"""Numbers of rows, compared with 64 in the sums: rounding to bfloat16 would hide most differences."""
 
 
 @pytest.mark.parametrize(

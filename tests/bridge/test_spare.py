@@ -63,7 +63,6 @@ def spoil(engine) -> None:
 
 
 def with_cache(*layers) -> Any:
-    """A state with the parts that `Spare` reads."""
     return SimpleNamespace(cache=layers)
 
 

@@ -57,7 +57,6 @@ def converted(weights, tensors):
 
 
 def in_turns(weights, tensors):
-    """Makes enough calls to look at every weight."""
     for _ in range(TURNS):
         weights.refresh(tensors)
 

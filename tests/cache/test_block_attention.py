@@ -109,7 +109,6 @@ class Call:  # random arguments: row 0 has no context, others some of the slots;
         return {"scale": self.scale, "window": self.shape.window, "causal": self.shape.causal}
 
     def attend(self, query, key, value, past_key, past_value, position, start):
-        """Runs the operation on these arguments."""
         inputs = AttentionInputs(query, key, value, start, self.scale, self.shape.window)
         return block_attention(inputs, Past(past_key, past_value, position), self.shape.causal)
 
@@ -160,7 +159,6 @@ def test_a_broken_kernel_is_seen(monkeypatch):
 
 
 def step_of(shape: Shape):
-    """Returns the call of a round and the shapes of the arguments."""
     call = Call(shape)
     args = [jax.ShapeDtypeStruct(array.shape, jnp.dtype(shape.dtype)) for array in call.floats]
     args += [jax.ShapeDtypeStruct(array.shape, jnp.int32) for array in (call.position, call.start)]

@@ -80,7 +80,6 @@ def at(position: int) -> torch.Tensor:
 
 
 def interpreted(*args, **options):
-    """The TPU's paged kernel in the interpreter, on the CPU."""
     return pallas_paged_attention(*args, **options, interpret=True)
 
 

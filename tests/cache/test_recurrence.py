@@ -104,7 +104,7 @@ def test_rejected_rows_and_padding_may_hold_anything(kind, odd):
 
 
 ABOVE = (-1, 0, 1, 1, 0, 4, 5, 0)
-"""Of eight rows in preorder, each one's parent."""
+"""The parents of eight rows in preorder."""
 PATHS = ((0, 1, 3), (0, 4, 5), (0, 7, 7))
 COUNTS = (3, 2, 0)
 

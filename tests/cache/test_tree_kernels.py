@@ -141,7 +141,6 @@ def test_a_broken_kernel_is_seen(kind, monkeypatch):
 
 
 def step_of(kind, batch, groups, heads, rows, dim, window=None):
-    """Returns the call of a verify pass and the shapes of the arguments."""
     whole, half = jnp.int32, jnp.bfloat16
     sizes = [(batch, groups * heads, rows, dim), *[(batch, groups, rows, dim)] * 2]
     shapes = [jax.ShapeDtypeStruct(size, half) for size in sizes]

@@ -50,7 +50,6 @@ def talk(pair, monkeypatch, capsys):
 
 
 def own(pair, messages, new=NEW):
-    """The target's own answer."""
     inputs = pair.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

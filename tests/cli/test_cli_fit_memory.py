@@ -65,7 +65,6 @@ def run(folders, *options, drafter="drafter"):
 
 
 def held(folders, batch, context, chips=1, **plan):
-    """Bytes that one chip of a tiny pair holds."""
     target, drafter = load_configs(str(folders / "target"), str(folders / "drafter"), None, None)
     model = aot.abstract_pair(target, drafter, batch_size=batch, capacity=context, **plan)
     return bytes_of(sizes._share(model, "v5e:2x2", chips))

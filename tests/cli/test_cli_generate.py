@@ -23,7 +23,6 @@ CONTEXT = 128
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A saved pair with a chat template, its models and its tokenizer."""
     folder = tmp_path_factory.mktemp("pair")
     target = make_target(
         "qwen3", vocab_size=257, max_position_embeddings=CONTEXT, eos_token_id=0, pad_token_id=0

@@ -48,14 +48,12 @@ def test_the_whole_chain_and_again_without_work(world, tmp_path, capsys, monkeyp
     row = found["sets"]["math"]
     assert f"| math | {row['acceptance_length']:.2f} | {row['ngram_acceptance_length']:.2f} |" in said
     assert row["prompts"] == 9 and found["options"]["max_new_tokens"] == 8
-
     for module in ("answers.regenerate", "features.extract"):
         monkeypatch.setattr(f"torch_dflash.train.{module}.write_atomically", None, raising=False)
     before = content(tmp_path)
     for line in chain:
         assert train(world, *line) == 0
     assert content(tmp_path) == before
-
     other = tmp_path / "code.jsonl"
     other.write_text('{"prompt": "x = 1"}\n')
     assert train(world, *judge, other) == 0

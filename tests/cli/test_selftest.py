@@ -91,7 +91,6 @@ def test_a_broken_acceptance_rule_fails_by_name(capsys, monkeypatch):
     honest = torch_dflash.decode.accept_chain
 
     def generous(draft, target):
-        """Accepts the first draft always."""
         target = target.clone()
         target[:, :-1][:, :1] = draft.tokens[:, : target.shape[1] - 1][:, :1]
         return honest(draft, target)

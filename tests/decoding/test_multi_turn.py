@@ -104,13 +104,11 @@ def test_a_second_turn_continues_the_state(engine, pair, seed):
     if hasattr(host.proposer, "buffered"):
         assert host.proposer.buffered.max() > 1  # tokens without draft K/V
     rounds = host.rounds.tolist()
-
     state = append_turn(engine, state, questions, SECOND)
     turned = on_host(state)
     whole = [text + question for text, question in zip(first, questions, strict=False)]
     assert turned.length.tolist() == [*map(len, whole), len(first[2]) - 1]
     assert not turned.done.any()
-
     # A fresh state that reads everything at once; the third row's anchor is picked again.
     left = int(turned.limit[2]) - int(turned.length[2])
     fresh = engine.start(*pad([*whole, first[2][:-1]]), max_new_tokens=[*SECOND, left], **OPTIONS)
@@ -119,7 +117,6 @@ def test_a_second_turn_continues_the_state(engine, pair, seed):
     assert wanted.length.tolist() == turned.proposer.committed.tolist() == turned.length.tolist()
     for ours, theirs in zip(draft_memory(turned), draft_memory(wanted), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
     state = on_host(advance_until(engine, state, slice(None)))
     fresh = on_host(advance_until(engine, fresh, slice(None)))
     said = text_of(state)

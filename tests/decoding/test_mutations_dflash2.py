@@ -46,7 +46,6 @@ IN_THE_NETWORK = {
 
 
 def anchor_for_all(original, self, hidden, logits, anchor, *name):
-    """The predecessor is always the anchor."""
     rows = [
         original(self, hidden[:, at : at + 1], logits[:, at : at + 1], anchor, *name)
         for at in range(hidden.shape[1])

@@ -32,7 +32,6 @@ def pair():
 
 
 def texts(pair, *processors, runtime="eager"):
-    """The rows' new tokens, and the number of rounds, with ``processors``."""
     ids, mask = pad(PROMPTS)
     asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "runtime": runtime}
     out = td.generate(*pair, ids, mask, processors=processors, return_dict_in_generate=True, **asked)
@@ -40,7 +39,6 @@ def texts(pair, *processors, runtime="eager"):
 
 
 def theirs(target, **options):
-    """transformers' own text of each prompt."""
     options |= {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return [
         target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in PROMPTS

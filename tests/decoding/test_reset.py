@@ -63,7 +63,6 @@ def ask(engine, prompts):
 
 
 def reset_on(runtime, engine, params, state, rows, requests):
-    """`reset` on ``runtime``: eagerly, or lowered and compiled."""
     state = poisoned(runtime.fetch(state), 0)
     if engine.options.runtime == "eager":
         return reset(engine.pair, params, state, rows, requests)
@@ -83,7 +82,6 @@ def test_a_row_is_given_to_another_request(pairs, kind, where):
     generation.prepare(64)
     for _ in range(2):
         generation.advance(Rounds.of(engine.plan))
-
     rows = torch.tensor([True, False])
     requests = row_requests(ask(engine, [NEXT, OTHER]), engine.plan)
     before = look(runtime, generation.state).length

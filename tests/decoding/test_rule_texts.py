@@ -60,14 +60,12 @@ def engines(runtime):
 
 
 def texts(engine, prompts, options):
-    """(Each row's new tokens, the statistics)."""
     asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": STOP, "pad_token_id": STOP}
     out = engine.generate(*pad(prompts), return_dict_in_generate=True, **asked | options)
     return out.new_tokens, out.stats
 
 
 def theirs(prompts, options):
-    """transformers' own text of each row."""
     asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": STOP, "pad_token_id": STOP} | options
     rows = [
         target().generate(torch.tensor([prompt]), **asked)[0, len(prompt) :].tolist() for prompt in prompts
@@ -117,7 +115,6 @@ def test_any_options_together_leave_the_text_of_plain_decoding(runtime, examples
 
 @cache
 def branching():
-    """(An engine whose proposer drafts the trees of a table, the proposer)."""
     proposer = Tabled(2, 48, rows=8, depth=3)
     fixed = {"max_length": 32, "batch_size": 2, "prefill_chunk_size": 16, "rounds_per_chunk": 2}
     return td.compile(target(), proposer, runtime="eager", processors=PROCESSORS, **fixed), proposer

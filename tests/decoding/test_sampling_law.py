@@ -129,7 +129,6 @@ def sample(engine, rules="nothing", first_seed=0, calls=CALLS):
 
 
 def surprise(texts: torch.Tensor, joint: torch.Tensor) -> float:
-    """The probability of a chi-square beyond that of tokens 2 to 4."""
     cells = (texts[:, 1] * VOCAB + texts[:, 2]) * VOCAB + texts[:, 3]
     return beyond(torch.bincount(cells, minlength=VOCAB**3).double(), joint * len(texts))
 

@@ -228,7 +228,6 @@ def ints(values):
 
 
 def broken(monkeypatch, kind):
-    """One convention of trees, broken."""
     forward, take = Target.forward, fresh.take_rows
 
     def in_order(self, *args, tree=None, **more):

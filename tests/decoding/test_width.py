@@ -146,7 +146,6 @@ def warmed(costs: dict[int, float]) -> Widths:
 
 
 def share(turns: list[Rounds], width: int) -> float:
-    """The share of rounds that had ``width``."""
     return sum(t.rounds for t in turns if t.width == width) / sum(t.rounds for t in turns)
 
 

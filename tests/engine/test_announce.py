@@ -37,7 +37,6 @@ def messages(lines):
 
 
 def programs_in(said):
-    """The line that ends each program, by the program's name."""
     form = rf"torch-dflash: compiling (.*) \({ROOM} positions, batch 1\): \d+\.\d s, \d of \d programs so far"
     return {found[1]: line for line in said if (found := re.fullmatch(form, line))}
 

@@ -16,7 +16,6 @@ ROUNDS, CHUNK = 2000, 50
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -33,7 +33,6 @@ def pair():
 
 @pytest.fixture
 def used(monkeypatch):
-    """The engine of each call of `generate`, in order."""
     engines, whole = [], generation.cached_engine
     noted = lambda *a, **k: engines.append(whole(*a, **k)) or engines[-1]  # noqa: E731
     monkeypatch.setattr(generation, "cached_engine", noted)
@@ -45,7 +44,6 @@ def proposer(kind, drafter):
 
 
 def say(target, drafter, prompts=(PROMPT,), new=NEW, **options):
-    """The new tokens of each row."""
     ids, mask = pad([list(prompt) for prompt in prompts])
     options = {"eos_token_id": None, "do_sample": False} | options
     return td.generate(target, drafter, ids, mask, max_new_tokens=new, **options)[:, ids.shape[1] :].tolist()

@@ -36,7 +36,6 @@ def engine(pair):
 
 @pytest.fixture(scope="module")
 def saved(engine, tmp_path_factory):
-    """A state's file: its path, tensors and metadata."""
     path = tmp_path_factory.mktemp("saved") / "state"
     td.save_state(engine.advance(engine.start(*ragged_prompts(2), **OPTIONS)), path, engine)
     with safe_open(path, framework="pt") as content:
@@ -44,7 +43,6 @@ def saved(engine, tmp_path_factory):
 
 
 def craft(path, tensors, metadata):
-    """A file with a checksum that fits."""
     sealed = metadata | {"checksum": state_io._checksum(tensors, metadata)}
     save_file(tensors, path, sealed)
     return path

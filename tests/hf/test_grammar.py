@@ -39,7 +39,6 @@ TOKENIZER.add_special_tokens({"additional_special_tokens": ["[b=1]"]})  # which 
 
 
 def ids_of(belongs):
-    """Ids of the tokens whose text ``belongs``."""
     return [token for token in range(len(TOKENIZER)) if belongs(TOKENIZER.decode([token]))]
 
 

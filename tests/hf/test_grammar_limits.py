@@ -151,7 +151,7 @@ def test_a_table_that_differs_from_the_matcher_is_refused(monkeypatch, pattern, 
 
 
 FORCED = byte_tokenizer(merges=[("e", "s"), ("y", "es"), ("m", "i"), ("n", "u"), ("mi", "nu"), ("t", "es")])
-"""Of words that are forced the matcher has one spelling, and a table has every one."""
+"""The matcher has one spelling of forced words, and a table has every one."""
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ def ignoring(lengths):
 
 @pytest.fixture(scope="module")
 def text(pair, batch):
-    """The target's free greedy text."""
     return pair[0].generate(**batch, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
 

@@ -48,7 +48,6 @@ def plain(pair, batch):
 
 @pytest.fixture
 def config(pair, monkeypatch):
-    """The target's own config, of these fields."""
     return lambda **fields: monkeypatch.setattr(pair[0], "generation_config", GenerationConfig(**fields))
 
 

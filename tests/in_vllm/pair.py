@@ -77,7 +77,6 @@ def word_tokenizer():
 
 
 def prompts(count, seed=0, longest=60):
-    """Random prompts of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest, (count,), generator=generator).tolist()
     return [torch.randint(0, MASK, (length,), generator=generator).tolist() for length in lengths]

@@ -31,7 +31,6 @@ PAIRS = {
 
 @cache
 def pair_folder(name):
-    """The folder of a pair of `PAIRS`."""
     folder = FOLDER / name
     folder.mkdir()
     pair.save(folder, **PAIRS[name])
@@ -40,7 +39,6 @@ def pair_folder(name):
 
 
 def options_of(name, drafted=True):
-    """An engine's options for a pair."""
     folder = pair_folder(name)
     found = {"model": str(folder / "target")}
     if drafted:
@@ -51,7 +49,6 @@ def options_of(name, drafted=True):
 
 @cache
 def replay_of(name):
-    """The replay of a pair's texts."""
     return Replay(pair_folder(name) / "target", pair_folder(name) / "drafter")
 
 

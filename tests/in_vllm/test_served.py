@@ -70,7 +70,6 @@ def address(tmp_path_factory):
 
 
 def ask(address, prompt, stream):
-    """The ids of one completion."""
     asked = {"model": "pair", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     asked |= {"ignore_eos": True, "return_token_ids": True, "stream": stream}
     if not stream:

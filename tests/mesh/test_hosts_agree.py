@@ -71,8 +71,6 @@ def shelves(monkeypatch):
 
 
 def both(shelves, call):
-    """Results or errors of `call(rank, hosts)` in two threads."""
-
     def one(rank):
         shelf = shelves[rank]
         this = Hosts(shelf, seen := Watch(shelf))

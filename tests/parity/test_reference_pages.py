@@ -49,7 +49,6 @@ def table(engine) -> np.ndarray:
 
 
 def ours(engine, table: np.ndarray) -> Run:
-    """Our runtime on pages that the test gives out."""
     steps, done = engine.runtime, np.zeros(ROWS, bool)
     options = {"max_new_tokens": authors.NEW, "do_sample": False, "eos_token_id": None}
     request = engine.read(*pad(PROMPTS), options)
@@ -65,7 +64,6 @@ def ours(engine, table: np.ndarray) -> Run:
 
 
 def reference(pair, engine, table: np.ndarray) -> Run:
-    """The reference on the same pages."""
     cache = empty_pages(pair.models.target, table, engine.plan.pages, PAGE, jnp.float32)
     state = loop.start(pair.models, pair.weights, PROMPTS, authors.NEW, cache=cache)
     while not state.done.all():

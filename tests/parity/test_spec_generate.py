@@ -16,7 +16,6 @@ NEW = 23
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
 def models(request, tmp_path_factory):
-    """Target, our drafter, theirs with the same weights."""
     folder = tmp_path_factory.mktemp(request.param)
     target, drafter = tiny.make_pair(request.param, agree=2.5)
     drafter.save_pretrained(folder)

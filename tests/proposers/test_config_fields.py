@@ -46,7 +46,6 @@ def seconds(limit):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A Llama: its folder, and its right config.json."""
     folder = tmp_path_factory.mktemp("llama")
     make_target("llama").save_pretrained(folder)
     return folder, json.loads((folder / "config.json").read_text())

@@ -19,7 +19,6 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def sharded(tmp_path):
-    """A directory with three shards and their index, and the tensors of all."""
     tensors = publish(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     names = sorted(tensors)

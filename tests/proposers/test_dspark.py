@@ -42,7 +42,6 @@ def by_hand(target, drafter, hidden, anchor):
 
 @torch.no_grad()
 def wrong(target, drafter):
-    """Counts the drafts that differ from those by hand."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(ROWS, DRAFTS, 32, generator=generator)
     anchor = torch.randint(0, VOCAB, (ROWS,), generator=generator, dtype=torch.int32)

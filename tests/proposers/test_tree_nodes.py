@@ -24,7 +24,6 @@ DEPTH = 5
 
 
 def scored(nodes):
-    """Each path of real nodes, with its score."""
     tokens, parent, score = (rows[0].tolist() for rows in nodes)
     paths = []
     for token, above in zip(tokens, parent, strict=True):

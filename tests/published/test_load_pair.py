@@ -179,7 +179,6 @@ BYTES = {"GB": 1e9, "GiB": 2**30}
 
 
 def built(row):
-    """The row's drafter on the meta device, in z-lab's fields."""
     given = {
         "num_hidden_layers": row.num_hidden_layers, "block_size": row.block_size or 8,
         "target_layer_ids": list(row.target_layer_ids or ()), "mask_token_id": row.mask_token_id,

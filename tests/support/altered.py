@@ -31,5 +31,4 @@ def altered(name, change, init=None, **more):
 
 
 def tiny(kind, **fields):
-    """A random model of ``kind``."""
     return randomise(kind(hf.LlamaConfig(**BASE, **fields)), 0)

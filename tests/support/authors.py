@@ -186,7 +186,6 @@ def replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
 
 @torch.no_grad()
 def authors_replay(case: Case, run: Run) -> dict[int, torch.Tensor]:
-    """The authors' network on the same passes."""
     cache, found = authors._make_cache(case.theirs.config), {}
     for noise, context, position in run.passes:
         start = int(position[0, -noise.shape[1]])

@@ -5,7 +5,7 @@ import re
 from support import ROOT
 
 PATTERNS = (ROOT / "tests" / "heavy.txt").read_text().splitlines()
-"""Node ids below tests/, where ``*`` stands for any text."""
+"""Node ids below tests/; ``*`` stands for any text."""
 
 
 def heavy_cases(cases: set[str]) -> tuple[set[str], list[str]]:

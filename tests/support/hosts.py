@@ -13,7 +13,7 @@ from support import COMPILE_FAST, ROOT
 
 FLAGS = f"--xla_force_host_platform_device_count=2 {COMPILE_FAST}"
 PATIENT = 3600
-"""Seconds that JAX itself waits for heartbeats: what ends a process in these tests is ours."""
+"""Seconds that JAX itself waits for heartbeats: our watch ends a process sooner in these tests."""
 PAUSE = 0.1
 SILENT = 8
 """In the place of `jax_bridge.hosts.watch.SILENT`, in beats of a second."""

@@ -36,7 +36,7 @@ EXPECTED = {
     "speculators_dflash2": SLIDING | SECOND | {"is_causal": False},
     "zlab_flat": {},
 }
-"""Of each what its fields mean, in ours; the rest is as in `expected`."""
+"""The meaning of each layout's fields in ours; other fields are those of `expected`."""
 
 
 def fixture(name):

@@ -50,6 +50,5 @@ def publish(name, folder, block=BLOCK):
 
 
 def say(folder, **fields):
-    """Changes fields of a config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))

@@ -25,7 +25,7 @@ TWO = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 2}
 HEADS = {"2x2": (TWO, TWO), "4x1": (FOUR, FOUR), "odd": (TWO, FOUR), "whole": (SIX, SIX)}
-"""Of target and drafter: two K/V heads, each on two devices; four, one each; some that stay whole."""
+"""K/V heads of target and drafter: two, each on two devices; four, one each; some that stay whole."""
 PICKS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 0},
@@ -119,12 +119,10 @@ def _told(out: Any) -> list[Any]:
 
 
 def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
-    """`compare` of each case, in a process with four CPU devices."""
     return json.loads(run_on_four(["-m", "support.slices"], json.dumps(cases)).splitlines()[-1])
 
 
 def run_on_four(arguments: list[str], given: str = "") -> str:
-    """The output of a fresh interpreter with four CPU devices."""
     environment = os.environ | {"XLA_FLAGS": FLAGS, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     options = {"input": given, "capture_output": True, "text": True, "env": environment, "cwd": ROOT}

@@ -36,5 +36,4 @@ def cached(**changes) -> FeatureOptions:
 
 
 def checksums(folder: Path) -> dict[str, dict]:
-    """The metadata of the feature shards by file."""
     return {path.name: safe_open(path, "pt").metadata() for path in sorted(folder.glob("features-*"))}

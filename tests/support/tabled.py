@@ -40,7 +40,6 @@ class Tabled(Proposer):  # drafts row b's tree at position p from tables [B, S, 
 
 
 def shape(nodes: int, depth: int, draw: random.Random) -> list[int]:
-    """Parents of a random tree in preorder."""
     parent, path = [], []
     for node in range(nodes):
         path = path[: draw.randint(max(0, len(path) - 2), min(len(path), depth - 1))]

@@ -55,7 +55,6 @@ def nested(model, deep=1):
 
 
 def with_tensors_inside(model, embeds, ids, seen):
-    """Reads tensors inside of a dict in a dict, a list and an object."""
     table = torch.full((embeds.shape[-1],), 1.1, device=embeds.device)
     memo = model.memo
     for _ in range(model.deep + 1):

@@ -68,7 +68,6 @@ class Prepared(hf.LlamaForCausalLM):  # its forward is Llama's; its generate mov
 
 
 def even_suppressed(model, found=()):
-    """Processors of a generate that never picks an even token."""
     even = torch.arange(0, model.config.vocab_size, 2).tolist()
     return hf.LogitsProcessorList([*found, hf.SuppressTokensLogitsProcessor(even, device="cpu")])
 
@@ -382,7 +381,6 @@ def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
 def test_a_verdict_is_of_the_code_it_was_about(monkeypatch):
     kind = llama("Changing")
     compiled(build(kind))
-
     longer = altered("Longer", lambda model, embeds, ids, seen: embeds * ids.shape[1])
     monkeypatch.setattr(kind, "forward", longer.forward, raising=False)
     refused(TWIN, build(kind))

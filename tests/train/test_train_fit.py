@@ -43,13 +43,11 @@ def go(world, directory, chosen=RESUMED, objective=DPACE, **changes):
 
 
 def shown(directory: Path) -> list[dict]:
-    """Lines of the log without the time."""
     lines = read_log(directory / "log.jsonl")
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
 def assert_same(directory: Path, other: Path) -> None:
-    """Log, weights and moments of two fits are bit for bit the same."""
     assert shown(directory) == shown(other)
     one, two = (load_latest(path / "checkpoints") for path in (directory, other))
     assert one.step == two.step
@@ -60,7 +58,6 @@ def assert_same(directory: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(world, tmp_path_factory):
-    """A fit that nothing interrupted."""
     directory = tmp_path_factory.mktemp("whole")
     go(world, directory)
     return directory
@@ -163,7 +160,6 @@ main(sys.argv[1:])
 
 
 def flags(world, directory: Path, chosen: FitOptions, *more: str) -> list[str]:
-    """The command line of `go`."""
     line = ["train", "fit", "--target", world.path, "--features", str(world.features), "--out"]
     line += [str(directory)]
     for part in (chosen, shape(), DPACE):

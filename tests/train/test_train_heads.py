@@ -87,7 +87,6 @@ def test_the_selectors_loss_is_its_definition_with_its_gradients(sampled):
     without = Student(drafter, target, dataclasses.replace(chosen, selector=0.0))(batch, vocabulary)
     parameters = [weight for _, weight in drafter.named_parameters()]
     gradient = torch.autograd.grad(found.loss - without.loss, parameters)
-
     extra, right, listed = plain_losses(target, drafter, batch, head, ids)
     targets, known = block_targets(batch, ROWS + 1)
     rows = states(target, drafter, batch) @ (target.lm_head.weight if head is None else head).T

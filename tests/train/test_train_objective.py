@@ -50,7 +50,6 @@ def losses(case, objective, **changes):
 
 
 def figures(found):
-    """(Name, value) of all figures without a selector."""
     return [(name, value) for name, value in vars(found).items() if value is not None]
 
 

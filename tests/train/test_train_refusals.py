@@ -33,7 +33,6 @@ SHORT = options(epochs=1)
 
 
 def another(name="another", **changes):
-    """A target of other weights."""
     changes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "seed": 9} | changes
     target = make_target("qwen3", eos_token_id=0, pad_token_id=0, **changes)
     target.config.name_or_path = name

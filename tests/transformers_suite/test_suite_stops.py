@@ -14,7 +14,6 @@ CALLS = ["generate", "custom_generate", "folder"]
 
 @pytest.fixture(scope="module")
 def text(pair, batch):
-    """The target's text where nothing ends it."""
     return pair[0].generate(**batch, **GREEDY)
 
 

@@ -17,7 +17,6 @@ TAKING = ["generate", "custom_generate", "folder", "native"]
 
 @pytest.fixture(scope="module")
 def words():
-    """A tokenizer of letters."""
     return letters()[0]
 
 
