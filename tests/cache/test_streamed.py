@@ -80,19 +80,16 @@ def test_what_a_wider_buffer_keeps_is_rounded_as_a_narrow_one_rounds(kind):
         assert torch.equal(wide[1, :, at : at + ROWS], narrow[1, :, at : at + ROWS].float())
 
 
-def test_what_lies_behind_the_longest_row_is_not_read(monkeypatch):
+@pytest.mark.parametrize(
+    ("start", "window", "unread"),
+    [([0, 1, 2], None, slice(8, None)), ([34, 35, 36], 6, slice(24))],
+    ids=["behind the longest row", "before the window"],
+)
+def test_slots_that_no_row_sees_are_not_read(start, window, unread, monkeypatch):
     monkeypatch.setattr(streamed, "fitting_keys", lambda *_: 8)
-    inputs, (key, value) = asked(start=[0, 1, 2]), buffers()
+    inputs, (key, value) = asked(start=start, window=window), buffers()
     wanted = plain(inputs, key, value)
-    value[:, :, 8:] = torch.nan  # a NaN that is read passes even a weight of zero
-    torch.testing.assert_close(in_blocks(inputs, key, value), wanted, atol=2e-6, rtol=1e-5)
-
-
-def test_a_window_skips_what_lies_before_it(monkeypatch):
-    monkeypatch.setattr(streamed, "fitting_keys", lambda *_: 8)
-    inputs, (key, value) = asked(start=[34, 35, 36], window=6), buffers()
-    wanted = plain(inputs, key, value)
-    value[:, :, :24] = torch.nan
+    value[:, :, unread] = torch.nan  # a NaN that is read passes even a weight of zero
     torch.testing.assert_close(in_blocks(inputs, key, value), wanted, atol=2e-6, rtol=1e-5)
 
 

@@ -51,12 +51,19 @@ def craft(path, tensors, metadata):
 ODD_PLANS = ["", "{", "[]", "7", "null", '"x"', "[" * 100_000]
 
 
-@pytest.mark.parametrize("plan", [None, *ODD_PLANS], ids=range(len(ODD_PLANS) + 1))
-def test_a_file_without_a_plan_is_refused(engine, saved, tmp_path, plan):
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        *(("plan", plan, "not a plan as JSON") for plan in (None, *ODD_PLANS)),
+        *(("proposer", proposer, f"{proposer}, this engine's is") for proposer in (None, "", "x")),
+    ],
+    ids=range(len(ODD_PLANS) + 4),
+)
+def test_a_file_without_its_plan_or_proposer_is_refused(engine, saved, tmp_path, field, value, words):
     _, tensors, metadata = saved
-    metadata = {name: value for name, value in metadata.items() if name != "plan"}
-    metadata |= {} if plan is None else {"plan": plan}
-    with refuses(ValueError, "plan is ", "not a plan as JSON"):
+    metadata = {name: text for name, text in metadata.items() if name != field}
+    metadata |= {} if value is None else {field: value}
+    with refuses(ValueError, f"{field} is ", words):
         td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
 
 
@@ -68,15 +75,6 @@ def test_odd_fields_of_a_plan_are_named(engine, saved, tmp_path, change):
     metadata = metadata | {"plan": json.dumps(json.loads(metadata["plan"]) | change)}
     (field, value), *_ = change.items()
     with refuses(ValueError, f"the state has {field}={value!r}"):
-        td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
-
-
-@pytest.mark.parametrize("proposer", [None, "", "x"])
-def test_a_file_without_its_proposer_is_refused(engine, saved, tmp_path, proposer):
-    _, tensors, metadata = saved
-    metadata = {name: value for name, value in metadata.items() if name != "proposer"}
-    metadata |= {} if proposer is None else {"proposer": proposer}
-    with refuses(ValueError, f"proposer is {proposer}, this engine's is"):
         td.load_state(craft(tmp_path / "bad", tensors, metadata), engine)
 
 

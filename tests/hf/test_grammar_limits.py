@@ -142,14 +142,6 @@ def test_what_dialects_read_differently_is_refused_by_name(pattern, words):
         byte_automaton(pattern, 512)
 
 
-@pytest.mark.parametrize(("pattern", "other"), [("[0-9]{2}", "[0-9]{3}"), ("(?i)ω", "(?i)ω"), ("a|b", "a")])
-def test_a_table_that_differs_from_the_matcher_is_refused(monkeypatch, pattern, other):
-    made = grammars.token_table
-    monkeypatch.setattr(grammars, "token_table", lambda _, spelt: made(other, spelt))
-    with refuses(ValueError, "after ids [", "read it differently", "device=False"):
-        td.Grammar.regex(pattern, TOKENIZER, device=True)
-
-
 FORCED = byte_tokenizer(merges=[("e", "s"), ("y", "es"), ("m", "i"), ("n", "u"), ("mi", "nu"), ("t", "es")])
 """The matcher has one spelling of forced words, and a table has every one."""
 
@@ -168,11 +160,20 @@ def test_a_forced_text_has_a_table(pattern):
         row.check([*spelt[:-1], 0])
 
 
+OTHERS = ("yes|no|yet", "yep|no", "ye?s?|no", "yes|no|yess", "ye|no", "yes", "yes|n[ou]")
+
+
 @pytest.mark.parametrize(
-    "other", ["yes|no|yet", "yep|no", "ye?s?|no", "yes|no|yess", "ye|no", "yes", "yes|n[ou]"]
+    ("words", "pattern", "other"),
+    [
+        (TOKENIZER, "[0-9]{2}", "[0-9]{3}"),
+        (TOKENIZER, "(?i)ω", "(?i)ω"),
+        (TOKENIZER, "a|b", "a"),
+        *((FORCED, "yes|no", other) for other in OTHERS),
+    ],
 )
-def test_a_table_of_another_text_where_text_is_forced_is_refused(monkeypatch, other):
+def test_a_table_that_differs_from_the_matcher_is_refused(monkeypatch, words, pattern, other):
     made = grammars.token_table
     monkeypatch.setattr(grammars, "token_table", lambda _, spelt: made(other, spelt))
     with refuses(ValueError, "after ids [", "read it differently", "device=False"):
-        td.Grammar.regex("yes|no", FORCED, device=True)
+        td.Grammar.regex(pattern, words, device=True)

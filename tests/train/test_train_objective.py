@@ -24,10 +24,6 @@ from torch_dflash.train.fit.student import Student
 BLOCKS, ROWS, HIDDEN, VOCAB = (2, 3), 5, 8, 37
 
 
-def plain(hidden, head):
-    return head(hidden)
-
-
 @pytest.fixture
 def case():
     """States, targets and a head. Known rows are a prefix of each block, as the end of an answer has them."""
@@ -43,7 +39,7 @@ def case():
 
 
 def losses(case, objective, **changes):
-    given = case | {"logits_of": plain, "objective": objective} | changes
+    given = case | {"logits_of": lambda hidden, head: head(hidden), "objective": objective} | changes
     if not objective.distils:
         given["teacher"] = None
     return block_losses(**given)
