@@ -306,19 +306,7 @@ def test_both_packages_keep_to_their_lines():
 
 
 # The names of mappings of a call's options below the one reader.
-OPTION_NAMES = {
-    "options",
-    "given",
-    "asked",
-    "named",
-    "kwargs",
-    "model_kwargs",
-    "built",
-    "own",
-    "bound",
-    "call",
-    "made",
-}
+OPTION_NAMES = {*"options given asked named kwargs model_kwargs built own bound call made".split()}
 READERS = ("torch_dflash.engine", "torch_dflash.requests", "torch_dflash.integrations")
 
 

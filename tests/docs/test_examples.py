@@ -130,11 +130,8 @@ def test_the_demo_compares_and_fails_loudly_when_a_text_differs(tiny_demo, monke
     assert rows["plain decoding"]["speedup"] == 1.0 and found["verify_width"] == "auto"
     assert list(rows)[1:3] == drawn and all(rows[name]["acceptance_length"] >= 1 for name in drawn)
     assert all(row["same_text"] and row["new_tokens"] == 36 for row in rows.values())
-    assert "transformers' generate, float32" in rows and set(found["seconds"]) >= {
-        "load",
-        "compile",
-        "decode",
-    }
+    assert "transformers' generate, float32" in rows
+    assert set(found["seconds"]) >= {"load", "compile", "decode"}
     honest = td.Engine.stream
 
     def wrong(self, *args, **options):

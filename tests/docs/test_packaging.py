@@ -46,18 +46,12 @@ def test_what_is_imported_and_read_is_built():
 
 @pytest.mark.parametrize(
     "stray",
-    [
-        ".hypothesis/examples/1",
-        ".ci/run",
-        ".env",
-        "data/train/prompts/gsm8k_train.jsonl.gz",
-        "docs/results/quickstart_cpu.json",
-        "examples/.ipynb_checkpoints/dflash-checkpoint.ipynb",
-        "examples/run/fit/drafter/model.safetensors",
-        "run/fit/state.pt",
-        "torch_dflash/assets/another/model.safetensors",
-        "torch_dflash/checkpoint.safetensors",
-    ],
+    (
+        ".hypothesis/examples/1 .ci/run .env data/train/prompts/gsm8k_train.jsonl.gz "
+        "docs/results/quickstart_cpu.json examples/.ipynb_checkpoints/dflash-checkpoint.ipynb "
+        "examples/run/fit/drafter/model.safetensors run/fit/state.pt "
+        "torch_dflash/assets/another/model.safetensors torch_dflash/checkpoint.safetensors"
+    ).split(),
 )
 def test_what_else_a_checkout_holds_is_not(stray, tmp_path):
     path = tmp_path / stray

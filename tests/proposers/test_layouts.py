@@ -19,14 +19,7 @@ from torch_dflash.proposers.layouts.pieces import TensorSlice
 from torch_dflash.train.fit.options import Objective
 from torch_dflash.train.fit.student import KNOWN, Student
 
-OF_NO_NETWORK = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "num_target_layers",
-    "dtype",
-)
+OF_NO_NETWORK = tuple("architectures bos_token_id eos_token_id pad_token_id num_target_layers dtype".split())
 OF_NO_NETWORK += ("transformers_version", "tie_word_embeddings", "use_cache", "max_window_layers")
 
 
