@@ -164,20 +164,13 @@ def test_a_change_on_one_side_is_seen_on_the_other(eager, xla, cache):
 def test_any_tree_crosses_and_returns():
     base = torch.arange(24, dtype=torch.float32).view(4, 6)
     tensors = {
-        "bf16": torch.randn(3, 5).to(torch.bfloat16),
-        "f16": torch.randn(2).half(),
-        "flags": torch.tensor([True, False, True]),
-        "bytes": torch.tensor([[0, 255]], dtype=torch.uint8),
-        "small": torch.tensor([-128, 127], dtype=torch.int8),
-        "scalar": torch.tensor(3.5),
-        "no rows": torch.empty(0, 4, dtype=torch.bfloat16),
-        "no flags": torch.empty(2, 0, dtype=torch.bool),
-        "turned": base.T,
-        "strided": base[1::2, ::3],
-        "one": base[:, 1:2],
-        "unaligned": base.flatten()[1:],
+        "bf16": torch.randn(3, 5).to(torch.bfloat16), "f16": torch.randn(2).half(),
+        "flags": torch.tensor([True, False, True]), "bytes": torch.tensor([[0, 255]], dtype=torch.uint8),
+        "small": torch.tensor([-128, 127], dtype=torch.int8), "scalar": torch.tensor(3.5),
+        "no rows": torch.empty(0, 4, dtype=torch.bfloat16), "no flags": torch.empty(2, 0, dtype=torch.bool),
+        "turned": base.T, "strided": base[1::2, ::3], "one": base[:, 1:2], "unaligned": base.flatten()[1:],
         "spread": torch.tensor([7.0]).expand(3),
-    }
+    }  # fmt: skip
     tree = {"a": [tensors, None, 3], "b": ("text", 2.5, (torch.tensor([1, 2], dtype=torch.int32),))}
     there = jb.to_jax(tree)
     assert there["a"][1:] == [None, 3] and there["b"][:2] == ("text", 2.5)

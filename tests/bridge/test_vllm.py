@@ -50,33 +50,23 @@ def config(**changed):
 
 
 REFUSED = {
-    "speculative_config__method": "dspark",
-    "parallel_config__pipeline_parallel_size": 2,
-    "parallel_config__decode_context_parallel_size": 2,
-    "parallel_config__prefill_context_parallel_size": 2,
-    "parallel_config__data_parallel_size": 2,
-    "sharding_config__total_dp_size": 2,
-    "cache_config__cache_dtype": "fp8",
-    "lora_config": SimpleNamespace(),
-    "model_config__use_mla": True,
-    "model_config__is_hybrid": True,
-    "model_config__uses_mrope": True,
-    "model_config__is_multimodal_model": True,
-    "kv_transfer_config": SimpleNamespace(),
+    "speculative_config__method": "dspark", "parallel_config__pipeline_parallel_size": 2,
+    "parallel_config__decode_context_parallel_size": 2, "parallel_config__prefill_context_parallel_size": 2,
+    "parallel_config__data_parallel_size": 2, "sharding_config__total_dp_size": 2,
+    "cache_config__cache_dtype": "fp8", "lora_config": SimpleNamespace(), "model_config__use_mla": True,
+    "model_config__is_hybrid": True, "model_config__uses_mrope": True,
+    "model_config__is_multimodal_model": True, "kv_transfer_config": SimpleNamespace(),
     "additional_config": {"enable_continue_decode": True},
     "speculative_config__num_speculative_tokens_per_batch_size": [(1, 2)],
     "speculative_config__draft_tensor_parallel_size": 2,
     "speculative_config__draft_sample_method": "probabilistic",
-    "speculative_config__rejection_sample_method": "synthetic",
-    "speculative_config__kv_cache_dtype": "fp8",
-    "speculative_config__quantization": "fp8",
-    "speculative_config__max_model_len": 64,
+    "speculative_config__rejection_sample_method": "synthetic", "speculative_config__kv_cache_dtype": "fp8",
+    "speculative_config__quantization": "fp8", "speculative_config__max_model_len": 64,
     "speculative_config__attention_backend": "FLASH_ATTN",
     "speculative_config__draft_load_config": SimpleNamespace(),
-    "model_config__logprobs_mode": "processed_logprobs",
-    "model_config__enable_prompt_embeds": True,
+    "model_config__logprobs_mode": "processed_logprobs", "model_config__enable_prompt_embeds": True,
     "model_config__max_logprobs": -1,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", REFUSED)

@@ -42,17 +42,12 @@ def judged():
 @pytest.mark.parametrize(
     ("family", "seed", "kinds", "steps"),
     [
-        ("qwen3", 0, (), 120),
-        ("llama", 30, (), 8),
-        ("llama", 10, ("taps", "mask"), 100),
-        ("gpt_oss", 3, ("row",), 100),
-        ("qwen3", 4, ("causal",), 150),
-        ("llama", 5, ("tied",), 100),
-        ("qwen2", 12, ("window",), 150),
-        ("llama", 7, ("normed", "rope"), 150),
+        ("qwen3", 0, (), 120), ("llama", 30, (), 8), ("llama", 10, ("taps", "mask"), 100),
+        ("gpt_oss", 3, ("row",), 100), ("qwen3", 4, ("causal",), 150), ("llama", 5, ("tied",), 100),
+        ("qwen2", 12, ("window",), 150), ("llama", 7, ("normed", "rope"), 150),
         ("qwen2", LESSER, ("causal", "scale"), 150),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(judged, family, seed, kinds, steps):
     case = judged.make_case(family, seed, kinds, steps, {"num_hidden_layers": 1} if seed == LESSER else {})
     before = {name: value.clone() for name, value in case.drafter.state_dict().items()}

@@ -150,27 +150,16 @@ def engine(pair):
 
 
 NAMES = {
-    "max_tokens": "Here max_tokens is max_new_tokens.",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "temp": "Here temp is temperature.",
-    "stop": "Here stop is stop_strings=[...], with tokenizer=.",
-    "stop_token_ids": "eos_token_id=[...]",
-    "n": "num_return_sequences",
-    "logit_bias": "sequence_bias",
-    "logits_processors": "processors=(torch_dflash.HostProcessor",
-    "guided_json": "response_format=",
-    "messages": "torch_dflash.Chat",
-    "num_draft_tokens": "block_size",
-    "device": "target.to(device)",
-    "dtype": "from_pretrained",
-    "max_new_token": "Did you mean max_new_tokens?",
-    "tempurature": "Did you mean temperature?",
-    "topk": "Did you mean top_k?",
-    "top_K": "Did you mean top_k?",
-    "Max_Tokens": "Here Max_Tokens is max_new_tokens.",
-    "verify_widht": "Did you mean verify_width?",
-}
+    "max_tokens": "Here max_tokens is max_new_tokens.", "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens", "temp": "Here temp is temperature.",
+    "stop": "Here stop is stop_strings=[...], with tokenizer=.", "stop_token_ids": "eos_token_id=[...]",
+    "n": "num_return_sequences", "logit_bias": "sequence_bias",
+    "logits_processors": "processors=(torch_dflash.HostProcessor", "guided_json": "response_format=",
+    "messages": "torch_dflash.Chat", "num_draft_tokens": "block_size", "device": "target.to(device)",
+    "dtype": "from_pretrained", "max_new_token": "Did you mean max_new_tokens?",
+    "tempurature": "Did you mean temperature?", "topk": "Did you mean top_k?", "top_K": "Did you mean top_k?",
+    "Max_Tokens": "Here Max_Tokens is max_new_tokens.", "verify_widht": "Did you mean verify_width?",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -70,21 +70,12 @@ def test_a_cache_that_rounds_is_refused():
 
 # Each asks for something. The names that a call gives itself, or reads from the ids, are left out.
 ASKED = {
-    "inputs": IDS,
-    "inputs_embeds": torch.zeros(1, 4, 32),
-    "logits_processor": [print],
-    "prefix_allowed_tokens_fn": print,
-    "synced_gpus": True,
-    "assistant_model": torch.nn.Linear(1, 1),
-    "negative_prompt_ids": IDS,
-    "negative_prompt_attention_mask": IDS,
-    "custom_generate": "some/repository",
-    "position_ids": torch.arange(4)[None] + 1,
-    "cache_position": torch.arange(4),
-    "token_type_ids": torch.ones(1, 4),
-    "mm_token_type_ids": torch.ones(1, 4),
-    "labels": IDS,
-}
+    "inputs": IDS, "inputs_embeds": torch.zeros(1, 4, 32), "logits_processor": [print],
+    "prefix_allowed_tokens_fn": print, "synced_gpus": True, "assistant_model": torch.nn.Linear(1, 1),
+    "negative_prompt_ids": IDS, "negative_prompt_attention_mask": IDS, "custom_generate": "some/repository",
+    "position_ids": torch.arange(4)[None] + 1, "cache_position": torch.arange(4),
+    "token_type_ids": torch.ones(1, 4), "mm_token_type_ids": torch.ones(1, 4), "labels": IDS,
+}  # fmt: skip
 NOT_ASKED = {"stopping_criteria", "self", "generation_config", "streamer", "kwargs"}
 
 

@@ -280,16 +280,11 @@ def config_of(speculative=(), **options):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("draft_tensor_parallel_size", 1),
-        ("kv_cache_dtype", "fp8"),
-        ("quantization", "fp8"),
-        ("max_model_len", 64),
-        ("draft_sample_method", "probabilistic"),
-        ("rejection_sample_method", "block"),
-        ("attention_backend", "FLASH_ATTN"),
-        ("draft_load_config", {"load_format": "auto"}),
+        ("draft_tensor_parallel_size", 1), ("kv_cache_dtype", "fp8"), ("quantization", "fp8"),
+        ("max_model_len", 64), ("draft_sample_method", "probabilistic"), ("rejection_sample_method", "block"),
+        ("attention_backend", "FLASH_ATTN"), ("draft_load_config", {"load_format": "auto"}),
     ],
-)
+)  # fmt: skip
 def test_vllms_options_of_drafts_that_nothing_follows_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"speculative_config.{field}=.* does not support it; leave it"):
         config_of({field: value}, tensor_parallel_size=2)

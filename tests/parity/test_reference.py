@@ -48,38 +48,25 @@ def window(kinds, size, **more):
 
 
 CASES = {
-    "full": {},
-    "full_causal": {"is_causal": True},
-    "sliding_causal": window(SLIDING, 4),
-    "sliding_causal_wide": window(SLIDING, 12),
-    "sliding_symmetric": window(SLIDING, 4, is_causal=False),
-    "mixed": window(MIXED, 5),
-    "mixed_symmetric": window(MIXED, 5, is_causal=False),
-    "bias": {"attention_bias": True},
-    "one_kv_head": {"num_key_value_heads": 1},
+    "full": {}, "full_causal": {"is_causal": True}, "sliding_causal": window(SLIDING, 4),
+    "sliding_causal_wide": window(SLIDING, 12), "sliding_symmetric": window(SLIDING, 4, is_causal=False),
+    "mixed": window(MIXED, 5), "mixed_symmetric": window(MIXED, 5, is_causal=False),
+    "bias": {"attention_bias": True}, "one_kv_head": {"num_key_value_heads": 1},
     "no_grouping": {"num_key_value_heads": 4},
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, **THETA}},
-    "yarn": {"rope_parameters": YARN},
-    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN}, "llama3": {"rope_parameters": LLAMA3},
     "everything": window(MIXED, 5, attention_bias=True, is_causal=False, rope_parameters=YARN),
-}
+}  # fmt: skip
 
 
 def build(folder, seed=0, dtype=torch.float32, **overrides):
     """A random drafter of the authors' class, saved in z-lab's layout; norms and biases random."""
     fields = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "num_target_layers": 8,
-        "rope_parameters": {"rope_type": "default", **THETA},
+        "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128,
+        "num_target_layers": 8, "rope_parameters": {"rope_type": "default", **THETA},
         "dflash_config": {"block_size": WIDTH, "mask_token_id": 63, "target_layer_ids": TAPS},
-    }
+    }  # fmt: skip
     model = DFlashDraftModel(Qwen3Config(**{**fields, **overrides})).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

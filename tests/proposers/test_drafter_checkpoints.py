@@ -76,17 +76,11 @@ def test_multiplier_and_soft_cap_shape_the_draft_logits(tmp_path):
 @pytest.mark.parametrize(
     ("layers", "taps", "expected"),
     [
-        (36, 5, [1, 9, 17, 25, 33]),
-        (32, 5, [1, 8, 15, 22, 29]),
-        (64, 5, [1, 16, 31, 46, 61]),
-        (24, 5, [1, 6, 11, 16, 21]),
-        (48, 5, [1, 12, 23, 34, 45]),
-        (40, 5, [1, 10, 19, 28, 37]),
-        (61, 6, [1, 12, 24, 35, 47, 58]),
-        (60, 6, [1, 12, 23, 35, 46, 57]),
-        (36, 1, [18]),
+        (36, 5, [1, 9, 17, 25, 33]), (32, 5, [1, 8, 15, 22, 29]), (64, 5, [1, 16, 31, 46, 61]),
+        (24, 5, [1, 6, 11, 16, 21]), (48, 5, [1, 12, 23, 34, 45]), (40, 5, [1, 10, 19, 28, 37]),
+        (61, 6, [1, 12, 24, 35, 47, 58]), (60, 6, [1, 12, 23, 35, 46, 57]), (36, 1, [18]),
     ],
-)
+)  # fmt: skip
 def test_default_taps(layers, taps, expected):
     assert default_target_layer_ids(layers, taps) == expected
     config = td.DFlashConfig(num_target_layers=layers, num_hidden_layers=taps, mask_token_id=1)
