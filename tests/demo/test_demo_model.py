@@ -162,15 +162,12 @@ def flip_a_bit_in_secret(folder):
 @pytest.mark.parametrize(
     "damage",
     [
-        truncate,
-        flip_a_bit,
-        flip_a_bit_in_secret,
-        lambda folder: (folder / "tokenizer.json").unlink(),
+        truncate, flip_a_bit, flip_a_bit_in_secret, lambda folder: (folder / "tokenizer.json").unlink(),
         lambda folder: (folder / demo_model.MANIFEST).unlink(),
         lambda folder: (folder / demo_model.MANIFEST).write_text("[]x"),
     ],
     ids=["truncated", "bit flipped", "time kept", "file missing", "manifest missing", "manifest unreadable"],
-)
+)  # fmt: skip
 def test_damaged_copy_is_built_again(pip, cache, damage):
     load_demo_target(progress=False)
     load_demo_target(progress=False)  # the stored files have been read by this process

@@ -71,15 +71,11 @@ def test_every_dependency_has_a_lower_bound_and_torchax_both():
 def test_what_messages_install_is_on_an_index_and_of_their_extra():
     """The package itself is on no index, so a message names the packages of its extra."""
     extras = {
-        "torch_dflash/cli/tpu.py": "tpu",
-        "torch_dflash/cli/outputs.py": "demo",
-        "torch_dflash/demo/target.py": "demo",
-        "torch_dflash/grammars/vocabulary.py": "grammar",
-        "torch_dflash/train/fit/log.py": "train",
-        "jax_bridge/aot/shapes.py": "tpu",
-        "examples/09_compile_for_a_tpu.py": "tpu",
-        "examples/dflash.ipynb": "tpu",
-    }
+        "torch_dflash/cli/tpu.py": "tpu", "torch_dflash/cli/outputs.py": "demo",
+        "torch_dflash/demo/target.py": "demo", "torch_dflash/grammars/vocabulary.py": "grammar",
+        "torch_dflash/train/fit/log.py": "train", "jax_bridge/aot/shapes.py": "tpu",
+        "examples/09_compile_for_a_tpu.py": "tpu", "examples/dflash.ipynb": "tpu",
+    }  # fmt: skip
     shown = [*(ROOT / "examples").glob("*.*")]
     shown += [path for package in ("torch_dflash", "jax_bridge") for path in (ROOT / package).rglob("*.py")]
     for path in shown:
@@ -162,13 +158,10 @@ def test_make_refuses_an_old_interpreter_before_it_installs_anything(tmp_path):
 
 
 PYTHONS = {
-    "the path": "path/python3.12",
-    "pyenv": "home/.pyenv/versions/3.12.1/bin/python",
+    "the path": "path/python3.12", "pyenv": "home/.pyenv/versions/3.12.1/bin/python",
     "uv": "home/.local/share/uv/python/cpython-3.12.3-linux-x86_64-gnu/bin/python",
-    "VLLM_PYTHON": "own/python",
-    "nowhere": "own/python",
-    "VLLM_PYTHON of another version": "own/python3.13",
-}
+    "VLLM_PYTHON": "own/python", "nowhere": "own/python", "VLLM_PYTHON of another version": "own/python3.13",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("where", PYTHONS)

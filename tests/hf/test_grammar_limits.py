@@ -37,15 +37,12 @@ def bounded():
 
 
 ENDLESS = {
-    "nested counts": "(a{1,1000}){1,1000}",
-    "counts of counts": "((a{1,100}){1,100}){1,100}",
-    "many states at once": "(a|b)*a(a|b){40}",
-    "many states in each": "(a?){0,600}b",
-    "a count of nothing": "(){0,4000000}",
-    "a class of many ranges": f"[{HAN}]{{1,999}}",
+    "nested counts": "(a{1,1000}){1,1000}", "counts of counts": "((a{1,100}){1,100}){1,100}",
+    "many states at once": "(a|b)*a(a|b){40}", "many states in each": "(a?){0,600}b",
+    "a count of nothing": "(){0,4000000}", "a class of many ranges": f"[{HAN}]{{1,999}}",
     "classes of all characters": "[\x01-\U0010ffff]" * 200,
     "long alternations": "|".join(f"({letter}|é)*{letter}.{{30}}" for letter in "abcdefghijklmnopq"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ENDLESS)

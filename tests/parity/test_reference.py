@@ -34,13 +34,9 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 THETA = {"rope_theta": 10_000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-    **THETA,
-}
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32, **THETA,
+}  # fmt: skip
 
 
 def window(kinds, size, **more):

@@ -163,13 +163,10 @@ def test_a_partial_rotation_copied_of_the_target_is_not_deepspecs(tmp_path):
 @pytest.mark.parametrize(
     ("block", "proposed", "field", "anchored"),
     [
-        (8, 8, None, True),
-        (8, 7, None, False),
-        (8, None, None, True),
-        (8, 7, True, True),
+        (8, 8, None, True), (8, 7, None, False), (8, None, None, True), (8, 7, True, True),
         (8, 8, False, False),
     ],
-)
+)  # fmt: skip
 def test_speculators_rows_are_told_by_the_field_or_by_the_number_of_proposals(
     block, proposed, field, anchored, tmp_path
 ):

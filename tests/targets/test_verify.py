@@ -365,13 +365,10 @@ def test_two_patches_of_one_code_have_a_verdict_each(monkeypatch):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda mask: mask.logical_and_(torch.zeros_like(mask)),
-        lambda mask: mask.masked_fill_(mask, False),
-        lambda mask: mask.transpose(2, 3),
-        lambda mask: mask[..., :1],
-        lambda mask: mask & mask,
+        lambda mask: mask.logical_and_(torch.zeros_like(mask)), lambda mask: mask.masked_fill_(mask, False),
+        lambda mask: mask.transpose(2, 3), lambda mask: mask[..., :1], lambda mask: mask & mask,
     ],
-)
+)  # fmt: skip
 def test_a_mask_that_is_changed_on_its_way_is_refused(monkeypatch, edit):
     make = modeling_llama.create_causal_mask
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **given: edit(make(**given)))

@@ -11,15 +11,12 @@ from support.tiny import MASK, make_pair, randomise
 from torch_dflash.train.fit.blocks import block_targets, context_mask, draft_blocks, draw_anchors
 
 CASES = {
-    "full": {},
-    "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5},
+    "full": {}, "sliding": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5},
     "mixed": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
     "symmetric": {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "is_causal": False},
-    "causal": {"is_causal": True},
-    "wide": {"block_size": 24},
-    "convolutions": SECOND,
+    "causal": {"is_causal": True}, "wide": {"block_size": 24}, "convolutions": SECOND,
     "convolutions of three taps": SECOND | {"conv_kernel_size": 3},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
